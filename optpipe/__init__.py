@@ -1,0 +1,1 @@
+"""OptPipe: schedules for pipeline-parallel training, found by optimisation and run as planned."""

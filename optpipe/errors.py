@@ -1,0 +1,93 @@
+"""Every error that OptPipe raises on purpose.
+
+    OptPipeError
+    ├── InputError            the caller's documents or options are wrong (exit code 2)
+    ├── OrderError            orders that name unknown, repeated or misplaced ops
+    ├── DeadlockError         orders in which ops wait for one another in a circle
+    ├── MethodError           a method cannot handle this problem, and why
+    ├── InfeasibleError       proved: no schedule keeps the budgets (exit code 3)
+    ├── NoSolutionError       time ran out with nothing found (exit code 4)
+    ├── VerificationError     a solver's answer broke a rule: a bug in OptPipe, never returned
+    └── TrainingError         a schedule cannot be trained as asked
+
+Messages name the field, the value and the limit, and end with "Maybe ..." where a likely fix is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class OptPipeError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+@dataclass(frozen=True)
+class Issue:
+    """One thing wrong with a document.
+
+    `pointer` is a path such as ``stages[3].offload.bytes`` (empty: the document as a whole), `code` a stable
+    short name, `detail` a sentence that names value and limit.
+    """
+
+    pointer: str
+    code: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.pointer} {self.detail}" if self.pointer else self.detail
+
+
+class InputError(OptPipeError):
+    """A document or an option is wrong; `issues` lists everything found, `source` says in which document."""
+
+    def __init__(self, issues: Sequence[Issue], source: str = "") -> None:
+        self.issues = tuple(issues)
+        self.source = source
+        super().__init__("\n".join(str(issue) for issue in self.issues))
+
+
+class OrderError(OptPipeError):
+    """Orders name an op that is unknown, repeated, or on a device or stream that is not its own."""
+
+
+class DeadlockError(OptPipeError):
+    """Ops wait for one another in a circle; `cycle` names them, each waiting for the one before it."""
+
+    def __init__(self, cycle: Sequence[str], blocked: int) -> None:
+        self.cycle = tuple(cycle)
+        self.blocked = blocked
+        circle = " -> ".join((*self.cycle, self.cycle[0]))
+        super().__init__(
+            f"the orders deadlock: {blocked} ops never start; these wait for one another: {circle}. "
+            f"Maybe the order on one device contradicts a dependency or a wait on another."
+        )
+
+
+class MethodError(OptPipeError):
+    """A method cannot handle this problem; the message gives the reason with numbers."""
+
+
+class InfeasibleError(OptPipeError):
+    """Proved: no schedule keeps the budgets.
+
+    `budgets_bytes` holds, for each device, the smallest budget known to do; None where there is no limit to raise.
+    """
+
+    def __init__(self, reason: str, budgets_bytes: Sequence[int | None]) -> None:
+        self.budgets_bytes = tuple(budgets_bytes)
+        known = ", ".join("no limit" if b is None else str(b) for b in self.budgets_bytes)
+        super().__init__(f"{reason} Maybe raise devices[].memory_bytes to [{known}], which is known to do.")
+
+
+class NoSolutionError(OptPipeError):
+    """Time ran out before any schedule within the budgets was found."""
+
+
+class VerificationError(OptPipeError):
+    """An answer of a solver broke a rule of the model. It is a bug, and the schedule is not returned."""
+
+
+class TrainingError(OptPipeError):
+    """A schedule cannot be trained on this model, device or launch."""

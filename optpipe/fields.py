@@ -1,0 +1,87 @@
+"""The kinds of number that the documents hold: times, sizes, counts and indices, each with its range.
+
+The validators return the value they were given, so that 10 stays 10 and 10.0 stays 10.0 on a round trip.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from optpipe.document import shown
+
+MAX_TIME_US = 10**12
+"""One op or transfer may take eleven days."""
+MAX_BYTES = 2**53 - 1
+"""Integers up to here are the same in every JSON reader."""
+MAX_COUNT = 10**6
+"""Microbatches, devices or stages."""
+
+
+def reject(code: str, detail: str) -> PydanticCustomError:
+    """An error that reaches the user word for word (`detail` follows the path of the field)."""
+    # pydantic expands {} in templates; handing the text over as a value keeps braces in it intact.
+    return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _time_us(value: Any) -> int | float:
+    if not _is_number(value) or not math.isfinite(value):
+        raise reject("not_a_number", f"is {shown(value)} but must be a finite number of microseconds")
+    if value < 0:
+        raise reject("negative", f"is {value} but must be at least 0. Maybe a sign slipped in")
+    if value > MAX_TIME_US:
+        raise reject("too_large", f"is {value} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds")
+    return value  # type: ignore[no-any-return]
+
+
+def _whole(value: Any, low: int, high: int, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise reject("not_an_integer", f"is {shown(value)} but must be an integer ({what})")
+    if not low <= value <= high:
+        raise reject("out_of_range", f"is {value} but must be from {low} to {high} ({what})")
+    return value
+
+
+def _size_bytes(value: Any) -> int:
+    return _whole(value, 0, MAX_BYTES, "bytes")
+
+
+def _positive_count(value: Any) -> int:
+    return _whole(value, 1, MAX_COUNT, "a count")
+
+
+def _index(value: Any) -> int:
+    return _whole(value, 0, MAX_COUNT - 1, "counted from 0")
+
+
+def _any_time_us(value: Any) -> int | float:
+    if not _is_number(value) or not math.isfinite(value):
+        raise reject("not_a_number", f"is {shown(value)} but must be a finite number")
+    return value  # type: ignore[no-any-return]
+
+
+def _share(value: Any) -> int | float:
+    if not _is_number(value) or not math.isfinite(value) or value > 1:
+        raise reject("not_a_share", f"is {shown(value)} but must be a finite number of at most 1")
+    return value  # type: ignore[no-any-return]
+
+
+def _schema(kind: str, **limits: float) -> WithJsonSchema:
+    return WithJsonSchema({"type": kind, **limits})
+
+
+TimeUs = Annotated[int | float, PlainValidator(_time_us), _schema("number", minimum=0, maximum=MAX_TIME_US)]
+Bytes = Annotated[int, PlainValidator(_size_bytes), _schema("integer", minimum=0, maximum=MAX_BYTES)]
+Count = Annotated[int, PlainValidator(_positive_count), _schema("integer", minimum=1, maximum=MAX_COUNT)]
+Index = Annotated[int, PlainValidator(_index), _schema("integer", minimum=0, maximum=MAX_COUNT - 1)]
+Instant = Annotated[int | float, PlainValidator(_any_time_us), _schema("number")]
+"""A point in time, or a claimed value or bound in microseconds: any finite number."""
+Share = Annotated[int | float, PlainValidator(_share), _schema("number", maximum=1)]
+"""A gap or a bubble. A false claim may be negative; `verify` judges it."""

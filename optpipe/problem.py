@@ -1,0 +1,228 @@
+"""Problem: what is to be scheduled (document `optpipe.problem/1`).
+
+Stages with their costs and memory, their placement on devices, the budgets, and the channels to the host. Times
+are microseconds, memory is bytes; stages, devices and microbatches count from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from optpipe.document import Document, parse_json, read_bounded
+from optpipe.errors import InputError, Issue
+from optpipe.fields import Bytes, Count, Index, TimeUs, reject
+
+MAX_PROBLEM_BYTES = 16 * 2**20
+"""A problem file of 16 MiB has tens of thousands of stages; a larger file is another kind of file."""
+
+Objective = Literal["makespan", "device_span"]
+
+
+class DirectedTransfer(Document):
+    """Delays over one boundary: activations `forward`, gradients `backward`."""
+
+    forward: TimeUs
+    backward: TimeUs
+
+
+def _transfer_tag(value: Any) -> str:
+    if isinstance(value, dict | DirectedTransfer):
+        return "as-directed"
+    return "as-list" if isinstance(value, list | tuple) else "as-time"
+
+
+_Boundary = Annotated[
+    Annotated[TimeUs, Tag("as-time")] | Annotated[DirectedTransfer, Tag("as-directed")], Discriminator(_transfer_tag)
+]
+_Transfer = Annotated[
+    Annotated[TimeUs, Tag("as-time")]
+    | Annotated[DirectedTransfer, Tag("as-directed")]
+    | Annotated[list[_Boundary], Tag("as-list")],
+    Discriminator(_transfer_tag),
+]
+
+
+class Device(Document):
+    """One accelerator. `memory_bytes` is its budget for activations; None: no limit."""
+
+    memory_bytes: Bytes | None
+    name: str = Field(default="", max_length=200)
+
+
+class Offload(Document):
+    """What of a stage's activation may leave to the host: `bytes`, and the time each way."""
+
+    bytes: Bytes
+    offload_us: TimeUs
+    reload_us: TimeUs
+
+
+class Workspace(Document):
+    """Bytes that an op takes at its start and frees at its end, beside what it keeps."""
+
+    F: Bytes = 0
+    B: Bytes = 0
+    W: Bytes = 0
+    BW: Bytes = 0
+
+
+class Stage(Document):
+    """One stage of the model on its device, with the costs of one microbatch.
+
+    F takes `activation_bytes` at its start. B's end frees `activation_bytes - backward_weight_bytes` (takes it,
+    where that is negative), W's end frees the rest.
+    """
+
+    device: Index
+    forward_us: TimeUs
+    backward_input_us: TimeUs
+    backward_weight_us: TimeUs
+    activation_bytes: Bytes
+    backward_weight_bytes: Bytes
+    workspace_bytes: Workspace = Workspace()
+    offload: Offload | None = None
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> Self:
+        if self.offload and self.offload.bytes > self.activation_bytes:
+            raise reject(
+                "offload_too_large",
+                f"has offload.bytes {self.offload.bytes} but activation_bytes is {self.activation_bytes}. "
+                "Maybe the sizes are per layer in one and per stage in the other",
+            )
+        return self
+
+    def duration_us(self, kind: str) -> int | float:
+        """Duration of an op of `kind` (F, B, W, BW, O or R) on this stage."""
+        if kind == "BW":
+            return self.backward_input_us + self.backward_weight_us
+        if kind in "OR":
+            assert self.offload is not None, "this stage never offloads"
+            return self.offload.offload_us if kind == "O" else self.offload.reload_us
+        return {"F": self.forward_us, "B": self.backward_input_us, "W": self.backward_weight_us}[kind]
+
+
+class CopyChannels(Document):
+    """The channels between devices and the host.
+
+    `duplex`: one channel a direction; otherwise one for both. `shared_by`: groups of devices behind one switch,
+    which share its channels.
+    """
+
+    duplex: bool = True
+    shared_by: list[list[Index]] = []
+
+
+class Problem(Document):
+    """A scheduling problem. Frozen; unknown fields are refused; `to_json` gives back what was read."""
+
+    format: Literal["optpipe.problem/1"]
+    name: str = Field(default="", max_length=200)
+    microbatches: Count
+    objective: Objective = "makespan"
+    transfer_us: _Transfer = 0
+    devices: Annotated[list[Device], Field(min_length=1)]
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    source: str = Field(default="", max_length=2000)
+    copy_channels: CopyChannels = CopyChannels()
+    host_memory_bytes: Bytes | None = None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a problem file. Raises InputError naming the field, the value and the limit."""
+        data = parse_json(read_bounded(Path(path), MAX_PROBLEM_BYTES), str(path))
+        if isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.schedule/"):
+            detail = "is a schedule but a problem is needed. Maybe use the command 'optpipe verify' or 'plot'."
+            raise InputError([Issue("", "wrong_format", detail)], str(path))
+        return cls.from_data(data, str(path))
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        self._check_placement()
+        self._check_transfer()
+        self._check_groups()
+        return self
+
+    def _check_placement(self) -> None:
+        for s, stage in enumerate(self.stages):
+            if stage.device >= len(self.devices):
+                raise reject(
+                    "unknown_device",
+                    f"stages[{s}].device is {stage.device} but there are {len(self.devices)} devices, counted from 0. "
+                    "Maybe a device is missing from devices",
+                )
+
+    def _check_transfer(self) -> None:
+        boundaries = len(self.stages) - 1
+        if isinstance(self.transfer_us, list) and len(self.transfer_us) != boundaries:
+            raise reject(
+                "wrong_length",
+                f"transfer_us has {len(self.transfer_us)} entries but {len(self.stages)} stages have {boundaries} "
+                "boundaries. Maybe one entry too many was written for the last stage",
+            )
+
+    def _check_groups(self) -> None:
+        seen: dict[int, int] = {}
+        for g, group in enumerate(self.copy_channels.shared_by):
+            for device in group:
+                where = f"copy_channels.shared_by[{g}]"
+                if device >= len(self.devices):
+                    raise reject("unknown_device", f"{where} names device {device} of {len(self.devices)}")
+                if device in seen:
+                    raise reject(
+                        "repeated_device",
+                        f"{where} names device {device}, which shared_by[{seen[device]}] names already. "
+                        "Maybe the groups should be disjoint",
+                    )
+                seen[device] = g
+
+    @property
+    def forward_delay_us(self) -> Sequence[int | float]:
+        """Delay of activations over each boundary s -> s+1; 0 where both stages share a device."""
+        return self._delays["forward"]
+
+    @property
+    def backward_delay_us(self) -> Sequence[int | float]:
+        """Delay of gradients over each boundary s+1 -> s; 0 where both stages share a device."""
+        return self._delays["backward"]
+
+    @cached_property
+    def _delays(self) -> dict[str, list[int | float]]:
+        given = self.transfer_us
+        count = len(self.stages) - 1
+        boundaries = given if isinstance(given, list) else [given] * count
+        delays: dict[str, list[int | float]] = {"forward": [], "backward": []}
+        for s, boundary in enumerate(boundaries):
+            crosses = self.stages[s].device != self.stages[s + 1].device
+            for direction in ("forward", "backward"):
+                one = getattr(boundary, direction) if isinstance(boundary, DirectedTransfer) else boundary
+                delays[direction].append(one if crosses else 0)
+        return delays
+
+    @cached_property
+    def stages_of(self) -> Sequence[Sequence[int]]:
+        """For each device, its stages in ascending order."""
+        placed: list[list[int]] = [[] for _ in self.devices]
+        for s, stage in enumerate(self.stages):
+            placed[stage.device].append(s)
+        return placed
+
+    @cached_property
+    def work_us(self) -> Sequence[int | float]:
+        """For each device, the time of all its compute ops."""
+        return [
+            self.microbatches * sum(self.stages[s].duration_us("F") + self.stages[s].duration_us("BW") for s in stages)
+            for stages in self.stages_of
+        ]
+
+    @cached_property
+    def channel_groups(self) -> Sequence[Sequence[int]]:
+        """Devices behind one switch, every device in exactly one group."""
+        shared = [list(group) for group in self.copy_channels.shared_by if group]
+        named = {device for group in shared for device in group}
+        return shared + [[d] for d in range(len(self.devices)) if d not in named]

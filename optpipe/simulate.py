@@ -1,0 +1,296 @@
+"""Orders in, times and memory out: the one place that knows the rules of the model.
+
+Every op starts as soon as its stream, its dependencies, its channel and its waits let it. For the objective
+`device_span` the devices' first ops are then moved to the times at which the largest span is smallest; orders and
+waits stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.memory import Curve, Effect, curve, device_effect, host_effect
+from optpipe.orders import KINDS, STREAMS, Op, Orders
+from optpipe.problem import Problem
+from optpipe.spans import least_span_starts
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+F, B, W, BW, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
+_CODE = {kind: code for code, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Times of orders. `start_us[k]` and `end_us[k]` belong to `ops[k]`, which runs on `device[k]`."""
+
+    problem: Problem
+    ops: Sequence[Op]
+    device: Ints
+    start_us: Floats
+    end_us: Floats
+
+    @cached_property
+    def index(self) -> dict[Op, int]:
+        """The position of each op in the arrays."""
+        return {op: k for k, op in enumerate(self.ops)}
+
+    @property
+    def makespan_us(self) -> float:
+        """Last end minus first start over all devices."""
+        return float(self.end_us.max() - self.start_us.min())
+
+    @property
+    def spans_us(self) -> Sequence[float]:
+        """For each device, last end minus first start (0 for a device without stages)."""
+        spans = []
+        for d in range(len(self.problem.devices)):
+            mine = self.device == d
+            spans.append(float(self.end_us[mine].max() - self.start_us[mine].min()) if mine.any() else 0.0)
+        return spans
+
+    @property
+    def value_us(self) -> float:
+        """The problem's objective."""
+        return self.makespan_us if self.problem.objective == "makespan" else max(self.spans_us)
+
+    def device_memory(self, device: int) -> Curve:
+        """Activation memory of a device over time."""
+        return curve(self._events(device))
+
+    def host_memory(self) -> Curve:
+        """Offloaded bytes on the host over time, all devices together."""
+        effects = [[host_effect(stage, kind) for kind in KINDS] for stage in self.problem.stages]
+        moving = (k for k, op in enumerate(self.ops) if op.kind in "OR")
+        return curve(
+            (self.start_us[k], self.end_us[k], effects[self.ops[k].stage][_CODE[self.ops[k].kind]]) for k in moving
+        )
+
+    def _events(self, device: int) -> Iterator[tuple[float, float, Effect]]:
+        effects = [{kind: device_effect(stage, kind) for kind in KINDS} for stage in self.problem.stages]
+        for k in np.flatnonzero(self.device == device).tolist():
+            op = self.ops[k]
+            yield self.start_us[k], self.end_us[k], effects[op.stage][op.kind]
+
+
+def simulate(problem: Problem, orders: Orders) -> Simulation:
+    """Time the orders under the rules of the model.
+
+    Memory budgets are not enforced here: read `device_memory` and `host_memory` of the result.
+    Raises OrderError where an op is missing, repeated or misplaced, DeadlockError where ops wait in a circle.
+    """
+    network = _Network(problem, orders)
+    start, sequence = _earliest_starts(network.duration, *network.edges, np.zeros(network.size))
+    if len(sequence) < network.size:
+        raise _deadlock(network, sequence)
+    if problem.objective == "device_span":
+        start = _least_span(network, start)
+    return Simulation(problem, network.ops, network.device, start, start + network.duration)
+
+
+class _Network:
+    """The precedence graph of orders: ops as nodes, and edges (from, to, delay) from every rule."""
+
+    def __init__(self, problem: Problem, orders: Orders) -> None:
+        self.problem = problem
+        self.ops = list(orders.ops())
+        self.size = len(self.ops)
+        self.lengths = [len(stream) for device in orders.devices for stream in device.streams()]
+        streams = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.device = streams // len(STREAMS)
+        self.kind, self.stage, self.microbatch = self._codes()
+        self.at = self._positions(streams % len(STREAMS))
+        self.duration = self._durations()
+        self.edges = self._edges(orders)
+
+    def _codes(self) -> tuple[Ints, Ints, Ints]:
+        try:
+            flat = [value for op in self.ops for value in (_CODE[op.kind], op.stage, op.microbatch)]
+        except KeyError as error:
+            raise OrderError(f"an op has the kind {error}; the kinds are {', '.join(KINDS)}") from None
+        kind, stage, microbatch = np.asarray(flat, np.int64).reshape(-1, 3).T
+        stages, microbatches = len(self.problem.stages), self.problem.microbatches
+        outside = (stage < 0) | (stage >= stages) | (microbatch < 0) | (microbatch >= microbatches)
+        if outside.any():
+            op = self.ops[int(np.argmax(outside))]
+            raise OrderError(f"{op} is not in a problem of {stages} stages and {microbatches} microbatches")
+        return kind, stage, microbatch
+
+    def _positions(self, stream: Ints) -> Ints:
+        """Node of each (kind, stage, microbatch), -1 where absent. Checks that each op is there once, in its place."""
+        home = np.asarray([s.device for s in self.problem.stages])[self.stage]
+        own_stream = np.where(self.kind == O, 1, np.where(self.kind == R, 2, 0))
+        misplaced = (home != self.device) | (own_stream != stream)
+        if misplaced.any():
+            k = int(np.argmax(misplaced))
+            where = f"device {self.device[k]}, stream {STREAMS[stream[k]]}"
+            raise OrderError(f"{self.ops[k]} is on {where}, but belongs to device {home[k]}, {self.ops[k].stream}")
+        at = np.full((len(KINDS), len(self.problem.stages), self.problem.microbatches), -1, np.int64)
+        at[self.kind, self.stage, self.microbatch] = np.arange(self.size)
+        repeated = at[self.kind, self.stage, self.microbatch] != np.arange(self.size)
+        if repeated.any():
+            raise OrderError(f"{self.ops[int(np.argmax(repeated))]} is there more than once")
+        self._check_complete(at >= 0)
+        self._check_microbatch_order(at)
+        return at
+
+    def _check_complete(self, present: NDArray[np.bool_]) -> None:
+        def first(missing: NDArray[np.bool_], message: str) -> None:
+            if missing.any():
+                s, i = (int(x) for x in np.argwhere(missing)[0])
+                raise OrderError(message.format(f"{s}.{i}"))
+
+        first(~present[F], "F{} is missing")
+        first(~(present[B] | present[BW]), "B{0} (or BW{0}) is missing")
+        first(present[BW] & (present[B] | present[W]), "BW{0} is there together with B{0} or W{0}")
+        first(present[B] & ~present[W], "W{} is missing")
+        first(present[O] != present[R], "only one of O{0} and R{0} is there")
+        for s, stage in enumerate(self.problem.stages):
+            if stage.offload is None and present[O, s].any():
+                raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
+
+    def _check_microbatch_order(self, at: Ints) -> None:
+        """Microbatches keep their order within one op type of one stage."""
+        for kind, stage in np.ndindex(at.shape[:2]):
+            nodes = at[kind, stage][at[kind, stage] >= 0]
+            wrong = np.flatnonzero(np.diff(nodes) < 0)
+            if wrong.size:
+                early, late = self.ops[nodes[wrong[0] + 1]], self.ops[nodes[wrong[0]]]
+                raise OrderError(f"{early} comes before {late}, but microbatches keep their order within a stage")
+
+    def _durations(self) -> Floats:
+        def row(kind: str) -> list[float]:
+            offloads = kind in "OR"
+            return [0.0 if offloads and s.offload is None else s.duration_us(kind) for s in self.problem.stages]
+
+        table = np.array([row(kind) for kind in KINDS], np.float64)
+        return table[self.kind, self.stage]
+
+    def _edges(self, orders: Orders) -> tuple[Ints, Ints, Floats]:
+        parts = [*self._stream_edges(), *self._rule_edges(), *self._order_edges(orders)]
+        source, target, delay = (np.concatenate([part[k].ravel() for part in parts]) for k in range(3))
+        return source.astype(np.int64), target.astype(np.int64), delay.astype(np.float64)
+
+    def _stream_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """One op at a time on a stream, in the order of its list."""
+        first_nodes = np.cumsum([0, *self.lengths])[:-1]
+        follows = np.setdiff1d(np.arange(self.size), first_nodes)
+        yield follows - 1, follows, np.zeros(len(follows))
+
+    def _rule_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
+        at = self.at
+        backward = np.where(at[B] >= 0, at[B], at[BW])  # what the stage before waits for
+        ahead = np.asarray(self.problem.forward_delay_us, np.float64)[:, None]
+        back = np.asarray(self.problem.backward_delay_us, np.float64)[:, None]
+        yield self._between(at[F][:-1], at[F][1:], ahead)
+        yield self._between(backward[1:], backward[:-1], back)
+        for before, after in ((F, B), (F, BW), (B, W), (F, O), (O, R), (R, B), (R, BW)):
+            yield self._between(at[before], at[after], 0.0)
+
+    @staticmethod
+    def _between(before: Ints, after: Ints, delay: Floats | float) -> tuple[Ints, Ints, Floats]:
+        """Edges between nodes of equal (stage, microbatch) place, where both are there."""
+        both = (before >= 0) & (after >= 0)
+        return before[both], after[both], np.broadcast_to(delay, before.shape)[both]
+
+    def _order_edges(self, orders: Orders) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """Waits, and the order of transfers on channels that serve several streams."""
+        pairs = [(self._node(before), self._node(op)) for op, waits in orders.waits.items() for before in waits]
+        for channel in orders.channels:
+            nodes = [self._node(op) for op in channel]
+            pairs += pairwise(nodes)
+        if pairs:
+            edges = np.asarray(pairs, np.int64)
+            yield edges[:, 0], edges[:, 1], np.zeros(len(edges))
+
+    def _node(self, op: Op) -> int:
+        try:
+            node = int(self.at[_CODE[op.kind], op.stage, op.microbatch])
+        except (IndexError, KeyError):
+            node = -1
+        if node < 0:
+            raise OrderError(f"a wait or a channel names {op}, which is in no stream")
+        return node
+
+
+@njit(cache=True)
+def _earliest_starts(
+    duration: Floats, source: Ints, target: Ints, delay: Floats, release: Floats
+) -> tuple[Floats, Ints]:
+    """Earliest start of each node, and the nodes in an order that respects all edges (short where there is a circle).
+
+    `release` holds the times before which nodes may not start.
+    """
+    size = len(duration)
+    first_out = np.zeros(size + 1, np.int64)
+    open_edges = np.zeros(size, np.int64)
+    for e in range(len(source)):
+        first_out[source[e] + 1] += 1
+        open_edges[target[e]] += 1
+    for k in range(size):
+        first_out[k + 1] += first_out[k]
+    place = first_out[:-1].copy()
+    out = np.empty(len(source), np.int64)
+    for e in range(len(source)):
+        out[place[source[e]]] = e
+        place[source[e]] += 1
+    start = release.copy()
+    sequence = np.empty(size, np.int64)
+    done = 0
+    for k in range(size):
+        if open_edges[k] == 0:
+            sequence[done] = k
+            done += 1
+    head = 0
+    while head < done:
+        k = sequence[head]
+        head += 1
+        for slot in range(first_out[k], first_out[k + 1]):
+            e = out[slot]
+            ready = start[k] + duration[k] + delay[e]
+            after = target[e]
+            start[after] = max(start[after], ready)
+            open_edges[after] -= 1
+            if open_edges[after] == 0:
+                sequence[done] = after
+                done += 1
+    return start, sequence[:done]
+
+
+def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
+    """Follow blocked predecessors backwards until one repeats: that is a circle."""
+    blocked = np.ones(network.size, bool)
+    blocked[sequence] = False
+    source, target, _ = network.edges
+    cause = np.full(network.size, -1, np.int64)
+    inside = blocked[source] & blocked[target]
+    cause[target[inside]] = source[inside]
+    path: list[int] = []
+    node = int(np.argmax(blocked))
+    while node not in path:
+        path.append(node)
+        node = int(cause[node])
+    circle = path[path.index(node) :][::-1]
+    return DeadlockError([str(network.ops[k]) for k in circle], int(blocked.sum()))
+
+
+def _least_span(network: _Network, start: Floats) -> Floats:
+    """Start times with the same orders whose largest device span is smallest."""
+    ends = np.cumsum(network.lengths)
+    compute = [(e - n, e - 1) for n, e in zip(network.lengths, ends, strict=True)][:: len(STREAMS)]
+    first, last = np.array([pair for pair in compute if pair[0] <= pair[1]], np.int64).T
+
+    def earliest(release: Floats) -> Floats:
+        result: Floats = _earliest_starts(network.duration, *network.edges, release)[0]
+        return result
+
+    return least_span_starts(earliest, network.duration, first, last, start)

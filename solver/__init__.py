@@ -1,0 +1,1 @@
+"""Finds schedules: published ones from their rules, and better ones by optimisation."""

@@ -1,0 +1,1 @@
+"""Exact methods: models whose optimum is proved."""

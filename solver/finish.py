@@ -1,0 +1,99 @@
+"""Orders of a solver -> a verified Schedule. Nothing leaves the solvers by another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optpipe.any_timing import any_timing_peak_bytes
+from optpipe.errors import VerificationError
+from optpipe.orders import STREAMS, DeviceOrders, Op, Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.simulate import Simulation, simulate
+from optpipe.verify import verify
+
+RELATIVE_TOLERANCE = 1e-9
+"""Values and bounds that differ by less than this share are equal: it is what float sums of decimal times need."""
+
+
+def finish(problem: Problem, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
+    """Time the orders, fill in the document and verify it.
+
+    Raises VerificationError if any rule or budget is broken, or the bound exceeds the value: a bug of the caller.
+    """
+    simulation = simulate(problem, orders)
+    value = simulation.value_us
+    bound = snapped_bound(value, bound_us)
+    gap = (value - bound) / value if value else 0.0
+    schedule = Schedule.from_data(
+        {
+            "format": "optpipe.schedule/1",
+            "problem": problem,
+            "status": "optimal" if gap == 0 else "feasible",
+            "objective": problem.objective,
+            "value_us": value,
+            "bound_us": bound,
+            "gap": gap,
+            "method": method,
+            "solve_seconds": round(seconds, 3),
+            "devices": [_device(problem, orders, simulation, d) for d in range(len(problem.devices))],
+        }
+    )
+    verdict = verify(schedule)
+    if not verdict.ok:
+        broken = "; ".join(str(violation) for violation in verdict.violations[:5])
+        raise VerificationError(f"{method} answered with an invalid schedule: {broken}")
+    return schedule
+
+
+def snapped_bound(value_us: float, bound_us: float) -> float:
+    """The bound, or the value itself where the two differ by rounding alone."""
+    close = abs(value_us - bound_us) <= RELATIVE_TOLERANCE * max(abs(value_us), 1.0)
+    return value_us if close else float(bound_us)
+
+
+def _device(problem: Problem, orders: Orders, simulation: Simulation, d: int) -> dict[str, Any]:
+    device = orders.devices[d]
+    busy = float(sum(problem.stages[op.stage].duration_us(op.kind) for op in device.compute))
+    value = simulation.value_us
+    plan: dict[str, Any] = {
+        name: [_op(orders, simulation, op) for op in stream]
+        for name, stream in zip(STREAMS, device.streams(), strict=True)
+    }
+    plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
+    plan["peak_bytes_any_timing"] = any_timing_peak_bytes(problem, _streams(device), orders.waits)
+    plan["busy_us"] = busy
+    plan["bubble"] = 1 - busy / value if value else 0.0
+    return plan
+
+
+def _streams(device: DeviceOrders) -> tuple[Any, Any, Any]:
+    return device.compute, device.offload, device.reload
+
+
+def _op(orders: Orders, simulation: Simulation, op: Op) -> dict[str, Any]:
+    k = simulation.index[op]
+    return {
+        "op": op.kind,
+        "stage": op.stage,
+        "microbatch": op.microbatch,
+        "start_us": float(simulation.start_us[k]),
+        "end_us": float(simulation.end_us[k]),
+        "waits": [str(before) for before in orders.waits.get(op, ())],
+    }
+
+
+def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
+    """The devices whose any-timing peak exceeds the budget, as (device, peak_bytes, budget_bytes)."""
+    over = []
+    for d, (device, entry) in enumerate(zip(orders.devices, problem.devices, strict=True)):
+        if entry.memory_bytes is not None:
+            peak = any_timing_peak_bytes(problem, _streams(device), orders.waits)
+            if peak > entry.memory_bytes:
+                over.append((d, peak, entry.memory_bytes))
+    return over
+
+
+def peak_budgets(problem: Problem, orders: Orders) -> list[int]:
+    """The smallest budget of each device with which these orders would be allowed, under any timing."""
+    return [any_timing_peak_bytes(problem, _streams(device), orders.waits) for device in orders.devices]

@@ -1,0 +1,61 @@
+"""Strict JSON: what is refused, and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optpipe.document import parse_json, read_bounded
+from optpipe.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "bad_json"),
+        ("nope", "bad_json"),
+        ('{"a": NaN}', "not_finite"),
+        ('{"a": -Infinity}', "not_finite"),
+        ('{"a": 1e400}', "not_finite"),
+        ('{"a": ' + "1" * 10_000 + "}", "too_long"),
+        ('{"a": 0.' + "1" * 10_000 + "}", "too_long"),
+        ('{"a": 1, "a": 2}', "duplicate_key"),
+        ('{"a": "\\ud800"}', "bad_text"),
+        (b"\xff\xfe", "bad_utf8"),
+        ("[" * 100_000, "too_deep"),
+        ('{"a":' * 100_000, "too_deep"),
+    ],
+)
+def test_refuses(text: str | bytes, code: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_json(text, "some.json")
+    assert [issue.code for issue in caught.value.issues] == [code]
+    assert caught.value.source == "some.json"
+
+
+def test_brackets_within_strings_are_not_nesting() -> None:
+    text = '{"a": "' + "[" * 100 + '\\"{"}'
+    assert parse_json(text) == {"a": "[" * 100 + '"{'}
+
+
+def test_keeps_the_kind_of_numbers() -> None:
+    parsed = parse_json('{"a": 1, "b": 1.0, "c": 1e3}')
+    assert [type(value) for value in parsed.values()] == [int, float, float]
+
+
+def test_reads_files_up_to_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "big.json"
+    path.write_bytes(b"x" * 11)
+    with pytest.raises(InputError, match="has 11 bytes but at most 10 are read"):
+        read_bounded(path, 10)
+    assert read_bounded(path, 11) == b"x" * 11
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_bounded(tmp_path / "none.json", 10)
+    empty = tmp_path / "empty.json"
+    empty.touch()
+    with pytest.raises(InputError, match="is empty"):
+        read_bounded(empty, 10)

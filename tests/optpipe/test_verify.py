@@ -1,0 +1,172 @@
+"""The verifier: a valid schedule passes, and every rule that is broken is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.errors import InputError
+from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.schedule_text import schedule_text
+from optpipe.verify import verify
+from solver.finish import finish
+from tests.problems import problems, uniform
+from tests.random_plans import random_orders
+
+OFFLOAD = {"bytes": 1, "offload_us": 4, "reload_us": 6}
+
+
+def ops(text: str) -> list[Op]:
+    return [Op.parse(name) for name in text.split()]
+
+
+def example() -> dict[str, Any]:
+    """A valid schedule: two devices in a V, shared copy channel, one offload, budgets and a wait."""
+    problem = uniform(
+        2, 1, v_shape=True, offload=OFFLOAD, budget=5, host_memory_bytes=1, copy_channels={"shared_by": [[0, 1]]}
+    )
+    orders = Orders(
+        [
+            DeviceOrders(ops("F0.0 F3.0 B3.0 W3.0 B0.0 W0.0"), ops("O0.0"), ops("R0.0")),
+            DeviceOrders(ops("F1.0 F2.0 B2.0 W2.0 B1.0 W1.0")),
+        ],
+        waits={Op.parse("F3.0"): ops("O0.0")},
+    )
+    return finish(problem, orders, 10.0, "by hand", 0.1).to_data()
+
+
+def rules_broken(data: dict[str, Any]) -> set[str]:
+    return {violation.rule for violation in verify(Schedule.from_data(data)).violations}
+
+
+def test_a_valid_schedule_passes() -> None:
+    verdict = verify(Schedule.from_data(example()))
+    assert verdict.ok
+    assert verdict.value_us == verdict.makespan_us == 104
+    assert verdict.host_peak_bytes == 1
+    assert [facts.peak_bytes for facts in verdict.devices] == [4, 4]
+
+
+def compute(data: dict[str, Any], device: int, place: int) -> dict[str, Any]:
+    return data["devices"][device]["compute"][place]  # type: ignore[no-any-return]
+
+
+def move(op: dict[str, Any], by_us: float) -> None:
+    op["start_us"] += by_us
+    op["end_us"] += by_us
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (lambda d: compute(d, 0, 0).update(end_us=9.0), "duration"),
+        (lambda d: move(compute(d, 1, 0), -5), "dependency"),
+        (lambda d: move(compute(d, 0, 2), -5), "overlap"),
+        (lambda d: d["devices"][0]["compute"].pop(), "presence"),
+        (lambda d: d["devices"][0]["reload"].pop(), "presence"),
+        (lambda d: d["devices"][1]["compute"].append(d["devices"][0]["compute"].pop()), "placement"),
+        (lambda d: d["devices"][0]["compute"].append(compute(d, 0, 5) | {"start_us": 200.0, "end_us": 210.0}), "once"),
+        (lambda d: compute(d, 0, 0)["waits"].append("R0.0"), "wait"),
+        (lambda d: compute(d, 0, 1)["waits"].append("O1.0"), "wait"),
+        (lambda d: compute(d, 0, 4)["waits"].append("W3.0"), "wait"),
+        (lambda d: d["problem"]["devices"][0].update(memory_bytes=3), "budget"),
+        (lambda d: d["problem"]["devices"][0].update(memory_bytes=3), "budget-any-timing"),
+        (lambda d: d["problem"].update(host_memory_bytes=0), "host-budget"),
+        (lambda d: d["problem"]["stages"][0].update(offload=None), "offload"),
+        (lambda d: d.update(value_us=123.0), "claim"),
+        (lambda d: d.update(bound_us=125.0), "claim"),
+        (lambda d: d.update(gap=0.5), "claim"),
+        (lambda d: d.update(status="optimal"), "claim"),
+        (lambda d: d.update(objective="device_span"), "claim"),
+        (lambda d: d["devices"][1].update(peak_bytes=3), "claim"),
+        (lambda d: d["devices"][1].update(peak_bytes_any_timing=3), "claim"),
+        (lambda d: d["devices"][1].update(busy_us=1.0), "claim"),
+        (lambda d: d["devices"][1].update(bubble=0.1), "claim"),
+    ],
+)
+def test_finds_what_is_broken(edit: Callable[[dict[str, Any]], Any], rule: str) -> None:
+    data = example()
+    edit(data)
+    assert rule in rules_broken(data)
+
+
+def test_finds_overlap_on_a_shared_channel() -> None:
+    data = example()
+    second = {"op": "O", "stage": 1, "microbatch": 0, "start_us": 22.0, "end_us": 26.0, "waits": []}
+    data["devices"][0]["offload"][0].update(start_us=21.0, end_us=25.0)
+    data["devices"][1]["offload"].append(second)
+    data["devices"][1]["reload"].append(second | {"op": "R", "start_us": 60.0, "end_us": 66.0})
+    assert "channel" in rules_broken(data)
+    data["problem"]["copy_channels"] = {"shared_by": []}
+    assert "channel" not in rules_broken(data)
+
+
+def test_finds_half_duplex_overlap() -> None:
+    data = example()
+    data["devices"][0]["offload"][0].update(start_us=10.0, end_us=14.0)
+    data["devices"][0]["reload"][0].update(start_us=14.0, end_us=20.0)
+    assert "channel" not in rules_broken(data)
+    data["problem"]["copy_channels"] = {"duplex": False}
+    data["devices"][0]["reload"][0].update(start_us=13.0, end_us=19.0)
+    assert "channel" in rules_broken(data)
+
+
+def test_finds_microbatches_out_of_order() -> None:
+    problem = uniform(1, 2)
+    data = finish(problem, Orders.of_compute([ops("F0.0 F0.1 B0.0 B0.1 W0.0 W0.1")]), 1.0, "by hand", 0).to_data()
+    first, second = data["devices"][0]["compute"][4:]
+    first["microbatch"], second["microbatch"] = 1, 0
+    assert "microbatch-order" in rules_broken(data)
+
+
+def test_finds_waits_that_deadlock() -> None:
+    """Ops without length can keep every time and still wait for one another."""
+    data = uniform(1, 1).to_data()
+    data["stages"][0] |= {"offload": {"bytes": 1, "offload_us": 0, "reload_us": 0}}
+    data["stages"][0] |= {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
+    orders = Orders([DeviceOrders(ops("F0.0 B0.0 W0.0"), ops("O0.0"), ops("R0.0"))])
+    schedule = finish(Problem.from_data(data), orders, 0.0, "by hand", 0).to_data()
+    assert rules_broken(schedule) == set()
+    schedule["devices"][0]["offload"][0]["waits"] = ["B0.0"]
+    assert rules_broken(schedule) == {"deadlock"}
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(), st.integers(0, 10**6))
+def test_agrees_with_the_simulator_on_random_orders(problem: Problem, seed: int) -> None:
+    """Two implementations, one set of rules: simulated orders break nothing once the budgets are lifted."""
+    free = Problem.from_data(
+        problem.to_data() | {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
+    )
+    schedule = finish(free, random_orders(free, Random(seed)), 0.0, "random", 0)
+    assert Schedule.from_json(schedule_text(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["devices"].pop(), "devices has 1 entries but the problem 2"),
+        (lambda d: compute(d, 0, 0).update(stage=9), "devices[0].compute[0].stage is 9 of 4 stages"),
+        (lambda d: compute(d, 0, 0).update(microbatch=1), "devices[0].compute[0].microbatch is 1 of 1"),
+        (lambda d: compute(d, 0, 0).update(op="O"), "devices[0].compute[0].op is O, which belongs to"),
+        (lambda d: compute(d, 0, 0).update(waits=["Q1"]), "devices[0].compute[0].waits[0] is wrong: 'Q1' is not"),
+        (
+            lambda d: compute(d, 0, 0).update(strat_us=0),
+            "devices[0].compute[0].strat_us is not a field. Maybe you meant",
+        ),
+        (lambda d: d["problem"]["stages"][0].update(forward_us=-1), "problem.stages[0].forward_us is -1"),
+    ],
+)
+def test_a_document_that_is_no_schedule_is_refused(edit: Callable[[dict[str, Any]], Any], message: str) -> None:
+    data = example()
+    edit(data)
+    with pytest.raises(InputError) as caught:
+        Schedule.from_data(data)
+    assert message in str(caught.value)
