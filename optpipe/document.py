@@ -73,6 +73,20 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return content
 
 
+def read_document(path: str | Path, max_bytes: int, not_meant: dict[str, str]) -> Any:
+    """Parse a JSON file of at most `max_bytes`.
+
+    `not_meant` maps the begin of another document's `format` to what to say to someone who gave that one.
+    Raises InputError.
+    """
+    data = parse_json(read_bounded(Path(path), max_bytes), str(path))
+    found = str(data.get("format", "")) if isinstance(data, dict) else ""
+    for prefix, detail in not_meant.items():
+        if found.startswith(prefix):
+            _refuse("wrong_format", detail, str(path))
+    return data
+
+
 def parse_json(text: str | bytes, source: str = "") -> Any:
     """Parse JSON, refusing bad UTF-8, duplicate keys, NaN, infinities, huge numbers and deep nesting.
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.problem import Stage
+from optpipe.schedule import Schedule
 
 
 class Effect(NamedTuple):
@@ -76,3 +77,13 @@ def curve(events: Iterable[tuple[float, float, Effect]]) -> Curve:
     levels = np.cumsum(np.asarray(deltas, np.int64)[order])
     last_of_instant = np.append(at[1:] != at[:-1], True)
     return Curve(at[last_of_instant], levels[last_of_instant])
+
+
+def planned_memory(schedule: Schedule, device: int) -> Curve:
+    """The memory curve of one device of a schedule at its predicted times; its peak is the device's `peak_bytes`."""
+    stages = schedule.problem.stages
+    return curve(
+        (op.start_us, op.end_us, device_effect(stages[op.stage], op.op))
+        for _, ops in schedule.devices[device].streams()
+        for op in ops
+    )

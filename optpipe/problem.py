@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from optpipe.document import Document, parse_json, read_bounded
-from optpipe.errors import InputError, Issue
+from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Count, Index, TimeUs, reject
 
 MAX_PROBLEM_BYTES = 16 * 2**20
@@ -135,11 +134,8 @@ class Problem(Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a problem file. Raises InputError naming the field, the value and the limit."""
-        data = parse_json(read_bounded(Path(path), MAX_PROBLEM_BYTES), str(path))
-        if isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.schedule/"):
-            detail = "is a schedule but a problem is needed. Maybe use the command 'optpipe verify' or 'plot'."
-            raise InputError([Issue("", "wrong_format", detail)], str(path))
-        return cls.from_data(data, str(path))
+        hint = "is a schedule but a problem is needed. Maybe use the command 'optpipe verify' or 'plot'."
+        return cls.from_data(read_document(path, MAX_PROBLEM_BYTES, {"optpipe.schedule/": hint}), str(path))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from optpipe.document import Document, parse_json, read_bounded
-from optpipe.errors import InputError, Issue
+from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Index, Instant, Share, TimeUs, reject
 from optpipe.orders import STREAMS, DeviceOrders, Op, Orders, StreamName
 from optpipe.problem import Objective, Problem
@@ -83,11 +82,8 @@ class Schedule(Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a schedule file. Raises InputError naming the field, the value and the limit."""
-        data = parse_json(read_bounded(Path(path), MAX_SCHEDULE_BYTES), str(path))
-        if isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.problem/"):
-            detail = "is a problem but a schedule is needed. Maybe run 'optpipe solve' on it first."
-            raise InputError([Issue("", "wrong_format", detail)], str(path))
-        return cls.from_data(data, str(path))
+        hint = "is a problem but a schedule is needed. Maybe run 'optpipe solve' on it first."
+        return cls.from_data(read_document(path, MAX_SCHEDULE_BYTES, {"optpipe.problem/": hint}), str(path))
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -113,6 +109,12 @@ class Schedule(Document):
     def bubble(self) -> float:
         """The bubble rate: that of the busiest device."""
         return max(self.devices, key=lambda device: device.busy_us).bubble
+
+    @property
+    def time_span_us(self) -> tuple[float, float]:
+        """First start and last end over all devices and streams."""
+        ops = [op for device in self.devices for _, stream in device.streams() for op in stream]
+        return min((op.start_us for op in ops), default=0.0), max((op.end_us for op in ops), default=0.0)
 
     @cached_property
     def orders(self) -> Orders:

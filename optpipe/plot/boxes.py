@@ -1,0 +1,109 @@
+"""Ops as boxes on a lane, and microbatch numbers in those that have room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from matplotlib.collections import PolyCollection
+
+from optpipe.orders import Op
+from optpipe.plot.colours import IDLE, Rgb, ink_on, op_colour
+from optpipe.plot.panel import POINTS_PER_INCH, Lane, Panel
+from optpipe.problem import Problem
+from optpipe.schedule import ScheduledOp
+
+SMALLEST_NUMBER_POINTS = 5.5
+LARGEST_NUMBER_POINTS = 10.0
+DIGIT_WIDTH = 0.64
+"""Width of a digit as a share of the font size."""
+ROOM = 0.74
+"""Share of a box's width that a number may fill."""
+FONT_HEIGHT = 1.45
+"""Height of a box as a multiple of the font size that it needs."""
+
+
+class Box(NamedTuple):
+    """An op from `start_us` to `end_us` on its lane."""
+
+    start_us: float
+    end_us: float
+    op: Op
+    lane: Lane
+    colour: Rgb
+
+
+def boxes_on(problem: Problem, device: int, ops: Sequence[ScheduledOp], lane: Lane) -> list[Box]:
+    """The ops of one stream, coloured by kind and shaded by the place of their stage among those of the device."""
+    stages = problem.stages_of[device]
+    rank = {stage: place for place, stage in enumerate(stages)}
+    return [
+        Box(op.start_us, op.end_us, op.key, lane, op_colour(op.op, rank.get(op.stage, 0), len(stages))) for op in ops
+    ]
+
+
+def draw_idle(panel: Panel, lanes: Sequence[Lane]) -> None:
+    """The ground of each lane: what no box covers is idle."""
+    start, end = panel.start_us / panel.unit.size, panel.end_us / panel.unit.size
+    corners = [_corners(start, end, lane) for lane in lanes]
+    panel.axes.add_collection(PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=1), autolim=False)
+
+
+def draw_boxes(panel: Panel, boxes: Sequence[Box]) -> None:
+    """All boxes as one collection, with borders thin enough to leave narrow ones visible."""
+    if not boxes:
+        return
+    size = panel.unit.size
+    corners = [_corners(box.start_us / size, box.end_us / size, box.lane) for box in boxes]
+    widths_points = [(box.end_us - box.start_us) * panel.points_per_us for box in boxes]
+    border_points = min(0.6, 0.1 * median(widths_points))
+    collection = PolyCollection(
+        corners,
+        facecolors=[box.colour for box in boxes],
+        edgecolors="white",
+        linewidths=border_points,
+        joinstyle="miter",
+        zorder=2,
+    )
+    panel.axes.add_collection(collection, autolim=False)
+
+
+def draw_numbers(panel: Panel, boxes: Sequence[Box]) -> None:
+    """Microbatch numbers: all boxes of a kind and stage have theirs or none has, and each kind has one size."""
+    sizes = _number_sizes(panel, boxes)
+    for box in boxes:
+        points = sizes.get((box.op.kind, box.op.stage))
+        if points:
+            panel.axes.text(
+                (box.start_us + box.end_us) / 2 / panel.unit.size,
+                box.lane.middle,
+                str(box.op.microbatch),
+                fontsize=points,
+                color=ink_on(box.colour),
+                ha="center",
+                va="center_baseline",
+                zorder=3,
+            )
+
+
+def _number_sizes(panel: Panel, boxes: Sequence[Box]) -> dict[tuple[str, int], float]:
+    """The font size of each kind and stage whose numbers are legible in all of its boxes."""
+    rooms: dict[tuple[str, int], float] = {}
+    for box in boxes:
+        group = box.op.kind, box.op.stage
+        rooms[group] = min(rooms.get(group, LARGEST_NUMBER_POINTS), _room_points(panel, box))
+    legible = {group: room for group, room in rooms.items() if room >= SMALLEST_NUMBER_POINTS}
+    smallest = {kind: min(room for (other, _), room in legible.items() if other == kind) for kind, _ in legible}
+    return {group: smallest[group[0]] for group in legible}
+
+
+def _room_points(panel: Panel, box: Box) -> float:
+    """The largest font size at which a box holds its number."""
+    width = (box.end_us - box.start_us) * panel.points_per_us
+    by_width = ROOM * width / (DIGIT_WIDTH * len(str(box.op.microbatch)))
+    return min(by_width, box.lane.height * POINTS_PER_INCH / FONT_HEIGHT)
+
+
+def _corners(start: float, end: float, lane: Lane) -> list[tuple[float, float]]:
+    return [(start, lane.top), (end, lane.top), (end, lane.bottom), (start, lane.bottom)]

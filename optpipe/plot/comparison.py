@@ -1,0 +1,114 @@
+"""Several schedules of one problem beneath one another at one time scale, with their figures as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from optpipe.errors import InputError, Issue
+from optpipe.plot.boxes import Box, boxes_on, draw_boxes, draw_idle
+from optpipe.plot.colours import FAINT_INK, INK
+from optpipe.plot.headline import OBJECTIVE_NAMES, title_text
+from optpipe.plot.legend import draw_legend, kinds_in, op_entries
+from optpipe.plot.output import encode, format_of, settings
+from optpipe.plot.panel import Lane, Margins, Panel, printable
+from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.schedule import Schedule
+
+Labelled = tuple[str, Schedule]
+
+MARGINS = Margins(left=1.5, right=2.9, top=1.15, bottom=0.6)
+WIDTH_INCHES = 16.0
+GAP_INCHES = 0.16
+COLUMNS_INCHES = (0.95, 1.7, 2.7)
+"""Right edges of the columns value, bubble and peak, from the panel's right edge."""
+
+
+def draw_comparison(schedules: Sequence[Labelled], path: Path) -> None:
+    """Draw schedules with their labels to a .png, .svg or .html file.
+
+    Raises InputError for another suffix, for no schedules, and where they do not answer one problem.
+    """
+    picture_format = format_of(path)
+    path.write_bytes(render_comparison(schedules, picture_format))
+
+
+def render_comparison(schedules: Sequence[Labelled], picture_format: str) -> bytes:
+    """The picture as bytes in one of `optpipe.plot.output.FORMATS`. Raises InputError as `draw_comparison` does."""
+    _check_comparable(schedules)
+    with settings():
+        return encode(comparison_panel(schedules).figure, picture_format, title_text(schedules[0][1]))
+
+
+def _check_comparable(schedules: Sequence[Labelled]) -> None:
+    if not schedules:
+        raise InputError([Issue("schedules", "empty", "is empty. Maybe no method can handle the problem.")])
+    label, first = schedules[0]
+    for place, (other_label, other) in enumerate(schedules):
+        if other.problem != first.problem:
+            detail = (
+                f"({other_label}) answers the problem {other.problem.name!r}, but {label} answers "
+                f"{first.problem.name!r}. Maybe one was solved before the problem was changed."
+            )
+            raise InputError([Issue(f"schedules[{place}]", "other_problem", detail)])
+
+
+def comparison_panel(schedules: Sequence[Labelled]) -> Panel:
+    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    blocks = _layout(len(schedules), len(schedules[0][1].devices))
+    longest_us = max(end - start for start, end in (schedule.time_span_us for _, schedule in schedules))
+    panel = Panel.of(WIDTH_INCHES, blocks[-1][-1].bottom + 0.1, MARGINS, 0.0, longest_us, time_unit(longest_us))
+    boxes: list[Box] = []
+    for (label, schedule), lanes in zip(schedules, blocks, strict=True):
+        draw_idle(panel, lanes)
+        boxes += _boxes(schedule, lanes)
+        _draw_row(panel, label, schedule, lanes, best=schedule.value_us <= min(s.value_us for _, s in schedules))
+    draw_boxes(panel, boxes)
+    _draw_header(panel, schedules)
+    return panel
+
+
+def _layout(schedules: int, devices: int) -> list[list[Lane]]:
+    """For each schedule the lanes of its devices, flatter where there are many."""
+    height = min(0.2, max(0.03, 9.0 / (schedules * devices)), max(0.03, 1.2 / devices))
+    block = max(devices * height, 0.36) + GAP_INCHES
+    return [[Lane(0.06 + k * block + d * height, height) for d in range(devices)] for k in range(schedules)]
+
+
+def _boxes(schedule: Schedule, lanes: Sequence[Lane]) -> list[Box]:
+    """Compute ops, moved so that the schedule starts at 0."""
+    start_us, _ = schedule.time_span_us
+    return [
+        box._replace(start_us=box.start_us - start_us, end_us=box.end_us - start_us)
+        for d, (device, lane) in enumerate(zip(schedule.devices, lanes, strict=True))
+        for box in boxes_on(schedule.problem, d, device.compute, lane)
+    ]
+
+
+def _draw_row(panel: Panel, label: str, schedule: Schedule, lanes: Sequence[Lane], best: bool) -> None:
+    middle = (lanes[0].top + lanes[-1].bottom) / 2
+    panel.text_left(middle - 0.08, printable(label, 16), fontsize=10, fontweight="bold")
+    panel.text_left(middle + 0.1, schedule.status, fontsize=8.5, color=FAINT_INK)
+    for inches, text in zip(COLUMNS_INCHES, _cells(schedule), strict=True):
+        panel.text_right(middle, text, inches, ha="right", fontsize=9.5, fontweight="bold" if best else "normal")
+
+
+def _cells(schedule: Schedule) -> tuple[str, str, str]:
+    peak_bytes = max(plan.peak_bytes for plan in schedule.devices)
+    return (
+        time_text(schedule.value_us, time_unit(schedule.value_us)),
+        percent_text(schedule.bubble),
+        bytes_text(peak_bytes, memory_unit(peak_bytes)),
+    )
+
+
+def _draw_header(panel: Panel, schedules: Sequence[Labelled]) -> None:
+    first = schedules[0][1]
+    panel.text_above(0.85, title_text(first), fontsize=15, fontweight="bold")
+    bound_us = max(schedule.bound_us for _, schedule in schedules)
+    bound = time_text(bound_us, time_unit(bound_us))
+    panel.text_above(0.55, f"{OBJECTIVE_NAMES[first.objective]}   ·   best proved bound {bound}", fontsize=10.5)
+    kinds = set().union(*(kinds_in(schedule) for _, schedule in schedules)) - {"O", "R"}
+    draw_legend(panel, op_entries(kinds, max(map(len, first.problem.stages_of))), 0.17)
+    for inches, text in zip(COLUMNS_INCHES, ("value", "bubble", "peak"), strict=True):
+        panel.text_right(-0.14, text, inches, ha="right", fontsize=9.5, color=INK)

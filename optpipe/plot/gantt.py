@@ -1,0 +1,145 @@
+"""One schedule: a Gantt chart with the memory curve of each device beneath its lanes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from optpipe.orders import StreamName
+from optpipe.plot.boxes import Box, boxes_on, draw_boxes, draw_idle, draw_numbers
+from optpipe.plot.colours import BUDGET, FAINT_INK
+from optpipe.plot.headline import figures_text, title_text
+from optpipe.plot.legend import draw_legend, kinds_in, memory_entries, op_entries
+from optpipe.plot.memory_strip import MemoryScale, draw_memory, peak_text
+from optpipe.plot.output import encode, format_of, settings
+from optpipe.plot.panel import Lane, Margins, Panel, printable
+from optpipe.plot.units import percent_text, time_unit
+from optpipe.schedule import DevicePlan, Schedule
+
+MARGINS = Margins(left=1.3, right=2.05, top=1.1, bottom=0.6)
+LONGEST_DEVICE_NAME = 12
+NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
+COMPUTE_INCHES, TRANSFER_INCHES, MEMORY_INCHES, GAP_INCHES = 0.36, 0.14, 0.34, 0.22
+"""Heights at 8 devices; more devices are drawn flatter, fewer taller."""
+NAMED_LANE_INCHES = 0.11
+"""The least height of a transfer lane that has room for its name."""
+
+
+def draw_schedule(schedule: Schedule, path: Path) -> None:
+    """Draw `schedule` to a .png, .svg or .html file.
+
+    Raises InputError for another suffix, OSError where the file cannot be written.
+    """
+    picture_format = format_of(path)
+    path.write_bytes(render_schedule(schedule, picture_format))
+
+
+def render_schedule(schedule: Schedule, picture_format: str) -> bytes:
+    """The picture of `schedule` as bytes in one of `optpipe.plot.output.FORMATS`."""
+    with settings():
+        return encode(schedule_panel(schedule).figure, picture_format, title_text(schedule))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The lanes of one device; those for transfers only where it has any."""
+
+    streams: dict[StreamName, Lane]
+    memory: Lane
+
+
+def schedule_panel(schedule: Schedule) -> Panel:
+    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    rows = list(_layout(schedule.devices))
+    start_us, end_us = schedule.time_span_us
+    height = rows[-1].memory.bottom + 0.1
+    panel = Panel.of(_figure_width(schedule), height, MARGINS, start_us, end_us, time_unit(end_us - start_us))
+    _draw_ops(panel, schedule, rows)
+    scale = MemoryScale.of(schedule)
+    for d, row in enumerate(rows):
+        draw_memory(panel, row.memory, schedule, d, scale)
+        _draw_labels(panel, schedule, d, row)
+        _draw_peak(panel, schedule, d, row, scale)
+    _draw_header(panel, schedule)
+    return panel
+
+
+def _layout(devices: Sequence[DevicePlan]) -> Iterator[_Rows]:
+    stretch = min(1.6, max(0.5, math.sqrt(8 / len(devices))))
+    top = 0.06
+    for device in devices:
+        streams: dict[StreamName, Lane] = {}
+        for name, ops in device.streams():
+            if name == "compute" or ops:
+                height = stretch * (COMPUTE_INCHES if name == "compute" else TRANSFER_INCHES)
+                streams[name] = Lane(top, height)
+                top += height + 0.025
+        memory = Lane(top + 0.03, stretch * MEMORY_INCHES)
+        yield _Rows(streams, memory)
+        top = memory.bottom + stretch * GAP_INCHES
+
+
+def _figure_width(schedule: Schedule) -> float:
+    """Wider for devices with more ops, so that a box keeps room for its number as long as the page allows."""
+    ops = max(len(device.compute) for device in schedule.devices)
+    return min(WIDEST_INCHES, max(NARROWEST_INCHES, 5.0 + 0.165 * ops))
+
+
+def _draw_ops(panel: Panel, schedule: Schedule, rows: Sequence[_Rows]) -> None:
+    draw_idle(panel, [lane for row in rows for lane in row.streams.values()])
+    boxes: list[Box] = []
+    for d, (device, row) in enumerate(zip(schedule.devices, rows, strict=True)):
+        for name, ops in device.streams():
+            if name in row.streams:
+                boxes += boxes_on(schedule.problem, d, ops, row.streams[name])
+    draw_boxes(panel, boxes)
+    draw_numbers(panel, boxes)
+
+
+def _draw_labels(panel: Panel, schedule: Schedule, d: int, row: _Rows) -> None:
+    device, plan = schedule.problem.devices[d], schedule.devices[d]
+    compute = row.streams["compute"]
+    size = _label_points(row)
+    panel.text_left(
+        compute.middle, printable(device.name, LONGEST_DEVICE_NAME) or f"device {d}", fontsize=size, fontweight="bold"
+    )
+    panel.text_left(row.memory.middle, _stages_text(schedule.problem.stages_of[d]), fontsize=size - 1, color=FAINT_INK)
+    panel.text_right(compute.middle, f"bubble {percent_text(plan.bubble)}", fontsize=size - 1, color=FAINT_INK)
+    for name in ("offload", "reload"):
+        lane = row.streams.get(name)
+        if lane and lane.height >= NAMED_LANE_INCHES:
+            panel.text_left(lane.middle, name, fontsize=7, color=FAINT_INK)
+
+
+def _draw_peak(panel: Panel, schedule: Schedule, d: int, row: _Rows, scale: MemoryScale) -> None:
+    peak, budget = schedule.devices[d].peak_bytes, schedule.problem.devices[d].memory_bytes
+    over = budget is not None and peak > budget
+    panel.text_right(
+        row.memory.middle,
+        peak_text(peak, budget, scale),
+        fontsize=_label_points(row) - 1,
+        color=BUDGET if over else FAINT_INK,
+        fontweight="bold" if over else "normal",
+    )
+
+
+def _label_points(row: _Rows) -> float:
+    return 9.5 if row.streams["compute"].height > 0.25 else 8.0
+
+
+def _stages_text(stages: Sequence[int]) -> str:
+    if not stages:
+        return "no stage"
+    if len(stages) > 3:
+        return f"{len(stages)} stages"
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def _draw_header(panel: Panel, schedule: Schedule) -> None:
+    panel.text_above(0.8, title_text(schedule), fontsize=15, fontweight="bold")
+    panel.text_above(0.5, figures_text(schedule), fontsize=10.5)
+    budgets = any(device.memory_bytes is not None for device in schedule.problem.devices)
+    most_stages = max(map(len, schedule.problem.stages_of))
+    draw_legend(panel, op_entries(kinds_in(schedule), most_stages) + memory_entries(budgets), 0.17)

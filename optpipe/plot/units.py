@@ -1,0 +1,55 @@
+"""Units that suit the size of what is shown, and numbers written for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """A unit by its name and its size in us or bytes."""
+
+    name: str
+    size: float
+
+
+TIME_UNITS = (Unit("s", 1e6), Unit("ms", 1e3), Unit("µs", 1.0))
+MEMORY_UNITS = (Unit("TiB", 2.0**40), Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("B", 1.0))
+
+
+def time_unit(span_us: float) -> Unit:
+    """The largest unit of which `span_us` holds at least two."""
+    return _fitting(TIME_UNITS, span_us, 2)
+
+
+def time_text(time_us: float, unit: Unit) -> str:
+    """A time with four significant digits."""
+    return f"{_rounded(time_us / unit.size, 4)} {unit.name}"
+
+
+def memory_unit(size_bytes: float) -> Unit:
+    """The largest unit of which `size_bytes` holds at least one."""
+    return _fitting(MEMORY_UNITS, size_bytes, 1)
+
+
+def bytes_text(size_bytes: float, unit: Unit) -> str:
+    """A size with three significant digits where it holds one of the unit, otherwise with two decimals."""
+    return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
+
+
+def percent_text(share: float) -> str:
+    """A share as a percentage: one decimal, two below one percent; never 0 for what is above 0."""
+    percent = 100 * share
+    if 0 < percent < 0.01:
+        return "< 0.01 %"
+    return f"{percent:.2f} %" if 0 < percent < 1 else f"{percent:.1f} %"
+
+
+def _fitting(units: Sequence[Unit], amount: float, least: float) -> Unit:
+    return next((unit for unit in units if amount >= least * unit.size), units[-1])
+
+
+def _rounded(value: float, digits: int) -> str:
+    whole_digits = math.floor(math.log10(abs(value))) + 1 if value else 1
+    return f"{value:,.{max(0, digits - max(1, whole_digits))}f}"

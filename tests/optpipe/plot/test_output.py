@@ -1,0 +1,88 @@
+"""Files: the suffix decides, bytes repeat, names are text and never markup, the caller's settings stay."""
+
+from __future__ import annotations
+
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from optpipe.errors import InputError
+from optpipe.plot import draw_schedule, render_schedule
+from optpipe.plot.output import FORMATS
+from tests.optpipe.plot.schedules import all_forwards_first, pair
+from tests.problems import uniform
+
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<!DOCTYPE html>")]
+)
+def test_the_suffix_decides_the_format(name: str, begin: bytes, tmp_path: Path) -> None:
+    draw_schedule(pair(), tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan"])
+def test_another_suffix_is_refused_with_the_allowed_ones(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"\.png, \.svg, \.html\. Maybe name it .*plan\.svg\.") as caught:
+        draw_schedule(pair(), tmp_path / name)
+    assert repr(Path(name).suffix) in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("picture_format", FORMATS)
+def test_the_same_schedule_gives_the_same_bytes(picture_format: str) -> None:
+    assert render_schedule(pair(), picture_format) == render_schedule(pair(), picture_format)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("<script>alert(1)</script>", "<script>alert(1)</script>"),
+        ("$x^2$ and \\alpha & $", "$x^2$ and \\alpha & $"),
+        ("]]> -->", "]]> -->"),
+        ("line\none\u0000\u0008\u202etwo", "line one two"),
+        ("調度", "調度"),
+    ],
+)
+def test_names_are_text(name: str, shown: str) -> None:
+    schedule = pair(name=name, devices=[{"memory_bytes": 100, "name": name[:12]}, {"memory_bytes": None}])
+    root = ElementTree.fromstring(render_schedule(schedule, "svg"))
+    assert f"{shown}: 2 devices, 4 microbatches" in [text.text for text in root.iter(TEXT)]
+    page = render_schedule(schedule, "html").decode()
+    assert "<script" not in page
+    assert render_schedule(schedule, "png").startswith(b"\x89PNG")
+
+
+def test_page_is_self_contained() -> None:
+    page = render_schedule(pair(), "html").decode()
+    assert page.count("<svg") == page.count("</svg>") == page.count("<!DOCTYPE") == 1
+    assert "<?xml" not in page
+    assert "src=" not in page
+    assert "<link" not in page
+
+
+def test_the_callers_settings_neither_matter_nor_change() -> None:
+    plain = render_schedule(pair(), "svg")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.hashsalt": "mine"}):
+        before = dict(matplotlib.rcParams)
+        assert render_schedule(pair(), "svg") == plain
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_threads_may_draw_at_once() -> None:
+    alone = render_schedule(pair(), "svg")
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(lambda _: render_schedule(pair(), "svg"), range(8))) == {alone}
+
+
+def test_nine_thousand_ops_take_seconds() -> None:
+    schedule = all_forwards_first(uniform(32, 96))
+    begin = time.process_time()
+    render_schedule(schedule, "png")
+    assert time.process_time() - begin < 10

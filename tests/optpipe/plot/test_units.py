@@ -1,0 +1,56 @@
+"""Numbers for people, and ink that can be read."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.colors import to_rgb
+
+from optpipe.plot.colours import OP_LOOKS, Rgb, ink_on, op_colour
+from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+
+
+@pytest.mark.parametrize(
+    ("time_us", "text"),
+    [
+        (0, "0.000 µs"),
+        (151, "151.0 µs"),
+        (1999, "1,999 µs"),
+        (2000, "2.000 ms"),
+        (1.31e6, "1,310 ms"),
+        (1e9, "1,000 s"),
+    ],
+)
+def test_times(time_us: float, text: str) -> None:
+    assert time_text(time_us, time_unit(time_us)) == text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0 B"), (400, "400 B"), (1609728, "1.54 MiB"), (2**34, "16.0 GiB")]
+)
+def test_sizes(size_bytes: int, text: str) -> None:
+    assert bytes_text(size_bytes, memory_unit(size_bytes)) == text
+
+
+def test_sizes_in_a_larger_unit() -> None:
+    assert bytes_text(2**29, memory_unit(2**30)) == "0.50 GiB"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0, "0.0 %"), (1e-9, "< 0.01 %"), (0.0042, "0.42 %"), (0.2, "20.0 %"), (-0.5, "-50.0 %")]
+)
+def test_shares(share: float, text: str) -> None:
+    assert percent_text(share) == text
+
+
+@pytest.mark.parametrize("kind", OP_LOOKS)
+@pytest.mark.parametrize("rank", range(5))
+def test_numbers_contrast_with_their_box(kind: str, rank: int) -> None:
+    colour = op_colour(kind, rank, 5)
+    light, dark = sorted((_luminance(colour), _luminance(to_rgb(ink_on(colour)))), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def _luminance(colour: Rgb) -> float:
+    """WCAG 2."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
