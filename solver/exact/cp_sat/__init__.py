@@ -1,0 +1,1 @@
+"""The schedule as a constraint model of intervals, solved by OR-Tools CP-SAT."""

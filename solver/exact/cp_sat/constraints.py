@@ -1,0 +1,154 @@
+"""The rules of the model, one method a family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ortools.sat.python import cp_model
+
+from optpipe.problem import Stage
+from solver.exact.cp_sat.variables import Moment, Task, Variables
+
+Held = tuple[cp_model.IntervalVar, int]
+"""An interval during which a number of bytes is held."""
+
+
+class Constraints:
+    """Adds every rule of the contract to the model of `variables`."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.model = variables.model
+        self.problem = variables.problem
+        self.task = variables.task
+
+    def add_all(self) -> None:
+        """All families."""
+        self.dataflow()
+        self.microbatch_order()
+        self.offload_round_trip()
+        self.one_op_at_a_time()
+        self.channels()
+        self.device_memory()
+        self.host_memory()
+
+    def dataflow(self) -> None:
+        """F and B wait for the neighbouring stage and its transfer, B for F, W for B."""
+        ticks = self.variables.grid.ticks
+        last = len(self.problem.stages) - 1
+        for s in range(last + 1):
+            for i in range(self.problem.microbatches):
+                forward, backward, weight = (self.task(kind, s, i) for kind in "FBW")
+                self._after(backward, forward)
+                self._after(weight, backward)
+                if s < last:
+                    self._after(self.task("F", s + 1, i), forward, ticks(self.problem.forward_delay_us[s]))
+                    self._after(backward, self.task("B", s + 1, i), ticks(self.problem.backward_delay_us[s]))
+
+    def _after(self, task: Task, before: Task, delay: int = 0) -> None:
+        self.model.add(task.start >= before.end + delay)
+
+    def microbatch_order(self) -> None:
+        """Microbatches keep their order within one op type of one stage (absent transfers take no time in it)."""
+        for s in range(len(self.problem.stages)):
+            for i in range(1, self.problem.microbatches):
+                for kind in "FBW":
+                    self._after(self.task(kind, s, i), self.task(kind, s, i - 1))
+                if (s, i) in self.variables.leaves:
+                    for kind in "OR":
+                        before = self.task(kind, s, i - 1)
+                        length = before.ticks * self.variables.leaves[s, i - 1]
+                        self.model.add(self.task(kind, s, i).start >= before.start + length)
+
+    def offload_round_trip(self) -> None:
+        """O after F, R after O, B after R, where the activation leaves."""
+        for (s, i), leaves in self.variables.leaves.items():
+            way = [self.task(kind, s, i) for kind in "FORB"]
+            for before, after in pairwise(way):
+                self.model.add(after.start >= before.end).only_enforce_if(leaves)
+
+    def one_op_at_a_time(self) -> None:
+        """A device runs one compute op at a time."""
+        for stages in self.problem.stages_of:
+            tasks = [self.task(kind, s, i) for s in stages for i in range(self.problem.microbatches) for kind in "FBW"]
+            self.model.add_no_overlap([task.interval for task in tasks])
+
+    def channels(self) -> None:
+        """A channel carries one transfer at a time; devices behind one switch, or both directions, may share it."""
+        for group in self.problem.channel_groups:
+            moving = [(s, i) for s, i in self.variables.leaves if self.problem.stages[s].device in group]
+            directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
+            for kinds in directions:
+                self.model.add_no_overlap([self.task(kind, s, i).interval for s, i in moving for kind in kinds])
+
+    def device_memory(self) -> None:
+        """Activations and workspace stay within each device's budget."""
+        for d, stages in enumerate(self.problem.stages_of):
+            budget = self.problem.devices[d].memory_bytes
+            if budget is not None:
+                microbatches = range(self.problem.microbatches)
+                held = [piece for s in stages for i in microbatches for piece in self._held(s, i) if piece[1] > 0]
+                self.model.add_cumulative([interval for interval, _ in held], [size for _, size in held], budget)
+
+    def _held(self, s: int, i: int) -> Iterator[Held]:
+        """What one microbatch of one stage holds, and when.
+
+        A part is freed at B's end, the rest at W's end. If B holds more after its end than before, the difference
+        counts from B's start: no wait could keep B from ending before another op has freed memory.
+        """
+        stage = self.problem.stages[s]
+        forward, backward, weight = (self.task(kind, s, i) for kind in "FBW")
+        kept = min(stage.backward_weight_bytes, stage.activation_bytes)
+        freed_by_backward = stage.activation_bytes - kept
+        moved = stage.offload.bytes if (s, i) in self.variables.leaves and stage.offload else 0
+        moved_early = min(moved, freed_by_backward)
+        yield from self._activation(s, i, "B", backward, freed_by_backward, moved_early)
+        yield from self._activation(s, i, "W", weight, kept, moved - moved_early)
+        grown = stage.backward_weight_bytes - kept
+        if grown:
+            yield self.variables.span(f"grown{s}.{i}", start(backward), end(weight), None), grown
+        yield from self._workspace(stage, grown, forward, backward, weight)
+
+    def _activation(self, s: int, i: int, until: str, last: Task, size: int, moved: int) -> Iterator[Held]:
+        """Bytes held from F's start to the end of `last`, of which `moved` may be away between O and R."""
+        first = self.task("F", s, i)
+        name, span = f"{s}.{i}{until}", self.variables.span
+        if size > moved:
+            yield span(f"stays{name}", start(first), end(last), None), size - moved
+        if moved:
+            leaves = self.variables.leaves[s, i]
+            offload, reload = self.task("O", s, i), self.task("R", s, i)
+            yield span(f"whole{name}", start(first), end(last), ~leaves), moved
+            yield span(f"before{name}", start(first), end(offload), leaves), moved
+            yield span(f"back{name}", start(reload), end(last), leaves), moved
+
+    def _workspace(self, stage: Stage, grown: int, forward: Task, backward: Task, weight: Task) -> Iterator[Held]:
+        work = stage.workspace_bytes
+        yield forward.interval, work.F
+        yield backward.interval, max(work.B - grown, 0)
+        yield weight.interval, work.W
+
+    def host_memory(self) -> None:
+        """The host holds what is away, from O's start to R's end, all devices together."""
+        limit = self.problem.host_memory_bytes
+        if limit is None or not self.variables.leaves:
+            return
+        intervals, sizes = [], []
+        for (s, i), leaves in self.variables.leaves.items():
+            offload = self.problem.stages[s].offload
+            assert offload is not None
+            first, last = start(self.task("O", s, i)), end(self.task("R", s, i))
+            intervals.append(self.variables.span(f"host{s}.{i}", first, last, leaves))
+            sizes.append(offload.bytes)
+        self.model.add_cumulative(intervals, sizes, limit)
+
+
+def start(task: Task) -> Moment:
+    """The moment at which a task starts."""
+    return Moment(task, is_end=False)
+
+
+def end(task: Task) -> Moment:
+    """The moment at which a task ends."""
+    return Moment(task, is_end=True)

@@ -1,0 +1,90 @@
+"""The decisions of the constraint model: when each op starts, and which activations leave to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from optpipe.orders import Op
+from optpipe.problem import Problem
+from solver.exact.grid import Grid
+
+
+@dataclass(frozen=True)
+class Task:
+    """An op in the model: its start (ticks), its fixed length, and the interval they span."""
+
+    op: Op
+    start: cp_model.IntVar
+    ticks: int
+    interval: cp_model.IntervalVar
+
+    @property
+    def end(self) -> cp_model.LinearExpr:
+        return self.start + self.ticks
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The start or the end of a task."""
+
+    task: Task
+    is_end: bool
+
+    @property
+    def expression(self) -> cp_model.LinearExpr:
+        return self.task.end if self.is_end else self.task.start
+
+    def at(self, start: int) -> int:
+        """When it is if the task starts at `start`."""
+        return start + self.task.ticks if self.is_end else start
+
+
+class Variables:
+    """Variables for a problem on a grid; no op ends later than `horizon` ticks.
+
+    `tasks` holds every op that may run, `leaves` the literal of each (stage, microbatch) that may be offloaded,
+    `lengths` the time between two moments for which bytes are held, and `objective` the value in ticks, which is at
+    least the time between the two moments of each of `measured`.
+    """
+
+    def __init__(self, problem: Problem, grid: Grid, horizon: int) -> None:
+        self.problem = problem
+        self.grid = grid
+        self.horizon = horizon
+        self.model = cp_model.CpModel()
+        self.tasks: dict[Op, Task] = {}
+        self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.lengths: list[tuple[cp_model.IntVar, Moment, Moment]] = []
+        self.measured: list[tuple[Moment, Moment]] = []
+        self.objective = self.model.new_int_var(0, horizon, "objective")
+        for s, stage in enumerate(problem.stages):
+            for i in range(problem.microbatches):
+                for kind in ("F", "B", "W"):
+                    self._add_task(Op(kind, s, i), None)
+                if stage.offload and stage.offload.bytes:
+                    leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
+                    for kind in ("O", "R"):
+                        self._add_task(Op(kind, s, i), leaves)
+
+    def _add_task(self, op: Op, presence: cp_model.IntVar | None) -> None:
+        ticks = self.grid.length(self.problem.stages[op.stage].duration_us(op.kind))
+        start = self.model.new_int_var(0, max(self.horizon - ticks, 0), str(op))
+        if presence is None:
+            interval = self.model.new_fixed_size_interval_var(start, ticks, f"{op}.")
+        else:
+            interval = self.model.new_optional_fixed_size_interval_var(start, ticks, presence, f"{op}.")
+        self.tasks[op] = Task(op, start, ticks, interval)
+
+    def span(self, name: str, first: Moment, last: Moment, presence: cp_model.BoolVarT | None) -> cp_model.IntervalVar:
+        """The interval between two moments, there if `presence` is (None: always)."""
+        length = self.model.new_int_var(0, self.horizon, f"{name}.length")
+        self.lengths.append((length, first, last))
+        if presence is None:
+            return self.model.new_interval_var(first.expression, length, last.expression, name)
+        return self.model.new_optional_interval_var(first.expression, length, last.expression, presence, name)
+
+    def task(self, kind: str, stage: int, microbatch: int) -> Task:
+        """The task of an op that the model has."""
+        return self.tasks[Op(kind, stage, microbatch)]

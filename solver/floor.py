@@ -1,0 +1,132 @@
+"""The floor: one microbatch at a time, with activations offloaded where the budget asks for it.
+
+Slow, but it needs less memory than anything else known for a placement, so it is where a search can begin when no
+published schedule fits, and it tells which budgets are known to do.
+"""
+
+from __future__ import annotations
+
+from optpipe.memory import device_effect
+from optpipe.orders import Op, Orders
+from optpipe.problem import Problem, Stage
+from solver.exact.plan import orders_of_plan
+from solver.finish import peak_budgets
+
+
+def serial_orders(problem: Problem) -> Orders | None:
+    """Orders of the floor within the budgets, or None where even it needs more."""
+    return _Serial(problem, [device.memory_bytes for device in problem.devices]).orders()
+
+
+def known_budgets_bytes(problem: Problem) -> list[int]:
+    """For each device the smallest budget with which the floor runs: everything that may leave does."""
+    no_limits: list[int | None] = [None] * len(problem.devices)
+    eager, lazy = _Serial(problem, no_limits, eager=True).orders(), _Serial(problem, no_limits).orders()
+    assert eager is not None
+    assert lazy is not None
+    return [min(pair) for pair in zip(peak_budgets(problem, eager), peak_budgets(problem, lazy), strict=True)]
+
+
+def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
+    """Devices whose budget is below what a single microbatch of one of their stages needs.
+
+    Each as (device, bytes needed, budget). No schedule exists if there is any: the activation is whole when its F
+    has run and again when its B runs.
+    """
+    short = []
+    for d, stages in enumerate(problem.stages_of):
+        budget = problem.devices[d].memory_bytes
+        needed = max((_alone_bytes(problem.stages[s]) for s in stages), default=0)
+        if budget is not None and needed > budget:
+            short.append((d, needed, budget))
+    return short
+
+
+def _alone_bytes(stage: Stage) -> int:
+    """The least peak of one microbatch alone on a stage, whether its backward is split or fused."""
+    work, held, kept = stage.workspace_bytes, stage.activation_bytes, stage.backward_weight_bytes
+    split = max(held + work.B, kept, kept + work.W)
+    return max(held + work.F, min(split, held + work.BW))
+
+
+class _Serial:
+    """Plans one op after another, one microbatch after another; the place in that sequence is the planned time.
+
+    Offloads the longest-lived activation when an op needs room or, if `eager`, whatever may leave as soon as it may.
+    """
+
+    def __init__(self, problem: Problem, budgets: list[int | None], eager: bool = False) -> None:
+        self.problem = problem
+        self.budgets = budgets
+        self.eager = eager
+        self.planned: dict[Op, tuple[float, float]] = {}
+        self.memory = [0] * len(problem.devices)
+        self.away: set[int] = set()
+        self.resident: list[list[int]] = [[] for _ in problem.devices]
+
+    def orders(self) -> Orders | None:
+        """The orders, or None where a budget (or the host's) is too small."""
+        for i in range(self.problem.microbatches):
+            if not self._microbatch(i):
+                return None
+        return orders_of_plan(self.problem, self.planned)
+
+    def _microbatch(self, i: int) -> bool:
+        for s in range(len(self.problem.stages)):
+            if not self._forward(s, i):
+                return False
+        return all(self._backward(s, i) for s in reversed(range(len(self.problem.stages))))
+
+    def _forward(self, s: int, i: int) -> bool:
+        stage = self.problem.stages[s]
+        if not self._make_room(stage.device, stage.activation_bytes + stage.workspace_bytes.F, i):
+            return False
+        self._run(Op("F", s, i))
+        self.resident[stage.device].append(s)
+        if self.eager and stage.offload and self._host_has_room(s):
+            self._offload(s, i)
+        return True
+
+    def _backward(self, s: int, i: int) -> bool:
+        stage = self.problem.stages[s]
+        device, work = stage.device, stage.workspace_bytes
+        grows = stage.backward_weight_bytes - stage.activation_bytes
+        back = self._moved(s) if s in self.away else 0
+        if s in self.resident[device]:
+            self.resident[device].remove(s)
+        if not self._make_room(device, back + max(work.B, grows, grows + work.W, 0), i):
+            return False
+        if s in self.away:
+            self._run(Op("R", s, i))
+            self.away.remove(s)
+        self._run(Op("B", s, i))
+        self._run(Op("W", s, i))
+        return True
+
+    def _make_room(self, device: int, needed: int, i: int) -> bool:
+        """Offload the longest-lived activations of a device until `needed` bytes are free."""
+        budget = self.budgets[device]
+        while budget is not None and self.memory[device] + needed > budget:
+            leaving = next((s for s in self.resident[device] if self.problem.stages[s].offload), None)
+            if leaving is None or not self._host_has_room(leaving):
+                return False
+            self._offload(leaving, i)
+        return True
+
+    def _host_has_room(self, s: int) -> bool:
+        limit = self.problem.host_memory_bytes
+        return limit is None or sum(self._moved(other) for other in (*self.away, s)) <= limit
+
+    def _moved(self, s: int) -> int:
+        offload = self.problem.stages[s].offload
+        return offload.bytes if offload else 0
+
+    def _offload(self, s: int, i: int) -> None:
+        self.resident[self.problem.stages[s].device].remove(s)
+        self.away.add(s)
+        self._run(Op("O", s, i))
+
+    def _run(self, op: Op) -> None:
+        stage = self.problem.stages[op.stage]
+        self.planned[op] = (len(self.planned), len(self.planned) + 1)
+        self.memory[stage.device] += sum(device_effect(stage, op.kind))

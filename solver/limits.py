@@ -1,0 +1,104 @@
+"""How long and how hard to search, where to begin, and what comes back: the words that all methods share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+
+from optpipe.orders import Orders
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Cancel:
+    """A request to stop that reaches a solver inside its own search. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._stops: list[Callable[[], None]] = []
+        self._requested = False
+
+    @property
+    def requested(self) -> bool:
+        return self._requested
+
+    def request(self) -> None:
+        """Stop whatever searches now, and whatever would begin to."""
+        with self._lock:
+            self._requested = True
+            stops = list(self._stops)
+        for stop in stops:
+            stop()
+
+    @contextmanager
+    def calling(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While in this context a request calls `stop`; at once if it was made before."""
+        with self._lock:
+            self._stops.append(stop)
+            requested = self._requested
+        if requested:
+            stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stops.remove(stop)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: after `time_limit_s`, or as soon as ``(value - bound) / value <= gap``, or when `cancel` is set.
+
+    The clock runs from the construction.
+    """
+
+    time_limit_s: float = 30.0
+    gap: float = 0.0
+    workers: int = field(default_factory=available_cores)
+    seed: int = 0
+    cancel: Cancel = field(default_factory=Cancel)
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.began
+
+    @property
+    def time_left_s(self) -> float:
+        """Seconds left, at least a hundredth: solvers read 0 as no limit."""
+        return max(self.time_limit_s - self.seconds, 0.01)
+
+    def reached(self, value_us: float, bound_us: float) -> bool:
+        """Whether the gap asked for is reached."""
+        return value_us < float("inf") and value_us - bound_us <= max(self.gap, 1e-12) * value_us
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before a search: a bound, a horizon by which some optimal schedule ends, perhaps orders."""
+
+    bound_us: float
+    horizon_us: float
+    orders: Orders | None = None
+    value_us: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a method knows at some moment. `infeasible`: proved that no schedule keeps the budgets.
+
+    `bound_us` holds for every schedule of the problem, whichever method found it.
+    """
+
+    orders: Orders | None
+    value_us: float
+    bound_us: float
+    infeasible: bool = False

@@ -1,0 +1,48 @@
+"""The floor: one microbatch at a time, within any budget that can do."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.finish import finish, over_budget
+from solver.floor import impossible_budgets, known_budgets_bytes, serial_orders
+from tests.problems import problems, uniform
+
+HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
+
+
+def test_offloads_only_where_the_budget_asks_for_it() -> None:
+    free, tight = uniform(2, 2, v_shape=True, offload=HALF), uniform(2, 2, v_shape=True, offload=HALF, budget=3)
+    assert [len(device.offload) for device in serial_orders(free).devices] == [0, 0]  # type: ignore[union-attr]
+    orders = serial_orders(tight)
+    assert orders is not None
+    assert [len(device.offload) for device in orders.devices] == [2, 2]
+    assert over_budget(tight, orders) == []
+
+
+def test_known_budgets_do() -> None:
+    problem = uniform(2, 2, v_shape=True, offload=HALF, budget=1)
+    known = known_budgets_bytes(problem)
+    assert known == [3, 3]
+    raised = Problem.from_data(problem.to_data() | {"devices": [{"memory_bytes": bytes_} for bytes_ in known]})
+    orders = serial_orders(raised)
+    assert orders is not None
+    assert over_budget(raised, orders) == []
+
+
+def test_impossible_budgets_are_named() -> None:
+    assert impossible_budgets(uniform(2, 2, budget=1)) == [(0, 2, 1), (1, 2, 1)]
+    assert impossible_budgets(uniform(2, 2, budget=2)) == []
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems())
+def test_is_valid_wherever_it_answers(problem: Problem) -> None:
+    orders = serial_orders(problem)
+    if orders is None or over_budget(problem, orders):
+        return
+    assert not impossible_budgets(problem)
+    finish(problem, orders, 0.0, "floor", 0.0)
+    assert simulate(problem, orders).value_us >= 0
