@@ -44,9 +44,14 @@ def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
 
 def _alone_bytes(stage: Stage) -> int:
     """The least peak of one microbatch alone on a stage, whether its backward is split or fused."""
-    work, held, kept = stage.workspace_bytes, stage.activation_bytes, stage.backward_weight_bytes
-    split = max(held + work.B, kept, kept + work.W)
-    return max(held + work.F, min(split, held + work.BW))
+    return stage.activation_bytes + max(stage.workspace_bytes.F, _backward_room_bytes(stage)[0])
+
+
+def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
+    """What a backward needs beside the activation, and its ops: split, unless fused needs less."""
+    work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
+    split = max(work.B, grows, grows + work.W)
+    return (work.BW, ["BW"]) if work.BW < split else (split, ["B", "W"])
 
 
 class _Serial:
@@ -89,18 +94,18 @@ class _Serial:
 
     def _backward(self, s: int, i: int) -> bool:
         stage = self.problem.stages[s]
-        device, work = stage.device, stage.workspace_bytes
-        grows = stage.backward_weight_bytes - stage.activation_bytes
+        device = stage.device
+        room, kinds = _backward_room_bytes(stage)
         back = self._moved(s) if s in self.away else 0
         if s in self.resident[device]:
             self.resident[device].remove(s)
-        if not self._make_room(device, back + max(work.B, grows, grows + work.W, 0), i):
+        if not self._make_room(device, back + room, i):
             return False
         if s in self.away:
             self._run(Op("R", s, i))
             self.away.remove(s)
-        self._run(Op("B", s, i))
-        self._run(Op("W", s, i))
+        for kind in kinds:
+            self._run(Op(kind, s, i))
         return True
 
     def _make_room(self, device: int, needed: int, i: int) -> bool:

@@ -32,6 +32,14 @@ def test_known_budgets_do() -> None:
     assert over_budget(raised, orders) == []
 
 
+def test_fuses_a_backward_that_would_grow_beyond_the_budget() -> None:
+    problem = uniform(2, 2, activation_bytes=1, backward_weight_bytes=4, budget=2)
+    orders = serial_orders(problem)
+    assert orders is not None
+    assert {op.kind for op in orders.devices[0].compute} == {"F", "BW"}
+    assert over_budget(problem, orders) == []
+
+
 def test_impossible_budgets_are_named() -> None:
     assert impossible_budgets(uniform(2, 2, budget=1)) == [(0, 2, 1), (1, 2, 1)]
     assert impossible_budgets(uniform(2, 2, budget=2)) == []

@@ -15,6 +15,7 @@ from solver.exact.cp_sat.objective import add_objective
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
 from solver.exact.plan import orders_of_plan
+from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
 
 
@@ -105,9 +106,10 @@ class _Callback(cp_model.CpSolverSolutionCallback):
             at = self.value(task.start)
             planned[op] = (at, at + task.ticks)
         orders = orders_of_plan(self.problem, planned)
-        value = simulate(self.problem, orders).value_us
+        simulation = simulate(self.problem, orders)
+        value = simulation.value_us
         self._raise_bound(self.best_objective_bound, min(value, self.best.value_us))
-        if value < self.best.value_us or self.best.orders is None:
+        if value < self.best.value_us and within_budgets(self.problem, orders, simulation):
             self.best.orders, self.best.value_us = orders, value
             self.on_answer(Answer(orders, value, self.best.bound_us))
 

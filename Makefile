@@ -1,0 +1,32 @@
+# make demo and make test do all the set-up on a fresh machine.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint unit bench clean
+
+demo: $(READY)
+	$(BIN)/python -m examples.demo --out out/demo
+
+test: lint unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name
+
+clean:
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
+	touch $@

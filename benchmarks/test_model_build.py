@@ -1,0 +1,37 @@
+"""How long the exact models take to build for OptPipe's large case: 4 devices, 53 microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.exact.cp_sat.model import build as build_cp_sat
+from solver.exact.grid import Grid
+from solver.exact.milp.program import build as build_milp
+from solver.exact.milp.program import load
+from solver.published.zb_auto import zb_auto
+from tests.problems import uniform
+
+HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
+PROBLEMS = {"no offload": uniform(4, 53, budget=8), "offload": uniform(4, 53, budget=4, offload=HALF)}
+
+
+def _cp_sat(problem: Problem, horizon_us: float) -> Any:
+    return build_cp_sat(problem, Grid.of(problem, horizon_us), horizon_us, 0.0)
+
+
+def _milp(problem: Problem, horizon_us: float) -> Any:
+    return load(build_milp(problem, horizon_us, 0.0, horizon_us))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+@pytest.mark.parametrize("build", [_cp_sat, _milp], ids=["cp-sat", "milp"])
+def test_model_build(benchmark: BenchmarkFixture, build: Callable[[Problem, float], Any], problem: Problem) -> None:
+    horizon_us = simulate(problem, zb_auto(problem)).value_us
+    model = benchmark.pedantic(build, (problem, horizon_us), rounds=3)
+    assert model is not None

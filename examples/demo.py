@@ -1,0 +1,114 @@
+"""The main job: a measured profile in, a proved schedule out, a model trained on it. Run by `make demo`.
+
+Solves two problems, draws them, trains a small GPT on the second schedule on four virtual devices in this process
+with a check against the plain step, and prints one table of it all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from optpipe.cli.output import share_text, stdout, table, time_text
+from optpipe.cli.solve import print_progress
+from optpipe.cli.train import print_result, print_step
+from optpipe.errors import MethodError
+from optpipe.plot import draw_comparison, draw_schedule
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.schedule_text import schedule_text
+from optpipe.train import TrainingConfig, train
+from solver.limits import Limits
+from solver.portfolio import solve
+
+PROBLEMS = Path(__file__).parent / "problems"
+MEASURED = PROBLEMS / "zb-1.5b-p8-m24-mem1.json"
+WITH_OFFLOAD = PROBLEMS / "offload-p4-m8.json"
+PUBLISHED = ("1f1b", "zb-h1", "zb-auto")
+
+console = stdout()
+
+
+def main() -> None:
+    """Parse the options and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where schedules and pictures go")
+    parser.add_argument("--time-limit", type=float, default=40.0, help="seconds for each search")
+    parser.add_argument("--steps", type=int, default=20, help="training steps")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    measured = solve_and_draw(MEASURED, options.out, options.time_limit)
+    offloaded = solve_and_draw(WITH_OFFLOAD, options.out, options.time_limit)
+    console.print("\ntraining a small GPT on the second schedule: 4 virtual devices, one process", style="bold")
+    schedule = offloaded[-1].schedule
+    assert schedule is not None
+    result = train(TrainingConfig(schedule, steps=options.steps, check=True), lambda step: print_step(step, every=5))
+    console.print("\nwhat came of it", style="bold")
+    console.print(results_table([*measured, *offloaded]))
+    print_result(result)
+    console.print(f"\nschedules and pictures are in {options.out}/")
+
+
+class Row(NamedTuple):
+    """A problem, a method, and its schedule or why it has none."""
+
+    problem: Problem
+    method: str
+    schedule: Schedule | None
+    why_not: str = ""
+
+
+def solve_and_draw(path: Path, out: Path, time_limit_s: float) -> list[Row]:
+    """The published schedules and the solver's on one problem; the solver's comes last."""
+    problem = Problem.load(path)
+    console.print(
+        f"\n{problem.name}: {len(problem.devices)} devices, {problem.microbatches} microbatches", style="bold"
+    )
+    rows = [published(problem, name) for name in PUBLISHED]
+    best = solve(problem, "auto", Limits(time_limit_s), print_progress)
+    rows.append(Row(problem, f"optpipe ({best.method})", best))
+    (out / f"{path.stem}.schedule.json").write_text(schedule_text(best))
+    draw_schedule(best, out / f"{path.stem}.png")
+    draw_comparison([(row.method, row.schedule) for row in rows if row.schedule], out / f"{path.stem}-compared.png")
+    return rows
+
+
+def published(problem: Problem, name: str) -> Row:
+    """A published schedule, or why it cannot be had."""
+    try:
+        return Row(problem, name, solve(problem, name))
+    except MethodError as error:
+        return Row(problem, name, None, str(error).partition(" Maybe")[0])
+
+
+def results_table(rows: list[Row]) -> Table:
+    """Method, value, bound, bubble, peak and seconds of every schedule."""
+    result = table("problem", "method", "value", "bound", "gap", "bubble", "peak / budget", "seconds", "status")
+    for column in (1, -1):
+        result.columns[column].justify = "left"
+    for problem, method, schedule, why_not in rows:
+        if schedule is None:
+            result.add_row(problem.name, method, *["-"] * 6, why_not)
+            continue
+        values = (time_text(schedule.value_us), time_text(schedule.bound_us), share_text(schedule.gap))
+        more = (
+            share_text(schedule.bubble),
+            f"{fullest(schedule):.3f}",
+            f"{schedule.solve_seconds:.2f}",
+            schedule.status,
+        )
+        result.add_row(problem.name, method, *values, *more)
+    return result
+
+
+def fullest(schedule: Schedule) -> float:
+    """The largest any-timing peak as a share of its budget."""
+    pairs = zip(schedule.devices, schedule.problem.devices, strict=True)
+    return max(device.peak_bytes_any_timing / entry.memory_bytes for device, entry in pairs if entry.memory_bytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`optpipe compare`: every method on one problem, side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe.cli.output import AsJson, check_writable, print_json, share_text, stderr, stdout, table, time_text
+from optpipe.cli.solve import TimeLimit
+from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
+
+if TYPE_CHECKING:
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
+    from solver.limits import Limits
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's outcome: a schedule, or the reason why there is none."""
+
+    method: str
+    schedule: Schedule | None
+    why_not: str
+    seconds: float
+
+
+def command(
+    problem: Annotated[Path, typer.Argument(help="A problem file (optpipe.problem/1).", metavar="PROBLEM.json")],
+    time_limit: TimeLimit = 30.0,
+    methods: Annotated[
+        str | None, typer.Option(help="Names, separated by commas; default: all.", metavar="a,b")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the schedules at one time scale (png, svg).")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run every method on a problem: value, bubble, peak and seconds, or why not. Each search gets the time limit."""
+    from optpipe.problem import Problem
+    from solver.limits import Limits
+    from solver.methods import METHODS, method_named
+
+    names = [name.strip() for name in methods.split(",")] if methods else [name for name in METHODS if name != "auto"]
+    for name in names:
+        method_named(name)
+    if plot:
+        from optpipe.plot.output import format_of
+
+        format_of(plot)
+        check_writable(plot)
+    loaded = Problem.load(problem)
+    rows = []
+    for name in names:
+        limits = Limits(time_limit)
+        with stderr().status(f"{name}, up to {time_limit:g} s"):
+            rows.append(_run(loaded, name, limits))
+        if limits.cancel.requested:
+            break
+    if plot:
+        _draw(rows, plot)
+    if as_json:
+        print_json([_document(row) for row in rows])
+    else:
+        _print(rows)
+    return 130 if limits.cancel.requested else 0
+
+
+def _run(problem: Problem, name: str, limits: Limits) -> Row:
+    from solver.portfolio import solve_until_interrupted
+
+    began = time.perf_counter()
+    try:
+        schedule: Schedule | None = solve_until_interrupted(problem, name, limits, None)
+        why_not = ""
+    except (MethodError, InfeasibleError, NoSolutionError) as error:
+        schedule, why_not = None, str(error)
+    return Row(name, schedule, why_not, time.perf_counter() - began)
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    from optpipe.plot import draw_comparison
+
+    draw_comparison([(row.method, row.schedule) for row in rows if row.schedule], path)
+
+
+def _document(row: Row) -> dict[str, Any]:
+    from optpipe.cli.solve import summary
+
+    document: dict[str, Any] = {"method": row.method, "seconds": round(row.seconds, 3)}
+    if row.schedule is None:
+        return document | {"why_not": row.why_not}
+    return summary(row.schedule) | document
+
+
+def _print(rows: Sequence[Row]) -> None:
+    result = table("method", "value", "bound", "bubble", "peak bytes", "seconds", "")
+    result.columns[-1].justify = "left"
+    result.columns[-1].no_wrap = False
+    for row in sorted(rows, key=lambda row: row.schedule.value_us if row.schedule else float("inf")):
+        found = row.schedule
+        if found is None:
+            result.add_row(row.method, "-", "-", "-", "-", f"{row.seconds:.2f}", row.why_not)
+        else:
+            peak = max(device.peak_bytes_any_timing for device in found.devices)
+            cells = (time_text(found.value_us), time_text(found.bound_us), share_text(found.bubble), f"{peak:,}")
+            result.add_row(row.method, *cells, f"{row.seconds:.2f}", found.status)
+    stdout().print(result)

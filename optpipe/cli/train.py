@@ -1,0 +1,124 @@
+"""`optpipe train`: runs a schedule in PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from optpipe.cli.output import AsJson, print_json, stderr, stdout, table
+from optpipe.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe.train import CheckResult, StepReport, TrainingResult
+
+GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12}
+"""A check fails beyond these: what re-ordered sums of a precision can differ by."""
+
+
+class Precision(StrEnum):
+    """Precision of weights and activations."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+def command(
+    schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file to run.", metavar="SCHEDULE.json")],
+    model: Annotated[str, typer.Option(help="Size of the GPT: tiny or small.")] = "small",
+    steps: Annotated[int, typer.Option(min=1, max=10**9, help="Optimizer steps.")] = 20,
+    check: Annotated[bool, typer.Option("--check", help="Compare gradients and memory with the plain step.")] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of the model; default: one a stage.")] = None,
+    microbatch_size: Annotated[int, typer.Option(min=1, max=4096, help="Sequences in a microbatch.")] = 4,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Bytes of text in a sequence.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    dtype: Annotated[Precision, typer.Option(help="Precision of weights and activations.")] = Precision.FLOAT32,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the order of the data.")] = 0,
+    as_json: AsJson = False,
+) -> int:
+    """Train a small GPT on the Python standard library's sources, as a schedule says.
+
+    Under torchrun one process a device; otherwise all devices in this process. With --check the exit code is 1 if a
+    gradient differs from the plain step's by more than rounding, or memory is left alive after a step.
+    """
+    from optpipe.schedule import Schedule
+
+    try:
+        from optpipe.train import TrainingConfig, leads, train
+    except ModuleNotFoundError as error:
+        raise TrainingError(f"training needs {error.name}. Maybe pip install 'optpipe[train]'.") from None
+
+    config = TrainingConfig(
+        Schedule.load(schedule),
+        model=model,
+        steps=steps,
+        check=check,
+        layers=layers,
+        microbatch_size=microbatch_size,
+        sequence=sequence,
+        learning_rate=learning_rate,
+        dtype=dtype.value,
+        seed=seed,
+    )
+    with _progress(steps, leads()) as report:
+        result = train(config, report)
+    if leads():
+        print_json(asdict(result)) if as_json else print_result(result)
+    return 0 if result.check is None or _passed(result.check, dtype) else 1
+
+
+@contextmanager
+def _progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] | None]:
+    """Reports the loss: a bar on a terminal, about ten lines elsewhere, nothing in other processes than the first."""
+    if not leads:
+        yield None
+    elif not sys.stderr.isatty():
+        yield lambda step: print_step(step, every=max(1, steps // 10))
+    else:
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+        with Progress(*columns, TimeElapsedColumn(), console=stderr()) as bar:
+            task = bar.add_task("training", total=steps, loss="")
+            yield lambda step: bar.update(task, completed=step.step + 1, loss=f"loss {step.loss:.4f}")
+
+
+def print_step(step: StepReport, every: int) -> None:
+    """A line on stderr for every so many steps, and for the last."""
+    if step.step % every == 0 or step.step + 1 == step.steps:
+        stderr().print(f"step {step.step + 1:>4} of {step.steps}  loss {step.loss:.4f}  {step.seconds:.2f} s")
+
+
+def _passed(check: CheckResult, dtype: Precision) -> bool:
+    clean = all(left == 0 for device in check.devices for left in device.live_bytes)
+    return clean and check.max_gradient_error <= GRADIENT_LIMITS[dtype.value]
+
+
+def print_result(result: TrainingResult) -> None:
+    """Loss and, of a check, the gradient error and each device's memory, measured and planned."""
+    console = stdout()
+    seconds = sorted(result.step_seconds)[len(result.step_seconds) // 2]
+    console.print(
+        f"{len(result.losses)} steps of {result.parameters:,} parameters in {result.processes} process(es): "
+        f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} nats a byte, median {seconds:.2f} s a step"
+    )
+    if result.check is not None:
+        _print_check(result.check)
+
+
+def _print_check(check: CheckResult) -> None:
+    rows = table("device", "peak bytes", "planned", "measured / planned", "host bytes", "left after a step")
+    for d, device in enumerate(check.devices):
+        share = device.peak_bytes / device.planned_peak_bytes if device.planned_peak_bytes else 1.0
+        left = max(device.live_bytes, default=0)
+        sizes = (f"{device.peak_bytes:,}", f"{device.planned_peak_bytes:,}", f"{share:.4f}")
+        rows.add_row(str(d), *sizes, f"{device.host_peak_bytes:,}", f"{left:,}")
+    stdout().print(rows)
+    stdout().print(f"largest gradient error against the plain step: {check.max_gradient_error:.2e}")

@@ -1,0 +1,64 @@
+"""`optpipe verify`: judge a schedule from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe.cli.output import AsJson, print_json, share_text, stdout, table, time_text
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Schedule
+    from optpipe.verify import Verdict
+
+ScheduleFile = Annotated[Path, typer.Argument(help="A schedule file (optpipe.schedule/1).", metavar="SCHEDULE.json")]
+
+SHOWN_VIOLATIONS = 20
+
+
+def command(schedule: ScheduleFile, as_json: AsJson = False) -> int:
+    """Check every rule, budget and figure of a schedule. Exit code 1 if any is broken."""
+    from optpipe.schedule import Schedule
+    from optpipe.verify import verify
+
+    loaded = Schedule.load(schedule)
+    verdict = verify(loaded)
+    if as_json:
+        print_json(_document(verdict))
+    else:
+        _print(loaded, verdict)
+    return 0 if verdict.ok else 1
+
+
+def _document(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "ok": verdict.ok,
+        "violations": [vars(violation) for violation in verdict.violations],
+        "value_us": verdict.value_us,
+        "makespan_us": verdict.makespan_us,
+        "device_span_us": verdict.device_span_us,
+        "host_peak_bytes": verdict.host_peak_bytes,
+        "devices": [vars(facts) for facts in verdict.devices],
+    }
+
+
+def _print(schedule: Schedule, verdict: Verdict) -> None:
+    console = stdout()
+    rows = table("device", "peak bytes", "under any timing", "budget", "span", "bubble")
+    for d, (facts, device) in enumerate(zip(verdict.devices, schedule.problem.devices, strict=True)):
+        anyhow = "deadlock" if facts.peak_bytes_any_timing is None else f"{facts.peak_bytes_any_timing:,}"
+        budget = "none" if device.memory_bytes is None else f"{device.memory_bytes:,}"
+        rows.add_row(
+            str(d), f"{facts.peak_bytes:,}", anyhow, budget, time_text(facts.span_us), share_text(facts.bubble)
+        )
+    console.print(rows)
+    console.print(f"makespan {time_text(verdict.makespan_us)}, device span {time_text(verdict.device_span_us)}")
+    for violation in verdict.violations[:SHOWN_VIOLATIONS]:
+        console.print(f"broken: {violation}", markup=False)
+    if len(verdict.violations) > SHOWN_VIOLATIONS:
+        console.print(f"... and {len(verdict.violations) - SHOWN_VIOLATIONS} more (all with --json)")
+    console.print(
+        "valid: every rule and every figure holds" if verdict.ok else f"INVALID: {len(verdict.violations)} broken"
+    )

@@ -1,0 +1,124 @@
+"""A small GPT over bytes, cut into stages: embedding on the first, head on the last, blocks on all.
+
+Shapes: N sequences in a microbatch, T bytes in a sequence, C width, V entries in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 256
+"""The model reads bytes."""
+
+
+class GPTSize(NamedTuple):
+    """Width, heads and longest sequence; how many layers is the schedule's matter."""
+
+    width: int
+    heads: int
+    sequence: int
+
+
+SIZES = {"tiny": GPTSize(32, 2, 32), "small": GPTSize(256, 8, 128), "medium": GPTSize(384, 6, 256)}
+"""In one layer 13 thousand, 0.8 million and 1.8 million parameters."""
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """What fixes the shape of every parameter."""
+
+    width: int
+    heads: int
+    sequence: int
+    layers: int
+
+
+def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype) -> list[nn.Module]:
+    """The model as `stages` modules, to be applied one after the other: bytes (N, T) -> logits (N, T, V).
+
+    Layers are spread evenly, the first stages getting one more where they do not divide. Weights depend on shape
+    and seed alone, not on the number of stages.
+    """
+    counts = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
+    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in counts]
+    parts[0].insert(0, _Embedding(shape))
+    parts[-1].append(_Head(shape))
+    modules = [nn.Sequential(*part).to(dtype) for part in parts]
+    _initialise(modules, seed)
+    return list(modules)
+
+
+def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy in nats: logits (N, T, V), target (N, T)."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _initialise(modules: list[nn.Sequential], seed: int) -> None:
+    """Normal weights of deviation 0.02 (GPT-2), drawn layer by layer; biases and norms as torch sets them: 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in modules:
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                drawn = torch.empty(layer.weight.shape, dtype=torch.float64).normal_(0, 0.02, generator=generator)
+                layer.weight.data.copy_(drawn)
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                layer.bias.data.zero_()
+
+
+class _Embedding(nn.Module):
+    """Bytes (N, T) -> activations (N, T, C)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(VOCABULARY, shape.width)
+        self.position = nn.Embedding(shape.sequence, shape.width)
+        self.positions: Tensor
+        self.register_buffer("positions", torch.arange(shape.sequence), persistent=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        embedded: Tensor = self.byte(text) + self.position(self.positions)
+        return embedded
+
+
+class _Block(nn.Module):
+    """Attention and a two-layer perceptron, each on the normed activations (N, T, C) and added to them."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.norm_perceptron = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.projection(self._attention(self.query_key_value(self.norm_attention(x))))
+        widened = nn.functional.gelu(self.widen(self.norm_perceptron(x)))
+        result: Tensor = x + self.narrow(widened)
+        return result
+
+    def _attention(self, qkv: Tensor) -> Tensor:
+        """Causal attention on queries, keys and values side by side: (N, T, 3C) -> (N, T, C)."""
+        q, k, v = qkv.view(*qkv.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class _Head(nn.Module):
+    """Activations (N, T, C) -> logits (N, T, V)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(x))
+        return logits

@@ -1,0 +1,78 @@
+"""The training loop: compile, agree, check if asked, then step after step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from time import perf_counter
+
+from optpipe.compile import Program, compile_schedule
+from optpipe.errors import TrainingError
+from optpipe.train.check import check_step
+from optpipe.train.config import TrainingConfig
+from optpipe.train.gpt import build_stages
+from optpipe.train.launch import Launch, launched
+from optpipe.train.model import Model
+from optpipe.train.result import CheckResult, StepReport, TrainingResult
+from optpipe.train.text import Batches, standard_library_text
+
+Report = Callable[[StepReport], None]
+
+
+def train(config: TrainingConfig, report: Report | None = None) -> TrainingResult:
+    """Train as the schedule says; all devices in this process, or under torchrun one process a device.
+
+    `report` is called after each step, in the leading process alone. The result is the same in every process. Raises
+    OrderError or DeadlockError if the schedule cannot run, and TrainingError if it cannot be trained as asked.
+    """
+    program = compile_schedule(config.schedule)
+    with launched(len(program.devices), config.timeout_seconds) as launch:
+        _agree(config, program, launch)
+        model = Model(config, program, launch)
+        batches = Batches(
+            standard_library_text(),
+            microbatches=program.microbatches,
+            size=config.microbatch_size,
+            sequence=config.shape.sequence,
+            seed=config.seed,
+        )
+        check = _check(config, model, batches) if config.check else None
+        losses, seconds = _steps(config, model, batches, report if launch.rank == 0 else None)
+        return TrainingResult(tuple(losses), tuple(seconds), model.parameters, launch.world, check)
+
+
+def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
+    """Refuse processes that were started with different schedules or options: they would wait for one another."""
+    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "schedule"}
+    found = launch.gather(options | {"program": program.digest})
+    for rank, theirs in enumerate(found):
+        for field, value in found[0].items():
+            if theirs[field] != value:
+                raise TrainingError(
+                    f"{field} is {theirs[field]} on rank {rank} but {value} on rank 0. "
+                    "Maybe the hosts were started with different commands or hold different files."
+                )
+
+
+def _check(config: TrainingConfig, model: Model, batches: Batches) -> CheckResult:
+    plain_modules = build_stages(config.shape, len(config.schedule.problem.stages), config.seed, config.torch_dtype)
+    return check_step(model, plain_modules, batches.batch(0))
+
+
+def _steps(
+    config: TrainingConfig, model: Model, batches: Batches, report: Report | None
+) -> tuple[list[float], list[float]]:
+    losses, seconds = [], []
+    for step in range(config.steps):
+        begin = perf_counter()
+        loss = model.step(*batches.batch(step))
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} at step {step} with learning_rate {config.learning_rate}. Maybe lower it."
+            )
+        losses.append(loss)
+        seconds.append(perf_counter() - begin)
+        if report:
+            report(StepReport(step, config.steps, loss, seconds[-1]))
+    return losses, seconds

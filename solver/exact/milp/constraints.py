@@ -1,0 +1,201 @@
+"""The rules of the model and the cuts that strengthen it, one method a family, as blocks of rows.
+
+A row that holds only under a decision carries the least big-M that the windows allow for its pair of ops.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from solver.exact.milp.options import Options
+from solver.exact.milp.rows import Rows
+from solver.exact.milp.variables import Table, Variables
+from solver.exact.milp.windows import Floats, Ints
+
+
+class Constraints:
+    """Adds rows to `rows`; `solver.exact.milp.statement` says the same in words closer to the papers'."""
+
+    def __init__(self, variables: Variables, options: Options) -> None:
+        self.variables = variables
+        self.problem = variables.problem
+        self.options = options
+        self.rows = Rows()
+        self.length = variables.windows.length
+        self.widest = variables.windows.widest
+        self.computes = variables.windows.computes
+
+    def add_all(self) -> None:
+        """All families."""
+        self.precedences()
+        self.one_op_at_a_time()
+        self.channels()
+        self.reload_order()
+        self.away()
+        for d, device in enumerate(self.problem.devices):
+            if device.memory_bytes is not None:
+                self.level_at_compute(d, device.memory_bytes)
+                self.level_at_reload(d, device.memory_bytes)
+        self.host_memory()
+        if self.options.chains:
+            self.chains()
+        if self.options.workloads:
+            self.work_before()
+        if self.options.triangles and self.problem.microbatches <= self.options.triangle_microbatches:
+            self.triangles()
+
+    def precedences(self) -> None:
+        """Rules of the contract and orders that the windows imply; an absent transfer takes no time."""
+        edges = self.variables.windows.edges
+        before, after = (np.array([edge[k] for edge in edges], np.int64) for k in range(2))
+        moves = ~self.computes[before]
+        delay = np.array([edge.delay for edge in edges])
+        block = self.rows.block(delay + np.where(moves, 0.0, self.length[before]))
+        block.term(after, 1.0).term(before, -1.0)
+        block.term(self.variables.leaves[before], -self.length[before], moves)
+
+    def _after(self, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats) -> None:
+        """`after` starts `gap` later than `before` where the decision of `pair` is yes."""
+        big = gap + self.widest[before, after]
+        needed = big > 0
+        a, b, before, after, big = (array[needed] for array in (*pair, before, after, big))
+        self.rows.block(gap[needed] - big).term(after, 1.0).term(before, -1.0).choice(table, a, b, -big)
+
+    def _both_ways(self, compute: bool) -> tuple[Ints, Ints]:
+        a, b = self.variables.order.open_pairs()
+        chosen = self.computes[a] == compute
+        a, b = a[chosen], b[chosen]
+        return np.append(a, b), np.append(b, a)
+
+    def one_op_at_a_time(self) -> None:
+        """A device runs one compute op at a time."""
+        a, b = self._both_ways(compute=True)
+        self._after(self.variables.order, (a, b), a, b, self.length[a])
+
+    def channels(self) -> None:
+        """A channel carries one transfer at a time; absent ones are in nobody's way."""
+        a, b = self._both_ways(compute=False)
+        leaves = self.variables.leaves
+        big = np.maximum(self.length[a] + self.widest[a, b], 0.0)
+        block = self.rows.block(-2 * big).term(b, 1.0).term(a, -1.0).choice(self.variables.order, a, b, -big)
+        block.term(leaves[a], -self.length[a]).term(leaves[b], -big)
+
+    def reload_order(self) -> None:
+        """An op that does not count as started starts no earlier than the reload, one that has ended ends before it."""
+        started, ended = self.variables.started, self.variables.ended
+        x, r = started.open_pairs()
+        self.rows.block(np.zeros(len(x))).term(x, 1.0).term(r, -1.0).choice(started, x, r, self.widest[r, x])
+        x, r = ended.open_pairs()
+        self._after(ended, (x, r), x, r, self.length[x])
+
+    def away(self) -> None:
+        """What is away at x left before x starts and comes back no earlier; it was computed before and is needed after.
+
+        Two ops that start at one instant must not both overlook the other: x counts at the reload.
+        """
+        variables, away = self.variables, self.variables.away
+        o, x = away.open_pairs()
+        reload, forward, backward = (np.array([variables.partner(k, kind) for k in o], np.int64) for kind in "RFB")
+        self.rows.block(np.zeros(len(o))).term(variables.leaves[o], 1.0).choice(away, o, x, -1.0)
+        self._after(away, (o, x), o, x, self.length[o])
+        self._after(away, (o, x), x, reload, np.zeros(len(o)))
+        at = self.computes[x]
+        self._no_more(away, (o[at], x[at]), variables.started, x[at], reload[at])
+        self._no_more(away, (o[~at], x[~at]), variables.order, x[~at], reload[~at])
+        self._no_more(away, (o[at], x[at]), variables.order, forward[at], x[at])
+        self._no_more(away, (o[at], x[at]), variables.order, x[at], backward[at])
+
+    def _no_more(self, table: Table, pair: tuple[Ints, Ints], limit: Table, a: Ints, b: Ints) -> None:
+        """``table[pair] <= limit[a, b]``, where that is not known to be 1; an op compared with itself is left out."""
+        needed = (limit.is_open(a, b) | (limit.constant[a, b] == 0)) & (a != b)
+        a, b = a[needed], b[needed]
+        block = self.rows.block(np.zeros(len(a)))
+        block.choice(limit, a, b, 1.0).choice(table, pair[0][needed], pair[1][needed], -1.0)
+
+    def level_at_compute(self, device: int, budget: int) -> None:
+        """Where a compute op takes memory: what those before it left, less what is away, fits (Zero Bubble, app. G)."""
+        variables = self.variables
+        compute, offloads = variables.of("FBW", device), variables.of("O", device)
+        takers = compute[variables.take[compute] > 0]
+        unit = variables.bytes_unit(device)
+        kept = (variables.take - variables.free) / unit
+        block = self.rows.block((variables.take[takers] - budget) / unit)
+        block.choices(variables.order, compute, takers, -kept[compute])
+        block.choices(variables.away, offloads, takers, variables.moved[offloads] / unit)
+
+    def level_at_reload(self, device: int, budget: int) -> None:
+        """Where a reload takes memory: what has started, less what has ended and what else is away, fits."""
+        variables = self.variables
+        compute, offloads, reloads = (variables.of(kinds, device) for kinds in ("FBW", "O", "R"))
+        unit = variables.bytes_unit(device)
+        take, free, moved = (values / unit for values in (variables.take, variables.free, variables.moved))
+        block = self.rows.block(np.full(len(reloads), -budget / unit))
+        block.choices(variables.started, compute, reloads, -take[compute])
+        block.choices(variables.ended, compute, reloads, free[compute])
+        block.choices(variables.away, offloads, reloads, moved[offloads])
+
+    def host_memory(self) -> None:
+        """Where an offload starts, what is on the host fits: what left before it and has not come back."""
+        variables, limit = self.variables, self.problem.host_memory_bytes
+        o, q = variables.counted.open_pairs()
+        if limit is None:
+            return
+        reload = np.array([variables.partner(k, "R") for k in o], np.int64)
+        block = self.rows.block(np.full(len(o), -1.0)).choice(variables.counted, o, q, 1.0)
+        block.choice(variables.ahead, o, q, -1.0).choice(variables.returned, o, q, 1.0)
+        block.term(variables.leaves[o], -1.0)
+        a, b = variables.ahead.open_pairs()
+        a, b = np.append(a, b), np.append(b, a)  # a is not ahead of b: a starts no earlier
+        self._after(variables.ahead, (b, a), b, a, np.zeros(len(a)))
+        big = np.maximum(self.length[reload] + self.widest[reload, q], 0.0)
+        block = self.rows.block(-big).term(q, 1.0).term(reload, -1.0).choice(variables.returned, o, q, -big)
+        block.term(variables.leaves[o], -self.length[reload])
+        offloads = np.concatenate([variables.of("O", d) for d in range(len(self.problem.devices))])
+        unit = variables.bytes_unit(None)
+        moved = variables.moved / unit
+        block = self.rows.block(np.full(len(offloads), -limit / unit)).term(
+            variables.leaves[offloads], -moved[offloads]
+        )
+        block.choices(variables.counted, offloads, offloads, -moved[offloads])
+
+    def chains(self) -> None:
+        """If an op comes before another, so does the same op of the microbatch before, and before that of the next."""
+        variables = self.variables
+        for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
+            a, b = table.open_pairs()
+            earlier, later = self._neighbour(a, -1), self._neighbour(b, 1)
+            for pair, there in (((earlier, b), earlier >= 0), ((a, later), later >= 0)):
+                c, d = pair[0][there], pair[1][there]
+                self._no_more(table, (a[there], b[there]), table, c, d)
+
+    def _neighbour(self, ops: Ints, step: int) -> Ints:
+        """The same op of the microbatch `step` on; -1 where there is none."""
+        microbatch = np.array([op.microbatch for op in self.variables.ops], np.int64)[ops] + step
+        inside = (microbatch >= 0) & (microbatch < self.problem.microbatches)
+        return np.where(inside, ops + step, -1)
+
+    def work_before(self) -> None:
+        """An op starts no earlier than the device's first op and all work ordered before it."""
+        for device, stages in enumerate(self.problem.stages_of):
+            if stages:
+                first = self.variables.first_of(device)
+                compute = self.variables.of("FBW", device)
+                others = compute[compute != first]
+                block = self.rows.block(np.full(len(others), self.length[first]))
+                block.term(others, 1.0).term(first, -1.0)
+                block.choices(self.variables.order, others, others, -self.length[others])
+
+    def triangles(self) -> None:
+        """The orders of three ops of a device are no circle, either way round (OptPipe's triangle cuts)."""
+        order = self.variables.order
+        for device in range(len(self.problem.devices)):
+            ops = self.variables.of("FBW", device)
+            a, b, c = ops[np.array(list(combinations(range(len(ops)), 3)), np.int64).reshape(-1, 3).T]
+            undecided = order.is_open(a, b) & order.is_open(b, c) & order.is_open(a, c)
+            a, b, c = a[undecided], b[undecided], c[undecided]
+            for x, y, z in ((a, b, c), (c, b, a)):
+                self.rows.block(np.ones(len(a))).choice(order, x, y, 1.0).choice(order, y, z, 1.0).choice(
+                    order, z, x, 1.0
+                )

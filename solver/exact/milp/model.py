@@ -1,0 +1,174 @@
+"""Solving the mixed-integer program with HiGHS: warm start, incumbents as they come, limits, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, isfinite
+
+import highspy
+import numpy as np
+
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.exact.grid import Grid
+from solver.exact.milp.options import DEFAULT, Options
+from solver.exact.milp.point import Timing, point_of_orders
+from solver.exact.milp.program import Program, build, load
+from solver.finish import over_budget
+from solver.limits import Answer, Limits, Start
+
+BOUND_SLACK = 1e-5
+"""Units by which a bound of HiGHS is lowered: ten times its tolerances, and at most 1e-8 of the horizon."""
+
+
+def solve_milp(
+    problem: Problem,
+    limits: Limits,
+    start: Start,
+    on_answer: Callable[[Answer], None],
+    options: Options = DEFAULT,
+) -> Answer:
+    """Search with HiGHS from the best start known, reporting every better answer.
+
+    Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility.
+    """
+    search = _Search(problem, limits, start, on_answer, options)
+    with limits.cancel.calling(search.stop):
+        return search.run()
+
+
+class _Search:
+    """Rounds of building and solving. A much better schedule ends a round: it narrows all windows of the next."""
+
+    def __init__(
+        self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
+    ) -> None:
+        self.problem, self.limits, self.on_answer, self.options = problem, limits, on_answer, options
+        self.grid = Grid.of(problem, start.horizon_us)
+        self.horizon_us = start.horizon_us
+        self.orders, self.value_us, self.bound_us = start.orders, start.value_us, start.bound_us
+        self.stopped = False
+
+    def stop(self) -> None:
+        """End the search soon; HiGHS asks for it every few milliseconds."""
+        self.stopped = True
+
+    @property
+    def over(self) -> bool:
+        """Whether no more time may be spent."""
+        return self.stopped or self.limits.seconds >= self.limits.time_limit_s
+
+    def run(self) -> Answer:
+        """Rounds until one ends by itself or time is up."""
+        while not self.over:
+            round_ = _Round(self)
+            round_.solve()
+            if round_.infeasible and self.orders is None:
+                return Answer(None, float("inf"), float("inf"), infeasible=True)
+            if not round_.outgrown or self.limits.reached(self.value_us, self.bound_us):
+                break
+        return Answer(self.orders, self.value_us, self.bound_us)
+
+    def program(self) -> Program:
+        """The model, with the windows that the best schedule allows.
+
+        For spans some optimum ends by twice its value: on the device of the first stage all F and B end within its
+        span, every other device begins within that time and has its own span.
+        """
+        value = self.value_us
+        self.horizon_us = min(self.horizon_us, value if self.problem.objective == "makespan" else 2 * value)
+        return build(self.problem, self.horizon_us, self.bound_us, value, self.options)
+
+    def offer(self, orders: Orders, bound_us: float) -> None:
+        """Take orders that HiGHS found, if they keep the budgets and are better than all before."""
+        if over_budget(self.problem, orders):
+            return  # by less than a byte in HiGHS's eyes: see Variables.bytes_unit
+        simulation = simulate(self.problem, orders)
+        limit = self.problem.host_memory_bytes
+        if limit is not None and simulation.host_memory().peak_bytes > limit:
+            return  # an op of another device starts earlier than planned, and no wait reaches across devices
+        value = simulation.value_us
+        if value < self.value_us or self.orders is None:
+            self.orders, self.value_us = orders, value
+            self.raise_bound(bound_us)
+            self.on_answer(Answer(orders, value, self.bound_us))
+
+    def raise_bound(self, bound_us: float) -> None:
+        """Take a bound (us, already below what is proved), rounded up where values lie on a grid.
+
+        With whole durations a makespan is whole, and two spans differ by at least a tick of the refined grid: see
+        `Grid.of`.
+        """
+        if not isfinite(bound_us):
+            return
+        if self.grid.exact and self.problem.objective == "makespan":
+            bound_us = self.grid.us(ceil(bound_us * self.grid.ticks_per_us))
+        elif self.grid.exact and bound_us > self.value_us * (1 + 1e-9) - self.grid.us(1):
+            bound_us = self.value_us
+        self.bound_us = max(self.bound_us, min(bound_us, self.value_us))
+
+
+class _Round:
+    """One model and one run of HiGHS on it."""
+
+    def __init__(self, search: _Search) -> None:
+        self.search = search
+        self.program = search.program()
+        variables = self.program.variables
+        self.timing = Timing(variables, self.program.matrix, self.program.row_lower)
+        self.built_for_us = search.value_us
+        self.failure: BaseException | None = None
+        self.infeasible = False
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the best schedule has become so much better that the model should be built again."""
+        search = self.search
+        return search.value_us < self.built_for_us * (1 - search.options.rebuild_gain)
+
+    def solve(self) -> None:
+        """Run HiGHS until it ends, is stopped, or has outgrown the model."""
+        highs = load(self.program)
+        self._set_options(highs)
+        self._set_start(highs)
+        highs.cbMipImprovingSolution.subscribe(self._on_solution)
+        for event in (highs.cbMipInterrupt, highs.cbSimplexInterrupt):
+            event.subscribe(self._on_interrupt)
+        try:
+            highs.run()
+        finally:
+            # The next run in this process may ask for another number of threads.
+            highspy.Highs.resetGlobalScheduler(True)
+        if self.failure:
+            raise self.failure
+        self.infeasible = highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible
+        if not self.infeasible:
+            self.search.raise_bound(self._us(highs.getInfo().mip_dual_bound))
+
+    def _set_options(self, highs: highspy.Highs) -> None:
+        limits = self.search.limits
+        highs.setOptionValue("time_limit", limits.time_left_s)
+        highs.setOptionValue("mip_rel_gap", limits.gap)
+        highs.setOptionValue("threads", limits.workers)
+        highs.setOptionValue("random_seed", limits.seed % 2**31)
+
+    def _set_start(self, highs: highspy.Highs) -> None:
+        if self.search.orders is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = point_of_orders(self.program.variables, self.search.orders)
+            highs.setSolution(solution)
+
+    def _us(self, objective: float) -> float:
+        return (objective - BOUND_SLACK) * self.program.variables.unit_us
+
+    def _on_solution(self, event: highspy.HighsCallbackEvent) -> None:
+        try:
+            orders = self.timing.orders(np.array(event.data_out.mip_solution))
+            self.search.offer(orders, self._us(event.data_out.mip_dual_bound))
+        except BaseException as error:  # HiGHS cannot pass it on: it is raised when HiGHS has stopped
+            self.failure = error
+
+    def _on_interrupt(self, event: highspy.HighsCallbackEvent) -> None:
+        if self.search.over or self.failure or self.outgrown:
+            event.interrupt()

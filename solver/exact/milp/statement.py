@@ -1,0 +1,237 @@
+"""The model in words: the readable definition that the arrays must equal (`tests/solver/exact/milp/test_statement.py`).
+
+One rule at a time in PuLP, in the terms of OptPipe (section 4) and Zero Bubble (appendix G). It serves to be read, to
+be exported as LP or MPS, and to be solved by other solvers; it takes ten times as long to build as the arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+import pulp
+
+from optpipe.orders import Op
+from optpipe.problem import Problem
+from solver.exact.milp.options import DEFAULT, Options
+from solver.exact.milp.variables import Table, Variables
+
+Expression = Any
+"""A number, a pulp variable, or a sum of them."""
+
+
+def state(
+    problem: Problem, horizon_us: float, bound_us: float, value_us: float = float("inf"), options: Options = DEFAULT
+) -> pulp.LpProblem:
+    """The whole model: the same columns by name as `solver.exact.milp.program.build`, and the same rows."""
+    return _Statement(Variables(problem, horizon_us, value_us, options), bound_us, options).program
+
+
+def export(statement: pulp.LpProblem, path: Path) -> None:
+    """Write the model as LP or MPS, by the ending of `path`."""
+    if path.suffix == ".mps":
+        statement.writeMPS(str(path))
+    else:
+        statement.writeLP(str(path))
+
+
+class _Statement:
+    def __init__(self, variables: Variables, bound_us: float, options: Options) -> None:
+        self.variables, self.windows = variables, variables.windows
+        self.problem, self.options = variables.problem, options
+        self.ops = range(len(variables.ops))
+        self.length = self.windows.length.tolist()
+        self.program = pulp.LpProblem("schedule", pulp.LpMinimize)
+        self.columns = self._columns(bound_us)
+        self.start = self.columns[: variables.objective]
+        self.value = self.columns[variables.objective]
+        self._state_rules()
+        self._state_cuts()
+
+    def _columns(self, bound_us: float) -> list[pulp.LpVariable]:
+        variables = self.variables
+        lower, upper = variables.bounds()
+        lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
+        kinds = ["Integer" if binary else "Continuous" for binary in variables.is_binary()]
+        return [
+            self.program.add_variable(name, float(low), float(high), kind)
+            for name, low, high, kind in zip(variables.names, lower, upper, kinds, strict=True)
+        ]
+
+    def _state_rules(self) -> None:
+        self.program.setObjective(self.value)
+        self._precedences()
+        self._one_op_at_a_time()
+        self._channels()
+        self._reloads()
+        self._away()
+        for d, device in enumerate(self.problem.devices):
+            if device.memory_bytes is not None:
+                self._device_memory(d, device.memory_bytes)
+        if self.problem.host_memory_bytes is not None:
+            self._host_memory(self.problem.host_memory_bytes)
+        for d, stages in enumerate(self.problem.stages_of):
+            if stages:
+                self._objective(d)
+
+    def _state_cuts(self) -> None:
+        if self.options.chains:
+            self._chains()
+        for d, stages in enumerate(self.problem.stages_of):
+            if self.options.workloads and stages:
+                self._work_before(d)
+            if self.options.triangles and self.problem.microbatches <= self.options.triangle_microbatches:
+                self._triangles(d)
+
+    def _is(self, table: Table, a: int, b: int) -> Expression:
+        """A yes-or-no of the model: 0, 1, a binary or its opposite."""
+        column = int(table.column[a, b])
+        if column < 0:
+            return float(table.constant[a, b])
+        return self.columns[column] if table.slope[a, b] > 0 else 1 - self.columns[column]
+
+    def _known(self, table: Table, a: int, b: int) -> bool:
+        return bool(table.column[a, b] < 0)
+
+    def _pairs(self, table: Table) -> Iterator[tuple[int, int]]:
+        """The pairs that the model decides."""
+        return ((a, b) for a in self.ops for b in self.ops if table.column[a, b] >= 0)
+
+    def _leaves(self, op: int) -> Expression:
+        return self.columns[int(self.variables.leaves[op])]
+
+    def _latest_lead(self, a: int, b: int) -> float:
+        """The most by which a can start later than b."""
+        return float(self.windows.widest[a, b])
+
+    def _partner(self, op: int, kind: str) -> int:
+        return self.variables.partner(op, kind)
+
+    def _moves(self, op: int) -> bool:
+        return self.variables.ops[op].kind in "OR"
+
+    def _kinds(self, kinds: str, device: int) -> list[int]:
+        return [int(k) for k in self.variables.of(kinds, device)]
+
+    def _add(self, rule: Any) -> None:
+        self.program.addConstraint(rule)
+
+    def _precedences(self) -> None:
+        for before, after, delay in self.windows.edges:
+            took = self.length[before] * (self._leaves(before) if self._moves(before) else 1)
+            self._add(self.start[after] - self.start[before] - took >= delay)
+
+    def _if_then_after(self, decision: Expression, before: int, after: int, gap: float) -> None:
+        """Where `decision` is 1, `after` starts at least `gap` later than `before`."""
+        big = gap + self._latest_lead(before, after)
+        if big > 0:
+            self._add(self.start[after] - self.start[before] >= gap - big * (1 - decision))
+
+    def _one_op_at_a_time(self) -> None:
+        for a, b in self._pairs(self.variables.order):
+            if not self._moves(a):
+                self._if_then_after(self._is(self.variables.order, a, b), a, b, self.length[a])
+
+    def _channels(self) -> None:
+        for a, b in self._pairs(self.variables.order):
+            if self._moves(a):
+                big = max(0.0, self.length[a] + self._latest_lead(a, b))
+                apart = self.start[b] - self.start[a] - self.length[a] * self._leaves(a)
+                self._add(apart >= -big * (1 - self._is(self.variables.order, a, b)) - big * (1 - self._leaves(b)))
+
+    def _reloads(self) -> None:
+        started, ended = self.variables.started, self.variables.ended
+        for x, r in self._pairs(started):
+            self._add(self.start[x] >= self.start[r] - self._latest_lead(r, x) * self._is(started, x, r))
+        for x, r in self._pairs(ended):
+            self._if_then_after(self._is(ended, x, r), x, r, self.length[x])
+
+    def _away(self) -> None:
+        variables = self.variables
+        for o, x in self._pairs(variables.away):
+            away, reload = self._is(variables.away, o, x), self._partner(o, "R")
+            self._add(away <= self._leaves(o))
+            self._if_then_after(away, o, x, self.length[o])
+            self._if_then_after(away, x, reload, 0.0)
+            if self._moves(x):
+                self._at_most(away, variables.order, x, reload)
+            else:
+                self._at_most(away, variables.started, x, reload)
+                self._at_most(away, variables.order, self._partner(o, "F"), x)
+                self._at_most(away, variables.order, x, self._partner(o, "B"))
+
+    def _at_most(self, decision: Expression, table: Table, a: int, b: int) -> None:
+        if a != b and not (self._known(table, a, b) and table.constant[a, b] == 1):
+            self._add(decision <= self._is(table, a, b))
+
+    def _device_memory(self, device: int, budget: int) -> None:
+        variables, unit = self.variables, self.variables.bytes_unit(device)
+        compute = self._kinds("FBW", device)
+        take, free = ([float(size) for size in sizes] for sizes in (variables.take, variables.free))
+        for x in compute:
+            if take[x]:
+                before = [(take[c] - free[c]) / unit * self._is(variables.order, c, x) for c in compute if c != x]
+                self._add(take[x] / unit + pulp.lpSum(before) - self._gone(device, x) <= budget / unit)
+        for r in self._kinds("R", device):
+            taken = [take[c] / unit * self._is(variables.started, c, r) for c in compute]
+            freed = [free[c] / unit * self._is(variables.ended, c, r) for c in compute]
+            self._add(pulp.lpSum(taken) - pulp.lpSum(freed) - self._gone(device, r) <= budget / unit)
+
+    def _gone(self, device: int, x: int) -> Expression:
+        """What is away when x starts."""
+        variables, unit = self.variables, self.variables.bytes_unit(device)
+        offloads = self._kinds("O", device)
+        return pulp.lpSum(variables.moved[o] / unit * self._is(variables.away, o, x) for o in offloads)
+
+    def _host_memory(self, limit: int) -> None:
+        variables, unit = self.variables, self.variables.bytes_unit(None)
+        offloads = [k for k in self.ops if variables.ops[k].kind == "O"]
+        for o, q in self._pairs(variables.counted):
+            counted, ahead = self._is(variables.counted, o, q), self._is(variables.ahead, o, q)
+            returned, reload = self._is(variables.returned, o, q), self._partner(o, "R")
+            self._add(counted >= ahead + self._leaves(o) - 1 - returned)
+            big = max(0.0, self.length[reload] + self._latest_lead(reload, q))
+            back = self.start[reload] + self.length[reload] * self._leaves(o)
+            self._add(self.start[q] - back >= -big * (1 - returned))
+        for o, q in self._pairs(variables.ahead):
+            self._if_then_after(1 - self._is(variables.ahead, o, q), q, o, 0.0)
+        moved = [float(size) / unit for size in variables.moved]
+        for q in offloads:
+            others = pulp.lpSum(moved[o] * self._is(variables.counted, o, q) for o in offloads)
+            self._add(others + moved[q] * self._leaves(q) <= limit / unit)
+
+    def _objective(self, device: int) -> None:
+        compute, first = self._kinds("FBW", device), self.variables.first_of(device)
+        begin = self.start[first] if self.problem.objective == "device_span" else 0
+        last = [Op("W", s, self.problem.microbatches - 1) for s in self.problem.stages_of[device]]
+        for x in compute if self.options.workloads else [self.variables.index[op] for op in last]:
+            others = compute if self.options.workloads else []
+            after = pulp.lpSum(self.length[k] * self._is(self.variables.order, x, k) for k in others)
+            self._add(self.value + begin - self.start[x] - after >= self.length[x])
+
+    def _chains(self) -> None:
+        variables = self.variables
+        for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
+            for a, b in self._pairs(table):
+                if table.slope[a, b] > 0:
+                    decision = self._is(table, a, b)
+                    if variables.ops[a].microbatch > 0:
+                        self._at_most(decision, table, a - 1, b)
+                    if variables.ops[b].microbatch < self.problem.microbatches - 1:
+                        self._at_most(decision, table, a, b + 1)
+
+    def _work_before(self, device: int) -> None:
+        first = self.variables.first_of(device)
+        others = [k for k in self._kinds("FBW", device) if k != first]
+        for x in others:
+            before = pulp.lpSum(self.length[a] * self._is(self.variables.order, a, x) for a in others)
+            self._add(self.start[x] - self.start[first] - before >= self.length[first])
+
+    def _triangles(self, device: int) -> None:
+        order = self.variables.order
+        for three in combinations(self._kinds("FBW", device), 3):
+            if not any(self._known(order, a, b) for a, b in permutations(three, 2)):
+                for a, b, c in (three, three[::-1]):
+                    self._add(self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a) >= 1)

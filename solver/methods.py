@@ -1,0 +1,73 @@
+"""Every method by name, with what it is and what it can handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from optpipe.errors import InputError, Issue, MethodError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from solver.exact.cp_sat.model import solve_cp_sat
+from solver.exact.milp.model import solve_milp
+from solver.finish import over_budget
+from solver.limits import Answer, Limits, Start
+from solver.published.gpipe import gpipe
+from solver.published.one_f_one_b import one_f_one_b
+from solver.published.zb_auto import zb_auto
+from solver.published.zero_bubble import zb_h1
+
+Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: a published schedule (`orders`), or a search from a start (`search`)."""
+
+    name: str
+    kind: Literal["published", "exact", "portfolio"]
+    summary: str
+    handles: str
+    orders: Callable[[Problem], Orders] | None = None
+    search: Search | None = None
+
+
+_ONE_STAGE = "one stage a device, no offload"
+_ANY = "any placement, offload, budgets, shared channels"
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("auto", "portfolio", "the best published schedule, then cp-sat from there", _ANY, search=solve_cp_sat),
+        Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=solve_cp_sat),
+        Method("milp", "exact", "mixed-integer program, HiGHS, proves optimality", _ANY, search=solve_milp),
+        Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),
+        Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
+        Method("zb-h1", "published", "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, orders=zb_h1),
+        Method("zb-auto", "published", "Zero Bubble, heuristic within each budget", _ONE_STAGE, orders=zb_auto),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    """The method of that name. Raises InputError that lists the names."""
+    if name not in METHODS:
+        detail = f"is {name!r}; the methods are {', '.join(METHODS)}."
+        raise InputError([Issue("method", "unknown_method", detail)])
+    return METHODS[name]
+
+
+def published_orders(method: Method, problem: Problem) -> Orders:
+    """The orders of a published schedule. Raises MethodError where placement or a budget forbids it, with numbers."""
+    assert method.orders is not None
+    orders = method.orders(problem)
+    over = over_budget(problem, orders)
+    if over:
+        device, peak, budget = max(over, key=lambda entry: entry[1] - entry[2])
+        raise MethodError(
+            f"{method.name} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few"
+            + (f" (and {len(over) - 1} more devices)." if len(over) > 1 else ".")
+            + " Maybe use zb-auto or an exact method, which keep any budget."
+        )
+    return orders

@@ -1,0 +1,61 @@
+"""Running the command line in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe.cli import main
+from tests.problems import uniform
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """stdout as exactly one JSON document."""
+        return json.loads(self.out)
+
+
+Cli = Callable[..., Run]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs `optpipe` with arguments."""
+
+    def run(*arguments: object) -> Run:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return Run(caught.value.code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def problem_file(tmp_path: Path) -> Path:
+    """p = 2, m = 3 with a budget that 1F1B keeps and GPipe does not."""
+    path = tmp_path / "problem.json"
+    path.write_text(uniform(2, 3, budget=4, name="two").to_json())
+    return path
+
+
+@pytest.fixture
+def schedule_file(cli: Cli, problem_file: Path, tmp_path: Path) -> Path:
+    """Its proved schedule."""
+    path = tmp_path / "schedule.json"
+    assert cli("solve", problem_file, "-o", path).code == 0
+    return path

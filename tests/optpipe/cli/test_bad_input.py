@@ -1,0 +1,123 @@
+"""Bad input ends with exit code 2 and one clear message, never with a traceback, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.optpipe.cli.conftest import Cli
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def refused(cli: Cli, *arguments: object) -> str:
+    """The only message of a run that must be refused, the same in text and JSON."""
+    run = cli(*arguments)
+    assert run.code == 2
+    assert run.out == ""
+    assert "Traceback" not in run.err
+    lines = run.err.strip().splitlines()
+    assert len(lines) == 1
+    as_json = cli(*arguments, "--json")
+    assert as_json.code == 2
+    assert lines[0] == "error: " + as_json.document["error"]["message"]
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda d: d["stages"][0].update(foward_us=1),
+            ".foward_us is not a field. Maybe you meant forward_us.",
+        ),
+        (lambda d: d["stages"][1].update(forward_us=-10), "stages[1].forward_us is -10 but must be at least 0. Maybe"),
+        (
+            lambda d: d["stages"][1].update(offload={"bytes": 3, "offload_us": 1, "reload_us": 1}),
+            "stages[1] has offload.bytes 3 but activation_bytes is 2. Maybe",
+        ),
+        (
+            lambda d: d["stages"][1].update(device=2),
+            ".device is 2 but there are 2 devices, counted from 0. Maybe",
+        ),
+        (lambda d: d.update(transfer_us=float("nan")), "contains NaN, but every number must be finite. Maybe"),
+    ],
+)
+def test_problems(cli: Cli, problem_file: Path, edit: Edit, message: str) -> None:
+    data = json.loads(problem_file.read_text())
+    edit(data)
+    problem_file.write_text(json.dumps(data))
+    found = refused(cli, "solve", problem_file)
+    assert message in found
+    assert found.startswith(f"error: {problem_file}: ")
+
+
+@pytest.mark.parametrize("command", ["solve", "verify", "compare"])
+def test_files(cli: Cli, tmp_path: Path, command: str) -> None:
+    path = tmp_path / "bad.json"
+    assert "cannot be read: No such file" in refused(cli, command, path)
+    path.write_text("")
+    assert "is empty. Maybe" in refused(cli, command, path)
+    path.write_text('{"format": ')
+    assert "is not JSON: Expecting value at line 1" in refused(cli, command, path)
+    path.write_text("[" * 100_000)
+    assert "nests deeper than 32 levels" in refused(cli, command, path)
+    path.write_bytes(b"\xff" * 100)
+    assert "is not UTF-8" in refused(cli, command, path)
+    assert "Is a directory" in refused(cli, command, tmp_path)
+
+
+def test_a_file_of_100_mb(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    path.write_bytes(b'{"name": "' + b"x" * 100_000_000 + b'"}')
+    assert "has 100,000,012 bytes but at most 16,777,216 are read. Maybe" in refused(cli, "solve", path)
+
+
+def test_everything_wrong_is_said_at_once(cli: Cli, problem_file: Path) -> None:
+    data = json.loads(problem_file.read_text())
+    data["stages"][0]["forward_us"] = -1
+    data["microbatches"] = 0
+    problem_file.write_text(json.dumps(data))
+    run = cli("solve", problem_file, "--json")
+    assert {issue["pointer"] for issue in run.document["error"]["issues"]} == {"stages[0].forward_us", "microbatches"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "zb-9"), "method is 'zb-9'; the methods are auto"),
+        (("--gap", "2"), "'--gap'"),
+        (("--gap", "nan"), "'--gap'"),
+        (("--time-limit", "0"), "'--time-limit'"),
+        (("--time-limit", "soon"), "'--time-limit'"),
+        (("--workers", "0"), "'--workers'"),
+        (("--seed", "-1"), "'--seed'"),
+        (("--bogus",), "No such option: --bogus"),
+        (("-o", "/no/such/folder/s.json"), "/no/such/folder is not a folder"),
+    ],
+)
+def test_options(cli: Cli, problem_file: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in refused(cli, "solve", problem_file, *options)
+
+
+def test_other_commands(cli: Cli, problem_file: Path, schedule_file: Path, tmp_path: Path) -> None:
+    assert "No such command 'frobnicate'" in refused(cli, "frobnicate")
+    assert "is a problem but a schedule is needed" in refused(cli, "verify", problem_file)
+    assert "is a schedule but a problem is needed" in refused(cli, "solve", schedule_file)
+    assert ".bmp" in refused(cli, "plot", schedule_file, "-o", tmp_path / "x.bmp")
+    assert ".bmp" in refused(cli, "compare", problem_file, "--plot", tmp_path / "x.bmp")
+    assert "methods are" in refused(cli, "compare", problem_file, "--methods", "cp-sat,nope")
+    assert "--to" in refused(cli, "export", schedule_file, "--to", "pdf", "-o", tmp_path / "x")
+    assert "model is 'huge'" in refused(cli, "train", "--schedule", schedule_file, "--model", "huge")
+    assert "learning_rate is -1.0" in refused(cli, "train", "--schedule", schedule_file, "--learning-rate", "-1")
+
+
+def test_a_refused_output_leaves_the_old_file(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    out.write_text("precious")
+    assert cli("solve", tmp_path / "none.json", "-o", out).code == 2
+    assert out.read_text() == "precious"

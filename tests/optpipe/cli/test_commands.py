@@ -1,0 +1,164 @@
+"""Every command does its job, in text and in JSON, with the exit code of the contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.verify import verify
+from solver.methods import METHODS
+from tests.optpipe.cli.conftest import Cli
+from tests.problems import INSTANCES, uniform
+
+
+def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    run = cli("solve", problem_file, "-o", out)
+    assert run.code == 0
+    schedule = Schedule.load(out)
+    assert verify(schedule).ok
+    assert schedule.status == "optimal"
+    assert schedule.problem == Problem.load(problem_file)
+    assert "optimal" in run.out
+    assert f"wrote {out}" in run.out
+    assert "bound" in run.err
+
+
+def test_solve_to_stdout_is_the_schedule_alone(cli: Cli, problem_file: Path) -> None:
+    run = cli("solve", problem_file, "-o", "-")
+    assert Schedule.from_json(run.out).status == "optimal"
+
+
+def test_solve_json_summary(cli: Cli, problem_file: Path) -> None:
+    document = cli("solve", problem_file, "--json", "--method", "zb-auto").document
+    assert document["method"] == "zb-auto"
+    assert document["peak_bytes"] == [4, 3]
+    assert document["interrupted"] is False
+
+
+def test_methods(cli: Cli) -> None:
+    text = cli("methods").out
+    assert all(name in text for name in METHODS)
+    assert [row["name"] for row in cli("methods", "--json").document] == list(METHODS)
+
+
+def test_verify_says_valid(cli: Cli, schedule_file: Path) -> None:
+    run = cli("verify", schedule_file)
+    assert run.code == 0
+    assert "valid: every rule" in run.out
+    assert cli("verify", schedule_file, "--json").document["ok"] is True
+
+
+def test_verify_says_what_is_broken(cli: Cli, schedule_file: Path) -> None:
+    data = json.loads(schedule_file.read_text())
+    data["devices"][0]["compute"][1]["start_us"] -= 5
+    data["devices"][0]["compute"][1]["end_us"] -= 5
+    schedule_file.write_text(json.dumps(data))
+    run = cli("verify", schedule_file)
+    assert run.code == 1
+    assert "[overlap]" in run.out
+    document = cli("verify", schedule_file, "--json").document
+    assert "overlap" in {violation["rule"] for violation in document["violations"]}
+
+
+def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "c.svg"
+    run = cli("compare", problem_file, "--methods", "gpipe,1f1b,cp-sat", "--plot", picture)
+    assert run.code == 0
+    assert "gpipe needs 6 bytes on device 0, but its budget is 4: 2 too few" in " ".join(run.out.split())
+    assert picture.stat().st_size > 1000
+    rows = {row["method"]: row for row in cli("compare", problem_file, "--methods", "gpipe,cp-sat", "--json").document}
+    assert rows["cp-sat"]["status"] == "optimal"
+    assert "2 too few" in rows["gpipe"]["why_not"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+def test_plot(cli: Cli, schedule_file: Path, tmp_path: Path, suffix: str) -> None:
+    picture = tmp_path / f"picture.{suffix}"
+    assert cli("plot", schedule_file, "-o", picture).code == 0
+    begin = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE html>"}[suffix]
+    assert picture.read_bytes().startswith(begin)
+
+
+def test_export_chrome_trace(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    assert cli("export", schedule_file, "--to", "chrome-trace", "-o", trace).code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 3 * 3
+
+
+def test_train_with_check(cli: Cli, schedule_file: Path) -> None:
+    run = cli("train", "--schedule", schedule_file, "--model", "tiny", "--steps", "3", "--check", "--json")
+    assert run.code == 0
+    check = run.document["check"]
+    assert check["max_gradient_error"] <= 1e-5
+    assert [device["live_bytes"] for device in check["devices"]] == [[0, 0], [0, 0]]
+    assert len(run.document["losses"]) == 3
+    assert "loss" in run.err
+    assert (
+        "largest gradient error"
+        in cli("train", "--schedule", schedule_file, "--model", "tiny", "--steps", "1", "--check").out
+    )
+
+
+def test_infeasible_is_proved_with_a_budget_that_does(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "tight.json"
+    path.write_text(uniform(2, 2, v_shape=True, budget=3).to_json())
+    run = cli("solve", path, "--json")
+    assert run.code == 3
+    assert run.document["error"]["budgets_bytes"] == [4, 4]
+    assert "Maybe raise devices[].memory_bytes to [4, 4]" in run.err
+
+
+def test_nothing_found_in_time(cli: Cli, tmp_path: Path) -> None:
+    """A V placement at a budget of its floor minus a little: feasible or not, a hundredth of a second finds nothing."""
+    path = tmp_path / "hard.json"
+    path.write_text(uniform(8, 64, v_shape=True, activation_bytes=100, backward_weight_bytes=99, budget=199).to_json())
+    run = cli("solve", path, "--time-limit", "0.01")
+    assert run.code == 4
+    assert "[200, 200" in run.err
+
+
+def test_the_module_is_the_same_program() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "optpipe", "methods", "--json"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert [row["name"] for row in json.loads(run.stdout)] == list(METHODS)
+
+
+def test_ctrl_c_keeps_the_best_schedule(tmp_path: Path) -> None:
+    out = tmp_path / "best.json"
+    instance = INSTANCES / "zb-1.5b-p8-m24-mem1.json"
+    command = [
+        sys.executable,
+        "-m",
+        "optpipe",
+        "solve",
+        instance,
+        "-o",
+        out,
+        "--time-limit",
+        "300",
+        "--method",
+        "cp-sat",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "1f1b" in process.stderr.readline()
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    schedule = Schedule.load(out)
+    assert verify(schedule).ok
+    assert schedule.value_us <= 1310405

@@ -1,0 +1,174 @@
+"""The interpreter on a small chain of layers: equal gradients, exact sizes, errors that show where."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optpipe.compile import Program, compile_schedule
+from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.errors import TrainingError
+from optpipe.runtime import Mailbox, MemoryMeter, MessageSpec, Pipeline, Stage
+from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
+from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
+
+WIDTHS = (6, 10, 4, 8, 5)
+"""Of the messages between stages: boundaries need not be equal."""
+M = 3
+
+
+class Fragile(nn.Module):
+    """Passes its input on, but raises at the call of a given number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls_left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise ValueError("the layer broke")
+        return x
+
+
+def chain(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    widths = WIDTHS[: stages + 1]
+    return [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU(), Fragile()) for a, b in pairwise(widths)]
+
+
+def batch(stages: int) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(1)
+    return [torch.randn(2, WIDTHS[0]) for _ in range(M)], [torch.randn(2, WIDTHS[stages]) for _ in range(M)]
+
+
+def specs(stages: int) -> list[MessageSpec]:
+    return [MessageSpec((2, width), torch.float32) for width in WIDTHS[1:stages]]
+
+
+def pipeline(program: Program, modules: list[nn.Module], *, gradient_scale: float = 1 / M) -> Pipeline:
+    last = len(modules) - 1
+    loss = nn.functional.mse_loss
+    stages = {
+        s: Stage(module, first=s == 0, loss=loss if s == last else None, gradient_scale=gradient_scale)
+        for s, module in enumerate(modules)
+    }
+    return Pipeline(program, stages, range(len(program.devices)), Mailbox(), specs(len(modules)))
+
+
+def plain_gradients(modules: list[nn.Module], inputs: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    model = nn.Sequential(*copy.deepcopy(modules))
+    losses = [nn.functional.mse_loss(model(x), y) for x, y in zip(inputs, targets, strict=True)]
+    torch.autograd.backward(torch.stack(losses).mean())
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def gradients(modules: list[nn.Module]) -> list[Tensor]:
+    return [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]
+
+
+EVERYTHING = [(s, i) for s in range(3) for i in range(M)]
+SCHEDULES = {
+    "linear": one_f_one_b(4, M),
+    "linear, fused": one_f_one_b(4, M, fused=True),
+    "linear, offload": one_f_one_b(4, M, moved=EVERYTHING),
+    "V": v_wave(2, M),
+    "V, offload": v_wave(2, M, moved=EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_those_of_the_plain_step(name: str) -> None:
+    modules, (inputs, targets) = chain(4), batch(4)
+    plain = plain_gradients(modules, inputs, targets)
+    losses = pipeline(compile_schedule(SCHEDULES[name]), modules).run(inputs, targets)
+    torch.testing.assert_close(gradients(modules), plain, rtol=1e-5, atol=1e-7)
+    assert (losses > 0).all()
+
+
+def test_a_wrong_scale_would_be_noticed() -> None:
+    """The comparison can fail: without the division by the number of microbatches gradients are M times as large."""
+    modules, (inputs, targets) = chain(4), batch(4)
+    plain = plain_gradients(modules, inputs, targets)
+    pipeline(compile_schedule(SCHEDULES["linear"]), modules, gradient_scale=1.0).run(inputs, targets)
+    torch.testing.assert_close(gradients(modules), [M * g for g in plain], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("without", "with_offload"), [("linear", "linear, offload"), ("V", "V, offload")])
+def test_offload_changes_no_bit_and_lowers_the_peak(without: str, with_offload: str) -> None:
+    found, peaks = [], []
+    for name in (without, with_offload):
+        modules, (inputs, targets) = chain(4), batch(4)
+        meter = MemoryMeter()
+        pipeline(compile_schedule(SCHEDULES[name]), modules).run(inputs, targets, meter)
+        found.append(gradients(modules))
+        peaks.append(meter.peak_bytes[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nothing_lives_after_a_step_and_the_peak_is_the_planned_one(name: str) -> None:
+    schedule, modules, (inputs, targets) = SCHEDULES[name], chain(4), batch(4)
+    program = compile_schedule(schedule)
+    pipe = pipeline(program, modules)
+    edges = [None, *specs(4), None]
+    sizes = [
+        measure_stage(Stage(module, first=s == 0, loss=nn.functional.mse_loss if s == 3 else None), pair, *around)
+        for s, (module, pair, around) in enumerate(
+            zip(chain(4), [(inputs[0], targets[0])] * 4, pairwise(edges), strict=True)
+        )
+    ]
+    planned = planned_peaks_bytes(
+        program, with_measured_sizes(schedule.problem, sizes), [spec.size_bytes for spec in specs(4)]
+    )
+    for _ in range(2):
+        meter = MemoryMeter()
+        pipe.run(inputs, targets, meter)
+        assert not any(meter.live_bytes.values())
+        assert [meter.peak_bytes[d] for d in range(len(planned))] == planned
+        assert all(pool.in_use_bytes == 0 for pool in pipe.host_pools.values())
+
+
+def test_measured_sizes_are_those_counted_by_hand() -> None:
+    """Linear 6 -> 10 in float32 on 2 rows, the loss last.
+
+    F saves x (48, but it is the batch: not counted) and the prediction (80). B drops the prediction and leaves x and
+    the output gradient (80) to W.
+    """
+    stage = Stage(nn.Linear(6, 10), first=True, loss=nn.functional.mse_loss)
+    found = measure_stage(stage, (torch.randn(2, 6), torch.randn(2, 10)), None, None)
+    assert isinstance(found, StageSizes)
+    assert (found.activation_bytes, found.backward_weight_bytes, found.offload_bytes) == (80, 80, 80)
+
+
+@pytest.mark.parametrize("name", ["linear", "V, offload"])
+def test_an_action_that_fails_is_shown_in_its_program_and_nothing_stays(name: str) -> None:
+    modules, (inputs, targets) = chain(4), batch(4)
+    plain = plain_gradients(modules, inputs, targets)
+    pipe, meter = pipeline(compile_schedule(SCHEDULES[name]), modules), MemoryMeter()
+    fragile = modules[1][-1]  # type: ignore[index]
+    fragile.calls_left = 2
+    with pytest.raises(TrainingError, match=r"device 1 failed at F1\.1, action \d+ of \d+: ValueError: the layer") as e:
+        pipe.run(inputs, targets, meter)
+    assert "] F1.1\n" in str(e.value)
+    assert isinstance(e.value.__cause__, ValueError)
+    e.value.__cause__.__traceback__ = e.value.__traceback__ = None  # frames hold tensors
+    assert not any(meter.live_bytes.values())
+    assert all(pool.in_use_bytes == 0 for pool in pipe.host_pools.values())
+    pipe.run(inputs, targets)
+    torch.testing.assert_close(gradients(modules), plain, rtol=1e-5, atol=1e-7)
+
+
+def test_a_program_that_waits_for_ever_ends_with_an_error() -> None:
+    """Only a program that was not checked can do that."""
+    program = compile_schedule(SCHEDULES["linear"])
+    silent = [tuple(a for a in actions if a.kind != "SEND_B") for actions in program.devices]
+    modules, (inputs, targets) = chain(4), batch(4)
+    with pytest.raises(TrainingError, match=r"nothing can go on: B0\.0, .* wait for messages that nobody sends"):
+        pipeline(replace(program, devices=tuple(silent)), modules).run(inputs, targets)

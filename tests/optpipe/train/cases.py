@@ -1,0 +1,25 @@
+"""What every way of running must show: linear and V placement, with and without offload, both precisions."""
+
+from __future__ import annotations
+
+from optpipe.schedule import Schedule
+from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
+
+M = 4
+
+MAX_ERROR = {"float32": 1e-5, "float64": 1e-12}
+
+
+def everything(stages: int) -> list[tuple[int, int]]:
+    """All microbatches of all stages but the last."""
+    return [(s, i) for s in range(stages - 1) for i in range(M)]
+
+
+def schedules(p: int) -> dict[str, Schedule]:
+    """Schedules on p devices by placement, with and without offload."""
+    return {
+        "linear": one_f_one_b(p, M),
+        "linear, offload": one_f_one_b(p, M, moved=everything(p)),
+        "V": v_wave(p, M),
+        "V, offload": v_wave(p, M, moved=everything(2 * p)),
+    }

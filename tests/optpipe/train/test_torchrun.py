@@ -1,0 +1,107 @@
+"""One process a device under torchrun, over gloo on the loopback: what one process shows holds there too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe.errors import TrainingError
+from optpipe.schedule import Schedule
+from optpipe.train import TrainingConfig, train
+from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
+
+WORKER = Path(__file__).parent / "torchrun_worker.py"
+TIMEOUT_SECONDS = 120
+
+Ranks = list[dict[str, Any]]
+
+
+def run(folder: Path, runs: dict[str, Schedule], processes: int, *options: str) -> Ranks:
+    """Train the schedules under torchrun; the results that each rank wrote."""
+    for name, schedule in runs.items():
+        (folder / f"{name}.schedule.json").write_text(
+            json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()})
+        )
+    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={processes}", str(WORKER), str(folder), "2", *options]
+    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=loopback, timeout=TIMEOUT_SECONDS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run(tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
+
+
+CASES = [(name, dtype) for name in schedules(2) for dtype in MAX_ERROR]
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str, dtype: str) -> None:
+    """Equal to the plain step; and loss by loss and byte by byte what one process measures."""
+    found = two_ranks[0][f"{name}, {dtype}"]
+    assert found["processes"] == 2
+    assert found["check"]["max_gradient_error"] <= MAX_ERROR[dtype]
+    alone = train(TrainingConfig(schedules(2)[name], model="tiny", steps=2, dtype=dtype, check=True))  # type: ignore[arg-type]
+    assert found["losses"] == list(alone.losses)
+    assert alone.check is not None
+    assert alone.check.max_gradient_error == found["check"]["max_gradient_error"]
+    for device, ours in zip(found["check"]["devices"], alone.check.devices, strict=True):
+        assert device["live_bytes"] == [0, 0]
+        assert device["peak_bytes"] == ours.peak_bytes
+        assert device["planned_peak_bytes"] == ours.planned_peak_bytes
+        assert device["host_peak_bytes"] == ours.host_peak_bytes
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("placement", ["linear", "V"])
+def test_offload_lowers_the_measured_peak(two_ranks: Ranks, placement: str) -> None:
+    def peak(name: str) -> int:
+        result: int = two_ranks[0][f"{name}, float32"]["check"]["devices"][0]["peak_bytes"]
+        return result
+
+    assert peak(f"{placement}, offload") < peak(placement)
+
+
+@pytest.mark.torchrun
+def test_rank_0_alone_reports_and_all_have_the_result(two_ranks: Ranks) -> None:
+    first, second = (rank["linear, float32"] for rank in two_ranks)
+    assert first["reports"] == [0, 1]
+    assert second["reports"] == []
+    assert first["losses"] == second["losses"]
+    assert first["check"] == second["check"]
+
+
+@pytest.mark.torchrun
+def test_ranks_with_different_options_refuse_to_start(two_ranks: Ranks) -> None:
+    errors = {rank["disagreement"]["error"] for rank in two_ranks}
+    assert len(errors) == 1
+    assert "seed is 1 on rank 1 but 0 on rank 0. Maybe" in errors.pop()
+
+
+@pytest.mark.torchrun
+def test_three_ranks_start_and_end_their_own_group(tmp_path: Path) -> None:
+    ranks = run(tmp_path, {"linear": one_f_one_b(3, 4, moved=everything(3))}, 3)
+    found = ranks[0]["linear, float32"]
+    assert found["check"]["max_gradient_error"] <= MAX_ERROR["float32"]
+    assert [device["live_bytes"] for device in found["check"]["devices"]] == [[0, 0]] * 3
+    assert [rank["group left"]["alive"] for rank in ranks] == [False] * 3
+
+
+def test_another_number_of_processes_than_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    expected = r"WORLD_SIZE is 3 but the schedule has 2 devices\. Maybe start it with torchrun --nproc-per-node 2"
+    with pytest.raises(TrainingError, match=expected):
+        train(TrainingConfig(one_f_one_b(2, 2), model="tiny"))

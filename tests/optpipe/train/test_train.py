@@ -1,0 +1,138 @@
+"""Training in one process: the plain step's gradients and losses, the planned memory, and a loss that falls."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.compile import compile_schedule
+from optpipe.errors import TrainingError
+from optpipe.train import CheckResult, StepReport, TrainingConfig, TrainingResult, train
+from optpipe.train.gpt import build_stages, byte_loss
+from optpipe.train.launch import Launch
+from optpipe.train.model import Model
+from optpipe.train.plain import gradient_error, plain_step
+from optpipe.train.text import Batches, standard_library_text
+from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule
+from tests.optpipe.train.cases import MAX_ERROR, schedules
+
+SCHEDULES = schedules(2)
+
+
+def checked(result: TrainingResult) -> CheckResult:
+    assert result.check is not None
+    return result.check
+
+
+@pytest.mark.parametrize("dtype", MAX_ERROR)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_equals_the_plain_step_in_the_planned_memory(name: str, dtype: str) -> None:
+    config = TrainingConfig(SCHEDULES[name], model="tiny", steps=1, dtype=dtype, check=True)  # type: ignore[arg-type]
+    check = checked(train(config))
+    assert check.max_gradient_error <= MAX_ERROR[dtype]
+    assert check.loss_error <= MAX_ERROR[dtype]
+    for device in check.devices:
+        assert device.live_bytes == (0, 0)
+        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("placement", ["linear", "V"])
+def test_offload_changes_no_bit_of_the_gradients_and_lowers_the_peak(placement: str) -> None:
+    found = []
+    for name in (placement, f"{placement}, offload"):
+        config = TrainingConfig(SCHEDULES[name], model="tiny", steps=1, check=True)
+        model = Model(config, compile_schedule(config.schedule), Launch())
+        model.pipeline.run(*batch_of(config))
+        gradients = [p.grad for s in model.stages.values() for p in s.module.parameters() if p.grad is not None]
+        found.append((gradients, checked(train(config)).devices))
+    (plain, without), (offloaded, with_offload) = found
+    assert len(plain) == len(offloaded) > 20
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+    assert with_offload[0].peak_bytes < without[0].peak_bytes
+    assert with_offload[0].host_peak_bytes > 0 == without[0].host_peak_bytes
+
+
+def batch_of(config: TrainingConfig, step: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    batches = Batches(
+        standard_library_text(),
+        microbatches=config.schedule.problem.microbatches,
+        size=config.microbatch_size,
+        sequence=config.shape.sequence,
+        seed=config.seed,
+    )
+    return batches.batch(step)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_schedules_equal_the_plain_step(seed: int) -> None:
+    """Any placement, order, mix of BW and B + W, and set of offloads; nothing lives after a step."""
+    schedule = random_schedule(random_placement(Random(seed), microbatches=3), seed)
+    config = TrainingConfig(
+        schedule, model="tiny", steps=1, dtype="float64", sequence=8, microbatch_size=1, seed=seed, check=True
+    )
+    check = checked(train(config))
+    assert check.max_gradient_error <= 1e-12
+    for device in check.devices:
+        assert device.live_bytes == (0, 0)
+        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+
+
+def test_random_schedules_offload_and_split() -> None:
+    """The schedules above hold what they are there for."""
+    programs = [
+        compile_schedule(random_schedule(random_placement(Random(seed), microbatches=3), seed)) for seed in range(60)
+    ]
+    kinds = [action.kind for program in programs for action in program.actions()]
+    assert min(kinds.count(kind) for kind in ("B", "BW", "O", "SEND_F")) > 50
+
+
+def test_losses_are_those_of_plain_training() -> None:
+    """Five steps of AdamW, every loss equal."""
+    config = TrainingConfig(SCHEDULES["V, offload"], model="tiny", steps=5, dtype="float64")
+    modules = build_stages(config.shape, 4, config.seed, torch.float64)
+    optimizer = torch.optim.AdamW(nn.Sequential(*modules).parameters(), lr=config.learning_rate)
+    plain = []
+    for step in range(5):
+        plain.append(plain_step(modules, byte_loss, *batch_of(config, step)))
+        optimizer.step()
+    assert train(config).losses == pytest.approx(plain, rel=1e-9)
+
+
+def test_a_check_changes_nothing() -> None:
+    losses = [
+        train(TrainingConfig(SCHEDULES["linear"], model="tiny", steps=2, check=check)).losses for check in (False, True)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_loss_falls_and_every_step_is_reported() -> None:
+    reports: list[StepReport] = []
+    result = train(
+        TrainingConfig(SCHEDULES["linear, offload"], model="tiny", steps=20, learning_rate=1e-2), reports.append
+    )
+    assert [r.step for r in reports] == list(range(20))
+    assert tuple(r.loss for r in reports) == result.losses
+    assert tuple(r.seconds for r in reports) == result.step_seconds
+    assert result.losses[0] == pytest.approx(5.55, abs=0.1), "ln 256: it knows nothing"
+    assert sum(result.losses[-5:]) / 5 < 4.0
+    assert result.check is None
+    assert result.processes == 1
+
+
+def test_a_loss_that_leaves_the_numbers_ends_the_run() -> None:
+    config = TrainingConfig(one_f_one_b(1, 1), model="tiny", steps=50, learning_rate=1e30)
+    with pytest.raises(
+        TrainingError, match=r"the loss is (nan|inf) at step \d+ with learning_rate 1e\+30\. Maybe lower"
+    ):
+        train(config)
+
+
+def test_gradient_error_is_relative_to_the_largest_entry() -> None:
+    plain = torch.tensor([4.0, 0.0, -8.0])
+    assert gradient_error(torch.tensor([4.0, 2.0, -8.0]), plain) == 0.25
+    assert gradient_error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert gradient_error(torch.ones(2), torch.zeros(2)) == float("inf")
+    assert gradient_error(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")

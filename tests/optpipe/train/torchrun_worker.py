@@ -1,0 +1,53 @@
+"""Runs under torchrun: trains every schedule of a folder in both precisions, and writes the results as JSON.
+
+Usage: torchrun_worker.py FOLDER STEPS [shared]. With `shared` one process group serves all runs; without, `train`
+starts and ends its own, and only one run is possible.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from optpipe.errors import TrainingError
+from optpipe.schedule import Schedule
+from optpipe.train import StepReport, TrainingConfig, leads, train
+
+
+def main(folder: Path, steps: int, *, shared: bool) -> None:
+    torch.set_num_threads(1)
+    if shared:
+        dist.init_process_group("gloo")
+    results = {}
+    for path in sorted(folder.glob("*.schedule.json")):
+        for dtype in ("float32", "float64") if shared else ("float32",):
+            config = TrainingConfig(Schedule.load(path), model="tiny", steps=steps, dtype=dtype, check=True)
+            reports: list[StepReport] = []
+            result = train(config, reports.append)
+            name = f"{path.name.removesuffix('.schedule.json')}, {dtype}"
+            results[name] = asdict(result) | {"reports": [report.step for report in reports]}
+    if shared:
+        results["disagreement"] = {"error": disagreement(path)}
+        dist.destroy_process_group()
+    results["group left"] = {"alive": dist.is_initialized()}
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+    assert leads() == (os.environ["RANK"] == "0")
+
+
+def disagreement(path: Path) -> str:
+    """The error when ranks are started with different seeds."""
+    try:
+        train(TrainingConfig(Schedule.load(path), model="tiny", seed=int(os.environ["RANK"])))
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), shared="shared" in sys.argv)

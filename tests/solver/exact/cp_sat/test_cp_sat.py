@@ -1,0 +1,116 @@
+"""CP-SAT: proved optima, offload decisions, and every rule of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optpipe.errors import InfeasibleError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.limits import Limits
+from solver.portfolio import Progress, solve
+from tests.problems import REFERENCE, instance, uniform
+
+HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
+WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+
+
+def solved(problem: Problem, **limits: Any) -> Schedule:
+    return solve(problem, "cp-sat", Limits(**({"time_limit_s": 120} | limits)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "value_us"),
+    [
+        (uniform(4, 8, budget=8), 282),
+        (uniform(4, 8, budget=16, objective="device_span"), 242),
+        (uniform(4, 8, budget=4, offload=HALF), 356),
+    ],
+    ids=["makespan", "device_span", "offload"],
+)
+def test_proves_known_optima(problem: Problem, value_us: float) -> None:
+    schedule = solved(problem)
+    assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)
+    assert schedule.method == "cp-sat"
+
+
+def test_proves_a_reference_optimum() -> None:
+    name = "a-p4-m8-c0-b1o2-linear-make"
+    schedule = solved(instance(name))
+    assert (schedule.status, schedule.value_us) == ("optimal", REFERENCE[name]["proved_optimum_us"])
+
+
+def test_offload_lowers_the_optimum_at_half_the_memory() -> None:
+    """research: linear p = 4, m = 8 at half of 1F1B's peak: 410 without offload, 290 with."""
+    common: dict[str, Any] = {"budget": 4, "backward_weight_bytes": 2, "transfer_us": 0}
+    assert solved(uniform(4, 8, **common)).value_us == 410
+    schedule = solved(uniform(4, 8, **common, offload=WHOLE))
+    assert (schedule.status, schedule.value_us) == ("optimal", 290)
+    assert sum(len(device.offload) for device in schedule.devices) > 0
+    assert all(device.peak_bytes_any_timing <= 4 for device in schedule.devices)
+
+
+def test_channels_that_are_shared_cost_time() -> None:
+    def value(copy_channels: dict[str, Any]) -> float:
+        problem = uniform(4, 6, budget=4, backward_weight_bytes=2, offload=WHOLE, copy_channels=copy_channels)
+        schedule = solved(problem)
+        assert schedule.status == "optimal"
+        return schedule.value_us
+
+    own = value({})
+    shared = value({"duplex": False, "shared_by": [[0, 1, 2, 3]]})
+    assert own < shared
+
+
+def test_a_host_budget_limits_offload() -> None:
+    def value(host_memory_bytes: int | None) -> float:
+        problem = uniform(3, 5, budget=4, offload=HALF, host_memory_bytes=host_memory_bytes)
+        return solved(problem).value_us
+
+    assert value(None) < value(1) < value(0)
+
+
+def test_reports_incumbents_in_order() -> None:
+    seen: list[Progress] = []
+    schedule = solve(uniform(4, 8, budget=4, offload=HALF), "cp-sat", Limits(120), seen.append)
+    values = [progress.value_us for progress in seen]
+    assert len(set(values)) > 3
+    assert values == sorted(values, reverse=True)
+    assert values[-1] == schedule.value_us
+    assert all(progress.bound_us <= schedule.value_us for progress in seen)
+
+
+def test_improves_the_measured_profile_at_the_bound_that_is_known() -> None:
+    problem = instance("zb-1.5b-p8-m24-mem1.5")
+    schedule = solve(problem, "auto", Limits(60))
+    assert (schedule.status, schedule.value_us, schedule.method) == ("optimal", 1163608, "zb-auto")
+
+
+def test_proves_that_a_budget_is_too_small() -> None:
+    problem = uniform(2, 2, v_shape=True, budget=3)
+    with pytest.raises(InfeasibleError) as caught:
+        solved(problem)
+    assert caught.value.budgets_bytes == (4, 4)
+    assert solved(uniform(2, 2, v_shape=True, budget=4)).status == "optimal"
+
+
+def test_claims_nothing_where_a_fused_backward_may_be_better() -> None:
+    """BW needs no workspace here and 1F1B keeps the budget, but B needs one byte more than there is."""
+    data = uniform(2, 3, budget=4).to_data()
+    for stage in data["stages"]:
+        stage["workspace_bytes"] = {"B": 3}
+    problem = Problem.from_data(data)
+    tight = Problem.from_data(data | {"devices": [{"memory_bytes": 3}, {"memory_bytes": 3}]})
+    for schedule in (solved(problem), solved(tight)):
+        assert schedule.status == "feasible"
+        assert {op.op for device in schedule.devices for op in device.compute} == {"F", "BW"}
+
+
+def test_times_that_are_no_whole_numbers() -> None:
+    data = uniform(2, 3, budget=4).to_data()
+    data["stages"][0]["forward_us"] = 0.1
+    data["stages"][1]["backward_weight_us"] = 10 / 3
+    schedule = solved(Problem.from_data(data))
+    assert schedule.value_us - schedule.bound_us <= 1e-6 * schedule.value_us

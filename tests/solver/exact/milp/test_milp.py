@@ -1,0 +1,143 @@
+"""HiGHS: proved optima, incumbents, limits, and agreement with CP-SAT on every rule of the model."""
+
+from __future__ import annotations
+
+from threading import Timer
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from optpipe.errors import InfeasibleError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.exact.milp.model import solve_milp
+from solver.floor import serial_orders
+from solver.limits import Answer, Cancel, Limits, Start
+from solver.portfolio import Progress, solve
+from tests.problems import REFERENCE, instance, problems, uniform
+
+HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
+WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+
+
+def solved(problem: Problem, method: str = "milp", **limits: Any) -> Schedule:
+    return solve(problem, method, Limits(**({"time_limit_s": 60, "workers": 1} | limits)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "value_us"),
+    [
+        (uniform(4, 8, budget=8), 282),
+        (uniform(4, 8, budget=16, objective="device_span"), 242),
+        (uniform(4, 8, budget=4, offload=HALF), 356),
+    ],
+    ids=["makespan", "device_span", "offload"],
+)
+def test_proves_known_optima(problem: Problem, value_us: float) -> None:
+    schedule = solved(problem)
+    assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)
+
+
+def test_proves_a_reference_optimum() -> None:
+    name = "a-p4-m8-c0-b1o2-linear-make"
+    schedule = solved(instance(name))
+    assert (schedule.status, schedule.value_us) == ("optimal", REFERENCE[name]["proved_optimum_us"])
+
+
+@pytest.mark.parametrize(("objective", "microbatches"), [("makespan", 6), ("device_span", 4)])
+@pytest.mark.parametrize("channels", [{}, {"duplex": False, "shared_by": [[0, 1, 2]]}], ids=["own", "one"])
+def test_offload_at_a_tight_budget_as_cp_sat(objective: str, microbatches: int, channels: dict[str, Any]) -> None:
+    problem = uniform(3, microbatches, budget=3, offload=HALF, objective=objective, copy_channels=channels)
+    schedule, other = solved(problem), solved(problem, "cp-sat")
+    assert schedule.status == other.status == "optimal"
+    assert schedule.value_us == other.value_us
+    assert sum(len(device.offload) for device in schedule.devices) > 0
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(problems())
+def test_agrees_with_cp_sat(problem: Problem) -> None:
+    def outcome(method: str) -> Schedule | None:
+        try:
+            return solved(problem, method, time_limit_s=10)
+        except InfeasibleError:
+            return None
+
+    mine, other = outcome("milp"), outcome("cp-sat")
+    assert (mine is None) == (other is None)
+    if mine and other:
+        assert mine.bound_us <= other.value_us + 1e-9
+        assert other.bound_us <= mine.value_us + 1e-9
+        if mine.status == other.status == "optimal":
+            assert mine.value_us == pytest.approx(other.value_us, rel=1e-9)
+
+
+def test_reports_incumbents_in_order() -> None:
+    seen: list[Progress] = []
+    limits = Limits(60, workers=1)
+    schedule = solve(uniform(4, 8, budget=4, offload=HALF), "milp", limits, seen.append)
+    values = [progress.value_us for progress in seen]
+    assert len(set(values)) > 3
+    assert values == sorted(values, reverse=True)
+    assert values[-1] == schedule.value_us
+    assert all(progress.bound_us <= schedule.value_us for progress in seen)
+
+
+def test_a_budget_that_is_too_small_is_proved_infeasible() -> None:
+    problem = uniform(2, 2, v_shape=True, budget=3)
+    answer = solve_milp(problem, Limits(60, workers=1), Start(0, 10_000), lambda answer: None)
+    assert answer == Answer(None, float("inf"), float("inf"), infeasible=True)
+    with pytest.raises(InfeasibleError):
+        solved(problem)
+    assert solved(uniform(2, 2, v_shape=True, budget=4)).status == "optimal"
+
+
+@pytest.mark.parametrize("delay_s", [None, 0.5], ids=["before", "during"])
+def test_cancel_keeps_the_best(delay_s: float | None) -> None:
+    problem = uniform(4, 24, budget=4, offload=HALF)
+    orders = serial_orders(problem)
+    assert orders is not None
+    limits = Limits(600, workers=1, cancel=Cancel())
+    if delay_s is None:
+        limits.cancel.request()
+    else:
+        Timer(delay_s, limits.cancel.request).start()
+    answer = solve_milp(problem, limits, Start(100.0, 10_000.0, orders, 10_000.0), lambda answer: None)
+    assert limits.seconds < 30
+    assert answer.orders is not None
+    assert 100.0 <= answer.bound_us <= answer.value_us <= 10_000.0
+
+
+def test_stops_at_the_gap_asked_for() -> None:
+    schedule = solved(uniform(4, 8, budget=4, offload=HALF), gap=0.3)
+    assert schedule.status == "feasible"
+    assert 0 < schedule.gap <= 0.3
+
+
+def test_threads_may_change_from_solve_to_solve() -> None:
+    problem = uniform(3, 6, budget=4, offload=HALF)
+    values = {solved(problem, workers=workers, seed=seed).value_us for seed, workers in enumerate((1, 2, 1))}
+    assert len(values) == 1
+
+
+def test_times_of_any_size_and_no_whole_numbers() -> None:
+    data = uniform(2, 3, budget=4).to_data()
+    for scale in (1e-3, 1.0, 1e6):
+        for stage in data["stages"]:
+            stage |= {"forward_us": 0.1 * scale, "backward_weight_us": 10 / 3 * scale}
+        schedule = solved(Problem.from_data(data))
+        other = solved(Problem.from_data(data), "cp-sat")
+        assert schedule.value_us == pytest.approx(other.value_us, rel=1e-6)
+        assert schedule.value_us - schedule.bound_us <= 1e-6 * schedule.value_us
+
+
+def test_sizes_in_bytes_are_kept_to_the_byte() -> None:
+    """A budget one byte short of what fits costs as much as one that is short by half."""
+
+    def value(budget: int) -> float:
+        size = 1_234_567_890
+        return solved(uniform(3, 4, budget=budget, activation_bytes=size, backward_weight_bytes=size // 2)).value_us
+
+    size = 1_234_567_890
+    assert value(3 * size) < value(3 * size - 1) == value(5 * size // 2 + 1)
