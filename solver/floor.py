@@ -51,7 +51,7 @@ def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
     """What a backward needs beside the activation, and its ops: split, unless fused needs less."""
     work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
     split = max(work.B, grows, grows + work.W)
-    return (work.BW, ["BW"]) if work.BW < split else (split, ["B", "W"])
+    return (work.BW, ["BW"]) if split > work.BW else (split, ["B", "W"])
 
 
 class _Serial:

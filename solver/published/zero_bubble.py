@@ -1,10 +1,13 @@
-"""The handcrafted schedule ZB-H1 (Zero Bubble, section 2)."""
+"""The handcrafted schedules ZB-H1 and ZB-H2 (Zero Bubble, arXiv 2401.10241, section 2).
+
+Both start with some forwards and go on with one B, one late W and one forward a round, as long as there are any.
+Nothing is taken from the costs: B and W of every stage are assumed to take about as long as F.
+"""
 
 from __future__ import annotations
 
 from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
-from solver.published.one_f_one_b import alternating
 from solver.published.placement import require_one_stage_a_device
 
 
@@ -15,13 +18,27 @@ def zb_h1(problem: Problem) -> Orders:
     Raises MethodError on placement.
     """
     require_one_stage_a_device(problem, "zb-h1")
-    return Orders.of_compute(_stage_order(problem, stage) for (stage,) in problem.stages_of)
+    p = len(problem.stages)
+    return Orders.of_compute(_rounds(problem, s, forwards=p - s, late=s) for (s,) in problem.stages_of)
 
 
-def _stage_order(problem: Problem, stage: int) -> list[Op]:
-    def backward(i: int) -> list[Op]:
-        late = [Op("W", stage, i - stage)] if i >= stage else []
-        return [Op("B", stage, i), *late]
+def zb_h2(problem: Problem) -> Orders:
+    """ZB-H2: forwards fill the wait for the first B and W the time after the last, at 2p - 1 microbatches of memory.
 
-    left = range(max(problem.microbatches - stage, 0), problem.microbatches)
-    return alternating(problem, stage, backward) + [Op("W", stage, i) for i in left]
+    Stage s has 2(p - s) - 1 microbatches before their B and 2s before their W. Where B and W take as long as F and
+    transfers no time, no stage ever idles; otherwise the bubble is (p - 1)(tF + tB + 2tC - 2tW).
+    Raises MethodError on placement.
+    """
+    require_one_stage_a_device(problem, "zb-h2")
+    p = len(problem.stages)
+    return Orders.of_compute(_rounds(problem, s, forwards=2 * (p - s) - 1, late=2 * s) for (s,) in problem.stages_of)
+
+
+def _rounds(problem: Problem, stage: int, *, forwards: int, late: int) -> list[Op]:
+    """The order of a stage that starts with `forwards` and keeps `late` microbatches between their B and their W."""
+    microbatches = problem.microbatches
+    order = [Op("F", stage, i) for i in range(min(forwards, microbatches))]
+    for i in range(microbatches + late):
+        turn = Op("B", stage, i), Op("W", stage, i - late), Op("F", stage, i + forwards)
+        order += [op for op in turn if 0 <= op.microbatch < microbatches]
+    return order
