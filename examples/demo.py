@@ -89,6 +89,7 @@ def results_table(rows: list[Row]) -> Table:
     result = table("problem", "method", "value", "bound", "gap", "bubble", "peak / budget", "seconds", "status")
     for column in (1, -1):
         result.columns[column].justify = "left"
+    result.columns[-1].no_wrap = False
     for problem, method, schedule, why_not in rows:
         if schedule is None:
             result.add_row(problem.name, method, *["-"] * 6, why_not)

@@ -73,9 +73,10 @@ def _search(problem: Problem, chosen: Method, report: _Reporter) -> Schedule:
     _refuse_impossible(problem)
     start, source = _best_start(problem, report)
     answer = Answer(start.orders, start.value_us, start.bound_us)
+    searcher = "cp-sat" if chosen.kind == "portfolio" else chosen.name
     if not report.limits.reached(start.value_us, start.bound_us) and not report.limits.cancel.requested:
         answer = chosen.search(
-            problem, report.limits, start, lambda better: report(better.value_us, better.bound_us, chosen.name)
+            problem, report.limits, start, lambda better: report(better.value_us, better.bound_us, searcher)
         )
     if not split_backward_suffices(problem):
         answer = replace(answer, bound_us=start.bound_us, infeasible=False)
@@ -88,7 +89,7 @@ def _search(problem: Problem, chosen: Method, report: _Reporter) -> Schedule:
         )
     bound = snapped_bound(answer.value_us, max(answer.bound_us, start.bound_us))
     kept_start = answer.orders is start.orders
-    name = chosen.name if chosen.kind == "exact" else source if kept_start else "cp-sat"
+    name = source if chosen.kind == "portfolio" and kept_start else searcher
     report(answer.value_us, bound, name)
     return finish(problem, answer.orders, bound, name, report.limits.seconds)
 

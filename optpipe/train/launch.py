@@ -5,6 +5,7 @@ Between processes go tensors and JSON, nothing pickled.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -81,6 +82,9 @@ def launched(devices: int, timeout_seconds: float) -> Iterator[Launch]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     try:
         yield Launch(rank, world, distributed=True)
+        if own:
+            dist.barrier()  # nobody takes the group down while another still talks
     finally:
         if own:
             dist.destroy_process_group()
+            gc.collect()  # works in circles of references keep gloo's threads alive into the interpreter's end
