@@ -13,8 +13,10 @@ from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.milp.model import solve_milp
 from solver.finish import over_budget
 from solver.limits import Answer, Limits, Start
+from solver.published.ada_offload import ada_offload
 from solver.published.gpipe import gpipe
 from solver.published.one_f_one_b import one_f_one_b
+from solver.published.pipe_offload import gis, gis_h, po_f, po_h
 from solver.published.zb_auto import zb_auto
 from solver.published.zero_bubble import zb_h1
 
@@ -34,6 +36,7 @@ class Method:
 
 
 _ONE_STAGE = "one stage a device, no offload"
+_CHUNKS = "interleaved placement, two or more stages a device"
 _ANY = "any placement, offload, budgets, shared channels"
 
 METHODS: dict[str, Method] = {
@@ -46,6 +49,27 @@ METHODS: dict[str, Method] = {
         Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
         Method("zb-h1", "published", "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, orders=zb_h1),
         Method("zb-auto", "published", "Zero Bubble, heuristic within each budget", _ONE_STAGE, orders=zb_auto),
+        Method(
+            "gis", "published", "PipeOffload's interleaved 1F1B, B and W apart", _CHUNKS + ", no offload", orders=gis
+        ),
+        Method(
+            "gis-h",
+            "published",
+            "GIS in smaller groups, best within each budget",
+            _CHUNKS + ", no offload",
+            orders=gis_h,
+        ),
+        Method(
+            "po-h",
+            "published",
+            "PipeOffload, the longer-lived half leaves",
+            _CHUNKS + ", offload, budgets",
+            orders=po_h,
+        ),
+        Method(
+            "po-f", "published", "PipeOffload, all that can leave does", _CHUNKS + ", offload, budgets", orders=po_f
+        ),
+        Method("ada-offload", "published", "OptPipe's start, within any budget that can do", _ANY, orders=ada_offload),
     )
 }
 

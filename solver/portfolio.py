@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -33,6 +33,9 @@ class Progress:
         """``(value - bound) / value``."""
         return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
 
+
+SLOW = ("po-h", "po-f")
+"""Published schedules that take seconds on large problems: tried last."""
 
 OnProgress = Callable[[Progress], None]
 
@@ -108,7 +111,7 @@ def _best_start(problem: Problem, report: _Reporter) -> tuple[Start, str]:
     """The best published schedule that fits, else the floor; and who made it."""
     bound = lower_bound_us(problem)
     best: tuple[float, Orders | None, str] = (float("inf"), None, "")
-    for name, orders in _candidates(problem):
+    for name, orders in _candidates(problem, report.limits):
         simulation = simulate(problem, orders)
         value = simulation.value_us
         if value < best[0] and within_budgets(problem, orders, simulation):
@@ -118,16 +121,22 @@ def _best_start(problem: Problem, report: _Reporter) -> tuple[Start, str]:
     return Start(bound, _horizon_us(problem, best_value), best_orders, best_value), best_name
 
 
-def _candidates(problem: Problem) -> list[tuple[str, Orders]]:
-    found = []
-    for method in METHODS.values():
-        if method.orders is not None:
-            try:
-                found.append((method.name, published_orders(method, problem)))
-            except MethodError:
-                continue
+def _candidates(problem: Problem, limits: Limits) -> Iterator[tuple[str, Orders]]:
+    """The published schedules that fit, as long as a third of the time lasts; without any of them, the floor."""
+    found = False
+    for method in sorted(METHODS.values(), key=lambda method: method.name in SLOW):
+        late = limits.cancel.requested or limits.seconds > limits.time_limit_s / 3
+        if method.orders is None or (found and late):
+            continue
+        try:
+            orders = published_orders(method, problem)
+        except MethodError:
+            continue
+        found = True
+        yield method.name, orders
     floor = None if found else serial_orders(problem)
-    return [*found, ("floor", floor)] if floor else found
+    if floor is not None:
+        yield "floor", floor
 
 
 def _horizon_us(problem: Problem, value_us: float) -> float:

@@ -1,0 +1,78 @@
+"""AdaOffload: within the budgets on every instance with offload, never a deadlock, and a reason where it fails."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.errors import MethodError
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.finish import finish
+from solver.floor import serial_orders
+from solver.published.ada_offload import ada_offload
+from solver.published.in_flight import in_flight_orders
+from tests.problems import REFERENCE, instance, problems, uniform
+from tests.random_plans import execute, peak_bytes
+
+WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
+WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+
+
+@pytest.mark.parametrize("name", WITH_OFFLOAD)
+def test_every_instance_with_offload(name: str) -> None:
+    problem = instance(name)
+    schedule = finish(problem, ada_offload(problem), 0.0, "ada-offload", 0.0)
+    assert schedule.value_us < sum(problem.work_us)  # better than one device after the other
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most_us"),
+    [
+        ("d-p4-m8-o1-mo1-b1o2-linear-make", 51000),
+        ("d-p8-m16-o1-mo1-b1o2-linear-make", 167000),
+        ("d-p8-m16-o1-mo1-b1o4-linear-make", 227000),
+        ("d-p16-m32-o1-mo1-b1o4-linear-make", 839000),
+        ("d-p8-m16-o1-mo1-b1o2-vshape-make", 61500),
+    ],
+)
+def test_beats_every_public_scheduler(name: str, at_most_us: float) -> None:
+    assert REFERENCE[name]["best_public"]["value_us"] == at_most_us
+    problem = instance(name)
+    assert simulate(problem, ada_offload(problem)).value_us < at_most_us / 1.1
+
+
+def test_offloads_nothing_where_the_budget_is_ample() -> None:
+    orders = ada_offload(uniform(4, 8, offload=WHOLE))
+    assert not any(device.offload for device in orders.devices)
+
+
+def test_says_which_budgets_would_do() -> None:
+    with pytest.raises(MethodError, match=r"Maybe raise devices\[\].memory_bytes to \[4, 4\]"):
+        ada_offload(uniform(2, 2, v_shape=True, budget=3))
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(max_microbatches=5), st.integers(0, 10**6))
+def test_valid_wherever_the_floor_is_and_under_any_timing(problem: Problem, seed: int) -> None:
+    try:
+        orders = ada_offload(problem)
+    except MethodError:
+        return
+    finish(problem, orders, 0.0, "ada-offload", 0.0)
+    floor = serial_orders(problem)
+    assert floor is None or simulate(problem, orders).value_us <= simulate(problem, floor).value_us + 1e-9
+    rng = Random(seed)
+    executed = execute(problem, orders, {op: 10 * rng.random() for op in orders.ops()})
+    for d, device in enumerate(problem.devices):
+        assert device.memory_bytes is None or peak_bytes(problem, executed, d) <= device.memory_bytes
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(max_microbatches=5), st.integers(1, 6), st.integers(0, 3))
+def test_any_number_in_flight_runs(problem: Problem, in_flight: int, late_weights: int) -> None:
+    orders = in_flight_orders(problem, in_flight, late_weights)
+    assert len(simulate(problem, orders).ops) == 3 * len(problem.stages) * problem.microbatches
