@@ -15,10 +15,13 @@ from solver.finish import over_budget
 from solver.limits import Answer, Limits, Start
 from solver.published.ada_offload import ada_offload
 from solver.published.gpipe import gpipe
+from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_f_one_b import one_f_one_b
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
+from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
-from solver.published.zero_bubble import zb_h1
+from solver.published.zb_v import zb_v
+from solver.published.zero_bubble import zb_h1, zb_h2
 
 Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
 
@@ -36,7 +39,9 @@ class Method:
 
 
 _ONE_STAGE = "one stage a device, no offload"
-_CHUNKS = "interleaved placement, two or more stages a device"
+_CHUNKS = "stage s on device s mod p, two or more a device, no offload"
+_CHUNKS_OFFLOAD = "stage s on device s mod p, two or more a device, offload, budgets"
+_V = "two stages a device along a V, no offload"
 _ANY = "any placement, offload, budgets, shared channels"
 
 METHODS: dict[str, Method] = {
@@ -47,28 +52,18 @@ METHODS: dict[str, Method] = {
         Method("milp", "exact", "mixed-integer program, HiGHS, proves optimality", _ANY, search=solve_milp),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),
         Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
+        Method("interleaved-1f1b", "published", "1F1B over the chunks of a device", _CHUNKS, orders=interleaved_1f1b),
         Method("zb-h1", "published", "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, orders=zb_h1),
+        Method("zb-h2", "published", "Zero Bubble, handcrafted, 2p - 1 microbatches", _ONE_STAGE, orders=zb_h2),
         Method("zb-auto", "published", "Zero Bubble, heuristic within each budget", _ONE_STAGE, orders=zb_auto),
-        Method(
-            "gis", "published", "PipeOffload's interleaved 1F1B, B and W apart", _CHUNKS + ", no offload", orders=gis
-        ),
-        Method(
-            "gis-h",
-            "published",
-            "GIS in smaller groups, best within each budget",
-            _CHUNKS + ", no offload",
-            orders=gis_h,
-        ),
-        Method(
-            "po-h",
-            "published",
-            "PipeOffload, the longer-lived half leaves",
-            _CHUNKS + ", offload, budgets",
-            orders=po_h,
-        ),
-        Method(
-            "po-f", "published", "PipeOffload, all that can leave does", _CHUNKS + ", offload, budgets", orders=po_f
-        ),
+        Method("zb-v", "published", "Zero Bubble on a V, heuristic within each budget", _V, orders=zb_v),
+        Method("v-min", "published", "controllable memory, (p + 4) // 3 microbatches", _V, orders=v_min),
+        Method("v-half", "published", "controllable memory, (p + 2) // 2 microbatches", _V, orders=v_half),
+        Method("v-zb", "published", "controllable memory, p microbatches", _V, orders=v_zb),
+        Method("gis", "published", "PipeOffload's interleaved 1F1B, B and W apart", _CHUNKS, orders=gis),
+        Method("gis-h", "published", "GIS in smaller groups, best within each budget", _CHUNKS, orders=gis_h),
+        Method("po-h", "published", "PipeOffload, the longer-lived half leaves", _CHUNKS_OFFLOAD, orders=po_h),
+        Method("po-f", "published", "PipeOffload, all that can leave does", _CHUNKS_OFFLOAD, orders=po_f),
         Method("ada-offload", "published", "OptPipe's start, within any budget that can do", _ANY, orders=ada_offload),
     )
 }
@@ -92,6 +87,6 @@ def published_orders(method: Method, problem: Problem) -> Orders:
         raise MethodError(
             f"{method.name} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few"
             + (f" (and {len(over) - 1} more devices)." if len(over) > 1 else ".")
-            + " Maybe use zb-auto or an exact method, which keep any budget."
+            + " Maybe use ada-offload or an exact method, which keep any budget that can be kept."
         )
     return orders

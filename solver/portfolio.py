@@ -34,7 +34,7 @@ class Progress:
         return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
 
 
-SLOW = ("po-h", "po-f")
+SLOW = ("zb-v", "v-zb", "v-min", "v-half", "po-h", "po-f")
 """Published schedules that take seconds on large problems: tried last."""
 
 OnProgress = Callable[[Progress], None]

@@ -42,7 +42,9 @@ def print_json(document: Any) -> None:
 
 
 def print_error(error: OptPipeError | str, as_json: bool) -> None:
-    """One message on stderr (and as a document on stdout where JSON was asked for)."""
+    """One message on stderr (and as a document on stdout where JSON was asked for); under torchrun by rank 0 alone."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     source = getattr(error, "source", "")
     lines = [f"{source}: {line}" if source else line for line in str(error).splitlines()]
     for line in lines:

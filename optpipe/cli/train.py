@@ -34,7 +34,7 @@ class Precision(StrEnum):
 
 def command(
     schedule: Annotated[Path, typer.Option("--schedule", help="The schedule file to run.", metavar="SCHEDULE.json")],
-    model: Annotated[str, typer.Option(help="Size of the GPT: tiny or small.")] = "small",
+    model: Annotated[str, typer.Option(help="Size of the GPT: tiny, small or medium.")] = "small",
     steps: Annotated[int, typer.Option(min=1, max=10**9, help="Optimizer steps.")] = 20,
     check: Annotated[bool, typer.Option("--check", help="Compare gradients and memory with the plain step.")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="Blocks of the model; default: one a stage.")] = None,

@@ -12,7 +12,7 @@ from optpipe.errors import TrainingError
 from optpipe.train.check import check_step
 from optpipe.train.config import TrainingConfig
 from optpipe.train.gpt import build_stages
-from optpipe.train.launch import Launch, launched
+from optpipe.train.launch import Launch, launched, one_core_left
 from optpipe.train.model import Model
 from optpipe.train.result import CheckResult, StepReport, TrainingResult
 from optpipe.train.text import Batches, standard_library_text
@@ -27,7 +27,7 @@ def train(config: TrainingConfig, report: Report | None = None) -> TrainingResul
     OrderError or DeadlockError if the schedule cannot run, and TrainingError if it cannot be trained as asked.
     """
     program = compile_schedule(config.schedule)
-    with launched(len(program.devices), config.timeout_seconds) as launch:
+    with one_core_left(), launched(len(program.devices), config.timeout_seconds) as launch:
         _agree(config, program, launch)
         model = Model(config, program, launch)
         batches = Batches(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from solver.published.placement import require_one_stage_a_device
@@ -16,16 +14,11 @@ def one_f_one_b(problem: Problem) -> Orders:
 
 
 def _stage_order(problem: Problem, stage: int) -> list[Op]:
-    return alternating(problem, stage, lambda i: [Op("BW", stage, i)])
-
-
-def alternating(problem: Problem, stage: int, backward: Callable[[int], Sequence[Op]]) -> list[Op]:
-    """The order of 1F1B on a stage, with the ops that `backward` gives in place of microbatch i's backward."""
     microbatches = problem.microbatches
     warm_up = min(len(problem.stages) - stage, microbatches)
     order = [Op("F", stage, i) for i in range(warm_up)]
     for i in range(microbatches):
-        order += backward(i)
+        order.append(Op("BW", stage, i))
         if warm_up + i < microbatches:
             order.append(Op("F", stage, warm_up + i))
     return order

@@ -19,6 +19,7 @@ from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.finish import over_budget, peak_budgets
+from solver.published.placement import require_interleaved
 from solver.published.transfers import Activation, Wish, plan_transfers
 
 Slots = Callable[[int, int], int]
@@ -33,7 +34,7 @@ PLAYED_OPS = 200_000
 
 def gis(problem: Problem) -> Orders:
     """GIS: groups of d microbatches; peak d v chunks, bubble (d - 1)(F + B). Raises MethodError on placement."""
-    return _grouped_orders(problem, _chunks(problem, "gis"), len(problem.devices))
+    return _grouped_orders(problem, require_interleaved(problem, "gis"), len(problem.devices))
 
 
 def gis_h(problem: Problem, group: int | None = None) -> Orders:
@@ -42,7 +43,7 @@ def gis_h(problem: Problem, group: int | None = None) -> Orders:
     `group` is g; None takes the one with the best value that keeps the budgets.
     Raises MethodError on placement, on another g, or where no g keeps the budgets.
     """
-    chunks = _chunks(problem, "gis-h")
+    chunks = require_interleaved(problem, "gis-h")
     d = len(problem.devices)
     if group is not None and not _half(d) <= group <= d:
         raise MethodError(f"gis-h takes groups of {_half(d)} to {d} microbatches, not {group}. Maybe take {d}.")
@@ -57,7 +58,7 @@ def gis_h(problem: Problem, group: int | None = None) -> Orders:
 
 def po_h(problem: Problem) -> Orders:
     """PO-H: the longer-lived half of a device's chunks leaves. Raises MethodError as `po_f` does."""
-    chunks = _chunks(problem, "po-h")
+    chunks = require_interleaved(problem, "po-h")
     return _offloaded(problem, "po-h", chunks, ceil(chunks / 2))
 
 
@@ -69,25 +70,8 @@ def po_f(problem: Problem) -> Orders:
     how late a W may run. Raises MethodError on placement, where no stage can offload, where copies take longer than
     HIDDEN_LOAD times the compute, or where nothing tried keeps the budgets.
     """
-    chunks = _chunks(problem, "po-f")
+    chunks = require_interleaved(problem, "po-f")
     return _offloaded(problem, "po-f", chunks, chunks)
-
-
-def _chunks(problem: Problem, method: str) -> int:
-    """Chunks a device, v. Raises MethodError unless stage s sits on device s mod d and v is at least 2."""
-    d, stages = len(problem.devices), problem.stages
-    for s, stage in enumerate(stages):
-        if stage.device != s % d:
-            raise MethodError(
-                f"{method} needs interleaved placement: stages[{s}].device is {stage.device}, but {s} mod {d} devices "
-                f"is {s % d}. Maybe use ada-offload or an exact method, which take any placement."
-            )
-    if len(stages) % d or len(stages) < 2 * d:
-        raise MethodError(
-            f"{method} needs the same number of stages on each device, at least 2, but {len(stages)} stages on {d} "
-            f"devices are {len(stages) / d:g}. Maybe split the model into {2 * d} stages."
-        )
-    return len(stages) // d
 
 
 def _half(devices: int) -> int:

@@ -12,5 +12,33 @@ def require_one_stage_a_device(problem: Problem, method: str) -> None:
         if len(stages) != 1:
             raise MethodError(
                 f"{method} places one stage on each device, but device {d} has {len(stages)}. "
-                "Maybe use zb-auto's relatives for V placement, or an exact method, which take any placement."
+                "Maybe use ada-offload or cp-sat, which take any placement."
             )
+
+
+def require_interleaved(problem: Problem, method: str) -> int:
+    """The chunks of a device; raises MethodError unless stage s sits on device s mod d and there are two or more."""
+    d, stages = len(problem.devices), problem.stages
+    for s, stage in enumerate(stages):
+        if stage.device != s % d:
+            raise MethodError(
+                f"{method} needs interleaved placement: stages[{s}].device is {stage.device}, but {s} mod {d} devices "
+                f"is {s % d}. Maybe use ada-offload or an exact method, which take any placement."
+            )
+    if len(stages) % d or len(stages) < 2 * d:
+        raise MethodError(
+            f"{method} needs the same number of stages on each device, at least 2, but {len(stages)} stages on {d} "
+            f"devices are {len(stages) / d:g}. Maybe split the model into {2 * d} stages."
+        )
+    return len(stages) // d
+
+
+def require_v_shape(problem: Problem, method: str) -> None:
+    """Raise MethodError unless the stages go along the devices and back, two on each."""
+    p = len(problem.devices)
+    placement = [stage.device for stage in problem.stages]
+    if placement != [*range(p), *reversed(range(p))]:
+        raise MethodError(
+            f"{method} places 2 stages on each of {p} devices, from device 0 to {p - 1} and back, but the "
+            f"{len(placement)} stages are on devices {placement}. Maybe use an exact method, which takes any placement."
+        )

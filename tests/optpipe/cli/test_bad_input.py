@@ -121,3 +121,13 @@ def test_a_refused_output_leaves_the_old_file(cli: Cli, problem_file: Path, tmp_
     out.write_text("precious")
     assert cli("solve", tmp_path / "none.json", "-o", out).code == 2
     assert out.read_text() == "precious"
+
+
+def test_under_torchrun_rank_0_alone_speaks(cli: Cli, schedule_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank, says in (("0", "WORLD_SIZE is 3 but the schedule has 2 devices. Maybe"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        run = cli("train", "--schedule", schedule_file, "--model", "tiny")
+        assert run.code == 2
+        assert says in run.err
+        assert bool(run.err) == bool(says)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from random import Random
 
 import pytest
@@ -120,6 +121,24 @@ def test_the_loss_falls_and_every_step_is_reported() -> None:
     assert sum(result.losses[-5:]) / 5 < 4.0
     assert result.check is None
     assert result.processes == 1
+
+
+def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless OMP_NUM_THREADS asks for all; and torch's setting comes back."""
+    cores = os.cpu_count() or 1
+    config = TrainingConfig(one_f_one_b(1, 1), model="tiny", steps=1)
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(cores)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        train(config, lambda _: seen.append(torch.get_num_threads()))
+        monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
+        train(config, lambda _: seen.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == cores
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [max(1, cores - 1), cores]
 
 
 def test_a_loss_that_leaves_the_numbers_ends_the_run() -> None:
