@@ -20,7 +20,7 @@ from solver.floor import known_budgets_bytes, serial_orders
 from solver.published.in_flight import in_flight_orders
 from solver.published.transfers import Activation, Wish, plan_transfers
 
-PLAYED_OPS = 20_000
+PLAYED_OPS = 15_000
 """Compute ops played over all candidates, about a second's worth."""
 
 

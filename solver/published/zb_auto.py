@@ -3,10 +3,11 @@
 Every run builds the orders of all stages together, op by op:
 
 1. Warm-up: each stage takes as many forwards as its memory and the stages before it allow while its first B is on
-   its way. Switch `even`: forwards are spread evenly over the stages instead, even where that delays a first B.
+   its way. Switch `even`: not more than keep the numbers of forwards evenly spread over the stages.
 2. Then forwards and B alternate, round by round. Switch `by_time`: the op that can start first goes first, B before F.
 3. A W goes where the device would idle at least as long as the W takes, where memory has no room for the next op,
-   and where a smaller idle gap would make this stage's bubble the largest of all. Switch `fill`: in every idle gap.
+   and where a smaller idle gap would make this stage's bubble the largest of all. Switch `fill`: also where the device
+   would idle half as long as the W takes.
 4. The W that are left go last.
 
 Stage s always stays ahead of stage s + 1 in forwards. Costs, delays and budgets are each stage's own.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import floor
 
 from optpipe.errors import MethodError
 from optpipe.memory import device_effect
@@ -162,15 +164,15 @@ class _Run:
         stage = self.stages[s]
         if stage.count["F"] >= self.microbatches:
             return False
-        if self.switches.even:
-            return stage.count["F"] < self._even_share(s)
+        if self.switches.even and stage.count["F"] >= self._even_share(s):
+            return False
         return stage.now + stage.duration["F"] <= self._ready(s, "B")
 
     def _even_share(self, s: int) -> int:
         """Forwards of stage `s` before its first B if the first stage fills its memory and the last takes one."""
         first = self.stages[0]
         room = min(first.budget // max(first.change["F"], 1), self.microbatches)
-        return max(self.last + 1 - s, round(room - s * (room - 1) / self.last))
+        return max(self.last + 1 - s, floor(room - s * (room - 1) / self.last))
 
     def _lead(self, s: int) -> bool:
         """One more forward on stage `s`, and on the stages before it as many as keep each ahead of the next.
@@ -195,11 +197,16 @@ class _Run:
             stage.run("W", stage.now)
         while stage.pending and ready - stage.now >= stage.duration["W"]:
             stage.run("W", stage.now)
-        gap = ready - stage.now
-        worst = max(other.idle for other in self.stages)
-        if gap > 0 and stage.pending and (self.switches.fill or stage.idle + gap > worst):
+        if stage.pending and self._fills_gap(stage, ready - stage.now):
             stage.run("W", stage.now)
         self._put(s, kind)
+
+    def _fills_gap(self, stage: _Stage, gap: float) -> bool:
+        """Whether a W goes into an idle gap shorter than itself."""
+        if gap <= 0:
+            return False
+        half_fills = self.switches.fill and 2 * gap >= stage.duration["W"]
+        return half_fills or stage.idle + gap > max(other.idle for other in self.stages)
 
     def _can(self, s: int, kind: str) -> bool:
         """Whether the next F or B of stage `s` has its input planned and room."""
@@ -235,8 +242,9 @@ class _Run:
             if not kind:
                 return False
             self._step(s, kind)
-            for near in range(max(s - 1, 0), min(s + 2, self.last + 1)):
-                choices[near] = self._first_choice(near)
+            fed = s + 1 if kind == "F" else s - 1
+            for changed in (s, fed) if 0 <= fed <= self.last else (s,):
+                choices[changed] = self._first_choice(changed)
         return True
 
     def _first_choice(self, s: int) -> tuple[float, int, int, int, str]:

@@ -48,7 +48,7 @@ def check(problem: Problem, method: str, rng: Random) -> float | None:
     return schedule.value_us
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=1000)
 @given(problems(max_microbatches=5), st.sampled_from(PUBLISHED), st.integers(0, 10**6))
 def test_published_schedules(problem: Problem, method: str, seed: int) -> None:
     check(problem, method, Random(seed))

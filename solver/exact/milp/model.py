@@ -144,7 +144,15 @@ class _Round:
             raise self.failure
         self.infeasible = highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible
         if not self.infeasible:
-            self.search.raise_bound(self._us(highs.getInfo().mip_dual_bound))
+            self._take_last(highs)
+
+    def _take_last(self, highs: highspy.Highs) -> None:
+        """What HiGHS ended with: it reports no incumbent of which presolve or its last cut proves the optimum."""
+        info = highs.getInfo()
+        bound_us = self._us(info.mip_dual_bound)
+        if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+            self.search.offer(self.timing.orders(np.array(highs.getSolution().col_value)), bound_us)
+        self.search.raise_bound(bound_us)
 
     def _set_options(self, highs: highspy.Highs) -> None:
         limits = self.search.limits
