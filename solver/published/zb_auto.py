@@ -73,8 +73,12 @@ class Switches:
         return (cls(*bits) for bits in product((False, True), repeat=3))
 
 
+_PENDING = {"F": 0, "B": 1, "W": -1}
+"""What an op adds to the number of W that are left."""
+
+
 class _Stage:
-    """What one stage has done so far in a run."""
+    """What one stage has done so far in a run; `pending` is how many W are left."""
 
     def __init__(self, problem: Problem, number: int) -> None:
         stage = problem.stages[number]
@@ -87,14 +91,10 @@ class _Stage:
         self.order: list[Op] = []
         self.count = {"F": 0, "B": 0, "W": 0}
         self.end: dict[str, list[float]] = {"F": [], "B": [], "W": []}
+        self.pending = 0
         self.now = 0.0
         self.memory = 0
         self.idle = 0.0
-
-    @property
-    def pending(self) -> int:
-        """Microbatches whose W is left."""
-        return self.count["B"] - self.count["W"]
 
     def fits(self, kind: str, memory: int | None = None) -> bool:
         """Whether an op has room, at the present level or at `memory`."""
@@ -111,6 +111,7 @@ class _Stage:
         self.memory += self.change[kind]
         self.order.append(Op(kind, self.number, self.count[kind]))
         self.count[kind] += 1
+        self.pending += _PENDING[kind]
         self.end[kind].append(self.now)
 
 
