@@ -124,6 +124,7 @@ class _Run:
         self.microbatches = problem.microbatches
         self.stages = [_Stage(problem, s) for s in range(len(problem.stages))]
         self.last = len(self.stages) - 1
+        self.backwards_left = len(self.stages) * self.microbatches
 
     def build(self) -> list[list[Op]] | None:
         """The orders by stage; None where this run found no op with room for it."""
@@ -147,6 +148,7 @@ class _Run:
 
     def _put(self, s: int, kind: str) -> None:
         self.stages[s].run(kind, max(self.stages[s].now, self._ready(s, kind)))
+        self.backwards_left -= kind == "B"
 
     def _warm_up(self) -> None:
         """Forwards up to the first B of every stage, and these first B."""
@@ -219,12 +221,9 @@ class _Run:
             return s == 0 or self.stages[s - 1].count["F"] > i
         return stage.count["F"] > i and (s == self.last or self.stages[s + 1].count["B"] > i)
 
-    def _unfinished(self) -> bool:
-        return any(stage.count["B"] < self.microbatches for stage in self.stages)
-
     def _by_rounds(self) -> bool:
         """One F on every stage, first to last, then one B on every stage, last to first. False when stuck."""
-        while self._unfinished():
+        while self.backwards_left:
             moved = False
             passes = [(s, "F") for s in range(self.last + 1)] + [(s, "B") for s in reversed(range(self.last + 1))]
             for s, kind in passes:
@@ -238,7 +237,7 @@ class _Run:
     def _by_time(self) -> bool:
         """Always the op that can start first; at equal times B before F. False when stuck."""
         choices = [self._first_choice(s) for s in range(self.last + 1)]
-        while self._unfinished():
+        while self.backwards_left:
             *_, s, kind = min(choices)
             if not kind:
                 return False
