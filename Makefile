@@ -18,7 +18,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name
