@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -130,11 +131,38 @@ class Schedule(Document):
         return Orders(devices, waits, self._channel_orders())
 
     def _channel_orders(self) -> Sequence[Sequence[Op]]:
+        at = {op.key: (op.start_us, op.end_us) for device in self.devices for _, ops in device.streams() for op in ops}
+        place = {op: k for k, op in enumerate(self._in_causal_order(at))}
         channels = []
         for lists in shared_channels(self.problem):
-            ops = [op for device, stream in lists for op in getattr(self.devices[device], stream)]
-            channels.append([op.key for op in sorted(ops, key=lambda op: (op.start_us, op.end_us))])
+            ops = [op.key for device, stream in lists for op in getattr(self.devices[device], stream)]
+            channels.append(sorted(ops, key=lambda op: (*at[op], place.get(op, 0))))
         return [channel for channel in channels if channel]
+
+    def _in_causal_order(self, at: Mapping[Op, tuple[float, float]]) -> Sequence[Op]:
+        """The ops by time, those at one instant after what they wait for; empty unless some transfer takes no time.
+
+        Transfers without length can share an instant, where times say nothing about who goes first.
+        """
+        if not any(op.kind in "OR" and start == end for op, (start, end) in at.items()):
+            return []
+        import networkx  # slow to load, and hardly ever needed
+
+        graph = networkx.DiGraph()
+        graph.add_nodes_from(at)
+        for device in self.devices:
+            for _, ops in device.streams():
+                graph.add_edges_from(pairwise(op.key for op in ops))
+                graph.add_edges_from(
+                    (Op.parse(name), op.key) for op in ops for name in op.waits if Op.parse(name) in at
+                )
+        for kind, s, i in at:
+            before = {"O": ("F",), "R": ("O",), "B": ("R",), "BW": ("R",)}.get(kind, ())
+            graph.add_edges_from((Op(other, s, i), Op(kind, s, i)) for other in before if Op(other, s, i) in at)
+        try:
+            return list(networkx.lexicographical_topological_sort(graph, key=lambda op: (*at[op], op)))
+        except networkx.NetworkXUnfeasible:
+            return []  # a circle: simulation and verification name it
 
 
 def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName]]]:

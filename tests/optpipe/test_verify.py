@@ -15,6 +15,7 @@ from optpipe.orders import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
+from optpipe.simulate import simulate
 from optpipe.verify import verify
 from solver.finish import finish
 from tests.problems import problems, uniform
@@ -136,6 +137,19 @@ def test_finds_waits_that_deadlock() -> None:
     assert rules_broken(schedule) == set()
     schedule["devices"][0]["offload"][0]["waits"] = ["B0.0"]
     assert rules_broken(schedule) == {"deadlock"}
+
+
+def test_channel_orders_of_transfers_without_length_follow_their_waits() -> None:
+    """Both wait for an end at the same instant; by time and name O0.1 would come first on the half-duplex channel."""
+    data = uniform(1, 2, host_memory_bytes=1, copy_channels={"duplex": False}).to_data()
+    data["stages"][0]["offload"] = {"bytes": 1, "offload_us": 0, "reload_us": 0}
+    device = DeviceOrders(ops("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1"), ops("O0.0 O0.1"), ops("R0.0 R0.1"))
+    waits = {Op.parse("R0.0"): ops("F0.1"), Op.parse("O0.1"): ops("R0.0")}
+    orders = Orders([device], waits, [ops("O0.0 R0.0 O0.1 R0.1")])
+    problem = Problem.from_data(data)
+    schedule = finish(problem, orders, 0.0, "by hand", 0.0)
+    assert simulate(problem, schedule.orders).value_us == schedule.value_us
+    assert schedule.orders.channels == orders.channels
 
 
 @settings(deadline=None, max_examples=150)
