@@ -15,7 +15,7 @@ from solver.exact.grid import Grid
 from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.point import Timing, point_of_orders
 from solver.exact.milp.program import Program, build, load
-from solver.finish import over_budget
+from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
 
 BOUND_SLACK = 1e-5
@@ -82,12 +82,9 @@ class _Search:
 
     def offer(self, orders: Orders, bound_us: float) -> None:
         """Take orders that HiGHS found, if they keep the budgets and are better than all before."""
-        if over_budget(self.problem, orders):
-            return  # by less than a byte in HiGHS's eyes: see Variables.bytes_unit
         simulation = simulate(self.problem, orders)
-        limit = self.problem.host_memory_bytes
-        if limit is not None and simulation.host_memory().peak_bytes > limit:
-            return  # an op of another device starts earlier than planned, and no wait reaches across devices
+        if not within_budgets(self.problem, orders, simulation):
+            return  # also where a budget is broken by less than a byte in HiGHS's eyes: see Variables.bytes_unit
         value = simulation.value_us
         if value < self.value_us or self.orders is None:
             self.orders, self.value_us = orders, value

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from optpipe.errors import InfeasibleError
+from optpipe.errors import InfeasibleError, NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from solver.bounds import lower_bound_us
 from solver.exact.milp.model import solve_milp
+from solver.finish import finish
 from solver.floor import serial_orders
 from solver.limits import Answer, Cancel, Limits, Start
 from solver.portfolio import Progress, solve
@@ -55,23 +57,71 @@ def test_offload_at_a_tight_budget_as_cp_sat(objective: str, microbatches: int, 
     assert sum(len(device.offload) for device in schedule.devices) > 0
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(problems())
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(max_stages=3))
 def test_agrees_with_cp_sat(problem: Problem) -> None:
-    def outcome(method: str) -> Schedule | None:
-        try:
-            return solved(problem, method, time_limit_s=10)
-        except InfeasibleError:
-            return None
+    """Neither proves what the other refutes; a method that runs out of time has proved nothing."""
 
-    mine, other = outcome("milp"), outcome("cp-sat")
-    assert (mine is None) == (other is None)
-    if mine and other:
-        assert mine.bound_us <= other.value_us + 1e-9
-        assert other.bound_us <= mine.value_us + 1e-9
-        assert mine.value_us - mine.bound_us <= 1e-6 * mine.value_us
-        if other.status == "optimal":
-            assert mine.value_us == pytest.approx(other.value_us, rel=1e-9)
+    def known(method: str) -> tuple[float, float]:
+        """A value that can be had, and a bound that holds."""
+        try:
+            schedule = solved(problem, method, time_limit_s=5)
+        except InfeasibleError:
+            return float("inf"), float("inf")
+        except NoSolutionError:
+            return float("inf"), 0.0
+        return schedule.value_us, schedule.bound_us
+
+    mine, other = known("milp"), known("cp-sat")
+    assert mine[1] <= other[0] * (1 + 1e-9)
+    assert other[1] <= mine[0] * (1 + 1e-9)
+
+
+Three = tuple[int, int, int]
+
+
+def _stage(device: int, times_us: Three, held: int, kept: int, workspace: Three, offload: Three) -> dict[str, Any]:
+    return {
+        "device": device,
+        **dict(zip(("forward_us", "backward_input_us", "backward_weight_us"), times_us, strict=True)),
+        "activation_bytes": held,
+        "backward_weight_bytes": kept,
+        "workspace_bytes": dict(zip("FBW", workspace, strict=True)),
+        "offload": dict(zip(("bytes", "offload_us", "reload_us"), offload, strict=True)),
+    }
+
+
+def uneven(objective: str, first_budget: int | None = 7, **more: Any) -> Problem:
+    """Three uneven devices; on the first a microbatch holds more after B than before."""
+    stages = [
+        _stage(0, (5, 7, 5), 2, 3, (1, 3, 1), (2, 3, 1)),
+        _stage(1, (7, 5, 6), 4, 2, (2, 0, 0), (2, 1, 4)),
+        _stage(2, (1, 9, 8), 5, 0, (2, 1, 2), (3, 2, 8)),
+    ]
+    data = uniform(3, 3, objective=objective).to_data() | {"stages": stages, **more}
+    data["devices"] = [{"memory_bytes": budget} for budget in (first_budget, 11, 10)]
+    return Problem.from_data(data)
+
+
+def test_an_incumbent_that_ends_the_search_counts() -> None:
+    """HiGHS reports no last incumbent here: it proves 71 and announces 72."""
+    problem = uneven("makespan", first_budget=None)
+    answer = solve_milp(problem, Limits(60, workers=1), Start(lower_bound_us(problem), 228.0), lambda answer: None)
+    assert (answer.value_us, answer.bound_us) == (71, 71)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "device_span"])
+@pytest.mark.parametrize(
+    "more", [{}, {"host_memory_bytes": 3}, {"copy_channels": {"duplex": False, "shared_by": [[0, 2]]}}]
+)
+def test_without_a_start_as_cp_sat(objective: str, more: dict[str, Any]) -> None:
+    problem = uneven(objective, **more)
+    start, limits = Start(lower_bound_us(problem), 300.0), Limits(60, workers=1)
+    answer = solve_milp(problem, limits, start, lambda answer: None)
+    assert answer.orders is not None
+    schedule = finish(problem, answer.orders, answer.bound_us, "milp", 0.0)
+    assert schedule.status == "optimal"
+    assert schedule.value_us == solved(problem, "cp-sat").value_us
 
 
 def test_reports_incumbents_in_order() -> None:
