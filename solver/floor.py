@@ -9,8 +9,8 @@ from __future__ import annotations
 from optpipe.memory import device_effect
 from optpipe.orders import Op, Orders
 from optpipe.problem import Problem, Stage
-from solver.exact.plan import orders_of_plan
 from solver.finish import peak_budgets
+from solver.plan import orders_of_plan
 
 
 def serial_orders(problem: Problem) -> Orders | None:

@@ -8,7 +8,7 @@ from random import Random
 from optpipe.memory import curve, device_effect
 from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
-from solver.exact.plan import orders_of_plan
+from solver.plan import orders_of_plan
 
 Planned = dict[Op, tuple[float, float]]
 

@@ -23,7 +23,7 @@ from optpipe.memory import device_effect
 from optpipe.orders import KINDS, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.exact.plan import orders_of_plan
+from solver.plan import orders_of_plan
 
 Activation = tuple[int, int]
 """Stage and microbatch."""

@@ -14,9 +14,9 @@ from solver.exact.cp_sat.constraints import Constraints
 from solver.exact.cp_sat.objective import add_objective
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
-from solver.exact.plan import orders_of_plan
 from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
+from solver.plan import orders_of_plan
 
 
 def build(problem: Problem, grid: Grid, horizon_us: float, bound_us: float) -> Variables:

@@ -9,7 +9,7 @@ from optpipe.orders import Op, Orders
 from optpipe.simulate import simulate
 from solver.exact.milp.variables import Table, Variables
 from solver.exact.milp.windows import TOLERANCE, Bools, Floats, Ints
-from solver.exact.plan import orders_of_plan
+from solver.plan import orders_of_plan
 
 
 def point_of_orders(variables: Variables, orders: Orders) -> Floats:

@@ -47,6 +47,30 @@ def test_strict_bubbles_of_the_measured_profiles(name: str, chunks: int, bubble:
     assert round(1 - max(problem.work_us) / value, 4) == bubble
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "chunks", "times_us", "bubble"),
+    [
+        (8, 64, 3, (18546, 18097, 9321, 762), 0.0461),
+        (8, 32, 4, (29802, 29428, 19530, 577), 0.0644),
+        (16, 64, 3, (11307, 11254, 8101, 379), 0.0878),
+        (16, 128, 3, (11325, 11308, 8109, 378), 0.0459),
+        (32, 128, 2, (10408, 10204, 7703, 408), 0.1192),
+        (32, 256, 2, (10402, 10248, 7698, 460), 0.0641),
+    ],
+)
+def test_strict_bubbles_of_the_other_rows(
+    p: int, m: int, chunks: int, times_us: tuple[int, int, int, int], bubble: float
+) -> None:
+    """The rows of Zero Bubble's table 9 that are no instances here; `times_us` is their F, B, W and transfer there."""
+    forward, backward, weight, transfer = times_us
+    data = uniform(p, m, transfer_us=transfer, objective="device_span").to_data()
+    costs = {"forward_us": forward, "backward_input_us": backward, "backward_weight_us": weight}
+    linear = Problem.from_data(data | {"stages": [stage | costs for stage in data["stages"]]})
+    problem = in_chunks(linear, chunks)
+    value = simulate(problem, interleaved_1f1b(problem)).value_us
+    assert round(1 - max(problem.work_us) / value, 4) == bubble
+
+
 @pytest.mark.parametrize(("p", "chunks", "m"), [(4, 2, 8), (4, 3, 8), (8, 2, 16), (2, 4, 6)])
 def test_bubble_and_memory_at_unit_costs(p: int, chunks: int, m: int) -> None:
     """Narayanan et al., section 2.2: (p - 1)(tF + tB + tW) of a chunk idle; peak (v - 1) p + 2(p - 1) + 1 chunks."""

@@ -1,4 +1,4 @@
-"""Times that an exact model found -> orders with waits. The times themselves are left behind: `simulate` makes them."""
+"""Planned times -> orders with waits. The times themselves are left behind: `simulate` makes them."""
 
 from __future__ import annotations
 
