@@ -27,7 +27,7 @@ from solver.portfolio import solve
 PROBLEMS = Path(__file__).parent / "problems"
 MEASURED = PROBLEMS / "zb-1.5b-p8-m24-mem1.json"
 WITH_OFFLOAD = PROBLEMS / "offload-p4-m8.json"
-PUBLISHED = ("1f1b", "zb-h1", "zb-auto")
+PUBLISHED = ("1f1b", "zb-h1", "zb-auto", "ada-offload")
 
 console = stdout()
 
