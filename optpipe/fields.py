@@ -5,8 +5,7 @@ The validators return the value they were given, so that 10 stays 10 and 10.0 st
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -17,6 +16,8 @@ MAX_TIME_US = 10**12
 """One op or transfer may take eleven days."""
 MAX_BYTES = 2**53 - 1
 """Integers up to here are the same in every JSON reader."""
+MAX_NUMBER = 1e30
+"""Far above every sum of times, and far below where sums of floats end."""
 MAX_COUNT = 10**6
 """Microbatches, devices or stages."""
 
@@ -27,18 +28,19 @@ def reject(code: str, detail: str) -> PydanticCustomError:
     return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is a number that arithmetic with floats can take: finite, and no integer of 400 digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _time_us(value: Any) -> int | float:
-    if not _is_number(value) or not math.isfinite(value):
+    if not _is_number(value):
         raise reject("not_a_number", f"is {shown(value)} but must be a finite number of microseconds")
     if value < 0:
         raise reject("negative", f"is {value} but must be at least 0. Maybe a sign slipped in")
     if value > MAX_TIME_US:
         raise reject("too_large", f"is {value} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _whole(value: Any, low: int, high: int, what: str) -> int:
@@ -62,15 +64,15 @@ def _index(value: Any) -> int:
 
 
 def _any_time_us(value: Any) -> int | float:
-    if not _is_number(value) or not math.isfinite(value):
-        raise reject("not_a_number", f"is {shown(value)} but must be a finite number")
-    return value  # type: ignore[no-any-return]
+    if not _is_number(value):
+        raise reject("not_a_number", f"is {shown(value)} but must be a finite number of at most {MAX_NUMBER:g}")
+    return value
 
 
 def _share(value: Any) -> int | float:
-    if not _is_number(value) or not math.isfinite(value) or value > 1:
+    if not _is_number(value) or value > 1:
         raise reject("not_a_share", f"is {shown(value)} but must be a finite number of at most 1")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _schema(kind: str, **limits: float) -> WithJsonSchema:

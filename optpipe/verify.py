@@ -209,9 +209,9 @@ class _Judge:
 
     def _any_timing(self, d: int, device: DevicePlan) -> int | None:
         waits = {op.key: [Op.parse(name) for name in op.waits] for op in _all_ops(device)}
-        streams = tuple([op.key for op in ops] for _, ops in device.streams())
+        compute, offload, reload = ([op.key for op in ops] for _, ops in device.streams())
         try:
-            return any_timing_peak_bytes(self.problem, streams, waits)  # type: ignore[arg-type]
+            return any_timing_peak_bytes(self.problem, (compute, offload, reload), waits)
         except DeadlockError as error:
             self._broken("deadlock", f"device {d}", None, str(error))
             return None

@@ -59,6 +59,18 @@ def uniform(
     )
 
 
+HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
+"""Half of the activation of `uniform` may leave, each way as long as an op."""
+WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+
+KNOWN_OPTIMA = {
+    "makespan": (uniform(4, 8, budget=8), 282),
+    "device_span": (uniform(4, 8, budget=16, objective="device_span"), 242),
+    "offload": (uniform(4, 8, budget=4, offload=HALF), 356),
+}
+"""Problems with their proved optimum in us, which every exact method must find."""
+
+
 @st.composite
 def problems(draw: st.DrawFn, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 3) -> Problem:
     """Random problems: unequal stages, any placement, tight and loose budgets, workspace, offload, every channel."""

@@ -17,6 +17,7 @@ from optpipe.cli.output import (
     time_text,
     write_whole,
 )
+from optpipe.errors import NoSolutionError
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -54,8 +55,13 @@ def command(
         check_writable(Path(output))
     loaded = Problem.load(problem)
     limits = Limits(time_limit, gap, workers or available_cores(), seed)
-    with stderr().status(f"solving {loaded.name or problem.name} with {method} for up to {time_limit:g} s"):
-        schedule = solve_until_interrupted(loaded, method, limits, print_progress)
+    try:
+        with stderr().status(f"solving {loaded.name or problem.name} with {method} for up to {time_limit:g} s"):
+            schedule = solve_until_interrupted(loaded, method, limits, print_progress)
+    except NoSolutionError:
+        if limits.cancel.requested:
+            raise KeyboardInterrupt from None  # there was no time to find anything: it is the interruption that counts
+        raise
     if output and not to_stdout:
         write_whole(Path(output), schedule_text(schedule))
     if to_stdout:

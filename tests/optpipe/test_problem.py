@@ -46,6 +46,8 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
         (lambda d: d["stages"][1].update(forward_us=-1), "stages[1].forward_us is -1 but must be at least 0. Maybe"),
         (lambda d: d["stages"][1].update(forward_us=float("nan")), "stages[1].forward_us is NaN but must be a finite"),
         (lambda d: d["stages"][1].update(forward_us=True), "stages[1].forward_us is true but must be a finite"),
+        (lambda d: d["stages"][1].update(forward_us=10**399), "but must be a finite number of microseconds"),
+        (lambda d: d["stages"][1].update(activation_bytes=10**399), "but must be from 0 to"),
         (lambda d: d["stages"][1].update(forward_us="10"), "stages[1].forward_us is '10' but must be a finite"),
         (lambda d: d["stages"][1].update(forward_us=1e13), "stages[1].forward_us is 10000000000000.0 but at most"),
         (

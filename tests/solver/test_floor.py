@@ -8,9 +8,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.finish import finish, over_budget
 from solver.floor import impossible_budgets, known_budgets_bytes, serial_orders
-from tests.problems import problems, uniform
-
-HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
+from tests.problems import HALF, problems, uniform
 
 
 def test_offloads_only_where_the_budget_asks_for_it() -> None:

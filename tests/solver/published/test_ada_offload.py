@@ -15,11 +15,10 @@ from solver.finish import finish
 from solver.floor import serial_orders
 from solver.published.ada_offload import ada_offload
 from solver.published.in_flight import in_flight_orders
-from tests.problems import REFERENCE, instance, problems, uniform
+from tests.problems import REFERENCE, WHOLE, instance, problems, uniform
 from tests.random_plans import execute, peak_bytes
 
 WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
-WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
 
 
 @pytest.mark.parametrize("name", WITH_OFFLOAD)

@@ -11,25 +11,14 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.limits import Limits
 from solver.portfolio import Progress, solve
-from tests.problems import REFERENCE, instance, uniform
-
-HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
-WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+from tests.problems import HALF, KNOWN_OPTIMA, REFERENCE, WHOLE, instance, uniform
 
 
 def solved(problem: Problem, **limits: Any) -> Schedule:
     return solve(problem, "cp-sat", Limits(**({"time_limit_s": 120} | limits)))
 
 
-@pytest.mark.parametrize(
-    ("problem", "value_us"),
-    [
-        (uniform(4, 8, budget=8), 282),
-        (uniform(4, 8, budget=16, objective="device_span"), 242),
-        (uniform(4, 8, budget=4, offload=HALF), 356),
-    ],
-    ids=["makespan", "device_span", "offload"],
-)
+@pytest.mark.parametrize(("problem", "value_us"), KNOWN_OPTIMA.values(), ids=KNOWN_OPTIMA.keys())
 def test_proves_known_optima(problem: Problem, value_us: float) -> None:
     schedule = solved(problem)
     assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)

@@ -17,25 +17,14 @@ from solver.finish import finish
 from solver.floor import serial_orders
 from solver.limits import Answer, Cancel, Limits, Start
 from solver.portfolio import Progress, solve
-from tests.problems import REFERENCE, instance, problems, uniform
-
-HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
-WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+from tests.problems import HALF, KNOWN_OPTIMA, REFERENCE, instance, problems, uniform
 
 
 def solved(problem: Problem, method: str = "milp", **limits: Any) -> Schedule:
     return solve(problem, method, Limits(**({"time_limit_s": 60, "workers": 1} | limits)))
 
 
-@pytest.mark.parametrize(
-    ("problem", "value_us"),
-    [
-        (uniform(4, 8, budget=8), 282),
-        (uniform(4, 8, budget=16, objective="device_span"), 242),
-        (uniform(4, 8, budget=4, offload=HALF), 356),
-    ],
-    ids=["makespan", "device_span", "offload"],
-)
+@pytest.mark.parametrize(("problem", "value_us"), KNOWN_OPTIMA.values(), ids=KNOWN_OPTIMA.keys())
 def test_proves_known_optima(problem: Problem, value_us: float) -> None:
     schedule = solved(problem)
     assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)

@@ -14,11 +14,10 @@ from optpipe.problem import Problem
 from solver.exact.milp.options import Options
 from solver.exact.milp.program import Program, build
 from solver.exact.milp.statement import export, state
-from tests.problems import problems, uniform
+from tests.problems import HALF, problems, uniform
 
 Row = tuple[frozenset[tuple[str, float]], float]
 
-HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
 ONE_CHANNEL = {"duplex": False, "shared_by": [[0, 1, 2]]}
 EVERYTHING = uniform(3, 4, budget=4, offload=HALF, host_memory_bytes=3, copy_channels=ONE_CHANNEL)
 
