@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 from optpipe.orders import Orders
@@ -56,7 +56,9 @@ class Cancel:
 class Limits:
     """When to stop: after `time_limit_s`, or as soon as ``(value - bound) / value <= gap``, or when `cancel` is set.
 
-    The clock runs from the construction.
+    The clock runs from the construction. With a `deterministic_limit` no search reads the clock to decide anything: it
+    is the work that they may do, in units of about a second each (CP-SAT's deterministic time, evaluations of a local
+    search), so that one worker and one seed give the same answer in every run.
     """
 
     time_limit_s: float = 30.0
@@ -65,6 +67,13 @@ class Limits:
     seed: int = 0
     cancel: Cancel = field(default_factory=Cancel)
     began: float = field(default_factory=time.perf_counter)
+    deterministic_limit: float | None = None
+
+    def part(self, share: float) -> Limits:
+        """Limits for a part of the search: this share of the time that is left, or of all the work allowed."""
+        if self.deterministic_limit is not None:
+            return replace(self, deterministic_limit=share * self.deterministic_limit)
+        return replace(self, time_limit_s=self.seconds + share * self.time_left_s)
 
     @property
     def seconds(self) -> float:

@@ -12,6 +12,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.exact.cp_sat.constraints import Constraints
 from solver.exact.cp_sat.objective import add_objective
+from solver.exact.cp_sat.parameters import configured_solver
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
 from solver.finish import within_budgets
@@ -36,13 +37,8 @@ def solve_cp_sat(problem: Problem, limits: Limits, start: Start, on_answer: Call
     variables = build(problem, grid, start.horizon_us, start.bound_us)
     if start.orders is not None:
         _add_hint(variables, start.orders)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limits.time_left_s
-    solver.parameters.num_workers = limits.workers
-    solver.parameters.random_seed = limits.seed
-    solver.parameters.relative_gap_limit = limits.gap
+    solver = configured_solver(limits)
     callback = _Callback(variables, start, on_answer)
-    solver.parameters.catch_sigint_signal = False
     with limits.cancel.calling(solver.stop_search):
         status = solver.solve(variables.model, callback)
     return callback.final(status, solver.best_objective_bound)
