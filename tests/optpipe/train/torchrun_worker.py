@@ -6,6 +6,7 @@ starts and ends its own, and only one run is possible.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -34,7 +35,9 @@ def main(folder: Path, steps: int, *, shared: bool) -> None:
             results[name] = asdict(result) | {"reports": [report.step for report in reports]}
     if shared:
         results["disagreement"] = {"error": disagreement(path)}
+        dist.barrier()
         dist.destroy_process_group()
+        gc.collect()
     results["group left"] = {"alive": dist.is_initialized()}
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
     assert leads() == (os.environ["RANK"] == "0")
