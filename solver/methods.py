@@ -12,7 +12,7 @@ from optpipe.problem import Problem
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.milp.model import solve_milp
 from solver.finish import over_budget
-from solver.limits import Answer, Limits, Start
+from solver.lanes import Search
 from solver.published.ada_offload import ada_offload
 from solver.published.gpipe import gpipe
 from solver.published.interleaved import interleaved_1f1b
@@ -23,12 +23,10 @@ from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
 from solver.published.zero_bubble import zb_h1, zb_h2
 
-Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
-
 
 @dataclass(frozen=True)
 class Method:
-    """A method: a published schedule (`orders`), or a search from a start (`search`)."""
+    """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all."""
 
     name: str
     kind: Literal["published", "exact", "portfolio"]
@@ -47,7 +45,7 @@ _ANY = "any placement, offload, budgets, shared channels"
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("auto", "portfolio", "the best published schedule, then cp-sat from there", _ANY, search=solve_cp_sat),
+        Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
         Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=solve_cp_sat),
         Method("milp", "exact", "mixed-integer program, HiGHS, proves optimality", _ANY, search=solve_milp),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),

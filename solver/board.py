@@ -1,0 +1,101 @@
+"""What is known of a problem while several searches run at once: the best schedule, the best bound, whether to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.finish import snapped_bound
+from solver.limits import Answer, Cancel, Limits, Start
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A better schedule or bound, `seconds` after the start: `orders` reach `value_us`, and `method` found them."""
+
+    seconds: float
+    value_us: float
+    bound_us: float
+    method: str
+    orders: Orders | None
+
+    @property
+    def gap(self) -> float:
+        """``(value - bound) / value``."""
+        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class Board:
+    """Collects what searches find and tells them when to stop. Safe to use from any thread.
+
+    `stop` is requested as soon as the gap asked for is reached, the problem is proved infeasible, or the caller
+    cancels; searches are given it in place of the caller's own.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.stop = Cancel()
+        self.infeasible = False
+        self.method = ""
+        self._on_progress = on_progress
+        self._split_suffices = split_backward_suffices(problem)
+        self._lock = Lock()
+        self._best = Answer(None, float("inf"), lower_bound_us(problem))
+
+    @property
+    def best(self) -> Answer:
+        """The best schedule and the best bound, from whichever search."""
+        return self._best
+
+    def start(self) -> Start:
+        """What a search that begins now should know."""
+        best = self._best
+        return Start(best.bound_us, _horizon_us(self.problem, best.value_us), best.orders, best.value_us)
+
+    def offer(self, answer: Answer, method: str) -> None:
+        """Keep what is better than all before, and tell the caller of the solve."""
+        with self._lock:
+            better = self._keep(answer, method)
+            best = self._best
+            if better and best.orders is not None and self._on_progress:
+                progress = Progress(self.limits.seconds, best.value_us, best.bound_us, method, best.orders)
+                self._on_progress(progress)
+        if self.infeasible or self.limits.reached(best.value_us, best.bound_us):
+            self.stop.request()
+
+    def _keep(self, answer: Answer, method: str) -> bool:
+        best = self._best
+        if answer.infeasible and self._split_suffices:
+            self.infeasible = True
+            return False
+        improves = answer.orders is not None and answer.value_us < best.value_us
+        orders, value = (answer.orders, answer.value_us) if improves else (best.orders, best.value_us)
+        bound = max(best.bound_us, answer.bound_us) if self._split_suffices else best.bound_us
+        if orders is not None:
+            bound = snapped_bound(value, bound)
+        if improves:
+            self.method = method
+        if improves or bound > best.bound_us:
+            self._best = Answer(orders, value, bound)
+        return self._best is not best
+
+
+def _horizon_us(problem: Problem, value_us: float) -> float:
+    """A time by which some schedule at least as good as `value_us` has ended, if it begins at 0.
+
+    The makespan itself; for spans twice the value: on the device of the first stage all F and B end within its span,
+    every other device begins within that time and has its own span. Without a schedule: everything one after another.
+    """
+    if value_us < float("inf"):
+        return value_us if problem.objective == "makespan" else 2 * value_us
+    transfers = sum(stage.offload.offload_us + stage.offload.reload_us for stage in problem.stages if stage.offload)
+    delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
+    return sum(problem.work_us) + problem.microbatches * (transfers + delays)

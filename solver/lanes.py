@@ -1,0 +1,87 @@
+"""Several searches at once: each lane is a thread that gives its searches their turns, over and over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from threading import Thread
+
+from optpipe.problem import Problem
+from solver.board import Board
+from solver.limits import Answer, Limits, Start
+
+Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A search by its method's name, and the share of the time still left (or of all the work) that a turn may take."""
+
+    method: str
+    search: Search
+    share: float
+    workers: int = 1
+    once: bool = False
+
+
+Lane = Sequence[Turn]
+
+EARLY = 0.95
+"""A search that ends before this share of its time has nothing more to try."""
+
+
+def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
+    """Search until the board says stop, the limits are reached, or every lane has nothing more to do.
+
+    One lane runs in the caller's thread. An exception in a lane stops the others and is raised here.
+    """
+    failures: list[BaseException] = []
+
+    def run(lane: Lane) -> None:
+        try:
+            _run_lane(problem, board, lane)
+        except BaseException as failure:
+            failures.append(failure)
+            board.stop.request()
+
+    threads = [Thread(target=run, args=(lane,), name="lane") for lane in lanes[1:]]
+    for thread in threads:
+        thread.start()
+    run(lanes[0])
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _run_lane(problem: Problem, board: Board, lane: Lane) -> None:
+    turns = deque(lane)
+    taken = 0
+    while turns and not board.stop.requested and not _over(board.limits):
+        turn = turns.popleft()
+        if _take(problem, board, turn, taken // len(lane)):
+            turns.append(turn)
+        taken += 1
+
+
+def _take(problem: Problem, board: Board, turn: Turn, round_number: int) -> bool:
+    """Let one search run from what the board knows now. Returns whether another turn may be worth it.
+
+    It is not where a search ended before its time and found nothing: it would only do so again.
+    """
+    limits = board.limits.part(turn.share)
+    limits = replace(limits, workers=turn.workers, seed=limits.seed + round_number, cancel=board.stop)
+    before = board.best
+
+    def offer(answer: Answer) -> None:
+        board.offer(answer, turn.method)
+
+    offer(turn.search(problem, limits, board.start(), offer))
+    if turn.once or limits.deterministic_limit is not None:
+        return False
+    return board.best is not before or limits.seconds >= EARLY * limits.time_limit_s
+
+
+def _over(limits: Limits) -> bool:
+    return limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s

@@ -1,0 +1,55 @@
+"""The published schedules as starts of a search: all that fit, the quick ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from optpipe.errors import MethodError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.board import Board
+from solver.finish import within_budgets
+from solver.floor import serial_orders
+from solver.limits import Answer
+from solver.methods import METHODS, published_orders
+
+SLOW = ("zb-v", "v-zb", "v-min", "v-half", "po-h", "po-f")
+"""Published schedules that take seconds on large problems: tried last."""
+
+START_SHARE = 1 / 3
+"""No further published schedule is begun after this share of the time."""
+
+
+def offer_published(problem: Problem, board: Board) -> None:
+    """Offer every published schedule that fits to the board; where none does, the floor."""
+    for name, orders in _candidates(problem, board):
+        simulation = simulate(problem, orders)
+        value = simulation.value_us
+        if value < board.best.value_us and within_budgets(problem, orders, simulation):
+            board.offer(Answer(orders, value, board.best.bound_us), name)
+        if board.stop.requested:
+            return
+
+
+def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:
+    found = False
+    for method in sorted(METHODS.values(), key=lambda method: method.name in SLOW):
+        if method.orders is None or (found and _late(board)):
+            continue
+        try:
+            orders = published_orders(method, problem)
+        except MethodError:
+            continue
+        found = True
+        yield method.name, orders
+    floor = None if found else serial_orders(problem)
+    if floor is not None:
+        yield "floor", floor
+
+
+def _late(board: Board) -> bool:
+    limits = board.limits
+    if limits.deterministic_limit is not None:
+        return board.stop.requested
+    return board.stop.requested or limits.seconds > START_SHARE * limits.time_limit_s
