@@ -1,0 +1,142 @@
+"""How long a device must hold bytes, and how long that takes in the memory that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from optpipe.problem import Problem, Stage
+from solver.bounds.budgets import usable_bytes
+from solver.bounds.paths import Paths
+
+
+def memory_time_bounds_us(problem: Problem) -> Sequence[float]:
+    """A bound from each device with stages and a budget: the byte-time its microbatches need over the budget.
+
+    It is Little's law (1961) with its ends: what is held on average is what comes in a time times how long it stays.
+    It rules where memory is too tight for a period without idle time, however many microbatches there are.
+
+    Proof. On stage s every microbatch holds its activation during F, the way on to the last stage and back, and B; then
+    what W needs during W (a fused backward holds the activation instead). Where it leaves to the host, that part is
+    away during the way, less both copies, at most; and the copies of one direction follow one another on the channel.
+    Count as used the activations before B's end, and while a W runs what it needs, at most an activation's size. That
+    is within the budget at any time.
+    At a time t after the device's first op at most ``1 + t / F`` forwards have begun; at a time t before the end of its
+    last op at most ``1 + t / (B + W)`` backwards are not done, the one that runs included; so less than the budget is
+    used near both ends. Hence ``budget * span >= byte-time needed - byte-time saved by offload in span + unused``.
+
+    Up to the end of the last backward it is the same with B in place of B + W at the end; W that come later held what
+    they need then, at most the budget, each for its length. The way from stage 0 to the device and back comes
+    on top, see `window_bounds_us`.
+    """
+    paths = Paths.of(problem)
+    return [_MemoryTime(problem, paths, stages).bound_us for stages in problem.stages_of if stages]
+
+
+@dataclass(frozen=True)
+class _MemoryTime:
+    """The byte-time of the device that holds the stages `numbers`."""
+
+    problem: Problem
+    paths: Paths
+    numbers: Sequence[int]
+
+    @property
+    def bound_us(self) -> float:
+        """The larger of the device's own span and of the way from stage 0 through this device and back."""
+        if self._budget in (0, float("inf")):
+            return 0.0
+        head_us, tail_us = self.paths.forward_before[self.numbers[0]], self.paths.backward_before[self.numbers[0]]
+        through_us = head_us + self._to_last_backward_us + tail_us + self.problem.stages[0].backward_weight_us
+        return max(through_us, self._span_us + (head_us if self.problem.objective == "makespan" else 0))
+
+    @cached_property
+    def _budget(self) -> float:
+        return usable_bytes(self.problem, self._stages[0].device)
+
+    @cached_property
+    def _stages(self) -> Sequence[Stage]:
+        return [self.problem.stages[s] for s in self.numbers]
+
+    @property
+    def _span_us(self) -> float:
+        return self._least_time_us(self._needed_byte_us, "BW")
+
+    @property
+    def _to_last_backward_us(self) -> float:
+        later_byte_us = self._budget * max(stage.backward_weight_us for stage in self._stages)
+        return self._least_time_us(self._needed_byte_us - later_byte_us, "B")
+
+    @cached_property
+    def _needed_byte_us(self) -> float:
+        """Of all microbatches, none of which leaves."""
+        activations = sum(
+            stage.activation_bytes * (stage.duration_us("F") + self.paths.turnaround_us(s, s) + stage.duration_us("B"))
+            for s, stage in zip(self.numbers, self._stages, strict=True)
+        )
+        weights = sum(
+            min(stage.activation_bytes, stage.backward_weight_bytes) * stage.backward_weight_us
+            for stage in self._stages
+        )
+        return self.problem.microbatches * (activations + weights)
+
+    def _least_time_us(self, needed_byte_us: float, backward: str) -> float:
+        """The least time in which the byte-time can be had, with ramps at both ends."""
+        ramps = [_ramp(self._budget, self._stages, "F"), _ramp(self._budget, self._stages, backward)]
+        work_us = sum(stage.duration_us(kind) for stage in self._stages for kind in ("F", backward))
+        if sum(ramp.length_us for ramp in ramps) <= self.problem.microbatches * work_us:
+            needed_byte_us += sum(ramp.unused_byte_us for ramp in ramps)
+        directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
+        return max(self._time_with_copies_us(needed_byte_us, kinds) for kinds in directions)
+
+    def _time_with_copies_us(self, needed_byte_us: float, kinds: str) -> float:
+        """The least L with ``budget * L`` and what copies of these kinds save in L no less than what is needed."""
+        time_us = 0.0
+        for saving in sorted(self._savings(kinds), key=lambda saving: -saving.rate_bytes):
+            in_all_us = self.problem.microbatches * saving.copy_us
+            if not saving.copy_us:
+                needed_byte_us -= self.problem.microbatches * saving.byte_us
+            elif needed_byte_us > (self._budget + saving.rate_bytes) * in_all_us:
+                needed_byte_us -= (self._budget + saving.rate_bytes) * in_all_us
+                time_us += in_all_us
+            else:
+                return time_us + max(0.0, needed_byte_us / (self._budget + saving.rate_bytes))
+        return time_us + max(0.0, needed_byte_us / self._budget)
+
+    def _savings(self, kinds: str) -> Sequence[_Saving]:
+        savings = []
+        for s, stage in zip(self.numbers, self._stages, strict=True):
+            if stage.offload:
+                away_us = self.paths.turnaround_us(s, s) - stage.duration_us("O") - stage.duration_us("R")
+                copy_us = sum(stage.duration_us(kind) for kind in kinds)
+                savings.append(_Saving(stage.offload.bytes * max(0.0, away_us), copy_us))
+        return savings
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """Byte-time that one microbatch of a stage need not hold if it leaves, and the time of its copy."""
+
+    byte_us: float
+    copy_us: float
+
+    @property
+    def rate_bytes(self) -> float:
+        return self.byte_us / self.copy_us if self.copy_us else float("inf")
+
+
+@dataclass(frozen=True)
+class _Ramp:
+    """A time near an end of a device's span, and the byte-time in it that cannot be used."""
+
+    length_us: float
+    unused_byte_us: float
+
+
+def _ramp(budget: float, stages: Sequence[Stage], kind: str) -> _Ramp:
+    """One activation may be there at once, and others as fast as ops of a kind take or free them."""
+    times = [(stage.activation_bytes, stage.duration_us(kind)) for stage in stages]
+    rate = max(size / time_us if time_us else float("inf") for size, time_us in times)
+    room = max(0, budget - max(stage.activation_bytes for stage in stages))
+    return _Ramp(room / rate, room * room / (2 * rate)) if rate else _Ramp(float("inf"), 0.0)

@@ -1,0 +1,66 @@
+"""The bound of every problem: never above an optimum, and reached where the published schedules are optimal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.exact.cp_sat.model import solve_cp_sat
+from solver.floor import serial_orders
+from solver.limits import Limits, Start
+from solver.published.zb_auto import zb_auto
+from tests.problems import KNOWN_OPTIMA, REFERENCE, instance, problems, uniform
+
+PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
+ZERO_BUBBLE = {name: entry["lower_bound_us"] for name, entry in REFERENCE.items() if "lower_bound_us" in entry}
+ZB_AUTO_IS_OPTIMAL = [
+    *sorted(name for name in ZERO_BUBBLE if name.endswith("-mem1")),
+    *("zb-1.5b-p8-m24-mem2", "zb-6.2b-p8-m24-mem1.5", "zb-14.6b-p16-m48-mem1.5", "zb-28.3b-p32-m96-mem1.5"),
+]
+
+
+@pytest.mark.parametrize("name", sorted(ZERO_BUBBLE))
+def test_is_at_least_the_zero_bubble_bound(name: str) -> None:
+    assert lower_bound_us(instance(name)) >= ZERO_BUBBLE[name]
+
+
+@pytest.mark.parametrize("name", ZB_AUTO_IS_OPTIMAL)
+def test_proves_zb_auto_optimal(name: str) -> None:
+    problem = instance(name)
+    assert lower_bound_us(problem) == simulate(problem, zb_auto(problem)).value_us
+
+
+@pytest.mark.parametrize("name", sorted(PROVED))
+def test_is_never_above_a_proved_optimum(name: str) -> None:
+    assert lower_bound_us(instance(name)) <= PROVED[name]
+
+
+@pytest.mark.parametrize("objective", sorted(KNOWN_OPTIMA))
+def test_is_never_above_a_known_optimum(objective: str) -> None:
+    problem, optimum_us = KNOWN_OPTIMA[objective]
+    assert lower_bound_us(problem) <= optimum_us
+
+
+@pytest.mark.parametrize("name", ["a-p4-m8-c0-b1o2-vshape-make", "d-p4-m8-o1-mo1-b1o2-vshape-make"])
+def test_is_an_optimum_along_a_v(name: str) -> None:
+    assert lower_bound_us(instance(name)) == PROVED[name]
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(problems(max_microbatches=5))
+def test_no_schedule_is_below(problem: Problem) -> None:
+    orders = serial_orders(problem)
+    assume(orders is not None and split_backward_suffices(problem))
+    assert orders is not None
+    value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
+    horizon_us = value_us if problem.objective == "makespan" else 2 * value_us
+    start = Start(0.0, horizon_us, orders, value_us)
+    best = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.3), start, lambda answer: None)
+    assert bound_us <= best.value_us + 1e-9
+
+
+def test_one_microbatch_takes_the_whole_way() -> None:
+    assert lower_bound_us(uniform(4, 1)) == 4 * 10 + 4 * 10 + 6 * 1 + 10
