@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit bench clean
+.PHONY: demo test lint unit bench bench-tables clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo --out out/demo
@@ -22,6 +22,12 @@ unit: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name
+
+# Tables and pictures: SIZE=quick to out/benchmarks/, SIZE=full to docs/benchmarks.md.
+SIZE ?= quick
+SECTIONS ?= all
+bench-tables: $(READY)
+	$(BIN)/python -m benchmarks.document $(SECTIONS) --size $(SIZE)
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,84 @@
+"""Measures sections of docs/benchmarks.md and puts them into it; what is not measured now stays as it was.
+
+`python -m benchmarks.document value-over-time devices --size full`. Without sections the document is only made, or
+brought to the present order of sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import seconds_by_size, suites, value_over_time
+from benchmarks.section import SIZES, Section, say
+
+SECTIONS = {
+    section.name: section for section in (*value_over_time.SECTIONS, *seconds_by_size.SECTIONS, *suites.SECTIONS)
+}
+DOCUMENTS = {"quick": Path("out/benchmarks/benchmarks.md"), "full": Path("docs/benchmarks.md")}
+
+HEAD = """# Benchmarks
+
+Made by commands, never by hand: `make bench-tables` measures every section anew (SIZE=quick in minutes, to
+`out/benchmarks/`; SIZE=full for this document), `python -m benchmarks.document SECTION --size full` one of them. Each
+section names its command, cores and time limit. Values and bounds are exact; seconds and what is found within them
+vary with the machine and its load. A bubble is that of the busiest device; "best public" is the best of the public
+schedulers in `tests/instances/reference.json`.
+"""
+
+NOT_MEASURED = "Not measured yet."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", help=f"what to measure: all, or some of {', '.join(SECTIONS)}")
+    parser.add_argument("--size", choices=SIZES, default="quick")
+    options = parser.parse_args(arguments)
+    names = list(SECTIONS) if options.sections == ["all"] else options.sections
+    if unknown := set(names) - set(SECTIONS):
+        parser.error(f"no sections: {', '.join(sorted(unknown))}. Maybe one of {', '.join(SECTIONS)}.")
+    path = DOCUMENTS[options.size]
+    pictures = path.parent / "pictures" / "benchmarks"
+    pictures.mkdir(parents=True, exist_ok=True)
+    bodies = _bodies(path.read_text() if path.is_file() else "")
+    for name in names:
+        say(f"-- {name}")
+        bodies[name] = _body(SECTIONS[name], SECTIONS[name].measure(options.size, pictures), path, pictures)
+        path.write_text(_document(bodies))  # after each, so that hours of measuring are not lost with the last
+    path.write_text(_document(bodies))
+    say(f"wrote {path}")
+
+
+def _body(section: Section, measured: str, document: Path, pictures: Path) -> str:
+    picture = section.picture(pictures)
+    shown = f"![{section.title}]({picture.relative_to(document.parent)})\n\n" if picture.is_file() else ""
+    return f"{shown}{measured}"
+
+
+def _document(bodies: dict[str, str]) -> str:
+    parts = [HEAD]
+    for name, section in SECTIONS.items():
+        body = bodies.get(name, f"{NOT_MEASURED} `{section.command} --size full` does.")
+        parts.append(f"## {section.title}\n\n{section.intent}\n\n{_begin(name)}\n{body}\n{_end(name)}\n")
+    return "\n".join(parts)
+
+
+def _bodies(document: str) -> dict[str, str]:
+    """What the document holds between the marks of each section."""
+    found = {name: re.search(f"{_begin(name)}\n(.*?)\n{_end(name)}", document, re.DOTALL) for name in SECTIONS}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def _begin(name: str) -> str:
+    return f"<!-- {name}: measured -->"
+
+
+def _end(name: str) -> str:
+    return f"<!-- {name}: end -->"
+
+
+if __name__ == "__main__":
+    main()

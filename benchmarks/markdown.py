@@ -1,0 +1,51 @@
+"""Tables and figures of a machine as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from solver.limits import available_cores
+
+Row = Sequence[str]
+
+
+def table(head: Row, rows: Sequence[Row], text_columns: int) -> str:
+    """A table whose first `text_columns` stand to the left, the others to the right."""
+    rule = ["---" if place < text_columns else "---:" for place in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def time_text(time_us: float) -> str:
+    """Microseconds, with thousands separated."""
+    return f"{time_us:,.0f}" if float(time_us).is_integer() else f"{time_us:,.1f}"
+
+
+def share_text(share: float) -> str:
+    """A share in per cent."""
+    return f"{100 * share:.2f} %"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Seconds with two decimals, three where there are few; a dash where a moment never came."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}"
+
+
+def conditions(command: str, time_limit_s: float) -> str:
+    """What every number beneath was measured with: the command, the cores, the limit, the version."""
+    cores = available_cores()
+    return (
+        f"`{command}`: {cores} core{'s' * (cores != 1)} of {_processor()}, at most {time_limit_s:g} s a run, "
+        f"version {version('optpipe')}. Values are microseconds."
+    )
+
+
+def _processor() -> str:
+    """The processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "an unnamed processor"

@@ -1,0 +1,88 @@
+"""How long a search takes as problems grow: seconds against a size, one line for each moment of a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from optpipe.errors import InputError, Issue
+from optpipe.plot.axes_grid import AxesGrid, line_widths, logarithmic_seconds, style
+from optpipe.plot.colours import FAINT_INK
+from optpipe.plot.curve_colours import CurveLook, curve_looks
+from optpipe.plot.output import encode, format_of, settings
+
+WIDTH_INCHES, HEIGHT_INCHES = 4.0, 2.4
+COLUMNS = 3
+LEAST_S = 0.001
+
+
+@dataclass(frozen=True)
+class SizeLine:
+    """Seconds at each size; sizes at which that moment never came are left out."""
+
+    label: str
+    points: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class SizeChart:
+    """Lines over one size, such as "microbatches", with what is held fixed in `subtitle`."""
+
+    title: str
+    subtitle: str
+    size_name: str
+    lines: Sequence[SizeLine]
+
+
+def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) -> None:
+    """Draw the charts to a .png, .svg or .html file. Raises InputError for another suffix, and where there are none."""
+    picture_format = format_of(path)
+    if not any(chart.lines for chart in charts):
+        raise InputError([Issue("charts", "empty", "is without lines. Maybe no schedule was found.")])
+    with settings():
+        path.write_bytes(encode(seconds_by_size_grid(charts, title).figure, picture_format, title))
+
+
+def seconds_by_size_grid(charts: Sequence[SizeChart], title: str) -> AxesGrid:
+    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    grid = AxesGrid.of(len(charts), COLUMNS, WIDTH_INCHES, HEIGHT_INCHES)
+    range_s = _whole_decades([s for chart in charts for line in chart.lines for _, s in line.points])
+    looks = curve_looks(line.label for chart in charts for line in chart.lines)
+    for axes, chart in zip(grid.axes, charts, strict=True):
+        _draw_chart(axes, chart, looks, range_s)
+    entries = [
+        Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, marker="o", markersize=4, label=label)
+        for label, look in looks.items()
+    ]
+    grid.draw_header(title, entries)
+    return grid
+
+
+def _whole_decades(seconds: Sequence[float]) -> tuple[float, float]:
+    """One scale for all charts, so that they can be compared."""
+    low = math.floor(math.log10(max(min(seconds), LEAST_S)))
+    high = math.ceil(math.log10(max(*seconds, LEAST_S)))
+    return 10.0**low, 10.0 ** max(high, low + 1)
+
+
+def _draw_chart(axes: Axes, chart: SizeChart, looks: Mapping[str, CurveLook], range_s: tuple[float, float]) -> None:
+    style(axes, chart.title, chart.subtitle)
+    axes.set_xscale("log", base=2)
+    sizes = sorted({size for line in chart.lines for size, _ in line.points})
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+    axes.set_xlabel(chart.size_name, color=FAINT_INK, fontsize=9)
+    logarithmic_seconds(axes, "y", *range_s)
+    for line, width in zip(chart.lines, line_widths(len(chart.lines)), strict=True):
+        look = looks[line.label]
+        places = [size for size, _ in line.points]
+        seconds = [max(s, LEAST_S) for _, s in line.points]
+        [drawn] = axes.plot(places, seconds, color=look.colour, linestyle=look.dashes, linewidth=width, clip_on=False)
+        drawn.set(marker="o", markersize=2.5 * width, zorder=3)

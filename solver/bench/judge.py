@@ -1,0 +1,143 @@
+"""What has changed against the record: worse than recorded, impossible by the record, above what is public."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from solver.bench.cases import Case
+from solver.bench.measure import Figures, Measured
+from solver.bench.suite import Recorded
+from solver.finish import RELATIVE_TOLERANCE
+from solver.limits import Limits
+
+SLOW_RATIO = 3.0
+"""A proof that takes this many times the recorded seconds is pointed out; machines differ, so it is no regression."""
+
+SHORTEST_S = 0.5
+"""Seconds below this say nothing of a method: they count as this many."""
+
+Change = Literal["regression", "better", "same", "new", "no schedule", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run compares with its record; `findings` say in sentences what makes it a regression.
+
+    `contradiction`: run and record cannot both be right, one of their bounds is above the other's value.
+    """
+
+    change: Change
+    findings: tuple[str, ...] = ()
+    contradiction: bool = False
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case that was run, with its verdict."""
+
+    case: Case
+    measured: Measured
+    verdict: Verdict
+
+
+def judge(case: Case, measured: Measured, limits: Limits, seconds_ratio: float | None = None) -> Verdict:
+    """Compare a run with the record of its case; with a `seconds_ratio` more seconds than that are a regression."""
+    if measured.failed:
+        return Verdict("regression", (measured.why_not,))
+    if measured.interrupted:
+        return Verdict("interrupted")
+    if measured.figures is None:
+        if case.recorded is None:
+            return Verdict("no schedule")
+        return Verdict("regression", (f"no schedule, but one was recorded: {measured.why_not}",))
+    return _judge_figures(case, measured.figures, limits, seconds_ratio)
+
+
+def _judge_figures(case: Case, figures: Figures, limits: Limits, seconds_ratio: float | None) -> Verdict:
+    public, recorded = _above_public(case, figures), case.recorded
+    if recorded is None:
+        return Verdict("regression" if public else "new", public)
+    impossible = _contradictions(recorded, figures)
+    worse = [] if impossible else _worse(recorded, figures, case.tolerance, limits)
+    late = _late(recorded, figures, seconds_ratio)
+    slow = recorded.proved and _takes_longer(recorded, figures, SLOW_RATIO)
+    findings = (*impossible, *worse, *late, *public)
+    change: Change = "better" if better(recorded, figures) else "same"
+    return Verdict("regression" if findings else change, findings, bool(impossible), slow)
+
+
+def better(recorded: Recorded, figures: Figures) -> bool:
+    """Whether a schedule has a lower value than recorded, or the same with a higher bound."""
+    if _above(recorded.value_us, figures.value_us):
+        return True
+    return not _above(figures.value_us, recorded.value_us) and _above(figures.bound_us, recorded.bound_us)
+
+
+def _above(one_us: float, other_us: float, tolerance: float = 0.0) -> bool:
+    """Whether one is above the other by more than a share of it (and by more than rounding)."""
+    return one_us > other_us + max(tolerance, RELATIVE_TOLERANCE) * abs(other_us)
+
+
+def _contradictions(recorded: Recorded, figures: Figures) -> list[str]:
+    maybe = "one of the two is wrong. Maybe the problem was changed after it was recorded; otherwise a bound has a bug."
+    found = []
+    if _above(recorded.bound_us, figures.value_us):
+        found.append(f"value_us is {figures.value_us:g}, below the recorded bound_us {recorded.bound_us:g}: {maybe}")
+    if _above(figures.bound_us, recorded.value_us):
+        found.append(f"bound_us is {figures.bound_us:g}, above the recorded value_us {recorded.value_us:g}: {maybe}")
+    return found
+
+
+def _worse(recorded: Recorded, figures: Figures, tolerance: float, limits: Limits) -> list[str]:
+    found = []
+    if _above(figures.value_us, recorded.value_us, tolerance):
+        change = figures.value_us / recorded.value_us - 1 if recorded.value_us else float("inf")
+        found.append(
+            f"value_us is {figures.value_us:.10g}, {change:.2%} above the recorded {recorded.value_us:.10g} "
+            f"(tolerance {tolerance:.2%})."
+        )
+    if recorded.proved and not figures.optimal:
+        found.append(f"a proof is lost: {recorded.value_us:.10g} was proved optimal in {recorded.seconds:.2f} s.")
+    elif _above(recorded.bound_us * (1 - tolerance), figures.bound_us):
+        found.append(
+            f"bound_us is {figures.bound_us:.10g}, below the recorded {recorded.bound_us:.10g} "
+            f"(tolerance {tolerance:.2%})."
+        )
+    if found:
+        found[-1] += _other_limits(recorded, limits)
+    return found
+
+
+def _other_limits(recorded: Recorded, limits: Limits) -> str:
+    """The likely reason where the record had more time or more cores."""
+    if recorded.time_limit_s > limits.time_limit_s:
+        return f" Maybe the time: {recorded.time_limit_s:g} s when recorded, {limits.time_limit_s:g} s now."
+    if recorded.workers > limits.workers:
+        return f" Maybe the cores: {recorded.workers} when recorded, {limits.workers} now."
+    return ""
+
+
+def _late(recorded: Recorded, figures: Figures, ratio: float | None) -> list[str]:
+    if ratio is None or not _takes_longer(recorded, figures, ratio):
+        return []
+    return [
+        f"took {figures.seconds:.2f} s, more than {ratio:g} times the recorded {recorded.seconds:.2f} s. "
+        "Maybe the machine is slower or busy."
+    ]
+
+
+def _takes_longer(recorded: Recorded, figures: Figures, ratio: float) -> bool:
+    return figures.seconds > ratio * max(recorded.seconds, SHORTEST_S)
+
+
+def _above_public(case: Case, figures: Figures) -> tuple[str, ...]:
+    public = case.public
+    if not case.never_above_public or public is None or not _above(figures.value_us, public.value_us):
+        return ()
+    share = figures.value_us / public.value_us - 1
+    return (
+        f"value_us is {figures.value_us:.10g}, {share:.2%} above the {public.value_us:.10g} of a public schedule "
+        f"({public.scheduler}).",
+    )

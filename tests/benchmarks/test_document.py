@@ -1,0 +1,58 @@
+"""The benchmarks' document keeps what is not measured anew, and shows each section with its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import document
+from benchmarks.section import Section, Size
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The document of two sections; one draws a picture, and both number their measurements."""
+    counts = {"one": 0, "two": 0}
+
+    def section(name: str) -> Section:
+        def measure(size: Size, pictures: Path) -> str:
+            counts[name] += 1
+            if name == "one":
+                (pictures / "one.png").write_bytes(b"")
+            return f"{name} measured {counts[name]} times, {size}"
+
+        return Section(name, name.title(), "What it shows.", "command", measure)
+
+    file = tmp_path / "benchmarks.md"
+    monkeypatch.setattr(document, "SECTIONS", {name: section(name) for name in counts})
+    monkeypatch.setattr(document, "DOCUMENTS", {"quick": file})
+    return file
+
+
+def test_without_sections_the_document_is_made(path: Path) -> None:
+    document.main([])
+    text = path.read_text()
+    assert text.count(document.NOT_MEASURED) == 2
+    assert text.index("## One") < text.index("## Two")
+
+
+def test_only_what_is_named_is_measured(path: Path) -> None:
+    document.main(["all"])
+    document.main(["two"])
+    text = path.read_text()
+    assert "one measured 1 times, quick" in text
+    assert "two measured 2 times, quick" in text
+    assert "two measured 1" not in text
+    assert "![One](pictures/benchmarks/one.png)" in text
+    assert "![Two]" not in text
+    before = text
+    document.main([])
+    assert path.read_text() == before
+
+
+def test_other_names_are_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        document.main(["three"])
+    assert "no sections: three. Maybe one of one, two." in capsys.readouterr().err
+    assert not path.exists()

@@ -1,0 +1,49 @@
+"""Suites, cases and runs for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from solver.bench.cases import Case
+from solver.bench.measure import Figures, Measured, Point
+from solver.bench.public import Public
+from solver.bench.suite import Entry, Suite
+from solver.finish import finish
+from solver.published.zero_bubble import zb_h1
+from tests.problems import uniform
+
+PROBLEM = uniform(2, 3, budget=4, name="two")
+
+RECORDED = {"value_us": 104, "bound_us": 100, "seconds": 2.0, "time_limit_s": 30.0, "workers": 2, "version": "0.1.0"}
+"""A record that the schedule of these tests repeats: its value is 104."""
+
+
+def figures(bound_us: float = 0.0) -> Figures:
+    """ZB-H1 on PROBLEM, found in a second, with a bound of one's choice."""
+    return Figures.of(finish(PROBLEM, zb_h1(PROBLEM), bound_us, "zb-h1", 1.0))
+
+
+def measured(found: Figures | None, **more: Any) -> Measured:
+    """A run that took a second."""
+    curve = (Point(1.0, found.value_us, found.bound_us, "zb-h1"),) if found else ()
+    given = {"figures": found, "why_not": "", "failed": False, "seconds": 1.0, "interrupted": False, "curve": curve}
+    return Measured(**(given | more))
+
+
+def case(recorded: dict[str, Any] | None = None, tolerance: float = 0.0, public_us: float | None = None) -> Case:
+    """An entry for PROBLEM; it must not be above `public_us`."""
+    entry = Entry.from_data(
+        {"problem": "two.json", "tolerance": tolerance} | ({"recorded": recorded} if recorded else {})
+    )
+    public = None if public_us is None else Public(public_us, "someone's")
+    return Case("two", PROBLEM, "auto", entry, public, never_above_public=True)
+
+
+def write_suite(folder: Path, *entries: dict[str, Any], **more: Any) -> Path:
+    """A suite of `entries` on two.json, which lies beside it."""
+    (folder / "two.json").write_text(PROBLEM.to_json())
+    path = folder / "suite.json"
+    data = {"format": "optpipe.suite/1", "entries": [{"problem": "two.json"} | entry for entry in entries], **more}
+    path.write_text(Suite.from_data(data).to_text())
+    return path

@@ -1,0 +1,112 @@
+"""What counts as a regression, and what only as noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from solver.bench.judge import judge
+from solver.limits import Limits
+from tests.solver.bench.suites import RECORDED, case, figures, measured
+
+LIMITS = Limits(30, workers=2)
+
+
+def verdict(recorded: dict[str, Any] | None, bound_us: float = 100, tolerance: float = 0.0, **more: Any) -> Any:
+    found = measured(figures(bound_us))
+    old = None if recorded is None else RECORDED | recorded
+    return judge(case(old, tolerance), found, LIMITS, **more)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "bound_us", "tolerance", "change"),
+    [
+        (None, 100, 0.0, "new"),
+        ({}, 100, 0.0, "same"),
+        ({}, 101, 0.0, "better"),
+        ({"value_us": 110}, 90, 0.1, "better"),
+        ({"value_us": 103}, 100, 0.01, "same"),
+        ({"bound_us": 100.5}, 100, 0.01, "same"),
+        ({"value_us": 104 * (1 + 1e-12)}, 100, 0.0, "same"),
+        ({"bound_us": 104}, 104, 0.0, "same"),
+    ],
+)
+def test_no_regression(recorded: dict[str, Any] | None, bound_us: float, tolerance: float, change: str) -> None:
+    found = verdict(recorded, bound_us, tolerance)
+    assert (found.change, found.findings, found.contradiction) == (change, (), False)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "bound_us", "tolerance", "finding"),
+    [
+        ({"value_us": 103}, 100, 0.0, "value_us is 104, 0.97% above the recorded 103 (tolerance 0.00%)."),
+        ({"value_us": 100, "bound_us": 90}, 100, 0.01, "value_us is 104, 4.00% above the recorded 100"),
+        ({"bound_us": 102}, 100, 0.0, "bound_us is 100, below the recorded 102"),
+        ({"bound_us": 104}, 103.9, 0.5, "a proof is lost: 104 was proved optimal in 2.00 s."),
+    ],
+)
+def test_regressions(recorded: dict[str, Any], bound_us: float, tolerance: float, finding: str) -> None:
+    found = verdict(recorded, bound_us, tolerance)
+    assert found.change == "regression"
+    [text] = found.findings
+    assert text.startswith(finding)
+    assert not found.contradiction
+
+
+def test_a_run_with_less_time_or_fewer_cores_says_so() -> None:
+    [text] = verdict({"value_us": 103, "time_limit_s": 60.0}).findings
+    assert text.endswith("Maybe the time: 60 s when recorded, 30 s now.")
+    [text] = verdict({"value_us": 103, "workers": 16}).findings
+    assert text.endswith("Maybe the cores: 16 when recorded, 2 now.")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "bound_us", "words"),
+    [
+        ({"value_us": 120, "bound_us": 110}, 100, "value_us is 104, below the recorded bound_us 110"),
+        ({"value_us": 103, "bound_us": 103}, 104, "bound_us is 104, above the recorded value_us 103"),
+    ],
+)
+def test_a_bound_above_a_value_is_a_contradiction(recorded: dict[str, Any], bound_us: float, words: str) -> None:
+    found = verdict(recorded, bound_us)
+    assert (found.change, found.contradiction) == ("regression", True)
+    assert found.findings[0].startswith(words)
+
+
+def test_seconds_fail_only_when_asked() -> None:
+    """The run took 1 s; less than half a second counts as half a second."""
+    recorded = {"seconds": 0.01, "bound_us": 104}
+    assert verdict(recorded, 104).slow is False
+    assert verdict(recorded, 104, seconds_ratio=2.5).change == "same"
+    late = verdict(recorded, 104, seconds_ratio=1.5)
+    assert late.change == "regression"
+    assert "took 1.00 s, more than 1.5 times the recorded 0.01 s. Maybe" in late.findings[0]
+
+
+def test_a_slow_proof_is_pointed_out() -> None:
+    found = measured(replace(figures(104), seconds=7.0))
+    proved, unproved = RECORDED | {"bound_us": 104}, RECORDED
+    assert [judge(case(recorded), found, LIMITS).slow for recorded in (proved, unproved)] == [True, False]
+    assert judge(case(proved), found, LIMITS).change == "same"
+
+
+def test_above_what_is_public() -> None:
+    found = measured(figures())
+    assert judge(case(public_us=104), found, LIMITS).change == "new"
+    worse = judge(case(public_us=100), found, LIMITS)
+    assert worse.change == "regression"
+    assert worse.findings == ("value_us is 104, 4.00% above the 100 of a public schedule (someone's).",)
+
+
+def test_no_schedule() -> None:
+    none = measured(None, why_not="too tight")
+    assert judge(case(), none, LIMITS).change == "no schedule"
+    assert judge(case(RECORDED), none, LIMITS).findings == ("no schedule, but one was recorded: too tight",)
+    assert judge(case(), measured(None, why_not="a bug", failed=True), LIMITS).change == "regression"
+
+
+def test_an_interrupted_run_is_not_judged() -> None:
+    found = judge(case(RECORDED | {"value_us": 103}), measured(figures(), interrupted=True), LIMITS)
+    assert (found.change, found.findings) == ("interrupted", ())
