@@ -7,6 +7,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from optpipe.errors import InfeasibleError, NoSolutionError
+from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.auto import auto_lanes
@@ -17,27 +18,34 @@ from solver.floor import impossible_budgets, known_budgets_bytes
 from solver.lanes import Lane, Turn, run_lanes
 from solver.limits import Limits
 from solver.methods import method_named, published_orders
-from solver.starts import offer_published
+from solver.starts import offer_orders, offer_published
 
 __all__ = ["OnProgress", "Progress", "solve", "solve_until_interrupted"]
 
 
 def solve(
-    problem: Problem, method: str = "auto", limits: Limits | None = None, on_progress: OnProgress | None = None
+    problem: Problem,
+    method: str = "auto",
+    limits: Limits | None = None,
+    on_progress: OnProgress | None = None,
+    starts: Sequence[Orders] = (),
 ) -> Schedule:
     """The best schedule that `method` finds within `limits`, verified.
 
-    A cancelled search returns the best schedule so far. Raises MethodError where the method cannot handle the
+    `starts` are orders for this problem from elsewhere, such as `solver.cache`; those within the budgets help a
+    search. A cancelled search returns the best schedule so far. Raises MethodError where the method cannot handle the
     problem, InfeasibleError where no schedule keeps the budgets, NoSolutionError where none was found in time.
     """
     chosen, limits = method_named(method), limits or Limits()
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
-        return finish(problem, orders, lower_bound_us(problem), chosen.name, limits.seconds)
+        return finish(problem, orders, lower_bound_us(problem), chosen.name, _solve_seconds(limits))
     _refuse_impossible(problem)
     board = Board(problem, limits, on_progress)
     with limits.cancel.calling(board.stop.request):
         offer_published(problem, board)
+        for orders in starts:
+            offer_orders(problem, board, orders, "neighbour")
         if chosen.search is not None:
             lanes: Sequence[Lane] = [[Turn(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
         else:
@@ -45,6 +53,11 @@ def solve(
         if not board.stop.requested:
             run_lanes(problem, board, lanes)
     return _schedule(problem, board, board.method if chosen.search is None else chosen.name)
+
+
+def _solve_seconds(limits: Limits) -> float:
+    """Seconds since the start; where the result must be the same in every run, the work that was allowed."""
+    return limits.seconds if limits.deterministic_limit is None else limits.deterministic_limit
 
 
 def _refuse_impossible(problem: Problem) -> None:
@@ -61,7 +74,7 @@ def _schedule(problem: Problem, board: Board, method: str) -> Schedule:
     """The best on the board, verified, or the error that says why there is none."""
     best = board.best
     if best.orders is not None:
-        return finish(problem, best.orders, best.bound_us, method, board.limits.seconds)
+        return finish(problem, best.orders, best.bound_us, method, _solve_seconds(board.limits))
     if board.infeasible:
         raise InfeasibleError("proved: no schedule keeps the memory budgets.", known_budgets_bytes(problem))
     raise NoSolutionError(

@@ -24,12 +24,17 @@ START_SHARE = 1 / 3
 def offer_published(problem: Problem, board: Board) -> None:
     """Offer every published schedule that fits to the board; where none does, the floor."""
     for name, orders in _candidates(problem, board):
-        simulation = simulate(problem, orders)
-        value = simulation.value_us
-        if value < board.best.value_us and within_budgets(problem, orders, simulation):
-            board.offer(Answer(orders, value, board.best.bound_us), name)
+        offer_orders(problem, board, orders, name)
         if board.stop.requested:
             return
+
+
+def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> None:
+    """Offer orders that `name` made, if they are better than the best and within every budget."""
+    simulation = simulate(problem, orders)
+    value = simulation.value_us
+    if value < board.best.value_us and within_budgets(problem, orders, simulation):
+        board.offer(Answer(orders, value, board.best.bound_us), name)
 
 
 def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:

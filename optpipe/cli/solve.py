@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.output import (
     AsJson,
     check_writable,
@@ -17,13 +18,22 @@ from optpipe.cli.output import (
     time_text,
     write_whole,
 )
-from optpipe.errors import NoSolutionError
+from optpipe.cli.size import parse_size
+from optpipe.errors import NoSolutionError, SolverDiedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe.orders import Orders
+    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
-    from solver.portfolio import Progress
+    from solver.limits import Limits
+    from solver.process import ChildResult, Heartbeat, Incumbent, Limit
 
 TimeLimit = Annotated[float, typer.Option("--time-limit", min=0.01, max=1e6, help="Seconds to search.")]
+
+MEMORY_SHARE = 0.8
+"""How much of the memory that is free a search may take, unless told otherwise."""
 
 
 def command(
@@ -37,6 +47,13 @@ def command(
     gap: Annotated[float, typer.Option(min=0.0, max=1.0, help="Stop at (value - bound) / value of this.")] = 0.0,
     workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the search.")] = 0,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Memory of the search, such as 8GiB; default: 80 % of what is free."
+        ),
+    ] = None,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep what was solved before.")] = True,
     as_json: AsJson = False,
 ) -> int:
     """Find a schedule: the order of every op on every device, and what is offloaded when, within every budget.
@@ -44,42 +61,103 @@ def command(
     Progress goes to stderr, a summary to stdout. Ctrl-C stops the search and keeps the best schedule so far.
     """
     from optpipe.problem import Problem
-    from optpipe.schedule_text import schedule_text
     from solver.limits import Limits, available_cores
-    from solver.methods import method_named
-    from solver.portfolio import solve_until_interrupted
 
-    method_named(method)
-    to_stdout = output == "-"
-    if output and not to_stdout:
+    if output and output != "-":
         check_writable(Path(output))
     loaded = Problem.load(problem)
     limits = Limits(time_limit, gap, workers or available_cores(), seed)
-    try:
+    result = _cached(loaded, method, limits) if cache else None
+    if result is None:
         with stderr().status(f"solving {loaded.name or problem.name} with {method} for up to {time_limit:g} s"):
-            schedule = solve_until_interrupted(loaded, method, limits, print_progress)
+            starts = _neighbours(loaded) if cache else []
+            result = _solve(loaded, method, limits, memory_limit, output, starts)
+        if cache and result.schedule:
+            _keep(result.schedule, method, limits, result.limit)
+    try:
+        schedule = result.schedule_or_error()
     except NoSolutionError:
         if limits.cancel.requested:
             raise KeyboardInterrupt from None  # there was no time to find anything: it is the interruption that counts
         raise
-    if output and not to_stdout:
-        write_whole(Path(output), schedule_text(schedule))
-    if to_stdout:
-        print(schedule_text(schedule), end="")
-    elif as_json:
-        print_json(summary(schedule) | {"output": output, "interrupted": limits.cancel.requested})
-    else:
+    _write(schedule, output)
+    if as_json and output != "-":
+        print_json(
+            summary(schedule) | {"output": output, "interrupted": limits.cancel.requested, "limit": result.limit}
+        )
+    elif output != "-":
         _print_summary(schedule, output)
     return 130 if limits.cancel.requested else 0
 
 
-def print_progress(progress: Progress) -> None:
+def _cached(problem: Problem, method: str, limits: Limits) -> ChildResult | None:
+    """The answer to an equal problem that was solved at least as well before."""
+    from solver.cache import Cache
+    from solver.process import ChildResult
+
+    known = Cache().lookup(problem)
+    if known is None or not known.answers(method, limits):
+        return None
+    stderr().print("an equal problem was solved before (--no-cache solves it again)", markup=False)
+    return ChildResult(known.schedule, known.schedule.status, None)
+
+
+def _neighbours(problem: Problem) -> Sequence[Orders]:
+    """Schedules of problems that differ in microbatches or budgets only, made to fit this one."""
+    from solver.cache import Cache
+
+    return Cache().neighbours(problem)
+
+
+def _keep(schedule: Schedule, method: str, limits: Limits, ended_for: Limit | None) -> None:
+    from solver.cache import Cache
+
+    given_s = limits.time_limit_s if ended_for in (None, "time") else limits.seconds
+    Cache().store(schedule, method, given_s * limits.workers)
+
+
+def _solve(
+    problem: Problem,
+    method: str,
+    limits: Limits,
+    memory_limit: int | None,
+    output: str | None,
+    starts: Sequence[Orders],
+) -> ChildResult:
+    """Solve in a process of its own; where that dies of itself, what it had found is written all the same."""
+    from solver.process import available_bytes, solve_in_child
+
+    available = available_bytes()
+    if memory_limit is None and available is not None:
+        memory_limit = int(MEMORY_SHARE * available)
+    try:
+        with ctrl_c_cancels(limits.cancel):
+            return solve_in_child(problem, method, limits, memory_limit, _print_event, starts=starts)
+    except SolverDiedError as error:
+        if error.best is not None:
+            _write(error.best, output)
+        raise
+
+
+def _write(schedule: Schedule, output: str | None) -> None:
+    from optpipe.schedule_text import schedule_text
+
+    if output == "-":
+        print(schedule_text(schedule), end="")
+    elif output:
+        write_whole(Path(output), schedule_text(schedule))
+
+
+def _print_event(event: Incumbent | Heartbeat) -> None:
     """One line on stderr for each better value or bound."""
-    stderr().print(
-        f"{progress.seconds:8.2f} s  {time_text(progress.value_us):>16}  bound {time_text(progress.bound_us):>16}  "
-        f"gap {share_text(progress.gap):>8}  {progress.method}",
-        markup=False,
-    )
+    from solver.process import Incumbent
+
+    if isinstance(event, Incumbent):
+        stderr().print(
+            f"{event.seconds:8.2f} s  {time_text(event.value_us):>16}  bound {time_text(event.bound_us):>16}  "
+            f"gap {share_text(event.gap):>8}  {event.method}",
+            markup=False,
+        )
 
 
 def summary(schedule: Schedule) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def test_everything_wrong_is_said_at_once(cli: Cli, problem_file: Path) -> None:
         (("--time-limit", "soon"), "'--time-limit'"),
         (("--workers", "0"), "'--workers'"),
         (("--seed", "-1"), "'--seed'"),
+        (("--memory-limit", "much"), "'much' is not a size. Maybe write it as 8GiB"),
         (("--bogus",), "No such option: --bogus"),
         (("-o", "/no/such/folder/s.json"), "/no/such/folder is not a folder"),
     ],

@@ -45,6 +45,25 @@ def test_solve_json_summary(cli: Cli, problem_file: Path) -> None:
     assert document["interrupted"] is False
 
 
+def test_solve_stops_at_the_memory_it_may_take(cli: Cli, tmp_path: Path) -> None:
+    """40 MB are less than the solvers' own libraries: nothing is searched, but one microbatch after another fits."""
+    path, out = tmp_path / "problem.json", tmp_path / "s.json"
+    path.write_text(uniform(4, 8, budget=8).to_json())
+    run = cli("solve", path, "-o", out, "--memory-limit", "40MB", "--json")
+    assert run.code == 0
+    assert (run.document["limit"], run.document["method"]) == ("memory", "floor")
+    assert verify(Schedule.load(out)).ok
+
+
+def test_solve_knows_what_was_solved_before(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
+    first, again, anew = (tmp_path / name for name in ("first.json", "again.json", "anew.json"))
+    cli("solve", problem_file, "-o", first)
+    assert "solved before" in cli("solve", problem_file, "-o", again).err
+    assert again.read_bytes() == first.read_bytes()
+    assert "solved before" not in cli("solve", problem_file, "-o", anew, "--no-cache").err
+    assert Schedule.load(anew).value_us == Schedule.load(first).value_us
+
+
 def test_methods(cli: Cli) -> None:
     text = cli("methods").out
     assert all(name in text for name in METHODS)
@@ -137,7 +156,7 @@ def test_the_module_is_the_same_program() -> None:
 
 def test_ctrl_c_keeps_the_best_schedule(tmp_path: Path) -> None:
     out = tmp_path / "best.json"
-    instance = INSTANCES / "zb-1.5b-p8-m24-mem1.json"
+    instance = INSTANCES / "d-p8-m16-o1-mo1-b1o4-vshape-make.json"
     command = [
         sys.executable,
         "-m",
@@ -153,7 +172,7 @@ def test_ctrl_c_keeps_the_best_schedule(tmp_path: Path) -> None:
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert "1f1b" in process.stderr.readline()
+    assert "bound" in process.stderr.readline()
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
@@ -161,4 +180,4 @@ def test_ctrl_c_keeps_the_best_schedule(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     schedule = Schedule.load(out)
     assert verify(schedule).ok
-    assert schedule.value_us <= 1310405
+    assert schedule.status == "feasible"

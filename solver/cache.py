@@ -1,0 +1,181 @@
+"""Solved problems on disk: an equal one is answered at once, a neighbour gives a solve its start.
+
+One file a problem, in a folder for each family of problems that differ in microbatches, budgets and objective alone.
+A file is written whole or not at all, so several processes may share the folder; one that cannot be read, or whose
+checksum is wrong, counts as absent. Whatever comes out is simulated and verified again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optpipe.errors import OptPipeError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.canonical import Canonical, canonical
+from solver.limits import Limits
+from solver.orders_text import orders_data, read_orders
+
+FORMAT = "cache-1"
+"""The folder's name. A new one forgets all proofs: needed where a bound turns out to have been wrong."""
+
+MAX_ENTRY_BYTES = 16 * 2**20
+MAX_BYTES = 256 * 2**20
+MAX_AGE_S = 90 * 24 * 3600.0
+
+MAX_NEIGHBOURS = 8
+"""Neighbours that are tried as starts, those with the most similar number of microbatches first."""
+
+
+def default_folder() -> Path:
+    """Where caches of this user belong."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe"
+
+
+@dataclass(frozen=True)
+class CachedSchedule:
+    """A verified schedule from the cache; `asked` is the method that was asked for, `worker_s` the time it was given.
+
+    `worker_s` is time times workers.
+    """
+
+    schedule: Schedule
+    asked: str
+    worker_s: float
+
+    def answers(self, method: str, limits: Limits) -> bool:
+        """Whether it was solved at least as well as a new solve is asked to.
+
+        Where work is counted instead of time, only a new solve gives the same answer on every machine.
+        """
+        if limits.deterministic_limit is not None:
+            return False
+        good_enough = self.schedule.gap <= limits.gap and method in (self.asked, "auto")
+        tried_enough = method == self.asked and self.worker_s >= limits.time_limit_s * limits.workers
+        return good_enough or tried_enough
+
+
+class Cache:
+    """The solved problems in a folder, which need not exist. Never raises for what is or is not on disk."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or default_folder()) / FORMAT
+
+    def lookup(self, problem: Problem) -> CachedSchedule | None:
+        """The best known schedule of this problem or an equal one, in this one's units; None where there is none."""
+        from solver.finish import finish
+
+        form = canonical(problem)
+        path = self._path(form)
+        entry = _read(path)
+        if entry is None or entry["problem"] != form.data:
+            return None
+        bound_us = entry["bound"] * float(form.time_us)
+        try:
+            orders = read_orders(entry["orders"])
+            schedule = finish(problem, orders, bound_us, entry["method"], entry["solve_seconds"])
+        except (OptPipeError, ValueError, TypeError, KeyError):
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return CachedSchedule(schedule, entry["asked"], entry["worker_s"])
+
+    def neighbours(self, problem: Problem) -> list[Orders]:
+        """Orders for this problem made of schedules for other budgets, objectives or microbatches, within its budgets.
+
+        Those for the nearest number of microbatches come first.
+        """
+        from solver.neighbours import adapted
+
+        form = canonical(problem)
+        family = self._path(form).parent
+        entries = [entry for path in family.glob("*.json") if (entry := _read(path)) is not None]
+        others = [entry for entry in entries if entry["problem"] != form.data]
+        others.sort(key=lambda entry: abs(entry["problem"]["microbatches"] - problem.microbatches))
+        found = []
+        for entry in others[:MAX_NEIGHBOURS]:
+            with suppress(ValueError, TypeError, KeyError):
+                found.append(adapted(problem, read_orders(entry["orders"]), entry["problem"]["microbatches"]))
+        return [orders for orders in found if orders is not None]
+
+    def store(self, schedule: Schedule, asked: str, worker_s: float) -> None:
+        """Keep a schedule that was solved by the method `asked` in `worker_s` (time times workers), unless a better
+        one is there. The higher bound is kept in either case."""
+        form = canonical(schedule.problem)
+        time_us = float(form.time_us)
+        entry = {
+            "problem": form.data,
+            "asked": asked,
+            "worker_s": worker_s,
+            "method": schedule.method,
+            "solve_seconds": schedule.solve_seconds,
+            "value": schedule.value_us / time_us,
+            "bound": schedule.bound_us / time_us,
+            "orders": orders_data(schedule.orders),
+        }
+        path = self._path(form)
+        known = _read(path)
+        if known is not None and known["problem"] == form.data:
+            entry = _better(known, entry) | {"bound": max(known["bound"], entry["bound"])}
+        with suppress(OSError):
+            _write(path, entry)
+            self._prune()
+
+    def _path(self, form: Canonical) -> Path:
+        return self.folder / form.family_key / f"{form.key}.json"
+
+    def _prune(self) -> None:
+        """Remove what was not used for long, and the longest unused where there is too much."""
+        held_bytes = 0
+        for used_s, size_bytes, path in sorted(self._files(), reverse=True):
+            held_bytes += size_bytes
+            if held_bytes > MAX_BYTES or time.time() - used_s > MAX_AGE_S:
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        for path in self.folder.glob("*/*"):
+            with suppress(OSError):  # another process may have removed it
+                state = path.stat()
+                yield state.st_mtime, state.st_size, path
+
+
+def _better(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The one with the better value; of equal ones the one that was given more time."""
+    return new if (new["value"], -new["worker_s"]) <= (known["value"], -known["worker_s"]) else known
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The entry in a file; None where there is none, or it was damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    checksum, _, body = content.partition(b"\n")
+    if checksum != _checksum(body):
+        return None
+    entry: dict[str, Any] = json.loads(body)
+    return entry
+
+
+def _write(path: Path, entry: dict[str, Any]) -> None:
+    body = json.dumps(entry, separators=(",", ":"), allow_nan=False).encode()
+    if len(body) > MAX_ENTRY_BYTES:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="new-", delete=False) as file:
+        file.write(_checksum(body) + b"\n" + body)
+    os.replace(file.name, path)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()

@@ -1,0 +1,117 @@
+"""A schedule for another number of microbatches: its steady state repeated, or cut short.
+
+In the steady state of a schedule each device does the same again for every group of n microbatches. What a device does
+from the F of microbatch a to that of a + n, on all its streams, can be done k times more, or left out. Warm-up and
+cool-down stay as they are. Whether the steady state is there is not asked: what comes out is simulated and held to
+the budgets, and where it fails another a or n is tried.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import ceil
+
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.orders import Op, Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.finish import within_budgets
+from solver.plan import orders_of_plan
+
+Planned = dict[Op, tuple[float, float]]
+
+GROUPS = (1, 2, 3, 4)
+"""Sizes of the groups of microbatches that are tried as one period of a steady state, besides one for each device."""
+
+PLACES = (0.5, 0.4, 0.65)
+"""Where in the schedule a period is sought, as shares of its microbatches."""
+
+
+def adapted(problem: Problem, orders: Orders, microbatches: int) -> Orders | None:
+    """The best orders for `problem` that can be had from `orders` for so many `microbatches`, else None.
+
+    The problem that they were made for may have had other budgets too; nothing else may differ.
+    """
+    if microbatches == problem.microbatches:
+        return orders if _value_us(problem, orders) is not None else None
+    source = problem.from_data(problem.to_data() | {"microbatches": microbatches})
+    try:
+        planned = _times(source, orders)
+    except (DeadlockError, OrderError):
+        return None
+    best: tuple[float, Orders | None] = (float("inf"), None)
+    for plan in _plans(problem, planned, microbatches):
+        made = orders_of_plan(problem, plan, tolerance=1e-9 * max(end for _, end in plan.values()))
+        value = _value_us(problem, made)
+        if value is not None and value < best[0]:
+            best = (value, made)
+    return best[1]
+
+
+def _value_us(problem: Problem, orders: Orders) -> float | None:
+    """The value of orders that keep the budgets; None for those that do not, or are none of this problem."""
+    try:
+        simulation = simulate(problem, orders)
+        return simulation.value_us if within_budgets(problem, orders, simulation) else None
+    except (DeadlockError, OrderError):
+        return None
+
+
+def _times(problem: Problem, orders: Orders) -> Planned:
+    simulation = simulate(problem, orders)
+    times = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
+    return dict(zip(simulation.ops, times, strict=True))
+
+
+def _plans(problem: Problem, planned: Planned, microbatches: int) -> Iterator[Planned]:
+    more = problem.microbatches - microbatches
+    if more < 0:
+        yield _first(planned, problem.microbatches)
+    for place in PLACES:
+        for group in (*GROUPS, len(problem.devices)) if more > 0 else (-more,):
+            begin = round(place * (microbatches - group))
+            if begin < 0 or begin + group >= microbatches:
+                continue
+            copies = ceil(more / group) if more > 0 else -1
+            plan = _repeated(planned, begin, group, copies)
+            yield _first(plan, problem.microbatches) if more % group else plan
+
+
+def _first(planned: Planned, microbatches: int) -> Planned:
+    """Without the last microbatches: valid whatever the schedule, but the place of what is left out stays empty."""
+    return {op: times for op, times in planned.items() if op.microbatch < microbatches}
+
+
+def _repeated(planned: Planned, begin: int, group: int, copies: int) -> Planned:
+    """The plan with one period done `copies` times more (-1: left out).
+
+    The period of each kind of op of each stage holds the `group` of them that start when stage 0 runs F `begin`, or
+    next. Where the schedule is not quite periodic there, the plan is not quite right either, but its order may be.
+    """
+    here_us, next_us = planned[Op("F", 0, begin)][0], planned[Op("F", 0, begin + group)][0]
+    first = Counter((op.kind, op.stage) for op, (start, _) in planned.items() if start < here_us)
+    place = _places(planned)
+    result: Planned = {}
+    for op, (start, end) in planned.items():
+        beyond = place[op] - first[op.kind, op.stage]
+        if beyond < 0:
+            shifts = range(1)
+        elif beyond < group:
+            shifts = range(copies + 1)
+        else:
+            shifts = range(copies, copies + 1)
+        for k in shifts:
+            shift_us = k * (next_us - here_us)
+            result[Op(op.kind, op.stage, op.microbatch + k * group)] = (start + shift_us, end + shift_us)
+    return result
+
+
+def _places(planned: Planned) -> dict[Op, int]:
+    """For each op, how many of its kind and stage come before it."""
+    seen: Counter[tuple[str, int]] = Counter()
+    places = {}
+    for op in sorted(planned, key=lambda op: op.microbatch):
+        places[op] = seen[op.kind, op.stage]
+        seen[op.kind, op.stage] += 1
+    return places

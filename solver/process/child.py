@@ -1,0 +1,194 @@
+"""What runs inside a child process: one problem in on stdin, incumbents and one answer out on stdout.
+
+Started by `handle.Child` as ``python -m solver.process.child PARENT_PID``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, BinaryIO
+
+from optpipe.errors import OptPipeError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from solver.limits import Limits
+from solver.orders_text import orders_data
+from solver.process import messages
+from solver.process.loading import load_verifier
+from solver.process.messages import Limit, Message
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Schedule
+    from solver.portfolio import Progress
+
+LEAST_SEARCH_S = 0.25
+"""However long the start took, a search gets this much time, or its whole limit: enough for a published schedule."""
+
+LEAST_PAUSE_S = 0.2
+MOST_PAUSE_S = 0.7
+"""Seconds between two incumbents: four times as long as sending one takes, within these."""
+
+EARLY = 0.95
+"""A search that ends before this share of its time was not ended by the clock."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answer one request, then end."""
+    _die_with_parent(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the image of a process that exploded would fill the disk
+    outbox = Outbox(_own_stdout())
+    import solver.portfolio  # noqa: F401 (slow to load, so before the problem is there: a child may wait for one)
+
+    load_verifier()
+    request = sys.stdin.buffer.readline()
+    if not request:
+        return
+    problem, method, given, starts = messages.read_request(json.loads(request))
+    limits = _with_time_left(given)
+    Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
+    outbox.end(_answer(problem, method, limits, starts, outbox))
+    os._exit(0)  # at once: the thread that still reads stdin would hold up a usual end
+
+
+def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox) -> Message:
+    from solver.portfolio import solve
+
+    try:
+        schedule = solve(problem, method, limits, outbox.offer, starts)
+    except OptPipeError as error:
+        return messages.error(error)
+    except MemoryError:
+        return messages.OUT_OF_MEMORY
+    return {
+        "type": "answer",
+        "seconds": limits.seconds,
+        "value_us": schedule.value_us,
+        "bound_us": schedule.bound_us,
+        "method": schedule.method,
+        "limit": _limit(schedule, method, limits),
+        "orders": orders_data(schedule.orders),
+    }
+
+
+def _limit(schedule: Schedule, method: str, limits: Limits) -> Limit | None:
+    """What ended the search; None where it was done."""
+    from solver.methods import METHODS
+
+    if schedule.status == "optimal":
+        return None
+    if limits.cancel.requested:
+        return "interrupted"
+    if schedule.gap <= limits.gap:
+        return "gap"
+    if METHODS[method].kind == "published":
+        return None
+    return "time" if limits.deterministic_limit is not None or limits.seconds >= EARLY * limits.time_limit_s else None
+
+
+def _with_time_left(given: Limits) -> Limits:
+    least = given.seconds + min(LEAST_SEARCH_S, given.time_limit_s)
+    return replace(given, time_limit_s=max(given.time_limit_s, least))
+
+
+class Outbox:
+    """Sends the newest incumbent now and then, from a thread of its own: a flood of them delays no search."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._changed = Condition()
+        self._newest: Progress | None = None
+        self._sent: Orders | None = None
+        self._ended = False
+        self._sender = Thread(target=self._send_newest, name="outbox", daemon=True)
+        self._sender.start()
+
+    def offer(self, progress: Progress) -> None:
+        """Take a better incumbent, from any thread; a bound alone is worth no message."""
+        if progress.orders is None:
+            return
+        with self._changed:
+            self._newest = progress
+            self._changed.notify()
+
+    def end(self, last: Message) -> None:
+        """Send the newest incumbent if it is still here, then the last message."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._sender.join()
+        self._write(last)
+
+    def _send_newest(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest or self._ended)
+                progress, self._newest = self._newest, None
+            if progress is None:
+                return
+            began = time.perf_counter()
+            self._write(self._incumbent(progress))
+            took = time.perf_counter() - began
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, min(max(4 * took, LEAST_PAUSE_S), MOST_PAUSE_S))
+
+    def _incumbent(self, progress: Progress) -> Message:
+        """The message; orders that were sent before are left out (only the bound rose)."""
+        message = {
+            "type": "incumbent",
+            "seconds": progress.seconds,
+            "value_us": progress.value_us,
+            "bound_us": progress.bound_us,
+            "method": progress.method,
+        }
+        if progress.orders is not None and progress.orders is not self._sent:
+            message["orders"] = orders_data(progress.orders)
+            self._sent = progress.orders
+        return message
+
+    def _write(self, message: Message) -> None:
+        self._out.write(messages.line(message))
+        self._out.flush()
+
+
+def _own_stdout() -> BinaryIO:
+    """The pipe to the parent; whatever else prints goes to stderr from now on."""
+    pipe = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return pipe
+
+
+def _obey(limits: Limits) -> None:
+    """Cancel on request; end at once where the parent has gone."""
+    for text in sys.stdin.buffer:
+        if json.loads(text) == messages.CANCEL:
+            limits.cancel.request()
+    os._exit(1)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends, where it can (Linux).
+
+    The end of stdin says the same everywhere, but is not heard while a solver keeps Python's lock.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(OSError):  # where memory is short, this process goes first, not its parent
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.getppid() != parent:
+        sys.exit("the parent has gone")
+
+
+if __name__ == "__main__":
+    main()

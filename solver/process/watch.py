@@ -1,0 +1,209 @@
+"""A solve, watched from the parent: limits that hold whatever happens in the child, and the best schedule verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Literal
+
+from optpipe.errors import InfeasibleError, NoSolutionError, SolverDiedError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.limits import Limits
+from solver.orders_text import read_orders
+from solver.process import messages
+from solver.process.handle import Child
+from solver.process.loading import load_verifier
+from solver.process.messages import Heartbeat, Incumbent, Limit, Message
+
+TICK_S = 0.02
+"""How often limits are looked at."""
+
+HEARTBEAT_S = 0.5
+"""Seconds between two heartbeats."""
+
+STOP_S = 1.0
+"""Time over its limit in which a child may still stop by itself and say what it found."""
+
+CANCEL_S = 0.4
+"""Time in which a cancelled child may do so."""
+
+VERIFY_S_PER_OP = 5e-6
+"""What reading, timing and verifying an answer takes (4 us an op measured on one core). It is part of the limit."""
+
+OnEvent = Callable[[Incumbent | Heartbeat], None]
+
+
+@dataclass(frozen=True)
+class ChildResult:
+    """How a solve ended: the best schedule, verified, or the error that says why there is none.
+
+    `limit` is what stopped the search; None where it was done.
+    """
+
+    schedule: Schedule | None
+    reason: Literal["optimal", "feasible", "infeasible", "no_solution"]
+    limit: Limit | None
+    error: InfeasibleError | NoSolutionError | None = None
+
+    def schedule_or_error(self) -> Schedule:
+        """The schedule. Raises InfeasibleError or NoSolutionError where there is none."""
+        if self.schedule is None:
+            assert self.error is not None
+            raise self.error
+        return self.schedule
+
+
+def solve_in_child(
+    problem: Problem,
+    method: str = "auto",
+    limits: Limits | None = None,
+    memory_limit_bytes: int | None = None,
+    on_event: OnEvent | None = None,
+    child: Child | None = None,
+    starts: Sequence[Orders] = (),
+) -> ChildResult:
+    """`solver.portfolio.solve` in a process of its own, with limits that hold whatever happens in there.
+
+    There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
+    best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. `on_event` is called
+    from here with every incumbent within a second, and with a heartbeat every half second; it should return at once.
+    `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see `solve`.
+
+    Raises what `solve` raises, except that there being no schedule is a result; and SolverDiedError.
+    """
+    limits = limits or Limits()
+    with child or Child() as running:
+        Thread(target=load_verifier, name="load", daemon=True).start()
+        search = _Solve(running, problem, limits, memory_limit_bytes, on_event or (lambda _: None))
+        return search.result(method, starts)
+
+
+class _Solve:
+    """One solve, seen from the parent."""
+
+    def __init__(
+        self,
+        child: Child,
+        problem: Problem,
+        limits: Limits,
+        memory_limit_bytes: int | None,
+        on_event: OnEvent,
+    ) -> None:
+        self.child = child
+        self.problem = problem
+        self.limits = limits
+        self.memory_limit_bytes = memory_limit_bytes
+        self.on_event = on_event
+        self.best: Incumbent | None = None
+        self.last: Message | None = None
+        self.ended_for: Limit | None = None
+        self.verify_s = 3 * len(problem.stages) * problem.microbatches * VERIFY_S_PER_OP
+        self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
+        self.kill_at_s = self.search_s + STOP_S
+        self.cancelled = False
+
+    def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
+        """Let the child search, watch it to its end, then verify the best that it found."""
+        limits = replace(self.limits, time_limit_s=self.search_s)
+        self.child.say(messages.request(self.problem, method, limits, starts))
+        self._watch()
+        kind = self.last["type"] if self.last else ""
+        if kind == "answer":
+            return self._answered()
+        if kind == "error":
+            return self._failed()
+        limit: Limit | None = "memory" if kind == "out_of_memory" else self.ended_for
+        best = self._schedule_of_best()
+        if limit is None:
+            raise SolverDiedError(self.child.how_it_ended(), best)
+        return self._found(best, limit) if best else self._nothing(limit)
+
+    def _watch(self) -> None:
+        next_beat_s = self.limits.seconds
+        while not (self.last or self.child.silent):
+            for message in self.child.listen(TICK_S):
+                self._take(message)
+            self._hold_to_limits()
+            if self.limits.seconds >= next_beat_s:
+                self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
+                next_beat_s = self.limits.seconds + HEARTBEAT_S
+
+    def _take(self, message: Message) -> None:
+        if message["type"] != "incumbent":
+            self.last = message
+            return
+        orders_data = message.get("orders") or (self.best.orders_data if self.best else {})
+        self.best = Incumbent(
+            message["seconds"], message["value_us"], message["bound_us"], message["method"], orders_data
+        )
+        self.on_event(self.best)
+
+    def _hold_to_limits(self) -> None:
+        if self.ended_for or self.last:
+            return
+        if self.limits.cancel.requested and not self.cancelled:
+            self.cancelled = True
+            self.child.say(messages.CANCEL)
+            self.kill_at_s = min(self.kill_at_s, self.limits.seconds + max(0.0, CANCEL_S - self.verify_s))
+        held = self.child.memory_bytes if self.memory_limit_bytes is not None else None
+        if held is not None and self.memory_limit_bytes is not None and held > self.memory_limit_bytes:
+            self._end("memory")
+        elif self.limits.seconds > self.kill_at_s:
+            self._end("interrupted" if self.cancelled else "time")
+
+    def _end(self, limit: Limit) -> None:
+        self.ended_for = limit
+        self.child.kill()
+
+    def _answered(self) -> ChildResult:
+        assert self.last is not None
+        # Work that was counted is the same in every run; the clock is not.
+        seconds = self.limits.deterministic_limit or self.last["seconds"]
+        orders = read_orders(self.last["orders"])
+        schedule = self._finish(orders, self.last["bound_us"], self.last["method"], seconds)
+        return self._found(schedule, self.last["limit"])
+
+    def _failed(self) -> ChildResult:
+        assert self.last is not None
+        error = messages.read_error(self.last)
+        if isinstance(error, InfeasibleError):
+            return ChildResult(None, "infeasible", None, error)
+        if isinstance(error, NoSolutionError):
+            return ChildResult(None, "no_solution", "interrupted" if self.cancelled else "time", error)
+        raise error
+
+    def _schedule_of_best(self) -> Schedule | None:
+        best = self.best
+        return self._finish(best.orders, best.bound_us, best.method, self.limits.seconds) if best else None
+
+    def _finish(self, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
+        from solver.finish import finish
+
+        return finish(self.problem, orders, bound_us, method, seconds)
+
+    @staticmethod
+    def _found(schedule: Schedule, limit: Limit | None) -> ChildResult:
+        if schedule.status == "optimal":
+            return ChildResult(schedule, "optimal", None)
+        return ChildResult(schedule, "feasible", limit)
+
+    def _nothing(self, limit: Limit) -> ChildResult:
+        """Ended from outside before anything was found: the floor if it fits, unless nobody waits for it."""
+        from solver.floor import known_budgets_bytes, serial_orders
+
+        floor = serial_orders(self.problem) if limit != "interrupted" else None
+        if floor is not None:
+            return self._found(self._finish(floor, 0.0, "floor", self.limits.seconds), limit)
+        why: dict[Limit, str] = {
+            "time": f"in {self.limits.seconds:.1f} s. Maybe allow more time (--time-limit)",
+            "interrupted": "before the interruption. Maybe allow more time (--time-limit)",
+            "memory": f"before the solver held {self.memory_limit_bytes} bytes. Maybe allow more (--memory-limit)",
+        }
+        text = (
+            f"nothing within the budgets was found {why[limit]}, or raise devices[].memory_bytes to "
+            f"{known_budgets_bytes(self.problem)}, which is known to do."
+        )
+        return ChildResult(None, "no_solution", limit, NoSolutionError(text))

@@ -1,0 +1,22 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from optpipe.cli.size import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000", 1000), ("8GiB", 8 * 2**30), ("8G", 8 * 2**30), ("1.5 GB", 1_500_000_000), ("512M", 2**29), ("7B", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8Gi", "GiB", "1e9", "8 G B", "nan", "\u0661"])
+def test_other_things(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"is not a size\. Maybe write it as 8GiB"):
+        parse_size(text)

@@ -1,0 +1,50 @@
+"""Solves in a child that heeds nothing, and what was heard of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from optpipe.verify import verify
+from solver.limits import Limits
+from solver.process import Child, ChildResult, Heartbeat, Incumbent, solve_in_child
+from tests.problems import KNOWN_OPTIMA
+
+PROBLEM, KNOWN_VALUE_US = KNOWN_OPTIMA["offload"]
+Event = Incumbent | Heartbeat
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a solve sent, each with the second at which it came, its result, and when that was there."""
+
+    events: list[tuple[float, Event]]
+    result: ChildResult
+    ended_s: float
+
+    @property
+    def incumbents(self) -> list[Incumbent]:
+        return [event for _, event in self.events if isinstance(event, Incumbent)]
+
+    def check_best_is_kept(self) -> None:
+        """The result is the best incumbent, valid, and better than the published schedule that came first."""
+        schedule = self.result.schedule
+        assert schedule is not None
+        assert verify(schedule).ok
+        assert schedule.value_us == min(incumbent.value_us for incumbent in self.incumbents)
+        assert schedule.value_us < self.incumbents[0].value_us
+
+
+def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None = None, **more: int) -> Heard:
+    """Solve with a method of `stubborn`."""
+    events: list[tuple[float, Event]] = []
+
+    def listen(event: Event) -> None:
+        events.append((limits.seconds, event))
+        if on_event:
+            on_event(event)
+
+    with Child("tests.promises.stubborn") as child:
+        result = solve_in_child(PROBLEM, method, limits, on_event=listen, child=child, **more)
+    return Heard(events, result, time.perf_counter() - limits.began)

@@ -1,0 +1,21 @@
+"""R12: the same problem, seed, one worker and a deterministic limit give the same bytes, in whatever process."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.schedule_text import schedule_text
+from solver.limits import Limits
+from solver.process import solve_in_child
+from tests.problems import instance
+
+
+@pytest.mark.parametrize("method", ["auto", "cp-sat"])
+def test_two_processes(method: str) -> None:
+    problem = instance("d-p4-m8-o1-mo1-b1o2-linear-make")
+
+    def text() -> str:
+        limits = Limits(300, workers=1, seed=3, deterministic_limit=0.3)
+        return schedule_text(solve_in_child(problem, method, limits).schedule_or_error())
+
+    assert text() == text()

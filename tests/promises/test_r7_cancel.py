@@ -1,0 +1,53 @@
+"""R7: a cancelled solve is over within a second, and keeps the best incumbent."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from optpipe.verify import verify
+from solver.limits import Limits
+from solver.process import Heartbeat, Incumbent, solve_in_child
+from tests.problems import instance
+from tests.promises.solves import KNOWN_VALUE_US, heard
+
+
+def test_a_solver_that_does_not_listen() -> None:
+    limits = Limits(60, workers=1)
+    requested_s: list[float] = []
+
+    def cancel_at_the_best(event: Incumbent | Heartbeat) -> None:
+        if isinstance(event, Incumbent) and event.value_us == KNOWN_VALUE_US:
+            limits.cancel.request()
+            requested_s.append(time.perf_counter() - limits.began)
+
+    run = heard("hang", limits, cancel_at_the_best)
+    assert run.result.limit == "interrupted"
+    assert run.ended_s <= requested_s[0] + 1
+    run.check_best_is_kept()
+
+
+@pytest.mark.parametrize("method", ["auto", "cp-sat", "milp"])
+def test_a_solver_that_does(method: str) -> None:
+    limits = Limits(60, workers=2)
+    requested_s: list[float] = []
+
+    def cancel_at_once(event: Incumbent | Heartbeat) -> None:
+        if isinstance(event, Incumbent) and not requested_s:
+            limits.cancel.request()
+            requested_s.append(time.perf_counter())
+
+    result = solve_in_child(instance("d-p8-m16-o1-mo1-b1o4-vshape-make"), method, limits, on_event=cancel_at_once)
+    assert time.perf_counter() <= requested_s[0] + 1
+    assert result.limit == "interrupted"
+    assert result.schedule is not None
+    assert verify(result.schedule).ok
+
+
+def test_before_anything_was_found() -> None:
+    limits = Limits(60, workers=1)
+    limits.cancel.request()
+    result = solve_in_child(instance("zb-1.5b-p8-m24-mem1"), "cp-sat", limits)
+    assert limits.seconds <= 1
+    assert (result.reason, result.limit) == ("no_solution", "interrupted")

@@ -1,0 +1,178 @@
+"""What was solved is not solved again, and nothing comes out of the cache that would not be right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from optpipe.verify import verify
+from solver import cache as module
+from solver.cache import Cache
+from solver.finish import finish, within_budgets
+from solver.limits import Limits
+from solver.methods import METHODS, published_orders
+from solver.portfolio import solve
+from tests.problems import HALF, KNOWN_OPTIMA, uniform
+from tests.solver.test_canonical import scaled
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def optimal() -> Schedule:
+    return solve(KNOWN_OPTIMA["offload"][0], "cp-sat", Limits(60, workers=2))
+
+
+def files(cache: Cache) -> list[Path]:
+    return sorted(cache.folder.glob("*/*"))
+
+
+def of_method(problem: Problem, method: str) -> Schedule:
+    return finish(problem, published_orders(METHODS[method], problem), 0.0, method, 0.5)
+
+
+def test_nothing_is_known_at_first(cache: Cache, optimal: Schedule) -> None:
+    assert cache.lookup(optimal.problem) is None
+    assert cache.neighbours(optimal.problem) == []
+
+
+def test_the_same_problem_has_the_same_schedule(cache: Cache, optimal: Schedule) -> None:
+    cache.store(optimal, "auto", 60)
+    found = cache.lookup(optimal.problem)
+    assert found is not None
+    assert found.schedule == optimal
+
+
+@pytest.mark.parametrize(("times", "sizes"), [(3, 1), (0.1, 1024), (1000, 7)])
+def test_an_equal_problem_has_its_own_units(cache: Cache, optimal: Schedule, times: float, sizes: int) -> None:
+    cache.store(optimal, "auto", 60)
+    other = Problem.from_data(scaled(optimal.problem.to_data(), times, sizes) | {"name": "other"})
+    found = cache.lookup(other)
+    assert found is not None
+    assert found.schedule.problem == other
+    assert found.schedule.status == "optimal"
+    assert found.schedule.value_us == pytest.approx(times * optimal.value_us, rel=1e-12)
+    assert verify(found.schedule).ok
+
+
+def test_answers_only_what_asks_for_no_more(cache: Cache, optimal: Schedule) -> None:
+    cache.store(optimal, "cp-sat", 60)
+    proved = cache.lookup(optimal.problem)
+    assert proved is not None
+    assert proved.answers("cp-sat", Limits(3600, workers=64))
+    assert proved.answers("auto", Limits(3600, workers=64))
+    assert not proved.answers("1f1b", Limits(1))
+    assert not proved.answers("auto", Limits(1, deterministic_limit=1.0))
+    open_problem = uniform(4, 8, budget=8)
+    cache.store(of_method(open_problem, "1f1b"), "auto", 60)
+    tried = cache.lookup(open_problem)
+    assert tried is not None
+    assert tried.answers("auto", Limits(30, workers=2))
+    assert not tried.answers("auto", Limits(30, workers=3))
+    assert not tried.answers("cp-sat", Limits(1, workers=1))
+    assert tried.answers("auto", Limits(600, gap=1.0))
+
+
+def test_the_better_schedule_and_the_higher_bound_stay(cache: Cache) -> None:
+    problem = uniform(4, 8, budget=8)
+    better, worse = of_method(problem, "zb-auto"), of_method(problem, "1f1b")
+    assert better.value_us < worse.value_us
+    cache.store(better, "auto", 1)
+    cache.store(finish(problem, worse.orders, 200.0, "1f1b", 60), "auto", 60)
+    found = cache.lookup(problem)
+    assert found is not None
+    assert found.schedule.value_us == better.value_us
+    assert found.schedule.bound_us == 200
+    assert found.worker_s == 1
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"", lambda b: b.replace(b"F0.0", b"F0.1", 1)])
+def test_a_damaged_file_counts_as_absent(cache: Cache, optimal: Schedule, damage: module.Any) -> None:
+    cache.store(optimal, "auto", 60)
+    (file,) = files(cache)
+    file.write_bytes(damage(file.read_bytes()))
+    assert cache.lookup(optimal.problem) is None
+    assert cache.neighbours(uniform(4, 9, budget=4, offload=HALF)) == []
+    cache.store(optimal, "auto", 60)
+    assert cache.lookup(optimal.problem) is not None
+
+
+def test_orders_that_break_the_rules_are_not_believed(cache: Cache, optimal: Schedule) -> None:
+    """Not even with a right checksum: it is the verifier that decides."""
+    cache.store(optimal, "auto", 60)
+    (file,) = files(cache)
+    entry = json.loads(file.read_bytes().partition(b"\n")[2])
+    entry["orders"]["devices"][0][0] = " ".join(reversed(entry["orders"]["devices"][0][0].split()))
+    module._write(file, entry)
+    assert cache.lookup(optimal.problem) is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, optimal: Schedule) -> None:
+    (tmp_path / "file").write_text("in the way")
+    blocked = Cache(tmp_path / "file")
+    blocked.store(optimal, "auto", 60)
+    assert blocked.lookup(optimal.problem) is None
+
+
+def test_neighbours_are_valid_starts(cache: Cache) -> None:
+    for microbatches in (8, 20):
+        cache.store(of_method(uniform(4, microbatches, budget=8), "1f1b"), "auto", 60)
+    cache.store(of_method(uniform(4, 12, budget=100), "gpipe"), "auto", 60)
+    problem = uniform(4, 12, budget=8)
+    found = cache.neighbours(problem)
+    assert len(found) == 2  # that of the larger budget needs too much
+    for orders in found:
+        simulation = simulate(problem, orders)
+        assert within_budgets(problem, orders, simulation)
+        assert simulation.value_us <= simulate(problem, published_orders(METHODS["1f1b"], problem)).value_us
+
+
+def test_what_is_old_or_too_much_goes(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [uniform(2, m) for m in (2, 3, 4)]
+    for age_s, problem in zip((module.MAX_AGE_S + 10, 100.0, 0.0), kept, strict=True):
+        cache.store(of_method(problem, "1f1b"), "auto", 1)
+        newest = max(files(cache), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (time.time() - age_s,) * 2)
+    cache.store(of_method(uniform(2, 5), "1f1b"), "auto", 1)
+    assert [cache.lookup(problem) is not None for problem in kept] == [False, True, True]
+    monkeypatch.setattr(module, "MAX_BYTES", sum(path.stat().st_size for path in files(cache)))
+    cache.store(of_method(uniform(2, 6), "1f1b"), "auto", 1)
+    assert len(files(cache)) < 4
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from solver.cache import Cache
+from tests.problems import uniform
+from tests.solver.test_cache import of_method
+
+cache = Cache(Path(sys.argv[1]))
+schedules = [of_method(uniform(4, m, budget=8), method) for m in (8, 9) for method in ("1f1b", "zb-auto")]
+for _ in range(25):
+    for schedule in schedules:
+        cache.store(schedule, "auto", 1)
+        assert cache.lookup(schedule.problem) is not None
+"""
+
+
+def test_several_processes_share_a_folder(cache: Cache, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], env=environment) for _ in range(2)]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    found = cache.lookup(uniform(4, 8, budget=8))
+    assert found is not None
+    assert found.schedule.method == "zb-auto"
+    assert len(files(cache)) == 2
