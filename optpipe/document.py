@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -94,14 +96,10 @@ def parse_json(text: str | bytes, source: str = "") -> Any:
     """
     text = _decode(text, source)
     _refuse_deep(text, source)
+    checks: dict[str, Any] = {"parse_int": _bounded_int, "parse_float": _finite_float} if _has_odd_number(text) else {}
+    keys = _clean_unique_keys if "\\u" in text else _unique_keys
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_int=_bounded_int,
-            parse_float=_finite_float,
-        )
+        return json.loads(text, object_pairs_hook=keys, parse_constant=_refuse_constant, **checks)
     except json.JSONDecodeError as error:
         _refuse("bad_json", f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}.", source)
     except _BadValueError as error:
@@ -128,42 +126,56 @@ def _decode(text: str | bytes, source: str) -> str:
 
 
 def _refuse_deep(text: str, source: str) -> None:
-    """Refuse nesting before the parser recurses into it; brackets within strings do not count."""
-    depth = 0
-    in_string = escaped = False
-    for char in text if text.count("[") + text.count("{") > MAX_DEPTH else "":
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                _refuse("too_deep", f"nests deeper than {MAX_DEPTH} levels.", source)
-        elif char in "]}":
-            depth -= 1
+    """Refuse nesting before the parser recurses into it; brackets within strings do not count.
+
+    Escapes have a meaning in strings alone, and the parser stops at one elsewhere, so all of them can go first.
+    """
+    encoded = text.encode()
+    if b"\\" in encoded:
+        encoded = _ESCAPE.sub(b"", encoded)
+    marks = np.frombuffer(encoded.translate(None, _NO_MARKS), np.uint8)
+    outside = np.cumsum(marks == ord('"')) % 2 == 0
+    step = np.select([(marks == ord("[")) | (marks == ord("{")), marks != ord('"')], [1, -1])
+    if np.cumsum(step * outside).max(initial=0) > MAX_DEPTH:
+        _refuse("too_deep", f"nests deeper than {MAX_DEPTH} levels.", source)
+
+
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
+
+
+def _has_odd_number(text: str) -> bool:
+    """Whether a number may be too long or beyond every float: whether to look at each, which takes time.
+
+    Without a hundred digits in a row, and with fewer than three in an exponent, none can be.
+    """
+    shape = text.translate(_DIGITS_TO_0).replace("+", "")
+    return "0" * 100 in shape or "e000" in shape or "E000" in shape
+
+
+_DIGITS_TO_0 = str.maketrans("123456789", "000000000")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        key = next(key for k, (key, _) in enumerate(pairs) if key in dict(pairs[:k]))
+        raise _BadValueError(
+            "duplicate_key", f"has the key {key!r} twice in one object. Maybe one was meant otherwise."
+        )
+    return result
+
+
+def _clean_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The same where the text has escapes, which can make text that is none."""
     for key, value in pairs:
-        if key in result:
-            raise _BadValueError(
-                "duplicate_key", f"has the key {key!r} twice in one object. Maybe one was meant otherwise."
-            )
         try:
             key.encode("utf-8")
             if isinstance(value, str):
                 value.encode("utf-8")
         except UnicodeError:
             raise _BadValueError("bad_text", f"has a lone surrogate in or under the key {key!a}.") from None
-        result[key] = value
-    return result
+    return _unique_keys(pairs)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -5,8 +5,10 @@ The validators return the value they were given, so that 10 stays 10 and 10.0 st
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeGuard
 
+import numpy as np
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -73,6 +75,22 @@ def _share(value: Any) -> int | float:
     if not _is_number(value) or value > 1:
         raise reject("not_a_share", f"is {shown(value)} but must be a finite number of at most 1")
     return value
+
+
+def are_indices(values: Iterable[Any]) -> bool:
+    """Whether all values are what `Index` takes: the check of a whole column at once."""
+    values = list(values)
+    return set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < MAX_COUNT))
+
+
+def are_instants(values: Sequence[Any]) -> bool:
+    """Whether all values are what `Instant` takes; False also for some that are so large that it matters."""
+    if not set(map(type, values)) <= {int, float}:
+        return False
+    try:
+        return bool((np.abs(np.asarray(values, np.float64)) < MAX_NUMBER).all())
+    except OverflowError:
+        return False
 
 
 def _schema(kind: str, **limits: float) -> WithJsonSchema:

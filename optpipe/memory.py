@@ -6,14 +6,18 @@ instant ends count before starts, so that a release serves the op that begins wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.problem import Stage
+from optpipe.orders import KINDS, OpArray
+from optpipe.problem import Problem, Stage
 from optpipe.schedule import Schedule
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 class Effect(NamedTuple):
@@ -53,37 +57,45 @@ def host_effect(stage: Stage, kind: str) -> Effect:
 class Curve(NamedTuple):
     """A step function: the level is `bytes[k]` from `times_us[k]` until the next time; 0 before the first."""
 
-    times_us: NDArray[np.float64]
-    bytes: NDArray[np.int64]
+    times_us: Floats
+    bytes: Ints
 
     @property
     def peak_bytes(self) -> int:
         return int(self.bytes.max(initial=0))
 
 
+def effect_table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> Ints:
+    """What every kind of op does on every stage: an array (kinds, stages, 2) of the bytes of each Effect."""
+    return np.array([[effect(stage, kind) for stage in problem.stages] for kind in KINDS], np.int64)
+
+
 def curve(events: Iterable[tuple[float, float, Effect]]) -> Curve:
     """The memory curve of ops given as (start_us, end_us, effect)."""
-    times: list[float] = []
-    rank: list[int] = []
-    deltas: list[int] = []
-    for start, end, effect in events:
-        times += (start, end)
-        rank += (1, 0)
-        deltas += effect
-    if not times:
+    columns = tuple(zip(*events, strict=True))
+    if not columns:
         return Curve(np.zeros(1), np.zeros(1, np.int64))
-    order = np.lexsort((rank, times))
-    at = np.asarray(times, np.float64)[order]
-    levels = np.cumsum(np.asarray(deltas, np.int64)[order])
+    start_us, end_us, effects = columns
+    return curve_of(np.asarray(start_us, np.float64), np.asarray(end_us, np.float64), np.asarray(effects, np.int64))
+
+
+def curve_of(start_us: Floats, end_us: Floats, effects: Ints) -> Curve:
+    """The memory curve of ops with these starts, ends, and effects of shape (ops, 2)."""
+    if not len(start_us):
+        return Curve(np.zeros(1), np.zeros(1, np.int64))
+    times = np.concatenate([end_us, start_us])
+    order = np.argsort(times, kind="stable")
+    at = times[order]
+    levels = np.cumsum(np.concatenate([effects[:, 1], effects[:, 0]])[order])
     last_of_instant = np.append(at[1:] != at[:-1], True)
     return Curve(at[last_of_instant], levels[last_of_instant])
 
 
 def planned_memory(schedule: Schedule, device: int) -> Curve:
     """The memory curve of one device of a schedule at its predicted times; its peak is the device's `peak_bytes`."""
-    stages = schedule.problem.stages
-    return curve(
-        (op.start_us, op.end_us, device_effect(stages[op.stage], op.op))
-        for _, ops in schedule.devices[device].streams()
-        for op in ops
-    )
+    table = effect_table(schedule.problem, device_effect)
+    streams = [ops for _, ops in schedule.devices[device].streams()]
+    ops = OpArray.joined([stream.ops for stream in streams])
+    start_us = np.concatenate([stream.start_us for stream in streams])
+    end_us = np.concatenate([stream.end_us for stream in streams])
+    return curve_of(start_us, end_us, table[ops.kind, ops.stage])

@@ -1,6 +1,7 @@
 """Ops and the orders in which devices run them: what every solver answers with.
 
-Orders and waits are what an executor obeys. Times and memory follow from them (`optpipe.simulate`).
+Orders and waits are what an executor obeys. Times and memory follow from them (`optpipe.simulate`). A large pipeline
+has hundreds of thousands of ops, so a list of ops may be held as columns (`OpArray`), which reads like any other list.
 """
 
 from __future__ import annotations
@@ -8,13 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Self
+from functools import cached_property
+from typing import Literal, NamedTuple, Self, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
 
 KINDS = ("F", "B", "W", "BW", "O", "R")
 """forward, backward input, backward weight, both backwards fused, offload, reload"""
 
 StreamName = Literal["compute", "offload", "reload"]
 STREAMS: tuple[StreamName, ...] = ("compute", "offload", "reload")
+
+STREAM_OF_KIND = (0, 0, 0, 0, 1, 2)
+"""For each kind the place of its stream in STREAMS."""
+
+_CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 _NAME = re.compile(r"(F|BW|B|W|O|R)(0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})", re.ASCII)
 
@@ -41,6 +53,74 @@ class Op(NamedTuple):
     def stream(self) -> StreamName:
         """The stream of its device that runs this op."""
         return "offload" if self.kind == "O" else "reload" if self.kind == "R" else "compute"
+
+
+def is_op_name(text: str) -> bool:
+    """Whether `Op.parse` reads this text."""
+    return _NAME.fullmatch(text) is not None
+
+
+class OpArray(Sequence[Op]):
+    """Ops as three columns of equal length: `kind` (its place in KINDS), `stage` and `microbatch`.
+
+    Reads like a list of Op. The columns are not to be changed.
+    """
+
+    def __init__(self, kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike) -> None:
+        self.kind: Ints = np.asarray(kind, np.int64)
+        self.stage: Ints = np.asarray(stage, np.int64)
+        self.microbatch: Ints = np.asarray(microbatch, np.int64)
+
+    @classmethod
+    def of(cls, ops: Sequence[Op]) -> OpArray:
+        """The columns of any list of ops. Raises KeyError where a kind is none of KINDS."""
+        if isinstance(ops, OpArray):
+            return ops
+        kind, stage, microbatch = zip(*ops, strict=True) if ops else ((), (), ())
+        return cls.of_columns(kind, stage, microbatch)
+
+    @classmethod
+    def of_columns(cls, kind: Iterable[str], stage: Sequence[int], microbatch: Sequence[int]) -> OpArray:
+        """Ops from columns with the kinds by name. Raises KeyError where one is none of KINDS."""
+        return cls([_CODE[name] for name in kind], stage, microbatch)
+
+    @classmethod
+    def joined(cls, parts: Sequence[OpArray]) -> OpArray:
+        """The ops of all parts (at least one), one part after another."""
+        columns = ([part.kind for part in parts], [part.stage for part in parts], [part.microbatch for part in parts])
+        return cls(*map(np.concatenate, columns))
+
+    @cached_property
+    def _ops(self) -> list[Op]:
+        kinds = [KINDS[code] for code in self.kind.tolist()]
+        return list(map(Op._make, zip(kinds, self.stage.tolist(), self.microbatch.tolist(), strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @overload
+    def __getitem__(self, place: int) -> Op: ...
+    @overload
+    def __getitem__(self, place: slice | Ints) -> OpArray: ...
+    def __getitem__(self, place: int | slice | Ints) -> Op | OpArray:
+        """One op, or the ops of a slice or at an array of places."""
+        if isinstance(place, slice | np.ndarray):
+            return OpArray(self.kind[place], self.stage[place], self.microbatch[place])
+        return self._ops[place]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self._ops)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, OpArray):
+            columns = ((self.kind, other.kind), (self.stage, other.stage), (self.microbatch, other.microbatch))
+            return all(np.array_equal(*pair) for pair in columns)
+        return isinstance(other, list | tuple) and self._ops == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"OpArray({' '.join(map(str, self))})"
 
 
 @dataclass(frozen=True)
@@ -72,7 +152,7 @@ class Orders:
     @classmethod
     def of_compute(cls, compute: Iterable[Sequence[Op]]) -> Self:
         """Orders without offload: one list of compute ops a device."""
-        return cls(devices=[DeviceOrders(compute=list(ops)) for ops in compute])
+        return cls(devices=[DeviceOrders(compute=ops) for ops in compute])
 
     def ops(self) -> Iterator[Op]:
         """Every op, device by device, stream by stream."""

@@ -6,40 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+import numpy as np
+from pydantic import Field, model_validator
 
 from optpipe.document import Document, read_document
-from optpipe.fields import Bytes, Index, Instant, Share, TimeUs, reject
-from optpipe.orders import STREAMS, DeviceOrders, Op, Orders, StreamName
+from optpipe.fields import Bytes, Instant, Share, TimeUs, reject
+from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders, StreamName
+from optpipe.planned_ops import PlannedOps, ScheduledOp
 from optpipe.problem import Objective, Problem
+
+__all__ = ["DevicePlan", "PlannedOps", "Schedule", "ScheduledOp", "shared_channels"]
 
 MAX_SCHEDULE_BYTES = 256 * 2**20
 """64 devices x 1024 microbatches with every activation offloaded take about 100 MiB."""
-
-
-def _op_name(name: str) -> str:
-    try:
-        Op.parse(name)
-    except ValueError as error:
-        raise reject("bad_op_name", f"is wrong: {error}") from None
-    return name
-
-
-class ScheduledOp(Document):
-    """An op at its predicted times, with the ops of other streams that it waits for."""
-
-    op: Literal["F", "B", "W", "BW", "O", "R"]
-    stage: Index
-    microbatch: Index
-    start_us: Instant
-    end_us: Instant
-    waits: list[Annotated[str, AfterValidator(_op_name)]] = []
-
-    @property
-    def key(self) -> Op:
-        return Op(self.op, self.stage, self.microbatch)
 
 
 class DevicePlan(Document):
@@ -49,15 +30,15 @@ class DevicePlan(Document):
     every choice of durations that keeps order and waits. `bubble` is ``1 - busy_us / value_us``.
     """
 
-    compute: list[ScheduledOp]
-    offload: list[ScheduledOp] = []
-    reload: list[ScheduledOp] = []
+    compute: PlannedOps
+    offload: PlannedOps = Field(default_factory=PlannedOps)
+    reload: PlannedOps = Field(default_factory=PlannedOps)
     peak_bytes: Bytes
     peak_bytes_any_timing: Bytes
     busy_us: Instant
     bubble: Share
 
-    def streams(self) -> Iterator[tuple[StreamName, list[ScheduledOp]]]:
+    def streams(self) -> Iterator[tuple[StreamName, PlannedOps]]:
         """Each stream's name with its ops, in the order of STREAMS."""
         for name in STREAMS:
             yield name, getattr(self, name)
@@ -93,18 +74,24 @@ class Schedule(Document):
                 "wrong_length", f"devices has {len(self.devices)} entries but the problem {len(self.problem.devices)}"
             )
         for d, device in enumerate(self.devices):
-            for name, ops in device.streams():
-                for place, op in enumerate(ops):
-                    self._check_op(f"devices[{d}].{name}[{place}]", name, op)
+            for stream, (name, ops) in enumerate(device.streams()):
+                self._check_ops(f"devices[{d}].{name}", stream, ops.ops)
         return self
 
-    def _check_op(self, where: str, stream: StreamName, op: ScheduledOp) -> None:
-        if op.stage >= len(self.problem.stages):
-            raise reject("unknown_stage", f"{where}.stage is {op.stage} of {len(self.problem.stages)} stages")
-        if op.microbatch >= self.problem.microbatches:
-            raise reject("unknown_microbatch", f"{where}.microbatch is {op.microbatch} of {self.problem.microbatches}")
-        if op.key.stream != stream:
-            raise reject("wrong_stream", f"{where}.op is {op.op}, which belongs to the stream {op.key.stream}")
+    def _check_ops(self, where: str, stream: int, ops: OpArray) -> None:
+        """Raise at the first op that is on no stage, of no microbatch, or on another stream than its own."""
+        stages, microbatches = len(self.problem.stages), self.problem.microbatches
+        wrong = (ops.stage >= stages) | (ops.microbatch >= microbatches)
+        wrong |= np.asarray(STREAM_OF_KIND)[ops.kind] != stream
+        if not wrong.any():
+            return
+        place = int(np.argmax(wrong))
+        op, where = ops[place], f"{where}[{place}]"
+        if op.stage >= stages:
+            raise reject("unknown_stage", f"{where}.stage is {op.stage} of {stages} stages")
+        if op.microbatch >= microbatches:
+            raise reject("unknown_microbatch", f"{where}.microbatch is {op.microbatch} of {microbatches}")
+        raise reject("wrong_stream", f"{where}.op is {op.kind}, which belongs to the stream {op.stream}")
 
     @property
     def bubble(self) -> float:
@@ -114,28 +101,34 @@ class Schedule(Document):
     @property
     def time_span_us(self) -> tuple[float, float]:
         """First start and last end over all devices and streams."""
-        ops = [op for device in self.devices for _, stream in device.streams() for op in stream]
-        return min((op.start_us for op in ops), default=0.0), max((op.end_us for op in ops), default=0.0)
+        streams = [ops for device in self.devices for _, ops in device.streams() if ops]
+        starts, ends = ([*map(min, (o.starts for o in streams))], [*map(max, (o.ends for o in streams))])
+        return min(starts, default=0.0), max(ends, default=0.0)
 
     @cached_property
     def orders(self) -> Orders:
         """Order and waits alone, as an executor obeys them; channels that serve several streams in planned order."""
-        devices = [DeviceOrders(*([op.key for op in ops] for _, ops in device.streams())) for device in self.devices]
-        waits = {
-            op.key: [Op.parse(name) for name in op.waits]
-            for device in self.devices
-            for _, ops in device.streams()
-            for op in ops
-            if op.waits
-        }
+        devices = [DeviceOrders(*(ops.ops for _, ops in device.streams())) for device in self.devices]
+        waits: dict[Op, list[Op]] = {}
+        for device in self.devices:
+            for _, ops in device.streams():
+                waits |= ops.waits_of()
         return Orders(devices, waits, self._channel_orders())
 
     def _channel_orders(self) -> Sequence[Sequence[Op]]:
-        at = {op.key: (op.start_us, op.end_us) for device in self.devices for _, ops in device.streams() for op in ops}
+        shared = shared_channels(self.problem)
+        if not shared:
+            return []
+        at = {
+            op: times
+            for device in self.devices
+            for _, ops in device.streams()
+            for op, times in zip(ops.ops, zip(ops.starts, ops.ends, strict=True), strict=True)
+        }
         place = {op: k for k, op in enumerate(self._in_causal_order(at))}
         channels = []
-        for lists in shared_channels(self.problem):
-            ops = [op.key for device, stream in lists for op in getattr(self.devices[device], stream)]
+        for lists in shared:
+            ops = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
             channels.append(sorted(ops, key=lambda op: (*at[op], place.get(op, 0))))
         return [channel for channel in channels if channel]
 
@@ -152,10 +145,9 @@ class Schedule(Document):
         graph.add_nodes_from(at)
         for device in self.devices:
             for _, ops in device.streams():
-                graph.add_edges_from(pairwise(op.key for op in ops))
-                graph.add_edges_from(
-                    (Op.parse(name), op.key) for op in ops for name in op.waits if Op.parse(name) in at
-                )
+                graph.add_edges_from(pairwise(ops.ops))
+                waits = ops.waits_of().items()
+                graph.add_edges_from((before, op) for op, others in waits for before in others if before in at)
         for kind, s, i in at:
             before = {"O": ("F",), "R": ("O",), "B": ("R",), "BW": ("R",)}.get(kind, ())
             graph.add_edges_from((Op(other, s, i), Op(kind, s, i)) for other in before if Op(other, s, i) in at)

@@ -17,8 +17,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.memory import Curve, Effect, curve, device_effect, host_effect
-from optpipe.orders import KINDS, STREAMS, Op, Orders
+from optpipe.memory import Curve, curve_of, device_effect, effect_table, host_effect
+from optpipe.orders import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.spans import least_span_starts
 
@@ -31,10 +31,10 @@ _CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times of orders. `start_us[k]` and `end_us[k]` belong to `ops[k]`, which runs on `device[k]`."""
+    """Times of orders. `start_us[k]` and `end_us[k]` belong to `ops[k]`, which runs on `device[k]` (ascending)."""
 
     problem: Problem
-    ops: Sequence[Op]
+    ops: OpArray
     device: Ints
     start_us: Floats
     end_us: Floats
@@ -52,34 +52,33 @@ class Simulation:
     @property
     def spans_us(self) -> Sequence[float]:
         """For each device, last end minus first start (0 for a device without stages)."""
-        spans = []
-        for d in range(len(self.problem.devices)):
-            mine = self.device == d
-            spans.append(float(self.end_us[mine].max() - self.start_us[mine].min()) if mine.any() else 0.0)
-        return spans
+        mine = [self.device_slice(d) for d in range(len(self.problem.devices))]
+        return [float(self.end_us[m].max() - self.start_us[m].min()) if m.start < m.stop else 0.0 for m in mine]
 
     @property
     def value_us(self) -> float:
         """The problem's objective."""
         return self.makespan_us if self.problem.objective == "makespan" else max(self.spans_us)
 
+    def device_slice(self, device: int) -> slice:
+        """Where the ops of a device are in the arrays."""
+        return slice(*np.searchsorted(self.device, (device, device + 1)).tolist())
+
     def device_memory(self, device: int) -> Curve:
         """Activation memory of a device over time."""
-        return curve(self._events(device))
+        mine = self.device_slice(device)
+        return curve_of(self.start_us[mine], self.end_us[mine], self._device_effects[mine])
 
     def host_memory(self) -> Curve:
         """Offloaded bytes on the host over time, all devices together."""
-        effects = [[host_effect(stage, kind) for kind in KINDS] for stage in self.problem.stages]
-        moving = (k for k, op in enumerate(self.ops) if op.kind in "OR")
-        return curve(
-            (self.start_us[k], self.end_us[k], effects[self.ops[k].stage][_CODE[self.ops[k].kind]]) for k in moving
-        )
+        moving = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
+        effects = effect_table(self.problem, host_effect)[self.ops.kind[moving], self.ops.stage[moving]]
+        return curve_of(self.start_us[moving], self.end_us[moving], effects)
 
-    def _events(self, device: int) -> Iterator[tuple[float, float, Effect]]:
-        effects = [{kind: device_effect(stage, kind) for kind in KINDS} for stage in self.problem.stages]
-        for k in np.flatnonzero(self.device == device).tolist():
-            op = self.ops[k]
-            yield self.start_us[k], self.end_us[k], effects[op.stage][op.kind]
+    @cached_property
+    def _device_effects(self) -> Ints:
+        effects: Ints = effect_table(self.problem, device_effect)[self.ops.kind, self.ops.stage]
+        return effects
 
 
 def simulate(problem: Problem, orders: Orders) -> Simulation:
@@ -102,33 +101,31 @@ class _Network:
 
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self.problem = problem
-        self.ops = list(orders.ops())
+        streams = [_columns(stream) for device in orders.devices for stream in device.streams()]
+        self.ops = OpArray.joined(streams)
         self.size = len(self.ops)
-        self.lengths = [len(stream) for device in orders.devices for stream in device.streams()]
-        streams = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        self.device = streams // len(STREAMS)
-        self.kind, self.stage, self.microbatch = self._codes()
-        self.at = self._positions(streams % len(STREAMS))
+        self.lengths = [len(stream) for stream in streams]
+        stream = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.follows = 1 + np.flatnonzero(stream[1:] == stream[:-1])
+        self.device = stream // len(STREAMS)
+        self.kind, self.stage, self.microbatch = self.ops.kind, self.ops.stage, self.ops.microbatch
+        self._check_inside()
+        self.at = self._positions(stream % len(STREAMS))
         self.duration = self._durations()
         self.edges = self._edges(orders)
 
-    def _codes(self) -> tuple[Ints, Ints, Ints]:
-        try:
-            flat = [value for op in self.ops for value in (_CODE[op.kind], op.stage, op.microbatch)]
-        except KeyError as error:
-            raise OrderError(f"an op has the kind {error}; the kinds are {', '.join(KINDS)}") from None
-        kind, stage, microbatch = np.asarray(flat, np.int64).reshape(-1, 3).T
+    def _check_inside(self) -> None:
         stages, microbatches = len(self.problem.stages), self.problem.microbatches
-        outside = (stage < 0) | (stage >= stages) | (microbatch < 0) | (microbatch >= microbatches)
+        outside = (self.stage < 0) | (self.stage >= stages)
+        outside |= (self.microbatch < 0) | (self.microbatch >= microbatches)
         if outside.any():
             op = self.ops[int(np.argmax(outside))]
             raise OrderError(f"{op} is not in a problem of {stages} stages and {microbatches} microbatches")
-        return kind, stage, microbatch
 
     def _positions(self, stream: Ints) -> Ints:
         """Node of each (kind, stage, microbatch), -1 where absent. Checks that each op is there once, in its place."""
         home = np.asarray([s.device for s in self.problem.stages])[self.stage]
-        own_stream = np.where(self.kind == O, 1, np.where(self.kind == R, 2, 0))
+        own_stream = np.asarray(STREAM_OF_KIND)[self.kind]
         misplaced = (home != self.device) | (own_stream != stream)
         if misplaced.any():
             k = int(np.argmax(misplaced))
@@ -182,9 +179,7 @@ class _Network:
 
     def _stream_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
         """One op at a time on a stream, in the order of its list."""
-        first_nodes = np.cumsum([0, *self.lengths])[:-1]
-        follows = np.setdiff1d(np.arange(self.size), first_nodes)
-        yield follows - 1, follows, np.zeros(len(follows))
+        yield self.follows - 1, self.follows, np.zeros(len(self.follows))
 
     def _rule_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
         at = self.at
@@ -220,6 +215,13 @@ class _Network:
         if node < 0:
             raise OrderError(f"a wait or a channel names {op}, which is in no stream")
         return node
+
+
+def _columns(ops: Sequence[Op]) -> OpArray:
+    try:
+        return OpArray.of(ops)
+    except KeyError as error:
+        raise OrderError(f"an op has the kind {error}; the kinds are {', '.join(KINDS)}") from None
 
 
 @njit(cache=True)
@@ -274,12 +276,12 @@ def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
     cause = np.full(network.size, -1, np.int64)
     inside = blocked[source] & blocked[target]
     cause[target[inside]] = source[inside]
-    path: list[int] = []
+    path: dict[int, int] = {}
     node = int(np.argmax(blocked))
     while node not in path:
-        path.append(node)
+        path[node] = len(path)
         node = int(cause[node])
-    circle = path[path.index(node) :][::-1]
+    circle = list(path)[path[node] :][::-1]
     return DeadlockError([str(network.ops[k]) for k in circle], int(blocked.sum()))
 
 

@@ -7,16 +7,22 @@ fractions need; bytes are compared exactly.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from optpipe.any_timing import any_timing_peak_bytes
 from optpipe.errors import DeadlockError
-from optpipe.orders import Op
+from optpipe.orders import KINDS, STREAMS, Op, OpArray
 from optpipe.problem import Stage
-from optpipe.schedule import DevicePlan, Schedule, ScheduledOp
+from optpipe.schedule import Schedule
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 RELATIVE_TOLERANCE = 1e-9
 
@@ -68,187 +74,238 @@ def verify(schedule: Schedule) -> Verdict:
 
 
 class _Judge:
+    """All ops in one set of columns, device by device and stream by stream, as the document lists them."""
+
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.problem = schedule.problem
         self.violations: list[Violation] = []
-        self.at: dict[Op, ScheduledOp] = {}
-        self.home: dict[Op, int] = {}
-        for d, device in enumerate(schedule.devices):
-            for op in _all_ops(device):
-                if op.key in self.at:
-                    self._broken("once", str(op.key), op.start_us, "is in the schedule more than once.")
-                self.at[op.key], self.home[op.key] = op, d
-        times = [t for op in self.at.values() for t in (op.start_us, op.end_us)]
-        self.length_us = max(times) - min(times) if times else 0.0
-        self.tolerance = RELATIVE_TOLERANCE * max([self.length_us, *map(abs, times)], default=0.0)
+        streams = [ops for device in schedule.devices for _, ops in device.streams()]
+        self.streams = streams
+        self.ops = OpArray.joined([stream.ops for stream in streams])
+        self.start_us: Floats = np.concatenate([stream.start_us for stream in streams])
+        self.end_us: Floats = np.concatenate([stream.end_us for stream in streams])
+        lengths = [len(stream) for stream in streams]
+        self.list_of = np.repeat(np.arange(len(streams)), lengths)
+        self.begins = np.cumsum([0, *lengths])
+        self.home = self.list_of // len(STREAMS)
+        self.key = self._keys(self.ops.kind, self.ops.stage, self.ops.microbatch)
+        self.by_key = np.argsort(self.key, kind="stable")
+        self.sorted_key = self.key[self.by_key]
+        times = np.concatenate([self.start_us, self.end_us])
+        self.length_us = float(np.ptp(times)) if len(times) else 0.0
+        self.tolerance = RELATIVE_TOLERANCE * max(self.length_us, float(np.abs(times).max(initial=0.0)))
 
     def verdict(self) -> Verdict:
+        self._check_once()
         self._check_presence()
         self._check_placement_and_duration()
         self._check_streams()
         self._check_dependencies()
         self._check_waits()
         self._check_channels()
-        spans = [_span(device) for device in self.schedule.devices]
+        mine = [self._device_slice(d) for d in range(len(self.schedule.devices))]
+        spans = [_span(self.start_us[m], self.end_us[m]) for m in mine]
         value = self.length_us if self.problem.objective == "makespan" else max(spans)
         facts = [self._device_facts(d, value, spans[d]) for d in range(len(spans))]
         host = self._check_host()
         self._check_claims(value, facts)
         return Verdict(self.violations, value, self.length_us, max(spans), host, facts)
 
+    def _device_slice(self, d: int) -> slice:
+        first = d * len(STREAMS)
+        return slice(int(self.begins[first]), int(self.begins[first + len(STREAMS)]))
+
+    def _keys(self, kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
+        """A number for each op; different ones for different ops."""
+        return (kind * len(self.problem.stages) + stage) * self.problem.microbatches + microbatch
+
+    def _find(self, keys: Ints) -> Ints:
+        """The place of each of these ops, -1 where it is not in the schedule."""
+        if not len(self.key):
+            return np.full(len(keys), -1, np.int64)
+        slot = np.minimum(np.searchsorted(self.sorted_key, keys), len(self.key) - 1)
+        return np.where(self.sorted_key[slot] == keys, self.by_key[slot], -1)
+
     def _broken(self, rule: str, where: str, time_us: float | None, detail: str) -> None:
         self.violations.append(Violation(rule, where, time_us, detail))
 
+    def _broken_where(self, rule: str, wrong: Bools, detail: Callable[[int], str]) -> None:
+        """A violation by each op of which `wrong` is true; `detail` says what is wrong with the op at a place."""
+        for k in np.flatnonzero(wrong).tolist():
+            self._broken(rule, str(self.ops[k]), float(self.start_us[k]), detail(k))
+
+    def _check_once(self) -> None:
+        repeated = np.zeros(len(self.key), bool)
+        repeated[self.by_key[1:]] = self.sorted_key[1:] == self.sorted_key[:-1]
+        self._broken_where("once", repeated, lambda _: "is in the schedule more than once.")
+
     def _check_presence(self) -> None:
         """Every microbatch passes every stage forward and backward, and what leaves comes back."""
-        for s in range(len(self.problem.stages)):
-            for i in range(self.problem.microbatches):
-                here = {kind for kind in _ALL_KINDS if Op(kind, s, i) in self.at}
-                if here - {"O", "R"} not in ({"F", "B", "W"}, {"F", "BW"}):
-                    found = ", ".join(sorted(here - {"O", "R"})) or "none"
-                    self._broken("presence", f"{s}.{i}", None, f"needs F, B, W or F, BW; {found} found.")
-                if len(here & {"O", "R"}) == 1:
-                    self._broken("presence", f"{s}.{i}", None, "has only one of O and R.")
+        microbatches, total = self.problem.microbatches, len(self.problem.stages) * self.problem.microbatches
+        pairs, group = np.unique(self.ops.stage * microbatches + self.ops.microbatch, return_inverse=True)
+        here = np.zeros(len(pairs), np.int64)
+        np.bitwise_or.at(here, group, 1 << self.ops.kind)
+        passes = here & _bits("F", "B", "W", "BW")
+        incomplete = (passes != _bits("F", "B", "W")) & (passes != _bits("F", "BW"))
+        for pair, kinds in zip(pairs[incomplete].tolist(), passes[incomplete].tolist(), strict=True):
+            found = ", ".join(sorted(kind for kind in KINDS if kinds & _bits(kind))) or "none"
+            where = f"{pair // microbatches}.{pair % microbatches}"
+            self._broken("presence", where, None, f"needs F, B, W or F, BW; {found} found.")
+        moves = here & _bits("O", "R")
+        for pair in pairs[(moves != 0) & (moves != _bits("O", "R"))].tolist():
+            where = f"{pair // microbatches}.{pair % microbatches}"
+            self._broken("presence", where, None, "has only one of O and R.")
+        if len(pairs) < total:
+            gap = int(np.argmax(np.append(pairs, -1) != np.arange(len(pairs) + 1)))
+            where = f"{gap // microbatches}.{gap % microbatches}"
+            detail = f"needs F, B, W or F, BW; none found, and {total - len(pairs) - 1} more are missing altogether."
+            self._broken("presence", where, None, detail)
 
     def _check_placement_and_duration(self) -> None:
-        for op, entry in self.at.items():
-            stage = self.problem.stages[op.stage]
-            if self.home[op] != stage.device:
-                self._broken(
-                    "placement", str(op), entry.start_us, f"is on device {self.home[op]}, not on {stage.device}."
-                )
-            expected = _duration_us(stage, op.kind)
-            if expected is None:
-                self._broken("offload", str(op), entry.start_us, "moves although this stage never offloads.")
-            elif abs(entry.end_us - entry.start_us - expected) > self.tolerance:
-                took = entry.end_us - entry.start_us
-                self._broken("duration", str(op), entry.start_us, f"takes {took:g} us instead of {expected:g} us.")
+        stages = self.problem.stages
+        placed = np.array([stage.device for stage in stages])[self.ops.stage]
+        self._broken_where(
+            "placement", placed != self.home, lambda k: f"is on device {self.home[k]}, not on {placed[k]}."
+        )
+        table = np.array([[_duration_us(stage, kind) for stage in stages] for kind in KINDS], np.float64)
+        expected, took = table[self.ops.kind, self.ops.stage], self.end_us - self.start_us
+        self._broken_where("offload", np.isnan(expected), lambda _: "moves although this stage never offloads.")
+        self._broken_where(
+            "duration",
+            np.abs(took - expected) > self.tolerance,
+            lambda k: f"takes {took[k]:g} us instead of {expected[k]:g} us.",
+        )
 
     def _check_streams(self) -> None:
         """One op at a time on a stream, in the order of its list; microbatches in order within op type and stage."""
-        for device in self.schedule.devices:
-            for _, ops in device.streams():
-                last_microbatch: dict[tuple[str, int], int] = defaultdict(lambda: -1)
-                for before, op in zip([None, *ops], ops, strict=False):
-                    if before and op.start_us < before.end_us - self.tolerance:
-                        self._broken(
-                            "overlap",
-                            str(op.key),
-                            op.start_us,
-                            f"starts before {before.key} on its stream ends ({before.end_us:g} us).",
-                        )
-                    if op.microbatch < last_microbatch[op.op, op.stage]:
-                        earlier = Op(op.op, op.stage, last_microbatch[op.op, op.stage])
-                        self._broken("microbatch-order", str(op.key), op.start_us, f"comes after {earlier}.")
-                    last_microbatch[op.op, op.stage] = op.microbatch
+        if not len(self.key):
+            return
+        early = np.zeros(len(self.key), bool)
+        early[1:] = (self.start_us[1:] < self.end_us[:-1] - self.tolerance) & (self.list_of[1:] == self.list_of[:-1])
+        self._broken_where(
+            "overlap",
+            early,
+            lambda k: f"starts before {self.ops[k - 1]} on its stream ends ({self.end_us[k - 1]:g} us).",
+        )
+        alike = (self.list_of * len(KINDS) + self.ops.kind) * len(self.problem.stages) + self.ops.stage
+        order = np.argsort(alike, kind="stable")
+        group, microbatch = alike[order], self.ops.microbatch[order]
+        previous = np.full(len(order), -1)
+        wrong = np.zeros(len(order), bool)
+        wrong[order[1:]] = (microbatch[1:] < microbatch[:-1]) & (group[1:] == group[:-1])
+        previous[order[1:]] = order[:-1]
+        self._broken_where("microbatch-order", wrong, lambda k: f"comes after {self.ops[int(previous[k])]}.")
 
     def _check_dependencies(self) -> None:
-        for op, entry in self.at.items():
-            for before, delay_us in self._dependencies(op):
-                if before in self.at and entry.start_us < self.at[before].end_us + delay_us - self.tolerance:
-                    ready = self.at[before].end_us + delay_us
-                    self._broken(
-                        "dependency", str(op), entry.start_us, f"starts before {before} lets it ({ready:g} us)."
-                    )
+        for op, before, delay_us in self._dependencies():
+            there = before >= 0
+            op, before = op[there], before[there]
+            ready = self.end_us[before] + np.broadcast_to(delay_us, there.shape)[there]
+            for k in np.flatnonzero(self.start_us[op] < ready - self.tolerance).tolist():
+                detail = f"starts before {self.ops[int(before[k])]} lets it ({ready[k]:g} us)."
+                self._broken("dependency", str(self.ops[int(op[k])]), float(self.start_us[op[k]]), detail)
 
-    def _dependencies(self, op: Op) -> Iterator[tuple[Op, float]]:
-        """What an op waits for by the rules of the model, with the delay."""
-        kind, s, i = op
-        if kind == "F" and s > 0:
-            yield Op("F", s - 1, i), self.problem.forward_delay_us[s - 1]
-        if kind in ("B", "BW"):
-            yield Op("F", s, i), 0.0
-            yield Op("R", s, i), 0.0
-            if s + 1 < len(self.problem.stages):
-                after = Op("B", s + 1, i)
-                yield after if after in self.at else Op("BW", s + 1, i), self.problem.backward_delay_us[s]
-        if kind in ("W", "O", "R"):
-            yield Op({"W": "B", "O": "F", "R": "O"}[kind], s, i), 0.0
+    def _dependencies(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
+        """What ops wait for by the rules of the model: places of ops and of what comes before, and the delay."""
+        stage, last = self.ops.stage, len(self.problem.stages) - 1
+        f, b, w, bw, o, r = (self.ops.kind == code for code in range(len(KINDS)))
+        ahead = np.array([0.0, *self.problem.forward_delay_us])
+        back = np.array([*self.problem.backward_delay_us, 0.0])
+        op = np.flatnonzero(f & (stage > 0))
+        yield op, self._relative(op, "F", -1), ahead[stage[op]]
+        op = np.flatnonzero((b | bw) & (stage < last))
+        fed = self._relative(op, "B", 1)
+        yield op, np.where(fed >= 0, fed, self._relative(op, "BW", 1)), back[stage[op]]
+        for mask, earlier in ((b | bw, "F"), (b | bw, "R"), (w, "B"), (o, "F"), (r, "O")):
+            op = np.flatnonzero(mask)
+            yield op, self._relative(op, earlier, 0), 0.0
+
+    def _relative(self, op: Ints, kind: str, step: int) -> Ints:
+        """The places of the ops of a kind for the same microbatch, `step` stages after those of `op`."""
+        code = np.full(len(op), KINDS.index(kind))
+        return self._find(self._keys(code, self.ops.stage[op] + step, self.ops.microbatch[op]))
 
     def _check_waits(self) -> None:
-        for op, entry in self.at.items():
-            for name in entry.waits:
-                before = Op.parse(name)
-                if before not in self.at:
-                    self._broken("wait", str(op), entry.start_us, f"waits for {name}, which is not in the schedule.")
-                elif self.home[before] != self.home[op] or before.stream == op.stream:
-                    self._broken(
-                        "wait", str(op), entry.start_us, f"waits for {name}, not on another stream of its device."
-                    )
-                elif entry.start_us < self.at[before].end_us - self.tolerance:
-                    end = self.at[before].end_us
-                    self._broken(
-                        "wait", str(op), entry.start_us, f"starts before {name}, which it waits for, ends ({end:g} us)."
-                    )
+        """A wait is for the end of an op on another stream of the same device."""
+        named = [
+            (first + place, name)
+            for first, stream in zip(self.begins.tolist(), self.streams, strict=False)
+            for place, names in stream.waits.items()
+            for name in names
+        ]
+        if not named:
+            return
+        others = OpArray.of([Op.parse(name) for _, name in named])
+        known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.microbatches)
+        found = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
+        for (k, name), before in zip(named, found.tolist(), strict=True):
+            if before < 0:
+                self._wait_broken(k, f"waits for {name}, which is not in the schedule.")
+            elif self.home[before] != self.home[k] or self.ops[before].stream == self.ops[k].stream:
+                self._wait_broken(k, f"waits for {name}, not on another stream of its device.")
+            elif self.start_us[k] < self.end_us[before] - self.tolerance:
+                end = self.end_us[before]
+                self._wait_broken(k, f"starts before {name}, which it waits for, ends ({end:g} us).")
+
+    def _wait_broken(self, k: int, detail: str) -> None:
+        self._broken("wait", str(self.ops[k]), float(self.start_us[k]), detail)
 
     def _check_channels(self) -> None:
         """One transfer at a time on a channel, also where devices or directions share it."""
-        kinds = ("O", "R") if self.problem.copy_channels.duplex else ("OR",)
-        for group in self.problem.channel_groups:
-            for letters in kinds:
-                moves = [op for op, home in self.home.items() if home in group and op.kind in letters]
-                moves.sort(key=lambda op: (self.at[op].start_us, self.at[op].end_us))
-                for before, op in pairwise(moves):
-                    if self.at[op].start_us < self.at[before].end_us - self.tolerance:
-                        self._broken(
-                            "channel", str(op), self.at[op].start_us, f"overlaps {before} on a shared channel."
-                        )
+        moves = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        group_of = np.zeros(len(self.problem.devices), np.int64)
+        for g, group in enumerate(self.problem.channel_groups):
+            group_of[list(group)] = g
+        channel = 2 * group_of[self.home[moves]]
+        if self.problem.copy_channels.duplex:
+            channel += self.ops.kind[moves] == KINDS.index("R")
+        order = np.lexsort((self.end_us[moves], self.start_us[moves], channel))
+        moves, channel = moves[order], channel[order]
+        overlap = self.start_us[moves[1:]] < self.end_us[moves[:-1]] - self.tolerance
+        for k in np.flatnonzero(overlap & (channel[1:] == channel[:-1])).tolist():
+            op, before = int(moves[k + 1]), self.ops[int(moves[k])]
+            detail = f"overlaps {before} on a shared channel."
+            self._broken("channel", str(self.ops[op]), float(self.start_us[op]), detail)
 
     def _device_facts(self, d: int, value_us: float, span_us: float) -> DeviceFacts:
-        device = self.schedule.devices[d]
         budget = self.problem.devices[d].memory_bytes
-        peak, time_us = _peak(self._memory_events(device))
+        mine = self._device_slice(d)
+        changes = self._memory_changes[self.ops.kind[mine], self.ops.stage[mine]]
+        peak, time_us = _peak(self.start_us[mine], self.end_us[mine], changes)
         if budget is not None and peak > budget:
             self._broken("budget", f"device {d}", time_us, f"holds {peak} bytes of {budget}.")
-        anyhow = self._any_timing(d, device)
+        anyhow = self._any_timing(d)
         if budget is not None and anyhow is not None and anyhow > budget:
             self._broken("budget-any-timing", f"device {d}", None, f"can reach {anyhow} bytes of {budget}.")
-        busy = sum(op.end_us - op.start_us for op in device.compute)
+        compute = self.schedule.devices[d].compute
+        busy = float((compute.end_us - compute.start_us).sum())
         return DeviceFacts(peak, anyhow, busy, 1 - busy / value_us if value_us else 0.0, span_us)
 
-    def _any_timing(self, d: int, device: DevicePlan) -> int | None:
-        waits = {op.key: [Op.parse(name) for name in op.waits] for op in _all_ops(device)}
-        compute, offload, reload = ([op.key for op in ops] for _, ops in device.streams())
+    def _any_timing(self, d: int) -> int | None:
+        streams = [ops for _, ops in self.schedule.devices[d].streams()]
+        waits = {op: others for ops in streams for op, others in ops.waits_of().items()}
+        compute, offload, reload = (ops.ops for ops in streams)
         try:
             return any_timing_peak_bytes(self.problem, (compute, offload, reload), waits)
         except DeadlockError as error:
             self._broken("deadlock", f"device {d}", None, str(error))
             return None
 
-    def _memory_events(self, device: DevicePlan) -> Iterator[tuple[float, int]]:
-        """Changes of a device's memory as (time, bytes)."""
-        for op in _all_ops(device):
-            stage = self.problem.stages[op.stage]
-            moved = stage.offload.bytes if stage.offload else 0
-            freed = {
-                "F": -stage.activation_bytes,
-                "B": stage.activation_bytes - stage.backward_weight_bytes,
-                "W": stage.backward_weight_bytes,
-                "BW": stage.activation_bytes,
-                "O": moved,
-                "R": -moved,
-            }[op.op]
-            work = getattr(stage.workspace_bytes, op.op, 0)
-            if op.op in "FR":
-                yield op.start_us, work - freed
-                yield op.end_us, -work
-            else:
-                yield op.start_us, work
-                yield op.end_us, -work - freed
+    @cached_property
+    def _memory_changes(self) -> Ints:
+        """Changes of a device's memory at start and end of an op: an array (kinds, stages, 2)."""
+        return np.array([[_changes_bytes(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.int64)
 
     def _check_host(self) -> int:
         """A host buffer is held from the start of O to the end of R."""
-
-        def events() -> Iterator[tuple[float, int]]:
-            for op, entry in self.at.items():
-                offload = self.problem.stages[op.stage].offload
-                if op.kind == "O" and offload:
-                    yield entry.start_us, offload.bytes
-                elif op.kind == "R" and offload:
-                    yield entry.end_us, -offload.bytes
-
-        peak, time_us = _peak(events())
+        sizes = np.array([stage.offload.bytes if stage.offload else 0 for stage in self.problem.stages], np.int64)
+        held = sizes[self.ops.stage]
+        changes = np.stack(
+            [held * (self.ops.kind == KINDS.index("O")), -held * (self.ops.kind == KINDS.index("R"))], axis=1
+        )
+        moves = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        peak, time_us = _peak(self.start_us[moves], self.end_us[moves], changes[moves])
         limit = self.problem.host_memory_bytes
         if limit is not None and peak > limit:
             self._broken("host-budget", "host", time_us, f"holds {peak} bytes of {limit}.")
@@ -283,12 +340,9 @@ class _Judge:
             self._broken("claim", where, None, f"is {claimed!r}, but {found!r} is found.")
 
 
-_ALL_KINDS = ("F", "B", "W", "BW", "O", "R")
-
-
-def _all_ops(device: DevicePlan) -> Iterator[ScheduledOp]:
-    for _, ops in device.streams():
-        yield from ops
+def _bits(*kinds: str) -> int:
+    """A set of kinds as a number."""
+    return sum(1 << KINDS.index(kind) for kind in kinds)
 
 
 def _duration_us(stage: Stage, kind: str) -> float | None:
@@ -304,17 +358,34 @@ def _duration_us(stage: Stage, kind: str) -> float | None:
     return durations[kind]
 
 
-def _span(device: DevicePlan) -> float:
-    ops = list(_all_ops(device))
-    return max(op.end_us for op in ops) - min(op.start_us for op in ops) if ops else 0.0
+def _changes_bytes(stage: Stage, kind: str) -> tuple[int, int]:
+    """What an op adds to its device's memory at its start, and at its end."""
+    moved = stage.offload.bytes if stage.offload else 0
+    freed = {
+        "F": -stage.activation_bytes,
+        "B": stage.activation_bytes - stage.backward_weight_bytes,
+        "W": stage.backward_weight_bytes,
+        "BW": stage.activation_bytes,
+        "O": moved,
+        "R": -moved,
+    }[kind]
+    work = getattr(stage.workspace_bytes, kind, 0)
+    return (work - freed, -work) if kind in "FR" else (work, -work - freed)
 
 
-def _peak(events: Iterable[tuple[float, int]]) -> tuple[int, float]:
-    """The highest level that lasts, and when it is first reached; all changes of one instant count together."""
-    level = peak = 0
-    time_of_peak = 0.0
-    for time, changes in groupby(sorted(events), key=lambda event: event[0]):
-        level += sum(change for _, change in changes)
-        if level > peak:
-            peak, time_of_peak = level, time
-    return peak, time_of_peak
+def _span(start_us: Floats, end_us: Floats) -> float:
+    return float(end_us.max() - start_us.min()) if len(start_us) else 0.0
+
+
+def _peak(start_us: Floats, end_us: Floats, changes: Ints) -> tuple[int, float]:
+    """The highest level that lasts, and when it is first reached; all changes of one instant count together.
+
+    `changes` has the shape (ops, 2): what each op adds at its start and at its end.
+    """
+    times = np.concatenate([start_us, end_us])
+    instants, at = np.unique(times, return_inverse=True)
+    steps = np.zeros(len(instants), np.int64)
+    np.add.at(steps, at, changes.T.ravel())
+    levels = np.concatenate([[0], np.cumsum(steps)])
+    highest = int(np.argmax(levels))
+    return int(levels[highest]), float(instants[highest - 1]) if highest else 0.0

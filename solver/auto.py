@@ -1,14 +1,46 @@
-"""`auto`: which searches run on a problem, side by side or one after another."""
+"""`auto`: which searches run on a problem, side by side or one after another.
+
+A small problem goes to proof: after a moment of local search CP-SAT has all cores. A large one goes to search:
+annealing on one core, patterns, windows and bounds in turns on another; with a single core all of them in turns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from optpipe.problem import Problem
+from solver.bounds.relaxation import relaxation_bound
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.lanes import Lane, Turn
+from solver.search.local import local_search
+from solver.search.pattern.search import pattern_search
+from solver.search.windows import improve_windows
+
+SMALL_OPS = 600
+"""Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
 
 
 def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
-    """The lanes for a problem of this size on so many cores."""
-    return [[Turn("cp-sat", solve_cp_sat, 1.0, workers)]]
+    """The lanes for a problem of this size on so many cores. Shares of one lane sum up to at most 1."""
+    if ops_of(problem) <= SMALL_OPS:
+        return [
+            [
+                Turn("search", local_search, 0.05, workers),
+                Turn("cp-sat", solve_cp_sat, 0.6, workers),
+                Turn("windows", improve_windows, 0.15, workers),
+                Turn("search", local_search, 0.15, workers),
+            ]
+        ]
+    pattern = Turn("pattern", pattern_search, 0.25, once=True)
+    bound = Turn("bound", relaxation_bound, 0.1, once=True)
+    if workers == 1:
+        return [[pattern, Turn("search", local_search, 0.4), Turn("windows", improve_windows, 0.25), bound]]
+    return [
+        [Turn("search", local_search, 0.35)],
+        [pattern, Turn("windows", improve_windows, 0.35, workers - 1), bound],
+    ]
+
+
+def ops_of(problem: Problem) -> int:
+    """F, B and W of all stages and microbatches, and O and R where a stage may offload."""
+    return problem.microbatches * sum(5 if stage.offload else 3 for stage in problem.stages)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from optpipe.any_timing import any_timing_peak_bytes
 from optpipe.errors import VerificationError
-from optpipe.orders import STREAMS, DeviceOrders, Op, Orders
+from optpipe.orders import KINDS, STREAMS, DeviceOrders, OpArray, Orders
+from optpipe.planned_ops import PlannedOps
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import Simulation, simulate
@@ -36,7 +39,7 @@ def finish(problem: Problem, orders: Orders, bound_us: float, method: str, secon
             "gap": gap,
             "method": method,
             "solve_seconds": round(seconds, 3),
-            "devices": [_device(problem, orders, simulation, d) for d in range(len(problem.devices))],
+            "devices": [_device(orders, simulation, value, d) for d in range(len(problem.devices))],
         }
     )
     verdict = verify(schedule)
@@ -52,18 +55,18 @@ def snapped_bound(value_us: float, bound_us: float) -> float:
     return value_us if close else float(bound_us)
 
 
-def _device(problem: Problem, orders: Orders, simulation: Simulation, d: int) -> dict[str, Any]:
+def _device(orders: Orders, simulation: Simulation, value_us: float, d: int) -> dict[str, Any]:
     device = orders.devices[d]
-    busy = float(sum(problem.stages[op.stage].duration_us(op.kind) for op in device.compute))
-    value = simulation.value_us
-    plan: dict[str, Any] = {
-        name: [_op(orders, simulation, op) for op in stream]
-        for name, stream in zip(STREAMS, device.streams(), strict=True)
-    }
+    first = simulation.device_slice(d).start
+    plan: dict[str, Any] = {}
+    for name, stream in zip(STREAMS, device.streams(), strict=True):
+        plan[name] = _planned(orders, simulation, slice(first, first + len(stream)))
+        first += len(stream)
+    busy = float(sum(_durations_us(simulation.problem, plan["compute"].ops)))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-    plan["peak_bytes_any_timing"] = any_timing_peak_bytes(problem, _streams(device), orders.waits)
+    plan["peak_bytes_any_timing"] = any_timing_peak_bytes(simulation.problem, _streams(device), orders.waits)
     plan["busy_us"] = busy
-    plan["bubble"] = 1 - busy / value if value else 0.0
+    plan["bubble"] = 1 - busy / value_us if value_us else 0.0
     return plan
 
 
@@ -71,16 +74,20 @@ def _streams(device: DeviceOrders) -> tuple[Any, Any, Any]:
     return device.compute, device.offload, device.reload
 
 
-def _op(orders: Orders, simulation: Simulation, op: Op) -> dict[str, Any]:
-    k = simulation.index[op]
-    return {
-        "op": op.kind,
-        "stage": op.stage,
-        "microbatch": op.microbatch,
-        "start_us": float(simulation.start_us[k]),
-        "end_us": float(simulation.end_us[k]),
-        "waits": [str(before) for before in orders.waits.get(op, ())],
-    }
+def _durations_us(problem: Problem, ops: OpArray) -> list[float]:
+    """The problem's own durations, which ends minus starts give only up to rounding."""
+    table = np.array([[stage.duration_us(kind) for stage in problem.stages] for kind in KINDS[:4]], np.float64)
+    durations: list[float] = table[ops.kind, ops.stage].tolist()
+    return durations
+
+
+def _planned(orders: Orders, simulation: Simulation, where: slice) -> PlannedOps:
+    """The ops at these places of a simulation."""
+    ops = simulation.ops[where]
+    waits = {}
+    if orders.waits:
+        waits = {k: [str(before) for before in orders.waits[op]] for k, op in enumerate(ops) if orders.waits.get(op)}
+    return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), waits)
 
 
 def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:

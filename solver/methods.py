@@ -22,6 +22,8 @@ from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
 from solver.published.zero_bubble import zb_h1, zb_h2
+from solver.search.local import local_search
+from solver.search.pattern.search import pattern_search
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Method:
     """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all."""
 
     name: str
-    kind: Literal["published", "exact", "portfolio"]
+    kind: Literal["published", "exact", "search", "portfolio"]
     summary: str
     handles: str
     orders: Callable[[Problem], Orders] | None = None
@@ -48,6 +50,8 @@ METHODS: dict[str, Method] = {
         Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
         Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=solve_cp_sat),
         Method("milp", "exact", "mixed-integer program, HiGHS, proves optimality", _ANY, search=solve_milp),
+        Method("search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=local_search),
+        Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=pattern_search),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),
         Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
         Method("interleaved-1f1b", "published", "1F1B over the chunks of a device", _CHUNKS, orders=interleaved_1f1b),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import numpy as np
 
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.orders import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.waits import Times, derive_waits
@@ -15,27 +15,25 @@ def orders_of_plan(problem: Problem, planned: Times, tolerance: float = 0.0) -> 
 
     A plan is in any unit of time; times that differ by at most `tolerance` count as equal where waits are derived.
     """
-    devices = [DeviceOrders(*_streams(problem, planned, d)) for d in range(len(problem.devices))]
+    ops = _in_order(planned)
+    lists = np.array([stage.device for stage in problem.stages])[ops.stage] * len(STREAMS)
+    lists += np.asarray(STREAM_OF_KIND)[ops.kind]
+    by_list = np.argsort(lists, kind="stable")
+    ends = np.cumsum(np.bincount(lists, minlength=len(problem.devices) * len(STREAMS)))
+    streams = [ops[places] for places in np.split(by_list, ends[:-1])]
+    devices = [DeviceOrders(*streams[k : k + len(STREAMS)]) for k in range(0, len(streams), len(STREAMS))]
     waits = derive_waits(problem, devices, planned, tolerance)
-    channels = [
-        _in_order([op for d, stream in lists for op in getattr(devices[d], stream)], planned)
-        for lists in shared_channels(problem)
-    ]
+    channels = []
+    for served in shared_channels(problem):
+        mine = np.isin(lists, [d * len(STREAMS) + STREAMS.index(stream) for d, stream in served])
+        channels.append(ops[np.flatnonzero(mine)])
     return Orders(devices, waits, [channel for channel in channels if channel])
 
 
-def _streams(problem: Problem, planned: Times, device: int) -> list[list[Op]]:
-    mine = [op for op in planned if problem.stages[op.stage].device == device]
-    return [
-        _in_order((op for op in mine if op.stream == stream), planned) for stream in ("compute", "offload", "reload")
-    ]
-
-
-def _in_order(ops: Iterable[Op], planned: Times) -> list[Op]:
+def _in_order(planned: Times) -> OpArray:
     """Ops by time; ops without length at one instant in the order in which a microbatch passes through them."""
-
-    def place(op: Op) -> tuple[float, float, int, int, int]:
-        way = op.stage if op.kind in "FO" else -op.stage
-        return (*planned[op], "FORBW".index(op.kind[0]), way, op.microbatch)
-
-    return sorted(ops, key=place)
+    ops = OpArray.of(list(planned))
+    start, end = np.array(list(planned.values())).reshape(-1, 2).T
+    rank = np.array(["FORBW".index(kind[0]) for kind in KINDS])[ops.kind]
+    way = np.where((rank == 0) | (rank == 1), ops.stage, -ops.stage)
+    return ops[np.lexsort((ops.microbatch, way, rank, end, start))]

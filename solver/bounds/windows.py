@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add
 
 from optpipe.problem import Problem, Stage
 from solver.bounds.budgets import usable_bytes
@@ -45,8 +44,12 @@ def window_bounds_us(problem: Problem) -> Sequence[float]:
     (In whole F: the last F of a window starts one F before its end, so the first F more gains nothing; each further one
     waits for the copy of its bytes, which takes longer than an F, or else F fill the shortest window.)
 
+    In both windows what never leaves must fit without the channel's help, beside the whole activation of the last F.
+
     The windows are disjoint if a backward precedes the last F. If none does, all m microbatches are in flight together
-    when the last F starts, and the larger of the two idle times counts alone. Memory mostly rules that out.
+    when the last F starts, which the bytes that never leave mostly rule out. If it can be, the larger of the two idle
+    times counts, or the second and what the device idles up to the end of its last F: what does not fit has left by
+    then, copied after the end of the first F.
 
     Around. The device of stage 0 begins before d does, by F of the stages before `low`, and after d's last backward the
     gradient still passes these, and W of stage 0. All that is within the span of that device, so both objectives are at
@@ -70,9 +73,9 @@ class _Windows:
     def bound_us(self) -> float:
         """The larger of the device's own span and of the way from stage 0 through this device and back."""
         warm_up_us, cool_down_us = self._warm_up_idle_us, self._cool_down_idle_us
-        together: Callable[[float, float], float] = max if self._forwards_may_all_come_first else add
-        span_us = self._work_us("FBW") + together(warm_up_us, max(0.0, cool_down_us))
-        to_last_backward_us = self._work_us("FB") + together(warm_up_us, self._weights_before_last_backward_us)
+        span_us = self._work_us("FBW") + self._together_us(warm_up_us, max(0.0, cool_down_us))
+        weights_us = self._weights_before_last_backward_us
+        to_last_backward_us = self._work_us("FB") + self._together_us(warm_up_us, weights_us)
         head_us, tail_us = self.paths.forward_before[self._low], self.paths.backward_before[self._low]
         through_us = head_us + to_last_backward_us + tail_us + self.problem.stages[0].backward_weight_us
         return max(through_us, span_us + (head_us if self.problem.objective == "makespan" else 0))
@@ -104,55 +107,91 @@ class _Windows:
     @cached_property
     def _warm_up_idle_us(self) -> float:
         window_us = self._stages[0].forward_us + self.paths.turnaround_us(self._low, self._high)
-        forwards = [Held(Piece(stage.forward_us, stage.activation_bytes)) for stage in self._stages]
-        room = self._room_bytes("O", window_us) - min(stage.workspace_bytes.F for stage in self._stages)
-        return max(0.0, window_us - most_held_us(forwards, self.problem.microbatches, room))
+        room = self._budget - min(stage.workspace_bytes.F for stage in self._stages)
+        least_moved = min(stage.activation_bytes - _staying_bytes(stage) for stage in self._stages)
+        fits = min(
+            self._most_forwards_us(_activation_bytes, room + self._moved_bytes("O", window_us)),
+            self._most_forwards_us(_staying_bytes, room - least_moved),
+        )
+        return max(0.0, window_us - fits)
+
+    def _most_forwards_us(self, size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
+        forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self._stages]
+        return most_held_us(forwards, self.problem.microbatches, room_bytes)
 
     @cached_property
     def _cool_down_idle_us(self) -> float:
         """Below 0 by what the stock of work exceeds the window."""
-        held = [
-            Held(
-                Piece(stage.duration_us("BW"), stage.activation_bytes),
-                Piece(stage.backward_weight_us, stage.backward_weight_bytes),
-            )
-            for stage in self._stages
-        ]
+
+        def pending(stage: Stage, size_bytes: int) -> Held:
+            rest = Piece(stage.backward_weight_us, stage.backward_weight_bytes)
+            return Held(Piece(stage.duration_us("BW"), size_bytes), rest)
+
         last_microbatch_us = self._one_of_each_us("BW") - self._stages[0].duration_us("BW")
-        return self._cool_down_us - last_microbatch_us - self._most_in_stock_us(held)
+        return self._cool_down_us - last_microbatch_us - self._most_in_stock_us(pending)
 
     @cached_property
     def _weights_before_last_backward_us(self) -> float:
         """Time that W, and idling in the cool-down, take before the end of the last backward."""
-        held = [
-            Held(Piece(stage.backward_weight_us, min(stage.activation_bytes, stage.backward_weight_bytes)))
-            for stage in self._stages
-        ]
-        before_stock_us = (self.problem.microbatches - 1) * self._one_of_each_us("W") - self._most_in_stock_us(held)
+
+        def pending(stage: Stage, size_bytes: int) -> Held:
+            return Held(Piece(stage.backward_weight_us, min(size_bytes, stage.backward_weight_bytes)))
+
+        before_stock_us = (self.problem.microbatches - 1) * self._one_of_each_us("W") - self._most_in_stock_us(pending)
         all_but_last_us = self._work_us("W") - self._stages[0].backward_weight_us
         return max(0.0, before_stock_us, all_but_last_us + self._cool_down_idle_us)
 
-    def _most_in_stock_us(self, held: Sequence[Held]) -> float:
+    def _most_in_stock_us(self, pending: Callable[[Stage, int], Held]) -> float:
         """The most work of the microbatches in flight when the last F starts, beside the last microbatch."""
         high = self._stages[-1]
+        others = self.problem.microbatches - 1
+        room = self._budget - high.workspace_bytes.F
         last_bytes = sum(stage.activation_bytes for stage in self._stages)
-        room = self._room_bytes("R", high.forward_us + self._cool_down_us) - high.workspace_bytes.F
-        moves = any(stage.offload for stage in self._stages)
-        if moves and self._room_bytes("R", high.forward_us) - high.workspace_bytes.F < last_bytes:
+        if room + self._moved_bytes("R", high.forward_us) < last_bytes:
             last_bytes = 0  # a window of no length must have room for what is counted in every window
-        return most_held_us(held, self.problem.microbatches - 1, room - last_bytes, in_parts=moves)
+        whole = [pending(stage, stage.activation_bytes) for stage in self._stages]
+        moved_bytes = self._moved_bytes("R", high.forward_us + self._cool_down_us)
+        most_us = most_held_us(whole, others, room + moved_bytes - last_bytes, in_parts=moved_bytes > 0)
+        if not moved_bytes:
+            return most_us
+        staying = [pending(stage, _staying_bytes(stage)) for stage in self._stages]
+        last_staying_bytes = high.activation_bytes + sum(_staying_bytes(stage) for stage in self._stages[:-1])
+        return min(most_us, most_held_us(staying, others, room - last_staying_bytes))
 
-    def _room_bytes(self, kind: str, window_us: float) -> float:
-        """The budget and what O can free, or R bring back, in a window."""
+    @cached_property
+    def _budget(self) -> float:
+        return usable_bytes(self.problem, self._stages[0].device)
+
+    def _moved_bytes(self, kind: str, window_us: float) -> float:
+        """What O can free, or R bring back, in a window."""
         moved_bytes = 0.0
         for stage in self._stages:
             if stage.offload and stage.offload.bytes:
                 copy_us = stage.duration_us(kind)
                 moved_bytes = max(moved_bytes, window_us * stage.offload.bytes / copy_us if copy_us else float("inf"))
-        return usable_bytes(self.problem, self._stages[0].device) + moved_bytes
+        return moved_bytes
+
+    def _together_us(self, warm_up_us: float, cool_down_us: float) -> float:
+        """Idle time of both windows, whether or not a backward precedes the last F."""
+        if self.problem.microbatches * sum(map(_staying_bytes, self._stages)) > self._budget:
+            return warm_up_us + cool_down_us
+        return min(warm_up_us + cool_down_us, max(warm_up_us, self._copies_idle_us + cool_down_us))
 
     @property
-    def _forwards_may_all_come_first(self) -> bool:
-        """Whether the bytes that cannot leave fit at once, all microbatches together."""
-        stay = sum(stage.activation_bytes - (stage.offload.bytes if stage.offload else 0) for stage in self._stages)
-        return self.problem.microbatches * stay <= usable_bytes(self.problem, self._stages[0].device)
+    def _copies_idle_us(self) -> float:
+        """Idle time before the end of the last F if all F come first, for what does not fit has to leave by then."""
+        leaving_bytes = self.problem.microbatches * sum(map(_activation_bytes, self._stages)) - self._budget
+        rate = self._moved_bytes("O", 1.0)
+        if leaving_bytes <= 0 or not rate:
+            return 0.0
+        last_forward_ends_us = self._stages[0].forward_us + leaving_bytes / rate + self._stages[-1].forward_us
+        return max(0.0, last_forward_ends_us - self._work_us("F"))
+
+
+def _activation_bytes(stage: Stage) -> int:
+    return stage.activation_bytes
+
+
+def _staying_bytes(stage: Stage) -> int:
+    """What of an activation never leaves."""
+    return stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)

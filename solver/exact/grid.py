@@ -7,44 +7,51 @@ stays a bound, and orders are timed with the true durations in any case.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor, lcm
+from math import ceil, floor, gcd
 
 from optpipe.problem import Problem
 
 MAX_HORIZON_TICKS = 2**40
 """Beyond this, sums in the solvers come near the limits of their integers."""
 
+ROUNDING = Fraction(1, 10**9)
+"""The share by which a bound made of float sums may be too high."""
+
 
 @dataclass(frozen=True)
 class Grid:
     """`ticks_per_us`, and whether every duration is a whole number of ticks.
 
-    `step` is how many ticks make one step of the coarsest grid on which an optimum lies. It is above 1 where ops have
+    `step` is how many ticks make one step of the grid on which ops with a length lie. It is above 1 where ops have
     no length: these get one tick, so that ops at one instant have an order, and `step` exceeds their number, so that
-    all of them together stay below a step.
+    all of them together stay below a step. `refinement` is how many steps make the unit: the largest time of which
+    all durations are multiples. Values are whole multiples of a unit's j-th part for some j up to `parts`.
     """
 
     ticks_per_us: Fraction
     exact: bool
     step: int = 1
+    refinement: int = 1
+    parts: int = 1
 
     @classmethod
-    def of(cls, problem: Problem, horizon_us: float) -> Grid:
+    def of(cls, problem: Problem, horizon_us: float, refinement: int = 1) -> Grid:
         """The grid of a problem whose schedules of interest end by `horizon_us`.
 
-        With the objective makespan and whole durations some optimum has whole times. With device_span it need not:
-        the smallest span of given orders is a mean over at most p devices (`optpipe.spans`), a fraction with
-        denominator up to p. Two such fractions differ by at least 1 / p^2, so on a grid p^2 times finer, where
-        rounding times to the grid costs less than one step, a proved optimum is the true one.
+        With the objective makespan some optimum has whole multiples of the unit. With device_span it need not: the
+        smallest span of given orders is a mean over at most p devices (`optpipe.spans`), so p parts are possible, and
+        a proof may need a `refinement` (see `refinement_for`).
         """
-        steps = Fraction(lcm(*(Fraction(str(value)).denominator for value in _times_us(problem))))
-        steps *= len(problem.devices) ** 2 if problem.objective == "device_span" else 1
+        unit_us = _common_divisor(Fraction(str(value)) for value in _times_us(problem))
+        spans = problem.objective == "device_span"
+        parts = sum(1 for stages in problem.stages_of if stages) if spans else 1
         step = 1 + _instant_ops(problem, 0)
-        if steps * step * Fraction(horizon_us) <= MAX_HORIZON_TICKS:
-            return cls(steps * step, True, step)
+        ticks_per_us = refinement * step / unit_us
+        if ticks_per_us * Fraction(horizon_us) <= MAX_HORIZON_TICKS:
+            return cls(ticks_per_us, True, step, refinement, parts)
         coarse = Fraction(max(1, floor(MAX_HORIZON_TICKS / max(1.0, horizon_us))))
         return cls(coarse, False, 1 + _instant_ops(problem, float(1 / coarse)))
 
@@ -55,6 +62,12 @@ class Grid:
     def ticks_up(self, time_us: float) -> int:
         """A time in ticks, rounded up."""
         return -floor(-Fraction(str(time_us)) * self.ticks_per_us)
+
+    def bound_ticks(self, bound_us: float) -> int:
+        """A bound on values in ticks, rounded up but for what float sums may have added to it."""
+        return (
+            ceil(Fraction(str(bound_us)) * (1 - ROUNDING) * self.ticks_per_us) if self.exact else self.ticks(bound_us)
+        )
 
     def length(self, duration_us: float) -> int:
         """The length of an op in ticks, at least one."""
@@ -68,25 +81,56 @@ class Grid:
         """Ticks as microseconds."""
         return float(Fraction(ticks) / self.ticks_per_us)
 
-    def bound_us(self, problem: Problem, bound_ticks: float, value_us: float) -> float:
-        """What a proved lower bound in ticks says about real-valued times, given the best value known.
+    def proved_us(self, bound_ticks: float) -> float:
+        """What a lower bound on the model's objective (ticks) says about real schedules.
 
-        Ops without length add less than one step to a makespan, which is a whole number of steps. For device_span
-        they and rounding down to ticks together add at most one step; where what is left leaves no fraction below
-        the value, the value is optimal.
+        A makespan of whole units is the model's, but for the ops without length, which add less than one step. A span
+        S that is moved to the grid, every time rounded down to a step, becomes at most S rounded up to a step: where
+        the model has none of `bound_ticks - 1`, that is above it. The value is then the least multiple of a unit's part
+        that is large enough.
         """
-        if problem.objective == "makespan":
-            proved = Fraction(bound_ticks) - (self.step - 1)
-            return self.us(ceil(proved / self.step) * self.step if self.exact else floor(proved))
-        floor_us = self.us(bound_ticks - self.step)
-        nearest_below_us = value_us - self.us(self.step)
-        return value_us if self.exact and floor_us >= nearest_below_us - 1e-9 * abs(value_us) else floor_us
+        if not self.exact:
+            return self.us(floor(bound_ticks) - (self.step if self.parts > 1 else self.step - 1))
+        steps = ceil((Fraction(ceil(bound_ticks)) - self.step + 1) / self.step)
+        units = Fraction(steps - 1, self.refinement)
+        parts = range(1, self.parts + 1)
+        return self._units_us(min(Fraction(floor(units * part) + 1, part) for part in parts))
+
+    def raised_us(self, bound_us: float) -> float:
+        """The least value that schedules can have at or above a bound that holds for all (up to its rounding)."""
+        if not self.exact:
+            return bound_us
+        units = Fraction(bound_us) * (1 - ROUNDING) * self.ticks_per_us / (self.step * self.refinement)
+        least = min(Fraction(ceil(units * part), part) for part in range(1, self.parts + 1))
+        return max(bound_us, self._units_us(least))
+
+    def refinement_for(self, value_us: float) -> int:
+        """The refinement with which a model that has nothing better than `value_us` proves it optimal.
+
+        The value is a multiple of a unit's j-th part, any other one of a k-th part with k at most p: if smaller, it is
+        so by at least 1 / (j p) of a unit. On a grid of j p steps a unit the value is whole, and a schedule less by
+        a step would be one of the model.
+        """
+        units = Fraction(value_us) * self.ticks_per_us / (self.step * self.refinement)
+        return units.limit_denominator(self.parts).denominator * self.parts
+
+    def _units_us(self, units: Fraction) -> float:
+        return float(units * self.step * self.refinement / self.ticks_per_us)
 
 
 def _instant_ops(problem: Problem, below_us: float) -> int:
     """How many ops take `below_us` or less."""
     kinds = [(stage, kind) for stage in problem.stages for kind in ("FBWOR" if stage.offload else "FBW")]
     return problem.microbatches * sum(stage.duration_us(kind) <= below_us for stage, kind in kinds)
+
+
+def _common_divisor(times: Iterable[Fraction]) -> Fraction:
+    """The largest time of which all of `times` are multiples (1 where none has a length)."""
+    divisor = Fraction(0)
+    for time in times:
+        common = divisor.denominator * time.denominator
+        divisor = Fraction(gcd(int(divisor * common), int(time * common)), common)
+    return divisor or Fraction(1)
 
 
 def _times_us(problem: Problem) -> Iterator[float]:

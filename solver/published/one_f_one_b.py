@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from optpipe.orders import Op, Orders
+from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
 from solver.published.placement import require_one_stage_a_device
+from solver.published.turns import in_turn
 
 
 def one_f_one_b(problem: Problem) -> Orders:
@@ -13,12 +14,6 @@ def one_f_one_b(problem: Problem) -> Orders:
     return Orders.of_compute(_stage_order(problem, stage) for (stage,) in problem.stages_of)
 
 
-def _stage_order(problem: Problem, stage: int) -> list[Op]:
-    microbatches = problem.microbatches
-    warm_up = min(len(problem.stages) - stage, microbatches)
-    order = [Op("F", stage, i) for i in range(warm_up)]
-    for i in range(microbatches):
-        order.append(Op("BW", stage, i))
-        if warm_up + i < microbatches:
-            order.append(Op("F", stage, warm_up + i))
-    return order
+def _stage_order(problem: Problem, stage: int) -> OpArray:
+    warm_up = len(problem.stages) - stage
+    return in_turn(stage, problem.microbatches, [("BW", 0), ("F", -warm_up)])

@@ -15,16 +15,16 @@ peak, and once its forwards are done it takes B before W. The costs are the prob
 
 from __future__ import annotations
 
-import heapq
 from functools import lru_cache
 from itertools import product
 
-from optpipe.memory import device_effect
-from optpipe.orders import Op, Orders
+import numpy as np
+
+from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import peak_budgets
 from solver.published.placement import require_v_shape
+from solver.published.v_filling import filled
 
 PERIOD = 6
 
@@ -53,7 +53,8 @@ def _best(problem: Problem, method: str, slopes: list[tuple[int, int]]) -> Order
     candidates = []
     for out, back in slopes:
         plan = _repeated(problem, building_block(len(problem.devices), out, back))
-        candidates += [plan, *(_Filling(problem, plan, unit_costs).orders() for unit_costs in (True, False))]
+        candidates.append(Orders.of_compute(plan))
+        candidates += [filled(problem, plan, unit_costs) for unit_costs in (True, False)]
     return min(candidates, key=lambda orders: simulate(problem, orders).value_us)
 
 
@@ -110,133 +111,14 @@ def chunks_held(block: Block) -> int:
     return most
 
 
-def _repeated(problem: Problem, block: Block) -> Orders:
-    """The block once for each microbatch: the passes of a device in the order of their starts."""
+def _repeated(problem: Problem, block: Block) -> list[OpArray]:
+    """The block once for each microbatch: the passes of each device in the order of their starts."""
+    microbatches = np.arange(problem.microbatches)
     orders = []
     for starts in block:
-        passes = [
-            (start + PERIOD * i, Op(kind, stage, i))
-            for (kind, stage), start in starts.items()
-            for i in range(problem.microbatches)
-        ]
-        orders.append([op for _, op in sorted(passes)])
-    return Orders.of_compute(orders)
-
-
-class _DevicePlan:
-    """The planned passes of one device, which of them are done, and the memory they leave."""
-
-    def __init__(self, plan: list[Op], limit: int) -> None:
-        self.plan = plan
-        self.limit = limit
-        self.place = {op: k for k, op in enumerate(plan)}
-        self.done = [False] * len(plan)
-        self.head = 0
-        self.order: list[Op] = []
-        self.next = {(op.kind, op.stage): 0 for op in plan}
-        self.memory = 0
-        self.free_at = 0.0
-
-    @property
-    def finished(self) -> bool:
-        return self.head == len(self.plan)
-
-    def forwards_done(self, microbatches: int) -> bool:
-        return all(i == microbatches for (kind, _), i in self.next.items() if kind == "F")
-
-    def skipped(self, op: Op) -> list[Op]:
-        """The passes planned before this one that are still to run."""
-        return [self.plan[k] for k in range(self.head, self.place[op]) if not self.done[k]]
-
-    def run(self, op: Op, change: int, end: float) -> None:
-        self.done[self.place[op]] = True
-        self.order.append(op)
-        self.next[op.kind, op.stage] += 1
-        self.memory += change
-        self.free_at = end
-        while not self.finished and self.done[self.head]:
-            self.head += 1
-
-
-class _Filling:
-    """Runs a plan in the order of time, and lets a device take a later pass where the planned one has to wait.
-
-    A pass is only taken early when its input is there, and when all that is planned before it still has room. So
-    what is left of the plan can always run, and the peak of the plan is kept.
-    """
-
-    def __init__(self, problem: Problem, plan: Orders, unit_costs: bool) -> None:
-        self.problem = problem
-        self.unit_costs = unit_costs
-        self.effect = [{kind: device_effect(stage, kind) for kind in "FBW"} for stage in problem.stages]
-        limits = peak_budgets(problem, plan)
-        self.devices = [_DevicePlan(list(d.compute), limit) for d, limit in zip(plan.devices, limits, strict=True)]
-        self.end: dict[Op, float] = {}
-
-    def orders(self) -> Orders:
-        """The order in which every device runs its passes."""
-        wake = [(0.0, d) for d in range(len(self.devices))]
-        while wake:
-            now, d = heapq.heappop(wake)
-            device = self.devices[d]
-            if device.finished or now < device.free_at:
-                continue
-            op = self._choose(device, now)
-            if op is None:
-                continue
-            end = now + self._duration(op)
-            self.end[op] = end
-            device.run(op, sum(self.effect[op.stage][op.kind]), end)
-            for near, ready in self._woken(op, end):
-                heapq.heappush(wake, (max(ready, self.devices[near].free_at), near))
-        return Orders.of_compute(device.order for device in self.devices)
-
-    def _duration(self, op: Op) -> float:
-        return 1.0 if self.unit_costs else self.problem.stages[op.stage].duration_us(op.kind)
-
-    def _delay(self, boundary: int, kind: str) -> float:
-        delays = self.problem.forward_delay_us if kind == "F" else self.problem.backward_delay_us
-        return 0.0 if self.unit_costs else delays[boundary]
-
-    def _woken(self, op: Op, end: float) -> list[tuple[int, float]]:
-        """The devices that may go on after an op, and when: its own, and the one that waits for the result."""
-        stages, s = self.problem.stages, op.stage
-        woken = [(stages[s].device, end)]
-        if op.kind == "F" and s + 1 < len(stages):
-            woken.append((stages[s + 1].device, end + self._delay(s, "F")))
-        if op.kind == "B" and s > 0:
-            woken.append((stages[s - 1].device, end + self._delay(s - 1, "B")))
-        return woken
-
-    def _choose(self, device: _DevicePlan, now: float) -> Op | None:
-        """The pass to run now: by plan, once the forwards are done B before W; None where the device must wait."""
-        cool_down = device.forwards_done(self.problem.microbatches)
-        ready = [
-            (cool_down and op.kind == "W", device.place[op], op)
-            for (kind, stage), i in device.next.items()
-            if i < self.problem.microbatches and self._is_ready(op := Op(kind, stage, i), now)
-        ]
-        return next((op for _, place, op in sorted(ready) if place == device.head or self._fits(device, op)), None)
-
-    def _is_ready(self, op: Op, now: float) -> bool:
-        """Whether the input of an op has arrived."""
-        kind, s, i = op
-        if kind == "W":
-            return Op("B", s, i) in self.end
-        if kind == "F":
-            return s == 0 or self._arrived(Op("F", s - 1, i), self._delay(s - 1, "F"), now)
-        last = s + 1 == len(self.problem.stages)
-        return Op("F", s, i) in self.end and (last or self._arrived(Op("B", s + 1, i), self._delay(s, "B"), now))
-
-    def _arrived(self, source: Op, delay: float, now: float) -> bool:
-        return source in self.end and self.end[source] + delay <= now
-
-    def _fits(self, device: _DevicePlan, early: Op) -> bool:
-        """Whether an op has room now, and after it everything that is planned before it."""
-        memory = device.memory
-        for op in (early, *device.skipped(early)):
-            effect = self.effect[op.stage][op.kind]
-            if memory + max(effect.at_start, sum(effect)) > device.limit:
-                return False
-            memory += sum(effect)
-        return True
+        kind, stage = np.array([("FBW".index(kind), stage) for kind, stage in starts]).T
+        at = np.array(list(starts.values()))[:, None] + PERIOD * microbatches
+        order = np.argsort(at, axis=None)
+        row, microbatch = np.divmod(order, len(microbatches))
+        orders.append(OpArray(kind[row], stage[row], microbatch))
+    return orders

@@ -15,30 +15,56 @@ Stage s always stays ahead of stage s + 1 in forwards. Costs, delays and budgets
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
-from math import floor
+from typing import NamedTuple, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
-from optpipe.memory import device_effect
-from optpipe.orders import Op, Orders
+from optpipe.memory import device_effect, effect_table
+from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.published.placement import require_one_stage_a_device
 
+Codes = NDArray[np.int8]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
 NO_LIMIT = 2**62
+F, B, W = (cast(int, np.int64(code)) for code in range(3))
+"""Numpy's integers, since numba compiles a function once more for each plain number that it is called with."""
+NOTHING = -1
+"""In place of a kind: no op can go."""
+
+INTO_F, INTO_B = 3, 4
+ROOM, BUDGET = 3, 6
+NOW, IDLE = 0, 1
+MEMORY, PENDING, MADE = 3, 4, 5
+"""Rows of the arrays of _Costs and _State."""
 
 
 def zb_auto(problem: Problem) -> Orders:
     """The best of the eight runs. Raises MethodError on placement, or where a single microbatch exceeds a budget."""
     require_one_stage_a_device(problem, "zb-auto")
     _check_one_microbatch_fits(problem)
-    built = [_Run(problem, switches).build() for switches in Switches.all()]
-    orders = [Orders.of_compute(by_stage[s] for (s,) in problem.stages_of) for by_stage in built if by_stage]
+    costs = _costs(problem)
+    runs = [_run(costs, problem.microbatches, *switches) for switches in product((False, True), repeat=3)]
+    orders = [_orders(problem, kinds) for finished, kinds in runs if finished]
     if not orders:
         raise MethodError("zb-auto found no room for the next op in any of its runs. Maybe use an exact method.")
     return min(orders, key=lambda o: simulate(problem, o).value_us)
+
+
+def _orders(problem: Problem, kinds: Codes) -> Orders:
+    """Orders from the kinds of the ops of every stage, an array (stages, 3 microbatches)."""
+    microbatch = np.empty(kinds.shape, np.int64)
+    for kind in range(3):
+        microbatch[kinds == kind] = np.tile(np.arange(problem.microbatches), len(kinds))
+    stage = np.repeat(np.arange(len(kinds)), kinds.shape[1]).reshape(kinds.shape)
+    return Orders.of_compute(OpArray(kinds[s], stage[s], microbatch[s]) for (s,) in problem.stages_of)
 
 
 def _check_one_microbatch_fits(problem: Problem) -> None:
@@ -59,200 +85,232 @@ def _room(stage: Stage) -> dict[str, int]:
     return {"F": stage.activation_bytes + max(work.F, backward), "B": backward, "W": work.W}
 
 
-@dataclass(frozen=True)
-class Switches:
-    """The three choices of a run."""
+class _Costs(NamedTuple):
+    """What ops take, by row and stage; few arrays, since each costs time to compile.
 
-    even: bool
-    by_time: bool
-    fill: bool
+    `us`: durations of F, B and W, then INTO_F and INTO_B, the delays of what a stage's F and B wait for. `bytes`: how
+    F, B and W change memory, from ROOM on the room that they need, and BUDGET.
+    """
 
-    @classmethod
-    def all(cls) -> Iterator[Switches]:
-        """All eight combinations."""
-        return (cls(*bits) for bits in product((False, True), repeat=3))
+    us: Floats
+    bytes: Ints
 
 
-_PENDING = {"F": 0, "B": 1, "W": -1}
-"""What an op adds to the number of W that are left."""
+def _costs(problem: Problem) -> _Costs:
+    stages, budgets = problem.stages, [problem.devices[stage.device].memory_bytes for stage in problem.stages]
+    durations = [[stage.duration_us(kind) for stage in stages] for kind in "FBW"]
+    changes = effect_table(problem, device_effect)[:3].sum(axis=2).tolist()
+    rooms = [[_room(stage)[kind] for stage in stages] for kind in "FBW"]
+    return _Costs(
+        np.array([*durations, [0.0, *problem.forward_delay_us], [*problem.backward_delay_us, 0.0]], np.float64),
+        np.array([*changes, *rooms, [NO_LIMIT if budget is None else budget for budget in budgets]], np.int64),
+    )
 
 
-class _Stage:
-    """What one stage has done so far in a run; `pending` is how many W are left."""
+class _State(NamedTuple):
+    """What the stages have done so far in a run.
 
-    def __init__(self, problem: Problem, number: int) -> None:
-        stage = problem.stages[number]
-        budget = problem.devices[stage.device].memory_bytes
-        self.duration = {kind: stage.duration_us(kind) for kind in "FBW"}
-        self.change = {kind: sum(device_effect(stage, kind)) for kind in "FBW"}
-        self.room = _room(stage)
-        self.budget = NO_LIMIT if budget is None else budget
-        self.number = number
-        self.order: list[Op] = []
-        self.count = {"F": 0, "B": 0, "W": 0}
-        self.end: dict[str, list[float]] = {"F": [], "B": [], "W": []}
-        self.pending = 0
-        self.now = 0.0
-        self.memory = 0
-        self.idle = 0.0
+    `end_us`: by kind, stage and microbatch. `clock_us`: by stage, NOW and IDLE. `tally`: by stage, the numbers of F, B
+    and W, then MEMORY, PENDING (W that are left) and MADE (ops). `order`: for each stage the kinds of its ops.
+    """
 
-    def fits(self, kind: str, memory: int | None = None) -> bool:
-        """Whether an op has room, at the present level or at `memory`."""
-        return (self.memory if memory is None else memory) + self.room[kind] <= self.budget
-
-    def fits_after_weights(self, kind: str) -> bool:
-        """Whether an op has room once all pending W are done."""
-        return self.fits(kind, self.memory + self.pending * self.change["W"])
-
-    def run(self, kind: str, start: float) -> None:
-        if self.order:
-            self.idle += start - self.now
-        self.now = start + self.duration[kind]
-        self.memory += self.change[kind]
-        self.order.append(Op(kind, self.number, self.count[kind]))
-        self.count[kind] += 1
-        self.pending += _PENDING[kind]
-        self.end[kind].append(self.now)
+    end_us: Floats
+    clock_us: Floats
+    tally: Ints
+    order: Codes
 
 
-class _Run:
-    """One run of the heuristic under given switches."""
+@njit(cache=True)
+def _run(costs: _Costs, microbatches: int, even: bool, by_time: bool, fill: bool) -> tuple[bool, Codes]:
+    """One run under given switches: whether it found room for every op, and the kinds of the ops of each stage."""
+    stages = costs.us.shape[1]
+    state = _State(
+        np.zeros((3, stages, microbatches)),
+        np.zeros((2, stages)),
+        np.zeros((6, stages), np.int64),
+        np.zeros((stages, 3 * microbatches), np.int8),
+    )
+    _warm_up(costs, state, even)
+    finished = _by_time(costs, state, fill) if by_time else _by_rounds(costs, state, fill)
+    if finished:
+        for s in range(stages):
+            while state.tally[PENDING, s]:
+                _append(costs, state, s, W, state.clock_us[NOW, s])
+    return finished, state.order
 
-    def __init__(self, problem: Problem, switches: Switches) -> None:
-        self.problem = problem
-        self.switches = switches
-        self.microbatches = problem.microbatches
-        self.stages = [_Stage(problem, s) for s in range(len(problem.stages))]
-        self.last = len(self.stages) - 1
-        self.backwards_left = len(self.stages) * self.microbatches
 
-    def build(self) -> list[list[Op]] | None:
-        """The orders by stage; None where this run found no op with room for it."""
-        self._warm_up()
-        finished = self._by_time() if self.switches.by_time else self._by_rounds()
-        if not finished:
-            return None
-        for stage in self.stages:
-            while stage.pending:
-                stage.run("W", stage.now)
-        return [stage.order for stage in self.stages]
+@njit(cache=True)
+def _append(costs: _Costs, state: _State, s: int, kind: int, start_us: float) -> None:
+    if state.tally[MADE, s]:
+        state.clock_us[IDLE, s] += start_us - state.clock_us[NOW, s]
+    state.clock_us[NOW, s] = start_us + costs.us[kind, s]
+    state.tally[MEMORY, s] += costs.bytes[kind, s]
+    state.end_us[kind, s, state.tally[kind, s]] = state.clock_us[NOW, s]
+    state.order[s, state.tally[MADE, s]] = kind
+    state.tally[MADE, s] += 1
+    state.tally[kind, s] += 1
+    if kind != F:
+        state.tally[PENDING, s] += 1 if kind == B else -1
 
-    def _ready(self, s: int, kind: str) -> float:
-        """When the next F or B of stage `s` has its input."""
-        i = self.stages[s].count[kind]
-        if kind == "F":
-            return self.stages[s - 1].end["F"][i] + self.problem.forward_delay_us[s - 1] if s else 0.0
-        if s == self.last:
-            return self.stages[s].end["F"][i]
-        return self.stages[s + 1].end["B"][i] + self.problem.backward_delay_us[s]
 
-    def _put(self, s: int, kind: str) -> None:
-        self.stages[s].run(kind, max(self.stages[s].now, self._ready(s, kind)))
-        self.backwards_left -= kind == "B"
+@njit(cache=True)
+def _fits(costs: _Costs, s: int, kind: int, memory_bytes: int) -> bool:
+    """Whether an op has room at a level of memory."""
+    return bool(memory_bytes + costs.bytes[ROOM + kind, s] <= costs.bytes[BUDGET, s])
 
-    def _warm_up(self) -> None:
-        """Forwards up to the first B of every stage, and these first B."""
-        for s in range(len(self.stages)):
-            self._put(s, "F")
-        for s in reversed(range(len(self.stages))):
-            while s < self.last and self._wants_forward(s) and self._lead(s):
-                pass
-            if self.stages[s].fits("B"):
-                self._put(s, "B")
-            else:
-                return
 
-    def _wants_forward(self, s: int) -> bool:
-        """Whether stage `s` takes one more forward before its first B."""
-        stage = self.stages[s]
-        if stage.count["F"] >= self.microbatches:
+@njit(cache=True)
+def _ready(costs: _Costs, state: _State, s: int, kind: int) -> float:
+    """When the next F or B of stage `s` has its input."""
+    i = state.tally[kind, s]
+    if kind == F:
+        return float(state.end_us[F, s - 1, i] + costs.us[INTO_F, s]) if s else 0.0
+    if s == costs.us.shape[1] - 1:
+        return float(state.end_us[F, s, i])
+    return float(state.end_us[B, s + 1, i] + costs.us[INTO_B, s])
+
+
+@njit(cache=True)
+def _put(costs: _Costs, state: _State, s: int, kind: int) -> None:
+    _append(costs, state, s, kind, max(state.clock_us[NOW, s], _ready(costs, state, s, kind)))
+
+
+@njit(cache=True)
+def _warm_up(costs: _Costs, state: _State, even: bool) -> None:
+    """Forwards up to the first B of every stage, and these first B."""
+    stages = costs.us.shape[1]
+    for s in range(stages):
+        _put(costs, state, s, F)
+    for s in range(stages - 1, -1, -1):
+        while s < stages - 1 and _wants_forward(costs, state, s, even) and _lead(costs, state, s):
+            pass
+        if not _fits(costs, s, B, state.tally[MEMORY, s]):
+            return
+        _put(costs, state, s, B)
+
+
+@njit(cache=True)
+def _wants_forward(costs: _Costs, state: _State, s: int, even: bool) -> bool:
+    """Whether stage `s` takes one more forward before its first B."""
+    forwards, microbatches = state.tally[F, s], state.end_us.shape[2]
+    if forwards >= microbatches or (even and forwards >= _even_share(costs, microbatches, s)):
+        return False
+    return bool(state.clock_us[NOW, s] + costs.us[F, s] <= _ready(costs, state, s, B))
+
+
+@njit(cache=True)
+def _even_share(costs: _Costs, microbatches: int, s: int) -> int:
+    """Forwards of stage `s` before its first B if the first stage fills its memory and the last takes one."""
+    last = costs.us.shape[1] - 1
+    room = min(costs.bytes[BUDGET, 0] // max(costs.bytes[F, 0], 1), microbatches)
+    return int(max(last + 1 - s, np.floor(room - s * (room - 1) / last)))
+
+
+@njit(cache=True)
+def _lead(costs: _Costs, state: _State, s: int) -> bool:
+    """One more forward on stage `s`, and on the stages before it as many as keep each ahead of the next.
+
+    Does nothing and returns False where one of them has no room for that.
+    """
+    more = np.zeros(s + 1, np.int64)
+    for j in range(s + 1):
+        wanted = min(state.end_us.shape[2], state.tally[F, s] + 1 + s - j)
+        more[j] = max(0, wanted - state.tally[F, j])
+        level = state.tally[MEMORY, j] + (more[j] - 1) * costs.bytes[F, j]
+        if more[j] and not _fits(costs, j, F, level):
             return False
-        if self.switches.even and stage.count["F"] >= self._even_share(s):
-            return False
-        return stage.now + stage.duration["F"] <= self._ready(s, "B")
+    for j in range(s + 1):
+        for _ in range(more[j]):
+            _put(costs, state, j, F)
+    return True
 
-    def _even_share(self, s: int) -> int:
-        """Forwards of stage `s` before its first B if the first stage fills its memory and the last takes one."""
-        first = self.stages[0]
-        room = min(first.budget // max(first.change["F"], 1), self.microbatches)
-        return max(self.last + 1 - s, floor(room - s * (room - 1) / self.last))
 
-    def _lead(self, s: int) -> bool:
-        """One more forward on stage `s`, and on the stages before it as many as keep each ahead of the next.
+@njit(cache=True)
+def _step(costs: _Costs, state: _State, s: int, kind: int, fill: bool) -> None:
+    """An F or B of stage `s`, with the W that should go before it."""
+    ready = _ready(costs, state, s, kind)
+    while state.tally[PENDING, s] and not _fits(costs, s, kind, state.tally[MEMORY, s]):
+        _append(costs, state, s, W, state.clock_us[NOW, s])
+    while state.tally[PENDING, s] and ready - state.clock_us[NOW, s] >= costs.us[W, s]:
+        _append(costs, state, s, W, state.clock_us[NOW, s])
+    if state.tally[PENDING, s] and _fills_gap(costs, state, s, ready - state.clock_us[NOW, s], fill):
+        _append(costs, state, s, W, state.clock_us[NOW, s])
+    _put(costs, state, s, kind)
 
-        Does nothing and returns False where one of them has no room for that.
-        """
-        wanted = [min(self.microbatches, self.stages[s].count["F"] + 1 + s - j) for j in range(s + 1)]
-        more = [max(0, wanted[j] - self.stages[j].count["F"]) for j in range(s + 1)]
-        for stage, extra in zip(self.stages, more, strict=False):
-            if extra and not stage.fits("F", stage.memory + (extra - 1) * stage.change["F"]):
-                return False
-        for j, extra in enumerate(more):
-            for _ in range(extra):
-                self._put(j, "F")
+
+@njit(cache=True)
+def _fills_gap(costs: _Costs, state: _State, s: int, gap_us: float, fill: bool) -> bool:
+    """Whether a W goes into an idle gap shorter than itself."""
+    if gap_us <= 0:
+        return False
+    if fill and 2 * gap_us >= costs.us[W, s]:
         return True
+    return bool(state.clock_us[IDLE, s] + gap_us > state.clock_us[IDLE].max())
 
-    def _step(self, s: int, kind: str) -> None:
-        """An F or B of stage `s`, with the W that should go before it."""
-        stage = self.stages[s]
-        ready = self._ready(s, kind)
-        while stage.pending and not stage.fits(kind):
-            stage.run("W", stage.now)
-        while stage.pending and ready - stage.now >= stage.duration["W"]:
-            stage.run("W", stage.now)
-        if stage.pending and self._fills_gap(stage, ready - stage.now):
-            stage.run("W", stage.now)
-        self._put(s, kind)
 
-    def _fills_gap(self, stage: _Stage, gap: float) -> bool:
-        """Whether a W goes into an idle gap shorter than itself."""
-        if gap <= 0:
+@njit(cache=True)
+def _can(costs: _Costs, state: _State, s: int, kind: int) -> bool:
+    """Whether the next F or B of stage `s` has its input planned, and room once all pending W are done."""
+    i = state.tally[kind, s]
+    after_weights = state.tally[MEMORY, s] + state.tally[PENDING, s] * costs.bytes[W, s]
+    if i >= state.end_us.shape[2] or not _fits(costs, s, kind, after_weights):
+        return False
+    if kind == F:
+        return bool(s == 0 or state.tally[F, s - 1] > i)
+    return bool(state.tally[F, s] > i and (s == costs.us.shape[1] - 1 or state.tally[B, s + 1] > i))
+
+
+@njit(cache=True)
+def _by_rounds(costs: _Costs, state: _State, fill: bool) -> bool:
+    """One F on every stage, first to last, then one B on every stage, last to first. False when stuck."""
+    stages, total = costs.us.shape[1], state.end_us[B].size
+    while state.tally[B].sum() < total:
+        moved = False
+        for turn in range(2 * stages):
+            s, kind = (turn, F) if turn < stages else (2 * stages - 1 - turn, B)
+            if _can(costs, state, s, kind):
+                _step(costs, state, s, kind, fill)
+                moved = True
+        if not moved:
             return False
-        half_fills = self.switches.fill and 2 * gap >= stage.duration["W"]
-        return half_fills or stage.idle + gap > max(other.idle for other in self.stages)
+    return True
 
-    def _can(self, s: int, kind: str) -> bool:
-        """Whether the next F or B of stage `s` has its input planned and room."""
-        stage = self.stages[s]
-        i = stage.count[kind]
-        if i >= self.microbatches or not stage.fits_after_weights(kind):
+
+@njit(cache=True)
+def _by_time(costs: _Costs, state: _State, fill: bool) -> bool:
+    """Always the op that can start first; at equal times B before F, B of late and F of early stages first.
+
+    False when stuck.
+    """
+    stages = costs.us.shape[1]
+    starts, kinds = np.empty(stages), np.empty(stages, np.int64)
+    for s in range(stages):
+        starts[s], kinds[s] = _first_choice(costs, state, s)
+    left = state.end_us[B].size - state.tally[B].sum()
+    while left:
+        s = int(np.argmin(starts))
+        for other in range(s + 1, stages):
+            if starts[other] == starts[s] and kinds[other] == B:
+                s = other
+        kind = kinds[s]
+        if kind == NOTHING:
             return False
-        if kind == "F":
-            return s == 0 or self.stages[s - 1].count["F"] > i
-        return stage.count["F"] > i and (s == self.last or self.stages[s + 1].count["B"] > i)
+        _step(costs, state, s, kind, fill)
+        left -= kind == B
+        fed = s + 1 if kind == F else s - 1
+        for changed in (s, fed):
+            if 0 <= changed < stages:
+                starts[changed], kinds[changed] = _first_choice(costs, state, changed)
+    return True
 
-    def _by_rounds(self) -> bool:
-        """One F on every stage, first to last, then one B on every stage, last to first. False when stuck."""
-        while self.backwards_left:
-            moved = False
-            passes = [(s, "F") for s in range(self.last + 1)] + [(s, "B") for s in reversed(range(self.last + 1))]
-            for s, kind in passes:
-                if self._can(s, kind):
-                    self._step(s, kind)
-                    moved = True
-            if not moved:
-                return False
-        return True
 
-    def _by_time(self) -> bool:
-        """Always the op that can start first; at equal times B before F. False when stuck."""
-        choices = [self._first_choice(s) for s in range(self.last + 1)]
-        while self.backwards_left:
-            *_, s, kind = min(choices)
-            if not kind:
-                return False
-            self._step(s, kind)
-            fed = s + 1 if kind == "F" else s - 1
-            for changed in (s, fed) if 0 <= fed <= self.last else (s,):
-                choices[changed] = self._first_choice(changed)
-        return True
-
-    def _first_choice(self, s: int) -> tuple[float, int, int, int, str]:
-        """The F or B that stage `s` could start first, as (start, kind's rank, place in that rank, stage, kind)."""
-        now = self.stages[s].now
-        options = []
-        if self._can(s, "B"):
-            options.append((max(now, self._ready(s, "B")), 0, -s, s, "B"))
-        if self._can(s, "F"):
-            options.append((max(now, self._ready(s, "F")), 1, s, s, "F"))
-        return min(options, default=(float("inf"), 2, s, s, ""))
+@njit(cache=True)
+def _first_choice(costs: _Costs, state: _State, s: int) -> tuple[float, int]:
+    """When the F or B that stage `s` could start first can start, and its kind."""
+    start, kind = np.inf, NOTHING
+    for other in (B, F):
+        if _can(costs, state, s, other):
+            its_start = max(state.clock_us[NOW, s], _ready(costs, state, s, other))
+            if its_start < start:
+                start, kind = its_start, other
+    return start, kind

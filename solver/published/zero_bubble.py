@@ -6,9 +6,10 @@ Nothing is taken from the costs: B and W of every stage are assumed to take abou
 
 from __future__ import annotations
 
-from optpipe.orders import Op, Orders
+from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
 from solver.published.placement import require_one_stage_a_device
+from solver.published.turns import in_turn
 
 
 def zb_h1(problem: Problem) -> Orders:
@@ -34,11 +35,6 @@ def zb_h2(problem: Problem) -> Orders:
     return Orders.of_compute(_rounds(problem, s, forwards=2 * (p - s) - 1, late=2 * s) for (s,) in problem.stages_of)
 
 
-def _rounds(problem: Problem, stage: int, *, forwards: int, late: int) -> list[Op]:
+def _rounds(problem: Problem, stage: int, *, forwards: int, late: int) -> OpArray:
     """The order of a stage that starts with `forwards` and keeps `late` microbatches between their B and their W."""
-    microbatches = problem.microbatches
-    order = [Op("F", stage, i) for i in range(min(forwards, microbatches))]
-    for i in range(microbatches + late):
-        turn = Op("B", stage, i), Op("W", stage, i - late), Op("F", stage, i + forwards)
-        order += [op for op in turn if 0 <= op.microbatch < microbatches]
-    return order
+    return in_turn(stage, problem.microbatches, [("B", 0), ("W", late), ("F", -forwards)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.document import parse_json, read_bounded
+from optpipe.document import MAX_DEPTH, parse_json, read_bounded
 from optpipe.errors import InputError
 
 
@@ -18,10 +18,14 @@ from optpipe.errors import InputError
         ('{"a": NaN}', "not_finite"),
         ('{"a": -Infinity}', "not_finite"),
         ('{"a": 1e400}', "not_finite"),
+        ('{"a": 12.5E+0400}', "not_finite"),
+        ('{"a": ' + "1" * 350 + ".0}", "not_finite"),
         ('{"a": ' + "1" * 10_000 + "}", "too_long"),
         ('{"a": 0.' + "1" * 10_000 + "}", "too_long"),
         ('{"a": 1, "a": 2}', "duplicate_key"),
         ('{"a": "\\ud800"}', "bad_text"),
+        ('{"\\ud800": 1}', "bad_text"),
+        ('{"\\u0061": 1, "a": 2}', "duplicate_key"),
         (b"\xff\xfe", "bad_utf8"),
         ("[" * 100_000, "too_deep"),
         ('{"a":' * 100_000, "too_deep"),
@@ -37,6 +41,12 @@ def test_refuses(text: str | bytes, code: str) -> None:
 def test_brackets_within_strings_are_not_nesting() -> None:
     text = '{"a": "' + "[" * 100 + '\\"{"}'
     assert parse_json(text) == {"a": "[" * 100 + '"{'}
+
+
+def test_nesting_is_allowed_up_to_its_limit() -> None:
+    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    with pytest.raises(InputError, match=f"deeper than {MAX_DEPTH} levels"):
+        parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 
 
 def test_keeps_the_kind_of_numbers() -> None:

@@ -152,6 +152,15 @@ def test_channel_orders_of_transfers_without_length_follow_their_waits() -> None
     assert schedule.orders.channels == orders.channels
 
 
+def test_a_claim_of_many_microbatches_costs_no_more_than_the_ops_that_are_there() -> None:
+    """A table of a million microbatches on every stage is never made."""
+    data = example()
+    data["problem"]["microbatches"] = 10**6
+    violations = verify(Schedule.from_data(data)).violations
+    assert [(v.rule, v.where) for v in violations] == [("presence", "0.1")]
+    assert "3999995 more are missing" in violations[0].detail
+
+
 @settings(deadline=None, max_examples=150)
 @given(problems(), st.integers(0, 10**6))
 def test_agrees_with_the_simulator_on_random_orders(problem: Problem, seed: int) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from optpipe.problem import Stage
-from solver.exact.cp_sat.variables import Moment, Task, Variables
-
-Held = tuple[cp_model.IntervalVar, int]
-"""An interval during which a number of bytes is held."""
+from solver.exact.cp_sat.memory import Held, end, held, start
+from solver.exact.cp_sat.variables import Task, Variables
 
 
 class Constraints:
@@ -88,46 +84,14 @@ class Constraints:
             budget = self.problem.devices[d].memory_bytes
             if budget is not None:
                 microbatches = range(self.problem.microbatches)
-                held = [piece for s in stages for i in microbatches for piece in self._held(s, i) if piece[1] > 0]
-                self.model.add_cumulative([interval for interval, _ in held], [size for _, size in held], budget)
+                pieces = [piece for s in stages for i in microbatches for piece in held(self.variables, s, i)]
+                intervals = [self._interval(f"held{d}.{n}", piece) for n, piece in enumerate(pieces)]
+                self.model.add_cumulative(intervals, [piece.size for piece in pieces], budget)
 
-    def _held(self, s: int, i: int) -> Iterator[Held]:
-        """What one microbatch of one stage holds, and when.
-
-        A part is freed at B's end, the rest at W's end. If B holds more after its end than before, the difference
-        counts from B's start: no wait could keep B from ending before another op has freed memory.
-        """
-        stage = self.problem.stages[s]
-        forward, backward, weight = (self.task(kind, s, i) for kind in "FBW")
-        kept = min(stage.backward_weight_bytes, stage.activation_bytes)
-        freed_by_backward = stage.activation_bytes - kept
-        moved = stage.offload.bytes if (s, i) in self.variables.leaves and stage.offload else 0
-        moved_early = min(moved, freed_by_backward)
-        yield from self._activation(s, i, "B", backward, freed_by_backward, moved_early)
-        yield from self._activation(s, i, "W", weight, kept, moved - moved_early)
-        grown = stage.backward_weight_bytes - kept
-        if grown:
-            yield self.variables.span(f"grown{s}.{i}", start(backward), end(weight), None), grown
-        yield from self._workspace(stage, grown, forward, backward, weight)
-
-    def _activation(self, s: int, i: int, until: str, last: Task, size: int, moved: int) -> Iterator[Held]:
-        """Bytes held from F's start to the end of `last`, of which `moved` may be away between O and R."""
-        first = self.task("F", s, i)
-        name, span = f"{s}.{i}{until}", self.variables.span
-        if size > moved:
-            yield span(f"stays{name}", start(first), end(last), None), size - moved
-        if moved:
-            leaves = self.variables.leaves[s, i]
-            offload, reload = self.task("O", s, i), self.task("R", s, i)
-            yield span(f"whole{name}", start(first), end(last), ~leaves), moved
-            yield span(f"before{name}", start(first), end(offload), leaves), moved
-            yield span(f"back{name}", start(reload), end(last), leaves), moved
-
-    def _workspace(self, stage: Stage, grown: int, forward: Task, backward: Task, weight: Task) -> Iterator[Held]:
-        work = stage.workspace_bytes
-        yield forward.interval, work.F
-        yield backward.interval, max(work.B - grown, 0)
-        yield weight.interval, work.W
+    def _interval(self, name: str, piece: Held) -> cp_model.IntervalVar:
+        if piece.first.task is piece.last.task:
+            return piece.first.task.interval
+        return self.variables.span(name, piece.first, piece.last, piece.presence, piece.least)
 
     def host_memory(self) -> None:
         """The host holds what is away, from O's start to R's end, all devices together."""
@@ -142,13 +106,3 @@ class Constraints:
             intervals.append(self.variables.span(f"host{s}.{i}", first, last, leaves))
             sizes.append(offload.bytes)
         self.model.add_cumulative(intervals, sizes, limit)
-
-
-def start(task: Task) -> Moment:
-    """The moment at which a task starts."""
-    return Moment(task, is_end=False)
-
-
-def end(task: Task) -> Moment:
-    """The moment at which a task ends."""
-    return Moment(task, is_end=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ortools.sat.python import cp_model
 
@@ -11,37 +11,107 @@ from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.exact.cp_sat.constraints import Constraints
+from solver.exact.cp_sat.cuts import add_weight_order, add_work_that_memory_holds_back
 from solver.exact.cp_sat.objective import add_objective
+from solver.exact.cp_sat.options import DEFAULT, Options
 from solver.exact.cp_sat.parameters import configured_solver
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
+from solver.exact.weight_order import in_weight_order
 from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
 from solver.plan import orders_of_plan
 
 
-def build(problem: Problem, grid: Grid, horizon_us: float, bound_us: float) -> Variables:
+def build(problem: Problem, grid: Grid, horizon_us: float, bound_us: float, options: Options = DEFAULT) -> Variables:
     """The whole model. No op ends later than `horizon_us`; no value is below `bound_us`."""
     variables = Variables(problem, grid, grid.horizon(horizon_us))
+    variables.add_all()
     Constraints(variables).add_all()
-    add_objective(variables, grid.ticks(bound_us))
+    add_objective(variables, grid.bound_ticks(bound_us))
+    if options.work:
+        add_work_that_memory_holds_back(variables)
+    if options.weight_order:
+        add_weight_order(variables)
     return variables
 
 
-def solve_cp_sat(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+def solve_cp_sat(
+    problem: Problem,
+    limits: Limits,
+    start: Start,
+    on_answer: Callable[[Answer], None],
+    options: Options = DEFAULT,
+) -> Answer:
     """Search with CP-SAT from the best start known, reporting every better answer.
 
     Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility.
     """
-    grid = Grid.of(problem, start.horizon_us)
-    variables = build(problem, grid, start.horizon_us, start.bound_us)
-    if start.orders is not None:
-        _add_hint(variables, start.orders)
-    solver = configured_solver(limits)
-    callback = _Callback(variables, start, on_answer)
-    with limits.cancel.calling(solver.stop_search):
-        status = solver.solve(variables.model, callback)
-    return callback.final(status, solver.best_objective_bound)
+    search = _Search(problem, limits, start, on_answer, options)
+    return search.run()
+
+
+class _Search:
+    """Rounds of building and solving, each on a finer grid, until the best value is proved or the limits are reached.
+
+    For a makespan one round is enough. Device spans may lie between the steps of the first grid.
+    """
+
+    def __init__(
+        self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
+    ) -> None:
+        self.problem, self.limits, self.on_answer, self.options = problem, limits, on_answer, options
+        self.horizon_us = start.horizon_us
+        self.orders, self.value_us = start.orders, start.value_us
+        self.bound_us = start.bound_us
+        self.work_left = limits.deterministic_limit
+
+    def run(self) -> Answer:
+        """Rounds until the value is proved, no schedule is proved to exist, or the limits are reached."""
+        refinement = 1
+        while True:
+            grid = Grid.of(self.problem, self.horizon_us, refinement)
+            self.raise_bound(grid.raised_us(self.bound_us))
+            status = self._round(grid)
+            if status == cp_model.INFEASIBLE and self.orders is None:
+                return Answer(None, float("inf"), float("inf"), infeasible=True)
+            finer = grid.refinement_for(self.value_us) if grid.exact and self.orders else refinement
+            if status != cp_model.OPTIMAL or self._done or finer == refinement:
+                return Answer(self.orders, self.value_us, self.bound_us)
+            refinement = finer
+
+    @property
+    def _done(self) -> bool:
+        out_of_work = self.work_left is not None and self.work_left <= 0
+        return out_of_work or self.limits.cancel.requested or self.limits.reached(self.value_us, self.bound_us)
+
+    def _round(self, grid: Grid) -> cp_model.CpSolverStatus:
+        variables = build(self.problem, grid, self.horizon_us, self.bound_us, self.options)
+        if self.orders is not None:
+            _add_hint(variables, self.orders)
+        solver = configured_solver(replace(self.limits, deterministic_limit=self.work_left))
+        callback = _Callback(variables, self)
+        with self.limits.cancel.calling(solver.stop_search):
+            status = solver.solve(variables.model, callback)
+        if self.work_left is not None:
+            self.work_left -= solver.response_proto.deterministic_time
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            self.raise_bound(grid.proved_us(solver.best_objective_bound))
+        return status
+
+    def raise_bound(self, bound_us: float) -> None:
+        """Take a proved bound, which is no higher than the best value but for rounding."""
+        self.bound_us = max(self.bound_us, min(bound_us, self.value_us))
+
+    def offer(self, orders: Orders, bound_us: float) -> None:
+        """Take orders that keep the budgets, if they are better than all before."""
+        simulation = simulate(self.problem, orders)
+        value = simulation.value_us
+        self.raise_bound(min(bound_us, value))
+        if value < self.value_us and within_budgets(self.problem, orders, simulation):
+            self.orders, self.value_us = orders, value
+            self.horizon_us = min(self.horizon_us, value if self.problem.objective == "makespan" else 2 * value)
+            self.on_answer(Answer(orders, value, self.bound_us))
 
 
 def _add_hint(variables: Variables, orders: Orders) -> None:
@@ -63,7 +133,7 @@ def _between(first: Moment, last: Moment, starts: dict[Op, int]) -> int:
 
 
 def _hinted_starts(variables: Variables, orders: Orders) -> dict[Op, int]:
-    """Start in ticks of each op of known orders; a fused backward is split."""
+    """Start in ticks of each op of known orders; a fused backward is split, like W are sorted."""
     simulation = simulate(variables.problem, orders)
     origin_us = float(simulation.start_us.min())
     starts = {}
@@ -74,25 +144,16 @@ def _hinted_starts(variables: Variables, orders: Orders) -> dict[Op, int]:
             starts[Op("W", *op[1:])] = at + variables.task("B", *op[1:]).ticks
         else:
             starts[op] = at
-    return starts
-
-
-@dataclass
-class _Best:
-    orders: Orders | None
-    value_us: float
-    bound_us: float
+    return in_weight_order(variables.problem, starts)
 
 
 class _Callback(cp_model.CpSolverSolutionCallback):
     """Turns each solution into orders as it comes."""
 
-    def __init__(self, variables: Variables, start: Start, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(self, variables: Variables, search: _Search) -> None:
         super().__init__()
         self.variables = variables
-        self.problem = variables.problem
-        self.best = _Best(start.orders, start.value_us, start.bound_us)
-        self.on_answer = on_answer
+        self.search = search
 
     def on_solution_callback(self) -> None:
         planned = {}
@@ -101,22 +162,5 @@ class _Callback(cp_model.CpSolverSolutionCallback):
                 continue
             at = self.value(task.start)
             planned[op] = (at, at + task.ticks)
-        orders = orders_of_plan(self.problem, planned)
-        simulation = simulate(self.problem, orders)
-        value = simulation.value_us
-        self._raise_bound(self.best_objective_bound, min(value, self.best.value_us))
-        if value < self.best.value_us and within_budgets(self.problem, orders, simulation):
-            self.best.orders, self.best.value_us = orders, value
-            self.on_answer(Answer(orders, value, self.best.bound_us))
-
-    def _raise_bound(self, bound_ticks: float, value_us: float) -> None:
-        proved = self.variables.grid.bound_us(self.problem, bound_ticks, value_us)
-        self.best.bound_us = max(self.best.bound_us, min(proved, value_us))
-
-    def final(self, status: cp_model.CpSolverStatus, bound_ticks: float) -> Answer:
-        """The answer at the end of the search."""
-        if status == cp_model.INFEASIBLE and self.best.orders is None:
-            return Answer(None, float("inf"), float("inf"), infeasible=True)
-        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            self._raise_bound(bound_ticks, self.best.value_us)
-        return Answer(self.best.orders, self.best.value_us, self.best.bound_us)
+        orders = orders_of_plan(self.variables.problem, planned)
+        self.search.offer(orders, self.variables.grid.proved_us(self.best_objective_bound))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from ortools.sat.python import cp_model
 
@@ -59,31 +60,60 @@ class Variables:
         self.lengths: list[tuple[cp_model.IntVar, Moment, Moment]] = []
         self.measured: list[tuple[Moment, Moment]] = []
         self.objective = self.model.new_int_var(0, horizon, "objective")
-        for s, stage in enumerate(problem.stages):
-            for i in range(problem.microbatches):
+        self.length = cache(self._length)
+        self.round_trip = cache(self._round_trip)
+
+    def add_all(self) -> None:
+        """Every op of the problem."""
+        for s, stage in enumerate(self.problem.stages):
+            for i in range(self.problem.microbatches):
                 for kind in ("F", "B", "W"):
-                    self._add_task(Op(kind, s, i), None)
+                    self.add_task(Op(kind, s, i), None)
                 if stage.offload and stage.offload.bytes:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
                     for kind in ("O", "R"):
-                        self._add_task(Op(kind, s, i), leaves)
+                        self.add_task(Op(kind, s, i), leaves)
 
-    def _add_task(self, op: Op, presence: cp_model.IntVar | None) -> None:
-        ticks = self.grid.length(self.problem.stages[op.stage].duration_us(op.kind))
-        start = self.model.new_int_var(0, max(self.horizon - ticks, 0), str(op))
+    def add_task(
+        self, op: Op, presence: cp_model.IntVar | None, earliest: int = 0, latest_end: int | None = None
+    ) -> None:
+        """An op that runs if `presence` (None: always), from `earliest` on and until `latest_end` (None: horizon)."""
+        ticks = self.length(op.kind, op.stage)
+        last_start = (self.horizon if latest_end is None else latest_end) - ticks
+        start = self.model.new_int_var(earliest, max(last_start, earliest), str(op))
         if presence is None:
             interval = self.model.new_fixed_size_interval_var(start, ticks, f"{op}.")
         else:
             interval = self.model.new_optional_fixed_size_interval_var(start, ticks, presence, f"{op}.")
         self.tasks[op] = Task(op, start, ticks, interval)
 
-    def span(self, name: str, first: Moment, last: Moment, presence: cp_model.BoolVarT | None) -> cp_model.IntervalVar:
-        """The interval between two moments, there if `presence` is (None: always)."""
-        length = self.model.new_int_var(0, self.horizon, f"{name}.length")
+    def place(self, op: Op, start: int) -> None:
+        """An op whose start is known."""
+        ticks, known = self.length(op.kind, op.stage), self.model.new_constant(start)
+        interval = self.model.new_fixed_size_interval_var(known, ticks, f"{op}.")
+        self.tasks[op] = Task(op, known, ticks, interval)
+
+    def span(
+        self, name: str, first: Moment, last: Moment, presence: cp_model.BoolVarT | None, least: int = 0
+    ) -> cp_model.IntervalVar:
+        """The interval between two moments, there if `presence` is (None: always); no shorter than `least` ticks."""
+        length = self.model.new_int_var(min(least, self.horizon), self.horizon, f"{name}.length")
         self.lengths.append((length, first, last))
         if presence is None:
             return self.model.new_interval_var(first.expression, length, last.expression, name)
         return self.model.new_optional_interval_var(first.expression, length, last.expression, presence, name)
+
+    def _length(self, kind: str, s: int) -> int:
+        """Ticks of an op."""
+        return self.grid.length(self.problem.stages[s].duration_us(kind))
+
+    def _round_trip(self, s: int) -> int:
+        """Ticks from the start of F(s, i) to the earliest start of B(s, i): on to the last stage and back."""
+        if s == len(self.problem.stages) - 1:
+            return self.length("F", s)
+        ticks = self.grid.ticks
+        delays = ticks(self.problem.forward_delay_us[s]) + ticks(self.problem.backward_delay_us[s])
+        return self.length("F", s) + delays + self.round_trip(s + 1) + self.length("B", s + 1)
 
     def task(self, kind: str, stage: int, microbatch: int) -> Task:
         """The task of an op that the model has."""

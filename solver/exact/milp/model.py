@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, isfinite
+from math import isfinite
 
 import highspy
 import numpy as np
@@ -92,18 +92,9 @@ class _Search:
             self.on_answer(Answer(orders, value, self.bound_us))
 
     def raise_bound(self, bound_us: float) -> None:
-        """Take a bound (us, already below what is proved), rounded up where values lie on a grid.
-
-        With whole durations a makespan is whole, and two spans differ by at least a tick of the refined grid: see
-        `Grid.of`.
-        """
-        if not isfinite(bound_us):
-            return
-        if self.grid.exact and self.problem.objective == "makespan":
-            bound_us = self.grid.us(ceil(bound_us * self.grid.ticks_per_us))
-        elif self.grid.exact and bound_us > self.value_us * (1 + 1e-9) - self.grid.us(1):
-            bound_us = self.value_us
-        self.bound_us = max(self.bound_us, min(bound_us, self.value_us))
+        """Take a bound (us, already below what is proved), raised to the next value that schedules can have."""
+        if isfinite(bound_us):
+            self.bound_us = max(self.bound_us, min(self.grid.raised_us(bound_us), self.value_us))
 
 
 class _Round:
@@ -159,7 +150,7 @@ class _Round:
         highs.setOptionValue("random_seed", limits.seed % 2**31)
 
     def _set_start(self, highs: highspy.Highs) -> None:
-        if self.search.orders is not None:
+        if self.search.orders is not None and self.search.options.warm_start:
             solution = highspy.HighsSolution()
             solution.col_value = point_of_orders(self.program.variables, self.search.orders)
             highs.setSolution(solution)

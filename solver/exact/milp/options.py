@@ -11,8 +11,10 @@ class Options:
 
     `chains`: order binaries agree along microbatches. `workloads`: an op starts after all work that is ordered before
     it, and ends before all that is ordered after it. `triangles`: the orders of any three ops are no circle (OptPipe's
-    triangle cuts), for up to `triangle_microbatches`. `rebuild_gain`: by which share a schedule must be better than the
-    one that the model was built for, to build it again with narrower windows.
+    triangle cuts), for up to `triangle_microbatches`. `work`: what a device must have done before an op and has left
+    after it, as cuts. `weight_order`: W of like stages run in the order of their B (a symmetry). `bound`: no value is
+    below the bound known. `warm_start`: the search begins with the best schedule known. `rebuild_gain`: by which share
+    a schedule must be better than the one that the model was built for, to build it again with narrower windows.
     """
 
     windows: bool = True
@@ -20,6 +22,10 @@ class Options:
     workloads: bool = True
     triangles: bool = True
     triangle_microbatches: int = 12
+    work: bool = True
+    weight_order: bool = True
+    bound: bool = True
+    warm_start: bool = True
     rebuild_gain: float = 0.02
 
 

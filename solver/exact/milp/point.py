@@ -9,6 +9,7 @@ from optpipe.orders import Op, Orders
 from optpipe.simulate import simulate
 from solver.exact.milp.variables import Table, Variables
 from solver.exact.milp.windows import TOLERANCE, Bools, Floats, Ints
+from solver.exact.weight_order import in_weight_order
 from solver.plan import orders_of_plan
 
 
@@ -30,13 +31,15 @@ def _starts(variables: Variables, orders: Orders) -> tuple[Floats, Bools]:
     start = np.zeros(len(variables.ops))
     there = np.zeros(len(variables.ops), bool)
     begin, length = float(simulation.start_us.min()), variables.windows.length
+    starts: dict[Op, float] = {}
     for op, k in simulation.index.items():
         at = (float(simulation.start_us[k]) - begin) / variables.unit_us
         for part in (op,) if op.kind != "BW" else (Op("B", *op[1:]), Op("W", *op[1:])):
             if part in variables.index:
-                column = variables.index[part]
-                start[column], there[column] = at, True
-                at += length[column]
+                starts[part] = at
+                at += length[variables.index[part]]
+    for op, at in in_weight_order(variables.problem, starts).items():
+        start[variables.index[op]], there[variables.index[op]] = at, True
     for k, op in enumerate(variables.ops):
         if op.kind in "OR" and not there[k]:
             before = [variables.partner(k, "F" if op.kind == "O" else "O")] + [k - 1] * (op.microbatch > 0)

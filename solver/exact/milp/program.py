@@ -10,6 +10,7 @@ from scipy.sparse import csr_matrix
 
 from optpipe.problem import Problem
 from solver.exact.milp.constraints import Constraints
+from solver.exact.milp.cuts import add_cuts
 from solver.exact.milp.objective import add_objective
 from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.variables import Variables
@@ -38,9 +39,11 @@ def build(
     constraints = Constraints(variables, options)
     constraints.add_all()
     add_objective(variables, constraints.rows, options)
+    add_cuts(variables, constraints.rows, options)
     matrix, row_lower = constraints.rows.matrix(variables.size)
     lower, upper = variables.bounds()
-    lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
+    if options.bound:
+        lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
     return Program(variables, matrix, row_lower, lower, upper)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, permutations
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from optpipe.orders import Op
 from optpipe.problem import Problem
 from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.variables import Table, Variables
+from solver.exact.progress import least_work_around
+from solver.exact.weight_order import like_pairs
 
 Expression = Any
 """A number, a pulp variable, or a sum of them."""
@@ -53,7 +56,8 @@ class _Statement:
     def _columns(self, bound_us: float) -> list[pulp.LpVariable]:
         variables = self.variables
         lower, upper = variables.bounds()
-        lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
+        if self.options.bound:
+            lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
         kinds = ["Integer" if binary else "Continuous" for binary in variables.is_binary()]
         return [
             self.program.add_variable(name, float(low), float(high), kind)
@@ -84,6 +88,10 @@ class _Statement:
                 self._work_before(d)
             if self.options.triangles and self.problem.microbatches <= self.options.triangle_microbatches:
                 self._triangles(d)
+        if self.options.work:
+            self._work_that_memory_holds_back()
+        if self.options.weight_order:
+            self._weight_order()
 
     def _is(self, table: Table, a: int, b: int) -> Expression:
         """A yes-or-no of the model: 0, 1, a binary or its opposite."""
@@ -235,3 +243,22 @@ class _Statement:
             if not any(self._known(order, a, b) for a, b in permutations(three, 2)):
                 for a, b, c in (three, three[::-1]):
                     self._add(self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a) >= 1)
+
+    def _work_that_memory_holds_back(self) -> None:
+        lengths = {(op.kind, op.stage): self.length[k] for k, op in enumerate(self.variables.ops)}
+        for op, before, after in least_work_around(self.problem, lambda kind, s: lengths[kind, s]):
+            x, first = self.variables.index[op], self.variables.first_of(self.problem.stages[op.stage].device)
+            if x != first and isfinite(before):
+                self._add(self.start[x] - self.start[first] >= before)
+            begin = self.start[first] if self.problem.objective == "device_span" else 0
+            self._add(self.value + begin - self.start[x] >= after)
+
+    def _weight_order(self) -> None:
+        order, index = self.variables.order, self.variables.index
+        for backwards, weights in like_pairs(self.problem):
+            for turn in (1, -1):
+                b, c = (index[op] for op in backwards[::turn])
+                v, w = (index[op] for op in weights[::turn])
+                said = order.may_be(v, w, 0) and order.may_be(b, c, 1)
+                if said and not (self._known(order, v, w) and self._known(order, b, c)):
+                    self._add(self._is(order, v, w) >= self._is(order, b, c))

@@ -29,9 +29,14 @@ class Table:
         self.slope = np.zeros((size, size))
         self.constant = np.zeros((size, size))
 
-    def is_open(self, a: Ints, b: Ints) -> Bools:
+    def is_open(self, a: int | Ints, b: int | Ints) -> Bools:
         """Whether it is a decision."""
         result: Bools = self.column[a, b] >= 0
+        return result
+
+    def may_be(self, a: int | Ints, b: int | Ints, value: int) -> Bools:
+        """Whether it is a decision, or known to be `value`."""
+        result: Bools = self.is_open(a, b) | (self.constant[a, b] == value)
         return result
 
     def open_pairs(self) -> tuple[Ints, Ints]:

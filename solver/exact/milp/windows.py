@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.orders import Op
 from optpipe.problem import Problem, Stage
+from solver.exact.rules import Edge, rule_edges
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -20,14 +20,6 @@ TOLERANCE = 1e-6
 
 ROUNDS = 4
 """Each round fixes orders from the windows that the round before left; few pairs are fixed later."""
-
-
-class Edge(NamedTuple):
-    """`after` starts at least `delay` later than `before` ends (an absent transfer takes no time)."""
-
-    before: int
-    after: int
-    delay: float
 
 
 class Windows:
@@ -50,7 +42,7 @@ class Windows:
         self.surely = np.array([0.0 if op.kind in "OR" else 1.0 for op in ops]) * self.length
         self.device = np.array([problem.stages[op.stage].device for op in ops])
         self.computes = np.array([op.kind not in "OR" for op in ops])
-        self.edges = list(_rule_edges(problem, self.index, unit_us))
+        self.edges = [edge._replace(delay=edge.delay / unit_us) for edge in rule_edges(problem, self.index)]
         if fix:
             self.edges += [Edge(*edge, 0.0) for edge in _budget_edges(problem, self.index)]
         self._measure(())
@@ -135,21 +127,6 @@ class Windows:
         before: Floats = (latest[root] - self.distance[:, root]).min(axis=1)
         latest = np.minimum(latest, before)
         return np.minimum(latest, latest[first] + self.value - left_here)
-
-
-def _rule_edges(problem: Problem, index: dict[Op, int], unit_us: float) -> Iterator[Edge]:
-    """The precedences of the contract."""
-    for op, k in index.items():
-        kind, s, i = op
-        if kind == "F" and s:
-            yield Edge(index[Op("F", s - 1, i)], k, problem.forward_delay_us[s - 1] / unit_us)
-        if kind == "B" and s + 1 < len(problem.stages):
-            yield Edge(index[Op("B", s + 1, i)], k, problem.backward_delay_us[s] / unit_us)
-        for before in {"B": "FR", "W": "B", "O": "F", "R": "O"}.get(kind, ""):
-            if Op(before, s, i) in index:
-                yield Edge(index[Op(before, s, i)], k, 0.0)
-        if i:
-            yield Edge(index[Op(kind, s, i - 1)], k, 0.0)
 
 
 def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int, int]]:

@@ -57,8 +57,24 @@ def _with_workspace(budget: int) -> Problem:
 
 
 def test_offload_frees_and_brings_back_at_the_rate_of_the_channel() -> None:
-    """One byte each 10 us. Warm-up of 76 us: 4 + 7.6 bytes are five F. Cool-down: 4 + 7.6 - 2 bytes fill 66 us."""
-    assert window_bounds_us(uniform(4, 8, budget=4, offload=HALF, objective="device_span"))[0] == 8 * 30 + 26
+    """A byte each 10 us. Warm-up of 76 us: 4 + 7.6 bytes are five F. Cool-down: 4 + 7.6 - 2 bytes fill 66 us."""
+    slow = {"bytes": 2, "offload_us": 20, "reload_us": 20}
+    assert window_bounds_us(uniform(4, 8, budget=4, offload=slow, objective="device_span"))[0] == 8 * 30 + 26
+
+
+def test_what_never_leaves_must_fit() -> None:
+    """Of 4 bytes the last F takes 2, and what stays of two others: three F of 76 us, two B and W of 66 us."""
+    assert window_bounds_us(uniform(4, 8, budget=4, offload=HALF, objective="device_span"))[0] == 8 * 30 + 46 + 26
+
+
+def test_copies_are_too_slow_for_all_forwards_to_come_first() -> None:
+    """A byte each 20 us: 4 + 3.8 bytes are three F, 4 + 3.8 - 2 bytes 58 us of stock; both idle times count.
+
+    If all F came first, twelve bytes would have left between the first and the last: 10 + 240 + 10 us for 80 of F.
+    """
+    slow = {"bytes": 2, "offload_us": 40, "reload_us": 40}
+    problem = uniform(4, 8, budget=4, offload=slow, objective="device_span")
+    assert window_bounds_us(problem)[0] == pytest.approx(8 * 30 + 46 + 8)
 
 
 def test_v_placement_counts_both_stages() -> None:

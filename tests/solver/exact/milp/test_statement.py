@@ -52,7 +52,7 @@ def assert_same_model(problem: Problem, horizon: float, value_us: float, options
 OPTIONS = {
     "all": Options(),
     "no windows": Options(windows=False),
-    "no cuts": Options(chains=False, workloads=False, triangles=False),
+    "no cuts": Options(chains=False, workloads=False, triangles=False, work=False, weight_order=False, bound=False),
 }
 
 

@@ -1,0 +1,1 @@
+"""Local search over merged sequences of ops."""

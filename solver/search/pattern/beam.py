@@ -1,0 +1,291 @@
+"""Finding a block for a given period, one device at a time.
+
+A device's passes are tied to those of its neighbours: a pass may not begin before its input has come (from a device
+placed already), nor so late that its result comes too late there. So devices are placed one after another, each pass
+at the place on its device's circle that is nearest to where the neighbour wants it, in many orders, and the states
+with the least waiting are kept (a beam search). With all of a device's time taken, a place counts only where the rest
+of its passes still fits. Neighbouring devices with equal costs come out shifted copies of one another, or alternate:
+nobody has to say so.
+
+Waiting between two passes of a chain keeps a microbatch alive on all the devices before them, so it is counted by the
+number of stages that hold it; a W that waits holds its own stage alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+from math import factorial
+
+import numpy as np
+from numba import njit
+
+from solver.search.pattern.block import TOLERANCE
+from solver.search.pattern.circle import nearest_start
+from solver.search.pattern.passes import Floats, Ints, Passes
+
+MOST_PERMUTATIONS = 24
+"""Orders in which a device's F and B are placed: all of them with two stages a device, a sample with more."""
+
+FREE_PLACES = 48
+"""Places tried on the circle for each pass of the first device that nothing ties."""
+
+SAME_CIRCLE = 512
+"""States whose places agree within the period over this are one state."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Placing one device. Local index k is pass ``passes[k]``.
+
+    `anchor[k]`: the pass that ties k, as an index into the device placed before (>= 0), into this device (-2 - index),
+    or none (-1). It wants its start `offset_us` after the anchor's (or before, with `direction` -1), and waits for
+    `weight` times the difference. `closing` are pairs of the chain that come together here, with lag and weight.
+    """
+
+    passes: Ints
+    duration_us: Floats
+    anchor: Ints
+    direction: Ints
+    offset_us: Floats
+    weight: Floats
+    permutations: Ints
+    closing: list[tuple[int, int, float, float]]
+
+
+def find_places(
+    passes: Passes,
+    period_us: float,
+    width: int,
+    lean: float,
+    rng: np.random.Generator,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Floats]:
+    """Places modulo the period for all passes: the best `width` found, with the least waiting first.
+
+    `lean` from 0 to 1 weighs the waiting of later stages more, up to the mean over the devices. Without places where
+    none were found, or where `stopped` says so between two devices.
+    """
+    steps = plan_steps(passes, lean, rng)
+    if not steps:
+        return []
+    placed = np.full((1, passes.size), np.nan)
+    cost = np.zeros(1)
+    for k, step in enumerate(steps):
+        before = steps[k - 1].passes if k else step.passes
+        parents, children, cost = _expand(step, placed[:, before], cost, period_us, rng, first=k == 0)
+        if not len(cost) or stopped():
+            return []
+        cost = cost + _closing_wait(step, placed, parents, children, period_us)
+        kept = _best_of(children, cost, width, period_us)
+        placed = placed[parents[kept]]
+        placed[:, step.passes] = children[kept]
+        cost = cost[kept]
+    return list(placed)
+
+
+def plan_steps(passes: Passes, lean: float, rng: np.random.Generator) -> list[_Step]:
+    """The devices in the order in which they are placed, last one first, and what ties their passes."""
+    planner = _Planner(passes, lean, rng)
+    return [planner.step(d) for d in reversed(range(passes.devices)) if len(passes.of_device(d))]
+
+
+class _Planner:
+    def __init__(self, passes: Passes, lean: float, rng: np.random.Generator) -> None:
+        self.passes = passes
+        self.rng = rng
+        self.lean = lean
+        self.previous = np.empty(0, np.int64)
+        self.done: set[int] = set()
+        chained = passes.chain[: 2 * passes.stages].tolist()
+        self.after = {int(passes.before[p]): p for p in chained if passes.before[p] >= 0}
+
+    def step(self, device: int) -> _Step:
+        """What ties the passes of a device to those placed."""
+        here = self.passes.of_device(device)
+        count = len(here)
+        local = {p: k for k, p in enumerate(here.tolist())}
+        earlier = {p: k for k, p in enumerate(self.previous.tolist())}
+        anchor, direction = np.full(count, -1, np.int64), np.ones(count, np.int64)
+        offset, weight = np.zeros(count), np.zeros(count)
+        tied = set()
+        for p, k in local.items():
+            for other, way in ((self.after.get(p, -1), -1), (int(self.passes.before[p]), 1)):
+                inside = way == 1 and other in local
+                if (other in earlier or inside) and anchor[k] == -1:
+                    late = other if way == -1 else p
+                    anchor[k] = -2 - local[other] if inside else earlier[other]
+                    direction[k], offset[k] = way, way * self.passes.lag_us[late]
+                    weight[k] = self._weight(late)
+                    tied.add(late)
+        self.done.update(local)
+        closing = [
+            (int(self.passes.before[p]), p, float(self.passes.lag_us[p]), self._weight(p))
+            for p in (*local, *(self.after.get(q, -1) for q in local))
+            if p in self.done and p not in tied and int(self.passes.before[p]) in self.done
+        ]
+        self.previous = here
+        orders = self._permutations(here, anchor)
+        duration = self.passes.duration_us[here]
+        return _Step(here, duration, anchor, direction, offset, weight, orders, list(dict.fromkeys(closing)))
+
+    def _weight(self, late: int) -> float:
+        """How much it costs in memory that a pass waits for its input."""
+        kind, stage = divmod(late, self.passes.stages)
+        if kind == 2:
+            held = max(1, int(self.passes.stage_bytes[stage]))
+            return float(self.passes.weight_bytes[stage] / held) / self.passes.devices
+        holding = stage % self.passes.model_stages + kind
+        return 1 + self.lean * (2 * holding / self.passes.model_stages - 1)
+
+    def _permutations(self, here: Ints, anchor: Ints) -> Ints:
+        """Orders of placing F and B in which each comes after what ties it, W last; a sample where there are many.
+
+        The lanes of a pass are placed one right after the other.
+        """
+        lanes: dict[tuple[int, int], list[int]] = {}
+        for k, p in enumerate(here.tolist()):
+            kind, stage = divmod(p, self.passes.stages)
+            lanes.setdefault((kind, stage % self.passes.model_stages), []).append(k)
+        chained = [ks for (kind, _), ks in lanes.items() if kind < 2]
+        rest = [k for (kind, _), ks in lanes.items() if kind == 2 for k in ks]
+        many = factorial(len(chained)) > MOST_PERMUTATIONS
+        sample = (self.rng.permutation(len(chained)).tolist() for _ in range(MOST_PERMUTATIONS))
+        orders = sample if many else permutations(range(len(chained)))
+        fitting = [_after_anchors([k for c in order for k in chained[c]], anchor) for order in orders]
+        return np.array([[*order, *rest] for order in dict.fromkeys(map(tuple, fitting))], np.int64)
+
+
+def _after_anchors(order: list[int], anchor: Ints) -> list[int]:
+    """The order with each pass moved behind the pass of the same device that ties it."""
+    result: list[int] = []
+    waiting = list(order)
+    while waiting:
+        k = next(k for k in waiting if anchor[k] >= -1 or -2 - anchor[k] in result)
+        waiting.remove(k)
+        result.append(k)
+    return result
+
+
+def _expand(
+    step: _Step, before: Floats, cost: Floats, period_us: float, rng: np.random.Generator, first: bool
+) -> tuple[Ints, Floats, Floats]:
+    """All ways tried to place one device after each state: parents, places, costs.
+
+    Each order of placing is taken twice: as it is, and with one pass, chosen at random, at its second best place.
+    On the first device, where nothing ties some passes, these are tried all around the circle.
+    """
+    free = np.flatnonzero(step.anchor == -1)[1:]
+    tries = 2 * len(step.permutations) * (FREE_PLACES if first and len(free) else 1)
+    count = len(step.passes)
+    skipped = rng.integers(count, size=(len(cost), tries))
+    skipped[:, : len(step.permutations)] = -1
+    wished = np.zeros((tries, count))
+    if first:
+        wished[:, free] = rng.random((tries, len(free))) * period_us
+    places = np.empty((len(cost) * tries, count))
+    costs = np.empty(len(cost) * tries)
+    _place_all(
+        before, cost, step.permutations, step.anchor, step.direction, step.offset_us, step.weight, step.duration_us,
+        skipped, wished, period_us, TOLERANCE * period_us, places, costs,
+    )  # fmt: skip
+    good = np.flatnonzero(costs >= 0)
+    return good // tries, places[good], costs[good]
+
+
+@njit(cache=True)
+def _place_all(
+    before: Floats,
+    cost: Floats,
+    orders: Ints,
+    anchor: Ints,
+    direction: Ints,
+    offset: Floats,
+    weight: Floats,
+    duration: Floats,
+    skipped: Ints,
+    wished: Floats,
+    period: float,
+    tolerance: float,
+    places: Floats,
+    costs: Floats,
+) -> None:
+    tries = skipped.shape[1]
+    for state in range(len(cost)):
+        for k in range(tries):
+            row = state * tries + k
+            added = _place_one(
+                before[state], orders[k % len(orders)], anchor, direction, offset, weight, duration,
+                skipped[state, k], wished[k], period, tolerance, places[row],
+            )  # fmt: skip
+            costs[row] = -1.0 if added < 0 else cost[state] + added
+
+
+@njit(cache=True)
+def _place_one(
+    before: Floats,
+    order: Ints,
+    anchor: Ints,
+    direction: Ints,
+    offset: Floats,
+    weight: Floats,
+    duration: Floats,
+    skipped: int,
+    wished: Floats,
+    period: float,
+    tolerance: float,
+    place: Floats,
+) -> float:
+    """Place one device's passes in this order; returns the waiting, -1 where they do not fit."""
+    count = len(order)
+    starts, lengths = np.empty(count), np.empty(count)
+    total = 0.0
+    for done in range(count):
+        k = order[done]
+        left = -np.sort(-duration[order[done + 1 :]])
+        at = wished[k]
+        if anchor[k] >= 0:
+            at = before[anchor[k]] + offset[k]
+        elif anchor[k] <= -2:
+            at = place[-2 - anchor[k]] + offset[k]
+        skip = 1 if skipped == k else 0
+        start = nearest_start(
+            at, direction[k], skip, duration[k], period, starts[:done], lengths[:done], left, tolerance
+        )
+        if np.isnan(start):
+            return -1.0
+        total += weight[k] * abs(start - at)
+        start %= period
+        if start > period - tolerance:
+            start = 0.0
+        place[k] = start
+        slot = done
+        while slot > 0 and starts[slot - 1] > start:
+            starts[slot], lengths[slot] = starts[slot - 1], lengths[slot - 1]
+            slot -= 1
+        starts[slot], lengths[slot] = start, duration[k]
+    return total
+
+
+def _closing_wait(step: _Step, placed: Floats, parents: Ints, children: Floats, period_us: float) -> Floats:
+    """What passes wait whose input was not what tied them."""
+    here = {p: k for k, p in enumerate(step.passes.tolist())}
+
+    def place(p: int) -> Floats:
+        return children[:, here[p]] if p in here else placed[parents, p]
+
+    total = np.zeros(len(children))
+    for early, late, lag, weight in step.closing:
+        wait = (place(late) - place(early) - lag) % period_us
+        total += weight * np.where(wait > period_us * (1 - TOLERANCE), 0.0, wait)
+    return total
+
+
+def _best_of(children: Floats, cost: Floats, width: int, period_us: float) -> Ints:
+    """The best states, one of each arrangement, whatever its turn."""
+    turned = (children - children[:, :1]) % period_us
+    circle = np.round(turned * (SAME_CIRCLE / period_us)).astype(np.int64) % SAME_CIRCLE
+    order = np.argsort(cost, kind="stable")
+    _, firsts = np.unique(circle[order], axis=0, return_index=True)
+    return order[np.sort(firsts)][:width]

@@ -1,0 +1,90 @@
+"""What memory buys: the smallest period, and the value, for each budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from optpipe.orders import Orders
+from optpipe.problem import Device, Problem
+from solver.search.pattern.beam import find_places
+from solver.search.pattern.block import Pattern, orders_of, pattern_at
+from solver.search.pattern.ends import Ends, Filler
+from solver.search.pattern.passes import Passes
+from solver.search.pattern.search import LANES, LEANS
+from solver.search.pattern.tuning import first_ends
+
+MOST_LATE_WEIGHTS = 2
+"""Rounds by which all W come later, at most."""
+
+TRIED_ENDS = 4
+"""Patterns whose ends are compared for each budget."""
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The smallest period found within a budget, and orders for the problem's microbatches."""
+
+    budget_bytes: int
+    pattern: Pattern
+    orders: Orders
+    value_us: float
+
+
+def patterns_found(problem: Problem, periods_us: Sequence[float], width: int, seed: int = 0) -> list[Pattern]:
+    """All patterns that searches of this width find at these periods, whatever memory they need."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for period_us, lanes, lean in product(periods_us, LANES, LEANS):
+        passes = Passes.of(problem, lanes)
+        round_us = period_us * lanes
+        places = find_places(passes, round_us, width, lean, rng)
+        found += [pattern_at(passes, place, round_us) for place in places]
+    return [pattern for pattern in found if pattern.keeps_order]
+
+
+def memory_curve(problem: Problem, patterns: Sequence[Pattern], budgets_bytes: Sequence[int]) -> list[CurvePoint]:
+    """For each budget (the same on every device) the best of these patterns; budgets that none keeps are left out."""
+    points = []
+    for budget in budgets_bytes:
+        fitting = [pattern for pattern in patterns if pattern.peak_bytes.max() <= budget]
+        fitting.sort(key=lambda pattern: (pattern.period_us, pattern.block_us))
+        if fitting:
+            points.append(_point(problem, budget, fitting))
+    return points
+
+
+def _point(problem: Problem, budget: int, fitting: list[Pattern]) -> CurvePoint:
+    """The smallest period, with the best value that it or the next ones give."""
+    devices = len(problem.devices)
+    passes = Passes.of(problem)
+    by_span = problem.objective == "device_span"
+    best: tuple[float, Filler, Ends] | None = None
+    for pattern in fitting[:TRIED_ENDS]:
+        for longer in _stretches(pattern, budget, passes.stages, problem.microbatches):
+            filler = Filler(longer, passes, problem.microbatches, np.full(devices, budget, np.int64), by_span)
+            value, ends = first_ends(filler)
+            if best is None or value < best[0]:
+                best = (value, filler, ends)
+    assert best is not None
+    value, filler, ends = best
+    return CurvePoint(budget, fitting[0], orders_of(problem, filler.orders(ends)), value)
+
+
+def _stretches(pattern: Pattern, budget: int, stages: int, most: int) -> Iterator[Pattern]:
+    """The pattern, and the same with B and W ever later, as far as the budget goes."""
+    for late in range(MOST_LATE_WEIGHTS + 1):
+        for rounds in range(most):
+            longer = pattern.stretched(stages, rounds).stretched(2 * stages, late)
+            if longer.peak_bytes.max() > budget:
+                break
+            yield longer
+
+
+def with_budget(problem: Problem, budget_bytes: int, microbatches: int) -> Problem:
+    """The same problem with another budget on every device and another number of microbatches."""
+    devices = [Device(memory_bytes=budget_bytes, name=device.name) for device in problem.devices]
+    return problem.model_copy(update={"devices": devices, "microbatches": microbatches})

@@ -1,0 +1,184 @@
+"""Warm-up and cool-down: what repetition leaves idle is filled with later passes, as far as memory allows.
+
+The pattern's order is a plan for every device. A device that would have to wait may take a later pass whose input is
+there, if after it all that is planned before it still has room in the budget: so the plan can always go on, and
+memory keeps within the budget. How far ahead of its plan a pass may run is a number of rounds for each pass and each
+end; it is what `solver.search.pattern.tuning` searches over. In between the plan is followed as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from solver.search.pattern.block import Pattern
+from solver.search.pattern.passes import Floats, Ints, Passes
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the ends of a schedule depart from its pattern.
+
+    `early[e, p]`: rounds that pass p may run ahead of its plan in the warm-up (e = 0) and the cool-down (e = 1).
+    `patience`: the share of a pass's time by which it may delay the planned one, where the input of that one is known
+    to come. Once the forwards of a device are done, its W come behind its B.
+    """
+
+    early: Ints
+    patience: float
+
+
+class Filler:
+    """Plays a pattern for a number of microbatches with different ends."""
+
+    def __init__(self, pattern: Pattern, passes: Passes, microbatches: int, budgets: Ints, by_span: bool) -> None:
+        """`passes` are those of a single lane; `by_span`: the objective is the largest span of a device."""
+        self.passes = passes
+        self.microbatches = microbatches
+        self.budgets = budgets
+        self.by_span = by_span
+        self.end = pattern.in_flight + 1
+        plans = pattern.plan(microbatches)
+        self.first = np.concatenate([[0], np.cumsum([len(plan.passes) for plan in plans])]).astype(np.int64)
+        self.planned, self.microbatch, self.round = (np.concatenate(parts) for parts in zip(*plans, strict=True))
+        self.order = np.empty(len(self.planned), np.int64)
+        self.after = np.full((passes.size, 2), -1, np.int64)
+        for p in np.flatnonzero(passes.before >= 0):
+            after = self.after[passes.before[p]]
+            after[np.argmax(after < 0)] = p
+
+    def value_us(self, ends: Ends) -> float:
+        """The makespan, or the largest span of a device, when every pass starts as early as it may."""
+        passes = self.passes
+        value = _fill(
+            self.first, self.planned, self.microbatch, self.round, self.microbatches, passes.stages, passes.device,
+            passes.duration_us, passes.before, passes.lag_us, self.after, passes.at_start, passes.at_end, self.budgets,
+            ends.early, self.end, ends.patience, self.by_span, self.order,
+        )  # fmt: skip
+        return float(value)
+
+    def orders(self, ends: Ends) -> list[tuple[Ints, Ints]]:
+        """The passes and microbatches of each device in the order in which it runs them."""
+        self.value_us(ends)
+        parts = [self.order[a:b] for a, b in pairwise(self.first.tolist())]
+        return [(self.planned[part], self.microbatch[part]) for part in parts]
+
+
+@njit(cache=True)
+def _fill(
+    first: Ints,
+    planned: Ints,
+    microbatch: Ints,
+    rounds: Ints,
+    microbatches: int,
+    stages: int,
+    home: Ints,
+    duration: Floats,
+    before: Ints,
+    lag: Floats,
+    after: Ints,
+    at_start: Ints,
+    at_end: Ints,
+    budgets: Ints,
+    early: Ints,
+    end: int,
+    patience: float,
+    by_span: bool,
+    order: Ints,
+) -> float:
+    """Run the plan in the order of time; returns the objective.
+
+    Writes to `order` the places in `planned` of the passes run, device by device.
+    """
+    devices = len(first) - 1
+    local = np.argsort(home, kind="mergesort")
+    begin = np.searchsorted(home[local], np.arange(devices + 1))
+    where = np.empty((len(before), microbatches), np.int64)
+    for k in range(len(planned)):
+        where[planned[k], microbatch[k]] = k
+    started = np.full((len(before), microbatches), np.inf)
+    upcoming = np.zeros(len(before), np.int64)
+    done = np.zeros(len(planned), np.bool_)
+    head, written = first[:-1].copy(), first[:-1].copy()
+    forwards = np.zeros(devices, np.int64)
+    for s in range(stages):
+        forwards[home[s]] += microbatches
+    level = np.zeros(devices, np.int64)
+    begun, free_at = np.full(devices, np.inf), np.zeros(devices)
+    wake = [(0.0, d) for d in range(devices)]
+    while len(wake):
+        now, d = heappop(wake)
+        if head[d] == first[d + 1] or now < free_at[d]:
+            continue
+        chosen, best = -1, np.int64(2) * len(planned)
+        late = forwards[d] == 0
+        p, i = planned[head[d]], microbatch[head[d]]
+        comes = 0.0 if before[p] < 0 else started[before[p], i] + lag[p]
+        if comes <= now and not (late and p >= 2 * stages):
+            chosen = head[d]
+        else:
+            for p in local[begin[d] : begin[d + 1]]:
+                i = upcoming[p]
+                if i == microbatches or (before[p] >= 0 and started[before[p], i] + lag[p] > now):
+                    continue
+                place = where[p, i]
+                rank = place + (len(planned) if late and p >= 2 * stages else 0)
+                if rank >= best:
+                    continue
+                if place != head[d]:
+                    allowed = early[0, p] if i < end else 0
+                    if i >= microbatches - end:
+                        allowed = max(allowed, early[1, p])
+                    if rounds[place] - rounds[head[d]] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
+                        continue
+                    if not _has_room(place, head[d], done, planned, at_start, at_end, level[d], budgets[d]):
+                        continue
+                chosen, best = place, rank
+        if chosen < 0:
+            if now < comes < np.inf:
+                heappush(wake, (comes, d))
+            continue
+        p, i = planned[chosen], microbatch[chosen]
+        done[chosen] = True
+        order[written[d]] = chosen
+        written[d] += 1
+        upcoming[p] += 1
+        if p < stages:
+            forwards[d] -= 1
+        level[d] += at_start[p] + at_end[p]
+        started[p, i] = now
+        begun[d] = min(begun[d], now)
+        free_at[d] = now + duration[p]
+        while head[d] < first[d + 1] and done[head[d]]:
+            head[d] += 1
+        heappush(wake, (free_at[d], d))
+        for k in range(2):
+            q = after[p, k]
+            if q >= 0:
+                heappush(wake, (max(now + lag[q], free_at[home[q]]), home[q]))
+    if by_span:
+        return float((free_at - np.minimum(begun, free_at)).max())
+    return float(free_at.max())
+
+
+@njit(cache=True)
+def _has_room(
+    early: int, head: int, done: NDArray[np.bool_], planned: Ints, at_start: Ints, at_end: Ints, level: int, budget: int
+) -> bool:
+    """Whether a pass has room now, and after it everything that is planned before it."""
+    p = planned[early]
+    if level + max(at_start[p], at_start[p] + at_end[p]) > budget:
+        return False
+    level += at_start[p] + at_end[p]
+    for k in range(head, early):
+        if not done[k]:
+            p = planned[k]
+            if level + max(at_start[p], at_start[p] + at_end[p]) > budget:
+                return False
+            level += at_start[p] + at_end[p]
+    return True

@@ -1,0 +1,249 @@
+"""The search: the smallest period that the budgets allow, then short blocks, then good ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from optpipe.errors import DeadlockError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.finish import within_budgets
+from solver.limits import Answer, Limits, Start
+from solver.search.pattern.beam import find_places
+from solver.search.pattern.block import Pattern, orders_of, pattern_at
+from solver.search.pattern.effort import Effort
+from solver.search.pattern.ends import Ends, Filler
+from solver.search.pattern.passes import Ints, Passes
+from solver.search.pattern.relief import Relief
+from solver.search.pattern.tuning import FIRST_PLAYS, few_microbatches, first_ends, tuned_ends
+
+NO_BUDGET = np.iinfo(np.int64).max // 4
+
+LEANS = (0.15, 0.0, 0.4, 0.8)
+"""Weighings of late stages' waiting, tried in turn."""
+
+SHARES = (0.0, 0.3, 0.6, 0.9)
+"""Parts of the period's excess over the least that are tried next."""
+
+LANES = (1, 2)
+"""Microbatches a round: two only where one does not reach the least period."""
+
+FIRST_WIDTH, MOST_WIDTH = 24, 1000
+
+MARGINS = (2, 1, 4)
+"""Activations for which room is set aside where copies run beside the compute ops, tried in turn."""
+
+TRIED_ENDS = 12
+"""Patterns of one period whose ends are compared."""
+
+TUNING_STEPS = 400
+
+
+def pattern_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+    """Orders that repeat one block in the middle, better than the start's where such are found.
+
+    Answers with the start where no pattern fits the budgets, which does not prove that none exists.
+    """
+    best = Answer(start.orders, start.value_us, start.bound_us)
+    reliefs = [Relief(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
+    runs = [None, *reliefs]
+    for k, relief in enumerate(runs):
+        known = replace(start, orders=best.orders, value_us=best.value_us)
+        counted = limits.deterministic_limit is not None
+        share = 1 / len(runs) if counted else 1 / (len(runs) - k)
+        search = PatternSearch(problem, limits.part(share), known, on_answer, relief)
+        search.run()
+        best = search.best
+    return best
+
+
+def budgets_bytes(problem: Problem) -> Ints:
+    """For each device its budget, a number that nothing reaches where there is none."""
+    return np.array([NO_BUDGET if d.memory_bytes is None else d.memory_bytes for d in problem.devices], np.int64)
+
+
+def fitting_patterns(
+    passes: Passes,
+    budgets: Ints,
+    period_us: float,
+    width: int,
+    lean: float,
+    rng: np.random.Generator,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Pattern]:
+    """Patterns found that repeat within the budgets, one microbatch every `period_us`; the shortest block first."""
+    round_us = period_us * passes.lanes
+    found = [
+        pattern_at(passes, places, round_us) for places in find_places(passes, round_us, width, lean, rng, stopped)
+    ]
+    fitting = [pattern for pattern in found if pattern.keeps_order and (pattern.peak_bytes <= budgets).all()]
+    return sorted(fitting, key=lambda pattern: pattern.block_us)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A pattern with its ends, and the value that they promise."""
+
+    pattern: Pattern
+    ends: Ends
+    value_us: float
+
+
+class PatternSearch:
+    """One run. `best` is the best answer so far, `pattern` the one with the smallest period.
+
+    Without `relief` nothing is offloaded.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        limits: Limits,
+        start: Start,
+        on_answer: Callable[[Answer], None],
+        relief: Relief | None = None,
+    ) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.on_answer = on_answer
+        self.best = Answer(start.orders, start.value_us, start.bound_us)
+        self.effort = Effort(limits)
+        self.rng = np.random.default_rng(limits.seed)
+        self.relief = relief
+        self.passes = {lanes: Passes.of(problem, lanes) for lanes in LANES}
+        self.budgets = budgets_bytes(problem)
+        if relief:
+            self.passes = {lanes: relief.passes(problem, passes) for lanes, passes in self.passes.items()}
+            self.budgets = relief.budgets_bytes(problem, self.budgets)
+        self.by_span = problem.objective == "device_span"
+        self.least_us = float(self.passes[1].work_us().max())
+        self.pattern: Pattern | None = None
+        self.choice: _Choice | None = None
+
+    def run(self) -> None:
+        """Quickly to some pattern, then to better ones as long as there is time."""
+        if not self.least_us:
+            return
+        for period_us in self._ladder():
+            if self._done() or self._try(1, period_us, FIRST_WIDTH, LEANS[0]):
+                break
+        width = FIRST_WIDTH
+        while self.pattern is not None and width <= MOST_WIDTH and not self._done():
+            self._stretch()
+            self._tune()
+            width *= 2
+            self._widen(width)
+        while self.choice is not None and not self._done():
+            self._tune()
+
+    def _done(self) -> bool:
+        return self.effort.spent() or self.limits.reached(self.best.value_us, self.best.bound_us)
+
+    def _ladder(self) -> Iterator[float]:
+        """Periods from the least to the one at which microbatches follow one another."""
+        period, step = self.least_us, 1.02
+        alone = float(self.passes[1].lag_us.sum() + self.passes[1].duration_us.sum())
+        while period < alone:
+            yield period
+            period *= step
+            step = min(step + 0.01, 1.1)
+        yield alone
+
+    def _widen(self, width: int) -> None:
+        """Look with this width at the periods that would be better than the best, and for shorter blocks."""
+        assert self.pattern is not None
+        for lanes, lean, share in product(LANES, LEANS, SHARES):
+            excess = self.pattern.period_us - self.least_us
+            if self._done():
+                break
+            if excess or (lanes == 1 and share == 0):
+                self._try(lanes, self.least_us + share * excess, width, lean)
+
+    def _try(self, lanes: int, period_us: float, width: int, lean: float) -> bool:
+        """Look for patterns of this period; whether one has a smaller period than the best that is known."""
+        passes = self.passes[lanes]
+        self.effort.place(48 * width * passes.size)
+        found = fitting_patterns(passes, self.budgets, period_us, width, lean, self.rng, self.effort.spent)
+        if not found:
+            return False
+        known = self.pattern
+        better = known is None or period_us < known.period_us
+        if better or (known and (period_us, found[0].block_us) < (known.period_us, known.block_us)):
+            self.pattern = found[0]
+        for pattern in found[:: max(1, len(found) // TRIED_ENDS)]:
+            if self._done():
+                break
+            self._compare(pattern)
+        return better
+
+    def _compare(self, pattern: Pattern) -> bool:
+        """Simple ends for a pattern; its orders are reported if they promise to be better than the best."""
+        few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
+        value, ends = first_ends(few)
+        self.effort.play(FIRST_PLAYS * len(few.planned))
+        return self._keep(_Choice(pattern, ends, self._promise(few, pattern, value)))
+
+    def _stretch(self) -> None:
+        """Longer blocks of the same rounds, as long as the memory is there and the ends get better."""
+        count = self.passes[1].stages
+        better = True
+        while better and self.choice is not None:
+            better = False
+            for at in (count, count // 2, 2 * count):
+                longer = self.choice.pattern.stretched(at, 1)
+                if not self._done() and (longer.peak_bytes <= self.budgets).all():
+                    better |= self._compare(longer)
+
+    def _tune(self) -> None:
+        """Better ends for the best pattern."""
+        if self.choice is None:
+            return
+        pattern = self.choice.pattern
+        few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
+
+        def stopped() -> bool:
+            self.effort.play(len(few.planned))
+            return self._done()
+
+        value, ends = tuned_ends(few, self.choice.ends, TUNING_STEPS, self.rng, stopped)
+        self._keep(_Choice(pattern, ends, self._promise(few, pattern, value)))
+
+    def _filler(self, pattern: Pattern, microbatches: int) -> Filler:
+        return Filler(pattern, self.passes[1], microbatches, self.budgets, self.by_span)
+
+    def _promise(self, few: Filler, pattern: Pattern, value_us: float) -> float:
+        """The value for all microbatches, from that for few."""
+        return value_us + (self.problem.microbatches - few.microbatches) * pattern.period_us
+
+    def _keep(self, choice: _Choice) -> bool:
+        """Report what promises to be better than the best; whether it does."""
+        better = self.choice is None or choice.value_us < self.choice.value_us
+        if better:
+            self.choice = choice
+            self._offer(choice)
+        return better
+
+    def _offer(self, choice: _Choice) -> None:
+        """Report the orders for all microbatches if they are better than the best."""
+        filler = self._filler(choice.pattern, self.problem.microbatches)
+        orders = orders_of(self.problem, filler.orders(choice.ends))
+        if self.relief is None:
+            self._report(orders)
+            return
+        for moving in self.relief.orders(self.problem, [list(device.compute) for device in orders.devices]):
+            self._report(moving)
+
+    def _report(self, orders: Orders) -> None:
+        try:
+            simulation = simulate(self.problem, orders)
+        except DeadlockError:
+            return
+        value = simulation.value_us
+        if value < self.best.value_us and within_budgets(self.problem, orders, simulation):
+            self.best = Answer(orders, value, self.best.bound_us)
+            self.on_answer(self.best)

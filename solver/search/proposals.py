@@ -1,0 +1,111 @@
+"""Random changes of merged sequences that know the problem, compiled."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from solver.search.kernel import Latest, Times
+from solver.search.moves import add_offload, drop_offload, earliest, shift, shift_by
+from solver.search.random import Word, below, unit
+from solver.search.sequence import Merged, size
+from solver.search.table import Floats, Ints, O, Table
+
+SHIFT, FILL, CHAIN, DIAGONAL, OFFLOAD = range(5)
+"""The kinds of moves."""
+MOVES = 5
+
+
+@njit(cache=True)
+def propose(
+    table: Table, merged: Merged, times: Times, latest: Latest, touched: Ints, weights: Floats, random: Word
+) -> int:
+    """Make a random change (perhaps none, where there is no room). Returns the kind of move."""
+    total = 0.0
+    for weight in weights:
+        total += weight
+    pick = unit(random) * total
+    move = 0
+    while move < MOVES - 1 and pick >= weights[move]:
+        pick -= weights[move]
+        move += 1
+    if move == OFFLOAD:
+        _toggle_offload(table, merged, touched, random)
+        return move
+    x = _chosen(table, merged, times, latest, random)
+    if move == FILL:
+        _fill(table, merged, touched, random, x)
+        return move
+    distance = 1 + below(random, 1 << below(random, 7))
+    distance = -distance if below(random, 2) else distance
+    if move == SHIFT:
+        shift_by(table, merged, touched, x, distance)
+    elif move == CHAIN:
+        _chain(table, merged, touched, random, x, distance)
+    else:
+        _diagonal(table, merged, touched, random, x, distance)
+    return move
+
+
+@njit(cache=True)
+def _chosen(table: Table, merged: Merged, times: Times, latest: Latest, random: Word) -> int:
+    """A random op, preferably one without slack."""
+    total = size(merged)
+    x = times.order[below(random, total)]
+    if below(random, 3) == 0:
+        return int(x)
+    for _ in range(8):
+        start = times.end_us[x] - table.classes[x >> table.shift].duration_us
+        if latest.start_us[x] - start <= 1e-9 * start:
+            break
+        x = times.order[below(random, total)]
+    return int(x)
+
+
+@njit(cache=True)
+def _fill(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> None:
+    """Bring some later op in front of `x`."""
+    g = table.classes[x >> table.shift].group
+    at = int(merged.place[x])
+    room = table.first[g] + merged.length[g] - 1 - at
+    if room <= 0:
+        return
+    reach = min(room, 1 << (1 + below(random, 7)))
+    for _ in range(4):
+        y = int(merged.ops[at + 1 + below(random, reach)])
+        if earliest(table, merged, y) <= at:
+            shift(table, merged, touched, y, at)
+            return
+
+
+@njit(cache=True)
+def _chain(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
+    """Shift an op and those of the next microbatches alike."""
+    i = x & ((1 << table.shift) - 1)
+    count = min(2 + below(random, 1 << (1 + below(random, 6))), table.microbatches - i)
+    for k in range(count):
+        y = x + (k if distance < 0 else count - 1 - k)
+        if merged.place[y] >= 0:
+            shift_by(table, merged, touched, y, distance)
+
+
+@njit(cache=True)
+def _diagonal(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
+    """Shift an op and those of the next stages of its microbatch alike."""
+    s = (x >> table.shift) % table.stages
+    count = min(2 + below(random, 8), table.stages - s)
+    for k in range(count):
+        y = x + (k << table.shift)
+        if merged.place[y] >= 0:
+            shift_by(table, merged, touched, y, distance)
+
+
+@njit(cache=True)
+def _toggle_offload(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
+    """Add or drop the offload of some activation."""
+    s = int(table.offloadable[below(random, len(table.offloadable))])
+    i = below(random, table.microbatches)
+    if merged.place[(O * table.stages + s) << table.shift | i] >= 0:
+        drop_offload(table, merged, touched, s, i)
+    else:
+        after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
+        add_offload(table, merged, touched, s, i, after, ahead)

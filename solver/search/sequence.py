@@ -1,0 +1,186 @@
+"""Merged sequences: one list of all ops for each group of devices that share copy channels (usually one device).
+
+A sequence fixes everything that orders fix: the order on every compute stream and copy channel, and the waits. An op
+that takes memory waits for the last release of each other stream of its device that stands before it. So, whatever
+the timings do, the op that stands last among those that have taken memory finds every release before it done, and
+the memory of a device never exceeds the level that is counted along the sequence (the argument of `optpipe.waits`,
+with the place in the sequence as the planned time). Budgets are kept by looking at prefixes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.problem import Problem
+from optpipe.schedule import shared_channels
+from optpipe.simulate import Simulation
+from solver.search.loops import copy
+from solver.search.table import KINDS, NONE, B, Codes, Flags, Floats, Ints, Table
+
+
+class Merged(NamedTuple):
+    """The sequences: `ops[first[g] : first[g] + length[g]]` is that of group g; `place[op]` is an index into `ops`."""
+
+    ops: Codes
+    length: Ints
+    place: Codes
+
+
+@njit(cache=True)
+def size(merged: Merged) -> int:
+    """How many ops there are."""
+    total = 0
+    for count in merged.length:
+        total += count
+    return total
+
+
+@njit(cache=True)
+def overwrite(source: Merged, target: Merged) -> None:
+    """Make sequences equal to others."""
+    copy(source.ops, target.ops)
+    copy(source.length, target.length)
+    copy(source.place, target.place)
+
+
+def copied(merged: Merged) -> Merged:
+    """Sequences of their own."""
+    return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy())
+
+
+def merge(table: Table, simulation: Simulation) -> Merged | None:
+    """The sequences of simulated orders, None where fused and split backwards of a stage overtake each other.
+
+    An op stands where its start is planned, one that only releases where its end is: so the level along a sequence
+    is the planned memory, and no wait delays an op at its planned time. Fused backwards are split.
+    """
+    ops, key_us, lanes = _numbered(table, simulation)
+    for of_class in range(len(table.classes)):
+        if (np.diff(ops[ops >> table.shift == of_class]) < 0).any():
+            return None
+    return _merge(table, ops, key_us, lanes)
+
+
+def _numbered(table: Table, simulation: Simulation) -> tuple[Codes, Floats, Ints]:
+    """All ops as numbers, the time at which each stands, and the bounds of their lanes (a device's streams)."""
+    numbers: list[int] = []
+    key_us: list[float] = []
+    lanes: dict[tuple[int, str], int] = {}
+    releases_only = (table.classes["releases"] > table.classes["acquires"]).tolist()
+    backward_us = table.classes["duration_us"][B * table.stages :].tolist()
+    times = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
+    for op, d, (start, end) in zip(simulation.ops, simulation.device.tolist(), times, strict=True):
+        lanes.setdefault((d, op.stream), len(numbers))
+        between = start + backward_us[op.stage]
+        parts = [("B", start, between), ("W", between, end)] if op.kind == "BW" else [(op.kind, start, end)]
+        for kind, begin, close in parts:
+            of_class = KINDS.index(kind) * table.stages + op.stage
+            numbers.append(of_class << table.shift | op.microbatch)
+            key_us.append(close if releases_only[of_class] else begin)
+    bounds = np.array([*lanes.values(), len(numbers)], np.int64)
+    return np.array(numbers, np.int32), np.array(key_us, np.float64), bounds
+
+
+@njit(cache=True)
+def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
+    """Take, again and again, the earliest op at the head of a lane that depends on nothing still to come.
+
+    At one time releases go before ops that take memory.
+    """
+    ops = np.full(len(table.classes) * table.microbatches, NONE, np.int32)
+    length = np.zeros(len(table.first), np.int64)
+    place = np.full(len(table.classes) << table.shift, NONE, np.int32)
+    there = np.zeros(len(place), np.bool_)
+    for x in waiting:
+        there[x] = True
+    head = lanes[:-1].copy()
+    for _ in range(len(waiting)):
+        best = NONE
+        for lane in range(len(head)):
+            k = head[lane]
+            if k == lanes[lane + 1]:
+                continue
+            if best != NONE:
+                late = key_us[k] - key_us[head[best]]
+                at_rank = table.classes[waiting[k] >> table.shift].acquires
+                if late > 0 or (late == 0 and at_rank >= table.classes[waiting[head[best]] >> table.shift].acquires):
+                    continue
+            if _ready(table, there, place, waiting[k]):
+                best = lane
+        x = waiting[head[best]]
+        head[best] += 1
+        g = table.classes[x >> table.shift].group
+        place[x] = table.first[g] + length[g]
+        ops[place[x]] = x
+        length[g] += 1
+    return Merged(ops, length, place)
+
+
+@njit(cache=True)
+def _ready(table: Table, there: Flags, place: Codes, x: int) -> bool:
+    """Whether everything on other streams that must come before `x` is placed."""
+    c, i = x >> table.shift, x & ((1 << table.shift) - 1)
+    before = table.classes[c].before
+    if before >= 0 and place[before << table.shift | i] < 0:
+        return False
+    reload = table.classes[c].returns
+    return bool(reload < 0 or not there[reload << table.shift | i] or place[reload << table.shift | i] >= 0)
+
+
+def orders_of(problem: Problem, table: Table, merged: Merged) -> Orders:
+    """The orders, channel orders and waits that sequences stand for."""
+    streams: list[tuple[list[Op], list[Op], list[Op]]] = [([], [], []) for _ in problem.devices]
+    waits: dict[Op, list[Op]] = {}
+    transfers: list[list[Op]] = [[] for _ in table.first]
+    for g, members in enumerate(problem.channel_groups):
+        latest = {d: _Releases() for d in members}
+        for op, of_class in _listed(table, merged, g):
+            d = problem.stages[op.stage].device
+            stream = max(0, "OR".find(op.kind) + 1)
+            streams[d][stream].append(op)
+            if stream:
+                transfers[g].append(op)
+            if table.classes["acquires"][of_class]:
+                found = latest[d].before(op)
+                if found:
+                    waits[op] = found
+            if table.classes["releases"][of_class]:
+                latest[d].note(op)
+    channels = [
+        [op for ops in transfers for op in ops if (problem.stages[op.stage].device, op.stream) in lists]
+        for lists in map(set, shared_channels(problem))
+    ]
+    return Orders([DeviceOrders(*lists) for lists in streams], waits, [channel for channel in channels if channel])
+
+
+def _listed(table: Table, merged: Merged, g: int) -> Iterator[tuple[Op, int]]:
+    begin = int(table.first[g])
+    for x in merged.ops[begin : begin + int(merged.length[g])].tolist():
+        of_class = x >> table.shift
+        kind, s = divmod(of_class, table.stages)
+        yield Op(KINDS[kind], s, x & ((1 << table.shift) - 1)), of_class
+
+
+class _Releases:
+    """The last release of each stream of one device, and which of them each stream has waited for."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Op] = {}
+        self.seen: dict[tuple[str, str], Op] = {}
+
+    def note(self, op: Op) -> None:
+        self.last[op.stream] = op
+
+    def before(self, op: Op) -> list[Op]:
+        """The releases of other streams that `op` waits for and nothing before it on its stream did."""
+        found = []
+        for stream, release in self.last.items():
+            if stream != op.stream and self.seen.get((op.stream, stream)) != release:
+                self.seen[op.stream, stream] = release
+                found.append(release)
+        return found

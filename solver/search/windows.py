@@ -1,0 +1,121 @@
+"""Large-neighbourhood search: windows of a schedule are solved anew by CP-SAT, everything around them keeps its order.
+
+Ops before a window stay where they are; ops after it keep their order and follow as early as they can. So a window's
+model is as large as the window, however large the problem, and what it gains reaches the end of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from optpipe.errors import DeadlockError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from solver.exact.cp_sat.parameters import configured_solver
+from solver.exact.grid import Grid
+from solver.limits import Answer, Limits, Start
+from solver.search.windows_choice import choose_window
+from solver.search.windows_model import WindowModel
+from solver.search.windows_surroundings import Numbering, Surroundings, with_split_backwards
+
+SMALLEST, LARGEST = 16, 2000
+"""Ops that a window decides, at least and at most."""
+
+FIRST = 60
+"""Ops that the first window decides."""
+
+WORK, SECONDS = 1.5, 3.0
+"""CP-SAT's deterministic time for one window, and seconds where the clock counts."""
+
+
+def improve_windows(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+    """Improve the best schedule known, window by window, until the limits are reached; report every better answer.
+
+    Returns the start's orders where nothing better was found, and the start's bound: windows prove nothing.
+    """
+    best = Answer(start.orders, start.value_us, start.bound_us)
+    if start.orders is None:
+        return best
+    search = _Search(problem, limits, start, on_answer)
+    return search.run()
+
+
+class _Search:
+    """The state of the search: the schedule that is worked on, how large windows are, how much work is left."""
+
+    def __init__(self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> None:
+        assert start.orders is not None
+        self.problem, self.limits, self.on_answer = problem, limits, on_answer
+        self.best = Answer(start.orders, start.value_us, start.bound_us)
+        numbering = Numbering(problem, Grid.of(problem, start.value_us))
+        self.current = Surroundings.of(numbering, with_split_backwards(problem, start.orders))
+        self.random = np.random.default_rng(limits.seed)
+        self.size = float(FIRST)
+        self.work_left = limits.deterministic_limit
+
+    def run(self) -> Answer:
+        """Windows until the limits are reached."""
+        if self.current.value_us > self.best.value_us or not self.current.keeps_budgets:
+            return self.best  # fused backwards are needed
+        while not self._done:
+            self._step()
+        return self.best
+
+    @property
+    def _done(self) -> bool:
+        if self.limits.cancel.requested or self.limits.reached(self.best.value_us, self.best.bound_us):
+            return True
+        return self.work_left <= 0 if self.work_left is not None else self.limits.seconds >= self.limits.time_limit_s
+
+    def _step(self) -> None:
+        window = choose_window(self.current, self.random, round(self.size))
+        model = WindowModel(self.current, window)
+        solver = self._solver()
+        with self.limits.cancel.calling(solver.stop_search):
+            status = solver.solve(model.model)
+        assert status != cp_model.MODEL_INVALID, model.model.validate()
+        work = solver.response_proto.deterministic_time
+        self._spend(work + 1e-4 * len(model.decided))
+        self._resize(status == cp_model.OPTIMAL, work)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            orders = model.orders(solver)
+            if orders is not None:
+                self._take(orders)
+
+    def _solver(self) -> cp_model.CpSolver:
+        work = WORK if self.work_left is None else min(WORK, self.work_left)
+        solver = configured_solver(replace(self.limits, gap=0.0, deterministic_limit=work))
+        if self.work_left is None:
+            solver.parameters.max_time_in_seconds = min(SECONDS, self.limits.time_left_s)
+        # The schedule at hand is a solution and the model is small: measured, all that comes before search costs more
+        # than it saves (three times the seconds a window with it).
+        solver.parameters.cp_model_presolve = False
+        solver.parameters.linearization_level = 0
+        return solver
+
+    def _spend(self, work: float) -> None:
+        if self.work_left is not None:
+            self.work_left -= work
+
+    def _resize(self, proved: bool, work: float) -> None:
+        """Windows grow while they are proved quickly and shrink when they are not."""
+        if proved and work < WORK / 4:
+            self.size = min(self.size * 1.3, LARGEST)
+        elif not proved:
+            self.size = max(self.size * 0.8, SMALLEST)
+
+    def _take(self, orders: Orders) -> None:
+        try:
+            candidate = Surroundings.of(self.current.numbering, orders)
+        except DeadlockError:  # ops without length at one instant have no order in a window
+            return
+        if candidate.value_us > self.current.value_us or not candidate.keeps_budgets:
+            return
+        self.current = candidate
+        if candidate.value_us < self.best.value_us:
+            self.best = replace(self.best, orders=orders, value_us=candidate.value_us)
+            self.on_answer(self.best)

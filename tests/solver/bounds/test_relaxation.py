@@ -1,0 +1,116 @@
+"""Parts of a problem: never longer than the whole, and worth more than the closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.bounds.relaxation import projected, relaxation_bound, restricted
+from solver.exact.cp_sat.model import solve_cp_sat
+from solver.finish import within_budgets
+from solver.floor import serial_orders
+from solver.limits import Answer, Limits, Start
+from solver.published.in_flight import in_flight_orders
+from tests.problems import HALF, REFERENCE, instance, problems, uniform
+
+PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
+
+
+def start_of(problem: Problem) -> Start | None:
+    """The floor as a start, with its value and a horizon."""
+    orders = serial_orders(problem)
+    if orders is None:
+        return None
+    value_us = simulate(problem, orders).value_us
+    return Start(0.0, 2 * value_us, orders, value_us)
+
+
+def bound_of(problem: Problem, start: Start, reported: list[Answer] | None = None) -> float:
+    """The bound after a little work."""
+    limits = Limits(workers=1, deterministic_limit=1.0)
+    return relaxation_bound(problem, limits, start, (reported if reported is not None else []).append).bound_us
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[Problem, list[int]]:
+    """A problem, and stages of it that keep both ends and bring no two stages of one device together."""
+    problem = draw(problems(max_stages=6))
+    last = len(problem.stages) - 1
+    kept = sorted({0, last} | {s for s in range(last) if draw(st.booleans())})
+    for before, after in pairwise(kept):
+        assume(after == before + 1 or problem.stages[before].device != problem.stages[after].device)
+    return problem, kept
+
+
+@given(parts())
+def test_orders_of_the_whole_serve_a_part_no_later_and_in_no_more_memory(drawn: tuple[Problem, list[int]]) -> None:
+    problem, kept = drawn
+    for orders in (in_flight_orders(problem, 2, 1), serial_orders(problem)):
+        if orders is not None:
+            whole, part_problem = simulate(problem, orders), projected(problem, kept)
+            part_orders = restricted(orders, kept)
+            part = simulate(part_problem, part_orders)
+            assert part.value_us <= whole.value_us + 1e-9
+            if within_budgets(problem, orders, whole):
+                assert within_budgets(part_problem, part_orders, part)
+
+
+def test_all_stages_are_the_whole() -> None:
+    problem = instance("a-p4-m8-c0-b1o2-vshape-make")
+    whole = projected(problem, range(len(problem.stages)))
+    assert whole.stages == problem.stages
+    assert whole.forward_delay_us == problem.forward_delay_us
+
+
+def test_knows_more_than_the_closed_forms() -> None:
+    """The first and the last device take as long as all four: the optimum, which CP-SAT proves of the whole as well."""
+    problem = uniform(4, 5, budget=4, backward_weight_bytes=2, offload=HALF)
+    start, reported = start_of(problem), list[Answer]()
+    assert start is not None
+    assert lower_bound_us(problem) < bound_of(problem, start, reported) == 246
+    assert [answer.bound_us for answer in reported] == sorted(answer.bound_us for answer in reported)
+    assert reported[-1].orders is start.orders
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PROVED if "-p4-" in name))
+def test_is_never_above_a_proved_optimum(name: str) -> None:
+    problem = instance(name)
+    start = start_of(problem)
+    assert start is not None
+    assert lower_bound_us(problem) <= bound_of(problem, start) <= PROVED[name]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(problems(max_stages=5))
+def test_no_schedule_is_below(problem: Problem) -> None:
+    start = start_of(problem)
+    assume(start is not None and split_backward_suffices(problem))
+    assert start is not None
+    best = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.1), start, lambda answer: None)
+    assert bound_of(problem, start) <= best.value_us + 1e-9
+
+
+def test_stops_when_cancelled_or_reached() -> None:
+    problem = uniform(4, 8, budget=4)
+    start = start_of(problem)
+    assert start is not None
+    cancelled = Limits(deterministic_limit=1.0)
+    cancelled.cancel.request()
+    reported: list[Answer] = []
+    assert relaxation_bound(problem, cancelled, start, reported.append).bound_us == lower_bound_us(problem)
+    reached = replace(start, value_us=lower_bound_us(problem))
+    assert bound_of(problem, reached, reported) == lower_bound_us(problem)
+    assert not reported
+
+
+def test_a_part_that_keeps_no_budget_proves_the_whole_infeasible() -> None:
+    problem = uniform(4, 2, budget=1)
+    answer = relaxation_bound(problem, Limits(workers=1, deterministic_limit=1.0), Start(0.0, 1000.0), [].append)
+    assert answer.infeasible

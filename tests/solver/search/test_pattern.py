@@ -1,0 +1,191 @@
+"""Blocks repeated modulo a period: disjoint passes, memory that depends on order alone, orders for any m."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.finish import peak_budgets, within_budgets
+from solver.limits import Answer, Cancel, Limits, Start
+from solver.search.pattern import Pattern, pattern_search
+from solver.search.pattern.block import orders_of
+from solver.search.pattern.curve import memory_curve, patterns_found, with_budget
+from solver.search.pattern.floor import least_period_us
+from solver.search.pattern.passes import Passes
+from solver.search.pattern.search import budgets_bytes, fitting_patterns
+from solver.search.pattern.tuning import few_microbatches
+from tests.problems import instance, problems, uniform
+
+
+def found(problem: Problem, share: float = 1.0, width: int = 24, lanes: int = 1) -> Pattern | None:
+    """A pattern whose period is `share` times the least."""
+    passes = Passes.of(problem, lanes)
+    period = share * float(passes.work_us().max()) / lanes
+    found = fitting_patterns(passes, budgets_bytes(problem), period, width, 0.15, np.random.default_rng(0))
+    return found[0] if found else None
+
+
+def unit_v(p: int, m: int, chunks: int) -> Problem:
+    """A V of equal passes of 10 us that hold everything until W ends."""
+    memory = {"activation_bytes": 2, "backward_weight_bytes": 2, "budget": 2 * chunks}
+    return uniform(p, m, v_shape=True, transfer_us=0, **memory)
+
+
+def repeated(problem: Problem, pattern: Pattern) -> Orders:
+    return orders_of(problem, [plan[:2] for plan in pattern.plan(problem.microbatches)])
+
+
+def cold(problem: Problem) -> Start:
+    return Start(lower_bound_us(problem), float("inf"))
+
+
+@pytest.mark.parametrize("name", ["zbv-6.2b-p16-m48-vhalf", "zb-14.6b-p16-m48-mem1", "c-real8-m32-b2-vshape-make"])
+@pytest.mark.parametrize("share", [1.0, 1.07])
+def test_passes_of_a_device_are_disjoint_modulo_the_period(name: str, share: float) -> None:
+    pattern = found(instance(name), share)
+    assert pattern is not None
+    for sequence in pattern.sequences:
+        begin = pattern.start_us[sequence] - pattern.round[sequence] * pattern.round_us
+        end = begin + pattern.passes.duration_us[sequence]
+        slack = 1e-6 * pattern.round_us
+        assert (end[:-1] <= begin[1:] + slack).all()
+        assert end[-1] <= begin[0] + pattern.round_us + slack
+
+
+def test_inputs_come_in_time() -> None:
+    pattern = found(instance("zbv-6.2b-p16-m48-vhalf"))
+    assert pattern is not None
+    passes = pattern.passes
+    late = np.flatnonzero(passes.before >= 0)
+    waits = pattern.start_us[late] - pattern.start_us[passes.before[late]] - passes.lag_us[late]
+    assert (waits >= -1e-6 * pattern.period_us).all()
+
+
+def test_v_half_memory_needs_no_repeating_bubble_on_the_measured_profile() -> None:
+    pattern = found(instance("zbv-6.2b-p16-m48-vhalf"))
+    assert pattern is not None
+    assert pattern.period_us == pytest.approx(76926)
+
+
+@pytest.mark.parametrize("name", ["zbv-6.2b-p16-m48-vhalf", "zb-6.2b-p8-m24-mem1"])
+def test_peak_of_the_pattern_is_the_peak_of_its_orders(name: str) -> None:
+    """Repeated as it is, the order reaches the peak that was counted modulo the period, and no more."""
+    problem = instance(name)
+    pattern = found(problem)
+    assert pattern is not None
+    orders = repeated(problem, pattern)
+    assert peak_budgets(problem, orders) == pattern.peak_bytes.tolist()
+
+
+def test_repeated_orders_take_one_period_a_microbatch() -> None:
+    problem = instance("zbv-6.2b-p16-m48-vhalf")
+    pattern = found(problem)
+    assert pattern is not None
+    orders = repeated(problem, pattern)
+    most = (problem.microbatches - 1) * pattern.period_us + pattern.block_us
+    assert simulate(problem, orders).makespan_us <= most * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("p", "chunks"), [(4, 4), (8, 8), (16, 12)])
+def test_unit_costs_need_v_mins_memory_and_have_no_repeating_bubble(p: int, chunks: int) -> None:
+    problem = unit_v(p, 32, chunks)
+    pattern = found(problem)
+    assert pattern is not None
+    assert pattern.period_us == pytest.approx(least_period_us(problem)) == pytest.approx(60)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_peak_of_the_pattern_is_the_peak_of_its_orders_with_lanes(lanes: int) -> None:
+    problem = unit_v(4, 25, 6)
+    pattern = found(problem, share=1.1, lanes=lanes)
+    assert pattern is not None
+    assert pattern.keeps_order
+    orders = repeated(problem, pattern)
+    assert peak_budgets(problem, orders) == pattern.peak_bytes.tolist()
+    assert simulate(problem, orders).makespan_us <= 13 * 2 / lanes * pattern.round_us + pattern.block_us
+
+
+def test_a_longer_block_holds_one_activation_more_for_each_round() -> None:
+    problem = unit_v(8, 32, 16)
+    pattern = found(problem)
+    assert pattern is not None
+    longer = pattern.stretched(16, 2)
+    assert (longer.peak_bytes == pattern.peak_bytes + 2 * 2 * 2).all()
+    assert longer.keeps_order
+    assert pattern.stretched(32, 1).start_us[:32].tolist() == pattern.start_us[:32].tolist()
+
+
+def test_period_and_floor_agree_where_memory_binds() -> None:
+    """With so little memory that microbatches follow one another the floor is what one of them takes."""
+    problem = uniform(2, 4, budget=2)
+    chain_us = 10 + 1 + 10 + 10 + 1 + 10
+    assert least_period_us(problem) == pytest.approx((2 * chain_us + 10) / 2 - chain_us / 2)
+
+
+def test_the_curve_falls_with_memory() -> None:
+    problem = unit_v(4, 24, 8)
+    patterns = patterns_found(problem, [60, 66, 75, 90], width=12)
+    points = memory_curve(problem, patterns, [6, 8, 12, 16])
+    assert [point.budget_bytes for point in points][-3:] == [8, 12, 16]
+    periods = [point.pattern.period_us for point in points]
+    assert periods == sorted(periods, reverse=True)
+    for point in points:
+        simulation = simulate(problem, point.orders)
+        assert simulation.value_us == pytest.approx(point.value_us)
+        assert within_budgets(with_budget(problem, point.budget_bytes, 24), point.orders, simulation)
+
+
+def test_the_time_of_the_search_counts_few_microbatches() -> None:
+    """The ends are tuned on as many microbatches as both ends need, however many there are."""
+    pattern = found(unit_v(4, 1024, 8))
+    assert pattern is not None
+    assert few_microbatches(pattern, 64) == few_microbatches(pattern, 1024) < 30
+    assert few_microbatches(pattern, 5) == 5
+
+
+def test_offload_lets_a_pattern_into_a_smaller_budget() -> None:
+    problem = instance("d-p8-m16-o1-mo0.5-b1o2-vshape-make")
+    limits = Limits(workers=1, deterministic_limit=2)
+    answer = pattern_search(problem, limits, cold(problem), lambda answer: None)
+    assert answer.orders is not None
+    assert any(device.offload for device in answer.orders.devices)
+    assert 1 - max(problem.work_us) / answer.value_us < 0.2
+
+
+@given(problems(max_microbatches=4))
+@settings(max_examples=60, deadline=None)
+def test_answers_keep_the_budgets_on_any_problem(problem: Problem) -> None:
+    reported: list[Answer] = []
+    limits = Limits(time_limit_s=60, workers=1, deterministic_limit=0.2)
+    answer = pattern_search(problem, limits, cold(problem), reported.append)
+    for one in (*reported, answer):
+        if one.orders is not None:
+            simulation = simulate(problem, one.orders)
+            assert simulation.value_us == pytest.approx(one.value_us)
+            assert within_budgets(problem, one.orders, simulation)
+    values = [one.value_us for one in reported]
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_deterministic_limit_gives_the_same_orders_again() -> None:
+    problem = instance("c-p8-m16-f1-l2-b1-vshape-make")
+
+    def run() -> Answer:
+        limits = Limits(workers=1, seed=3, deterministic_limit=0.5)
+        return pattern_search(problem, limits, cold(problem), lambda answer: None)
+
+    assert run() == run()
+
+
+def test_a_cancelled_search_answers_with_its_start() -> None:
+    problem = uniform(4, 8)
+    cancel = Cancel()
+    cancel.request()
+    start = cold(problem)
+    answer = pattern_search(problem, Limits(cancel=cancel), start, lambda answer: None)
+    assert answer == Answer(None, float("inf"), start.bound_us)

@@ -1,0 +1,99 @@
+"""Windows: never worse, always within the budgets, the same in every run, and down to known optima from weak starts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.finish import finish, within_budgets
+from solver.floor import serial_orders
+from solver.limits import Answer, Limits, Start
+from solver.published.one_f_one_b import one_f_one_b
+from solver.published.zb_auto import zb_auto
+from solver.search.windows import improve_windows
+from tests.problems import HALF, KNOWN_OPTIMA, problems, uniform
+
+
+def start_at(problem: Problem, orders: Orders) -> Start:
+    value = simulate(problem, orders).value_us
+    return Start(lower_bound_us(problem), 2 * value, orders, value)
+
+
+def improved(problem: Problem, orders: Orders, work: float, seed: int = 0) -> tuple[Answer, list[Answer]]:
+    seen: list[Answer] = []
+    limits = Limits(600, workers=1, seed=seed, deterministic_limit=work)
+    return improve_windows(problem, limits, start_at(problem, orders), seen.append), seen
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(problems())
+def test_every_answer_is_valid_and_better_than_the_one_before(problem: Problem) -> None:
+    orders = serial_orders(problem)
+    assume(orders is not None)
+    assert orders is not None
+    assume(within_budgets(problem, orders, simulate(problem, orders)))
+    start = start_at(problem, orders)
+    answer, seen = improved(problem, orders, work=0.05)
+    values = [start.value_us, *(one.value_us for one in seen)]
+    assert all(later < earlier for earlier, later in pairwise(values))
+    assert answer.value_us == values[-1]
+    for one in seen:
+        assert one.orders is not None
+        assert finish(problem, one.orders, one.bound_us, "windows", 0.0).value_us == one.value_us
+
+
+@pytest.mark.parametrize(("problem", "value_us"), KNOWN_OPTIMA.values(), ids=KNOWN_OPTIMA.keys())
+def test_reaches_known_optima_from_one_microbatch_at_a_time(problem: Problem, value_us: float) -> None:
+    orders = serial_orders(problem)
+    assert orders is not None
+    answer, _ = improved(problem, orders, work=4.0)
+    assert answer.value_us == value_us
+
+
+def test_moves_activations_to_the_host_where_that_helps() -> None:
+    problem = uniform(4, 8, budget=4, offload=HALF)
+    orders = zb_auto(uniform(4, 8, budget=4))
+    answer, _ = improved(problem, orders, work=1.0)
+    assert answer.orders is not None
+    assert answer.value_us < simulate(problem, orders).value_us
+    assert any(device.offload for device in answer.orders.devices)
+
+
+def test_the_same_answers_in_every_run() -> None:
+    problem = uniform(4, 12, budget=6)
+    orders = zb_auto(problem)
+    first, again = (improved(problem, orders, work=1.0, seed=7) for _ in range(2))
+    assert first == again
+    assert first[1]
+
+
+def test_splits_fused_backwards() -> None:
+    problem = uniform(3, 6, budget=6)
+    answer, _ = improved(problem, one_f_one_b(problem), work=1.0)
+    assert answer.orders is not None
+    assert {op.kind for op in answer.orders.ops()} == {"F", "B", "W"}
+
+
+def test_keeps_fused_backwards_where_only_they_fit() -> None:
+    data = uniform(2, 3, budget=4).to_data()
+    for stage in data["stages"]:
+        stage["workspace_bytes"] = {"B": 3}
+    problem = Problem.from_data(data)
+    orders = one_f_one_b(problem)
+    answer, seen = improved(problem, orders, work=1.0)
+    assert (answer.orders, seen) == (orders, [])
+
+
+def test_without_a_start_there_is_nothing_to_improve() -> None:
+    def never(answer: Answer) -> Any:
+        raise AssertionError(answer)
+
+    answer = improve_windows(uniform(2, 2), Limits(1), Start(0.0, 1000.0), never)
+    assert answer == Answer(None, float("inf"), 0.0)
