@@ -35,4 +35,5 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m solver.warm_up
 	touch $@

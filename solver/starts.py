@@ -14,8 +14,8 @@ from solver.floor import serial_orders
 from solver.limits import Answer
 from solver.methods import METHODS, published_orders
 
-SLOW = ("zb-v", "v-zb", "v-min", "v-half", "po-h", "po-f")
-"""Published schedules that take seconds on large problems: tried last."""
+SLOW = ("v-min", "v-half", "ada-offload", "po-h", "po-f")
+"""Published schedules that take seconds on large problems: tried last, in this order."""
 
 START_SHARE = 1 / 3
 """No further published schedule is begun after this share of the time."""
@@ -39,7 +39,9 @@ def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> N
 
 def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:
     found = False
-    for method in sorted(METHODS.values(), key=lambda method: method.name in SLOW):
+    for method in sorted(
+        METHODS.values(), key=lambda method: SLOW.index(method.name) + 1 if method.name in SLOW else 0
+    ):
         if method.orders is None or (found and _late(board)):
             continue
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.bench_report import document, print_report, result_line
+from optpipe.cli.compiling import compile_once
 from optpipe.cli.output import AsJson, check_writable, print_json, stderr, write_whole
 from optpipe.errors import InputError, Issue
 
@@ -74,6 +75,7 @@ def command(
     def limits() -> Limits:
         return Limits(seconds, 0.0, workers or available_cores(), seed)
 
+    compile_once()
     outcome = _run(cases, limits, seconds_ratio)
     recorded = _record(path, loaded, outcome.results, limits(), force) if record else None
     if plot:

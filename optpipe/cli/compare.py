@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.cli.compiling import compile_once
 from optpipe.cli.output import AsJson, check_writable, print_json, share_text, stderr, stdout, table, time_text
 from optpipe.cli.solve import TimeLimit
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
@@ -53,6 +54,7 @@ def command(
         format_of(plot)
         check_writable(plot)
     loaded = Problem.load(problem)
+    compile_once()
     rows = []
     for name in names:
         limits = Limits(time_limit)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.cli.compiling import compile_once
 from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.output import (
     AsJson,
@@ -66,6 +67,7 @@ def command(
     if output and output != "-":
         check_writable(Path(output))
     loaded = Problem.load(problem)
+    compile_once()
     limits = Limits(time_limit, gap, workers or available_cores(), seed)
     result = _cached(loaded, method, limits) if cache else None
     if result is None:

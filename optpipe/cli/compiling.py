@@ -1,0 +1,18 @@
+"""The kernels are compiled before a search's clock starts, and the user is told what takes so long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from optpipe.cli.output import stderr
+
+
+def compile_once() -> None:
+    """Compile all kernels where that has not been done for this installation; in a process of its own."""
+    from solver.warm_up import is_warm
+
+    if is_warm():
+        return
+    with stderr().status("compiling kernels: once for an installation, up to a minute or two"):
+        subprocess.run([sys.executable, "-P", "-m", "solver.warm_up"], check=False)

@@ -1,0 +1,45 @@
+"""The kernels are compiled once for an installation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from numba.core.dispatcher import Dispatcher
+
+from solver import warm_up
+from solver.limits import Limits
+from solver.portfolio import solve
+from tests.problems import instance
+
+
+def signatures() -> dict[str, int]:
+    """How many signatures each kernel has in this process."""
+    kernels = [
+        kernel
+        for name, module in list(sys.modules.items())
+        if name.startswith(("solver.", "optpipe."))
+        for kernel in vars(module).values()
+        if isinstance(kernel, Dispatcher)
+    ]
+    return {f"{kernel.__module__}.{kernel.__name__}": len(kernel.signatures) for kernel in kernels}
+
+
+def test_is_done_once_for_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "_folders", lambda: [tmp_path / "no" / "such", tmp_path])
+    (tmp_path / "no").write_text("a file where a folder is wanted")
+    assert not warm_up.is_warm()
+    warm_up.warm_up()
+    assert warm_up.is_warm()
+
+
+def test_leaves_no_kernel_to_compile() -> None:
+    """No kernel gains a signature in a solve of another problem after the warm-up."""
+    warm_up.warm_up()
+    before = signatures()
+    assert len(before) > 20
+    for method in ("auto", "pattern", "search"):
+        for problem in (instance("d-p4-m8-o1-mo1-b1o2-vshape-make"), instance("zb-1.5b-p8-m24-mem2")):
+            solve(problem, method, Limits(workers=1, deterministic_limit=0.05))
+    assert signatures() == before
