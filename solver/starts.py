@@ -39,9 +39,8 @@ def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> N
 
 def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:
     found = False
-    for method in sorted(
-        METHODS.values(), key=lambda method: SLOW.index(method.name) + 1 if method.name in SLOW else 0
-    ):
+    quick = [method for method in METHODS.values() if method.name not in SLOW]
+    for method in (*quick, *(METHODS[name] for name in SLOW)):
         if method.orders is None or (found and _late(board)):
             continue
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numba
 
@@ -63,7 +64,7 @@ def _toys() -> Iterator[Problem]:
     """Linear, along a V and interleaved, with and without offload, for both objectives."""
     offload = {"bytes": 1, "offload_us": 10, "reload_us": 10}
     for placement, moves, objective in product(([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]), (None, offload), _OBJECTIVES):
-        stages = [
+        stages: list[dict[str, Any]] = [
             {"device": device, "forward_us": 10, "backward_input_us": 10, "backward_weight_us": 10}
             | {"activation_bytes": 2, "backward_weight_bytes": 1, "offload": moves}
             for device in placement
