@@ -29,8 +29,8 @@ def main() -> None:
     budgets = [int(half * microbatch_bytes / 2) for half in range(2 * ((p + 4) // 3), 2 * p + 1)]
     work_us = max(problem.work_us) / problem.microbatches
     began = time.perf_counter()
-    patterns = patterns_found(problem, [work_us * share for share in np.arange(1.0, 1.32, 0.01)], arguments.width)
-    print(f"{len(patterns)} patterns in {time.perf_counter() - began:.1f} s, one process")
+    patterns = patterns_found(problem, [work_us * share for share in np.arange(1.0, 1.27, 0.01)], arguments.width)
+    print(f"{len(patterns)} patterns in {time.perf_counter() - began:.1f} s on one core")
     counts = [int(m) for m in arguments.microbatches.split(",")]
     curves = {m: memory_curve(with_budget(problem, 0, m), patterns, budgets) for m in counts}
     print("memory   floor  period   bubble of the period" + "".join(f"   m={m:<5}" for m in counts))

@@ -1,7 +1,8 @@
 """`auto`: which searches run on a problem, side by side or one after another.
 
 A small problem goes to proof: after a moment of local search CP-SAT has all cores. A large one goes to search:
-annealing on one core, patterns, windows and bounds in turns on another; with a single core all of them in turns.
+annealing on one core, patterns, windows and bounds in turns on another; with a single core all of them in turns. The
+larger the problem, the more of the time is the patterns', which alone do not slow down with the microbatches.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from solver.search.windows import improve_windows
 SMALL_OPS = 600
 """Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
 
+LARGE_OPS = 20_000
+"""Ops from which annealing and windows reach little of a schedule within a minute."""
+
 
 def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
     """The lanes for a problem of this size on so many cores. Shares of one lane sum up to at most 1."""
@@ -31,10 +35,10 @@ def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
                 Turn("search", local_search, 0.15, workers),
             ]
         ]
-    pattern = Turn("pattern", pattern_search, 0.25, once=True)
+    pattern = Turn("pattern", pattern_search, 0.25 if ops_of(problem) <= LARGE_OPS else 0.5, once=True)
     bound = Turn("bound", relaxation_bound, 0.1, once=True)
     if workers == 1:
-        return [[pattern, Turn("search", local_search, 0.4), Turn("windows", improve_windows, 0.25), bound]]
+        return [[pattern, Turn("search", local_search, 0.2), Turn("windows", improve_windows, 0.2), bound]]
     return [
         [Turn("search", local_search, 0.35)],
         [pattern, Turn("windows", improve_windows, 0.35, workers - 1), bound],

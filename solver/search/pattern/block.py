@@ -89,6 +89,16 @@ class Pattern:
         later[2 * passes.stages :] = later[passes.stages : 2 * passes.stages] | (at == chained.shape[1])
         return replace(self, start_us=self.start_us + np.where(later, rounds * self.round_us, 0.0))
 
+    def with_late_weights(self, budgets: Ints, most: int) -> Pattern:
+        """The same rounds with all W of a device up to `most` rounds later, as many as its budget (bytes) allows."""
+        passes = self.passes
+        weights = np.arange(2 * passes.stages, passes.size)
+        a_round = np.bincount(passes.device[weights], passes.weight_bytes, passes.devices)
+        room = np.floor((budgets - self.peak_bytes) / np.maximum(a_round, 1))
+        start = self.start_us.copy()
+        start[weights] += self.round_us * np.clip(room, 0, most)[passes.device[weights]]
+        return replace(self, start_us=start)
+
     def plan(self, microbatches: int) -> list[Plan]:
         """For each device all its ops in order, for any number of microbatches."""
         lanes, count = self.passes.lanes, self.passes.model_stages

@@ -13,14 +13,14 @@ from optpipe.problem import Device, Problem
 from solver.search.pattern.beam import find_places
 from solver.search.pattern.block import Pattern, orders_of, pattern_at
 from solver.search.pattern.ends import Ends, Filler
-from solver.search.pattern.passes import Passes
-from solver.search.pattern.search import LANES, LEANS
-from solver.search.pattern.tuning import first_ends
+from solver.search.pattern.passes import Ints, Passes
+from solver.search.pattern.search import LANES, LATE_ROUNDS, LEANS
+from solver.search.pattern.tuning import few_microbatches, first_ends
 
-MOST_LATE_WEIGHTS = 2
-"""Rounds by which all W come later, at most."""
+STRETCHED_ROUNDS = (0, 1, 2, 4, 7)
+"""Rounds by which blocks are stretched."""
 
-TRIED_ENDS = 4
+TRIED_ENDS = 3
 """Patterns whose ends are compared for each budget."""
 
 
@@ -59,29 +59,32 @@ def memory_curve(problem: Problem, patterns: Sequence[Pattern], budgets_bytes: S
 
 def _point(problem: Problem, budget: int, fitting: list[Pattern]) -> CurvePoint:
     """The smallest period, with the best value that it or the next ones give."""
-    devices = len(problem.devices)
+    budgets = np.full(len(problem.devices), budget, np.int64)
     passes = Passes.of(problem)
-    by_span = problem.objective == "device_span"
-    best: tuple[float, Filler, Ends] | None = None
-    for pattern in fitting[:TRIED_ENDS]:
-        for longer in _stretches(pattern, budget, passes.stages, problem.microbatches):
-            filler = Filler(longer, passes, problem.microbatches, np.full(devices, budget, np.int64), by_span)
-            value, ends = first_ends(filler)
+
+    def filler(pattern: Pattern, microbatches: int) -> Filler:
+        return Filler(pattern, passes, microbatches, budgets, problem.objective == "device_span")
+
+    best: tuple[float, Pattern, Ends] | None = None
+    for base in fitting[:TRIED_ENDS]:
+        for pattern in _stretches(base, budgets, passes.stages):
+            few = few_microbatches(pattern, problem.microbatches)
+            value, ends = first_ends(filler(pattern, few))
+            value += (problem.microbatches - few) * pattern.period_us
             if best is None or value < best[0]:
-                best = (value, filler, ends)
+                best = (value, pattern, ends)
     assert best is not None
-    value, filler, ends = best
-    return CurvePoint(budget, fitting[0], orders_of(problem, filler.orders(ends)), value)
+    whole = filler(best[1], problem.microbatches)
+    orders = orders_of(problem, whole.orders(best[2]))
+    return CurvePoint(budget, fitting[0], orders, whole.value_us(best[2]))
 
 
-def _stretches(pattern: Pattern, budget: int, stages: int, most: int) -> Iterator[Pattern]:
-    """The pattern, and the same with B and W ever later, as far as the budget goes."""
-    for late in range(MOST_LATE_WEIGHTS + 1):
-        for rounds in range(most):
-            longer = pattern.stretched(stages, rounds).stretched(2 * stages, late)
-            if longer.peak_bytes.max() > budget:
-                break
-            yield longer
+def _stretches(pattern: Pattern, budgets: Ints, stages: int) -> Iterator[Pattern]:
+    """The pattern, and the same with B and W ever later, as far as the budgets go."""
+    for rounds, late in product(STRETCHED_ROUNDS, LATE_ROUNDS):
+        longer = pattern.stretched(stages, rounds)
+        if (longer.peak_bytes <= budgets).all():
+            yield longer.with_late_weights(budgets, late)
 
 
 def with_budget(problem: Problem, budget_bytes: int, microbatches: int) -> Problem:

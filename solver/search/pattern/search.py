@@ -41,7 +41,17 @@ MARGINS = (2, 1, 4)
 TRIED_ENDS = 12
 """Patterns of one period whose ends are compared."""
 
+LONGER_ROUNDS = (1, 4, 16)
+"""Rounds by which blocks are stretched in one step."""
+
+LATE_ROUNDS = (0, 1, 3, 8, 20)
+"""Rounds by which W may come later where memory allows, tried with each block."""
+
 TUNING_STEPS = 400
+
+WORTH_A_LOOK = 1.02
+"""Orders are written down where their promise is at most this much above the best value: a promise of the largest
+span begins every device as early as it can, so that the orders may be a little better."""
 
 
 def pattern_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
@@ -87,8 +97,9 @@ def fitting_patterns(
 
 @dataclass(frozen=True)
 class _Choice:
-    """A pattern with its ends, and the value that they promise."""
+    """A pattern with its ends, the value that they promise, and the shorter block that it is made of."""
 
+    base: Pattern
     pattern: Pattern
     ends: Ends
     value_us: float
@@ -124,6 +135,8 @@ class PatternSearch:
         self.least_us = float(self.passes[1].work_us().max())
         self.pattern: Pattern | None = None
         self.choice: _Choice | None = None
+        self.stretched: Pattern | None = None
+        self.offer_s = 0.0  # how long the last offer took: there must be as much time for the next
 
     def run(self) -> None:
         """Quickly to some pattern, then to better ones as long as there is time."""
@@ -178,26 +191,34 @@ class PatternSearch:
         for pattern in found[:: max(1, len(found) // TRIED_ENDS)]:
             if self._done():
                 break
-            self._compare(pattern)
+            self._compare(pattern, pattern)
         return better
 
-    def _compare(self, pattern: Pattern) -> bool:
+    def _compare(self, pattern: Pattern, base: Pattern) -> bool:
         """Simple ends for a pattern; its orders are reported if they promise to be better than the best."""
         few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
         value, ends = first_ends(few)
         self.effort.play(FIRST_PLAYS * len(few.planned))
-        return self._keep(_Choice(pattern, ends, self._promise(few, pattern, value)))
+        return self._keep(_Choice(base, pattern, ends, self._promise(few, pattern, value)))
 
     def _stretch(self) -> None:
-        """Longer blocks of the same rounds, as long as the memory is there and the ends get better."""
+        """Longer blocks of the best rounds, as long as the memory is there and the ends get better."""
+        if self.choice is None or self.choice.base is self.stretched:
+            return
+        base = self.stretched = self.choice.base
         count = self.passes[1].stages
-        better = True
-        while better and self.choice is not None:
-            better = False
-            for at in (count, count // 2, 2 * count):
-                longer = self.choice.pattern.stretched(at, 1)
-                if not self._done() and (longer.peak_bytes <= self.budgets).all():
-                    better |= self._compare(longer)
+        candidates, idle_levels = [base], 0
+        while candidates and idle_levels < 2:
+            best = None
+            for candidate, most in product(candidates, LATE_ROUNDS):
+                if self._done():
+                    return
+                if self._compare(candidate.with_late_weights(self.budgets, most), base):
+                    best = candidate
+            idle_levels = 0 if best else idle_levels + 1
+            from_here = best or candidates[0]
+            longer = [from_here.stretched(at, rounds) for at, rounds in product((count, count // 2), LONGER_ROUNDS)]
+            candidates = [pattern for pattern in longer if (pattern.peak_bytes <= self.budgets).all()]
 
     def _tune(self) -> None:
         """Better ends for the best pattern."""
@@ -211,7 +232,7 @@ class PatternSearch:
             return self._done()
 
         value, ends = tuned_ends(few, self.choice.ends, TUNING_STEPS, self.rng, stopped)
-        self._keep(_Choice(pattern, ends, self._promise(few, pattern, value)))
+        self._keep(_Choice(self.choice.base, pattern, ends, self._promise(few, pattern, value)))
 
     def _filler(self, pattern: Pattern, microbatches: int) -> Filler:
         return Filler(pattern, self.passes[1], microbatches, self.budgets, self.by_span)
@@ -230,19 +251,24 @@ class PatternSearch:
 
     def _offer(self, choice: _Choice) -> None:
         """Report the orders for all microbatches if they are better than the best."""
+        began = self.effort.seconds
+        if choice.value_us > WORTH_A_LOOK * self.best.value_us or began + self.offer_s > self.effort.allowed:
+            return
         filler = self._filler(choice.pattern, self.problem.microbatches)
         orders = orders_of(self.problem, filler.orders(choice.ends))
-        if self.relief is None:
-            self._report(orders)
-            return
-        for moving in self.relief.orders(self.problem, [list(device.compute) for device in orders.devices]):
-            self._report(moving)
+        try:
+            if self.relief:
+                compute = [list(device.compute) for device in orders.devices]
+                for moving in self.relief.orders(self.problem, compute):
+                    self._report(moving)
+            else:
+                self._report(orders)
+        except DeadlockError:
+            pass  # passes without length at one instant may come in a circle
+        self.offer_s = self.effort.seconds - began
 
     def _report(self, orders: Orders) -> None:
-        try:
-            simulation = simulate(self.problem, orders)
-        except DeadlockError:
-            return
+        simulation = simulate(self.problem, orders)
         value = simulation.value_us
         if value < self.best.value_us and within_budgets(self.problem, orders, simulation):
             self.best = Answer(orders, value, self.best.bound_us)
