@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
+from math import comb
 from typing import TypeVar
 
 from optpipe.orders import Op
@@ -30,6 +31,11 @@ def like_weights(problem: Problem) -> Iterator[Sequence[int]]:
             stage = problem.stages[s]
             groups[stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W].append(s)
         yield from (group for group in groups.values() if len(group) > 1)
+
+
+def count_like_pairs(problem: Problem) -> int:
+    """How many `like_pairs` there are."""
+    return sum(comb(len(group), 2) for group in like_weights(problem)) * problem.microbatches**2
 
 
 def like_pairs(problem: Problem) -> Iterator[tuple[Pair, Pair]]:

@@ -17,7 +17,7 @@ from solver.exact.cp_sat.options import DEFAULT, Options
 from solver.exact.cp_sat.parameters import configured_solver
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
-from solver.exact.weight_order import in_weight_order
+from solver.exact.weight_order import count_like_pairs, in_weight_order
 from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
 from solver.plan import orders_of_plan
@@ -31,7 +31,7 @@ def build(problem: Problem, grid: Grid, horizon_us: float, bound_us: float, opti
     add_objective(variables, grid.bound_ticks(bound_us))
     if options.work:
         add_work_that_memory_holds_back(variables)
-    if options.weight_order:
+    if options.weight_order and count_like_pairs(problem) <= options.most_weight_pairs:
         add_weight_order(variables)
     return variables
 
@@ -51,10 +51,15 @@ def solve_cp_sat(
     return search.run()
 
 
-class _Search:
-    """Rounds of building and solving, each on a finer grid, until the best value is proved or the limits are reached.
+CLIMB = 0.25
+"""The share of the time or work that may be spent on asking for a schedule at the bound itself."""
 
-    For a makespan one round is enough. Device spans may lie between the steps of the first grid.
+
+class _Search:
+    """First from below: is there a schedule at the bound? If not the bound rises. Then from above, by minimising.
+
+    From below every window is as narrow as can be: with good bounds that finds and proves optima in a fraction of the
+    time. From above, one round is enough for a makespan; device spans may lie between the steps of the first grid.
     """
 
     def __init__(
@@ -68,17 +73,54 @@ class _Search:
 
     def run(self) -> Answer:
         """Rounds until the value is proved, no schedule is proved to exist, or the limits are reached."""
+        if self.options.climb:
+            self._climb()
         refinement = 1
-        while True:
+        while not self._done:
             grid = Grid.of(self.problem, self.horizon_us, refinement)
             self.raise_bound(grid.raised_us(self.bound_us))
             status = self._round(grid)
             if status == cp_model.INFEASIBLE and self.orders is None:
                 return Answer(None, float("inf"), float("inf"), infeasible=True)
             finer = grid.refinement_for(self.value_us) if grid.exact and self.orders else refinement
-            if status != cp_model.OPTIMAL or self._done or finer == refinement:
-                return Answer(self.orders, self.value_us, self.bound_us)
+            if status != cp_model.OPTIMAL or finer == refinement:
+                break
             refinement = finer
+        return Answer(self.orders, self.value_us, self.bound_us)
+
+    def _climb(self) -> None:
+        """Ask for a schedule at the bound, and raise the bound where there is none, for a part of the time."""
+        limits = self.limits.part(CLIMB)
+        work_left = limits.deterministic_limit
+        while self.value_us < float("inf") and not self._done:
+            grid = Grid.of(self.problem, self.horizon_us)
+            self.raise_bound(grid.raised_us(self.bound_us))
+            if not grid.exact or self._done:
+                return
+            ticks = -(-grid.bound_ticks(self.bound_us) // grid.step) * grid.step
+            status, work = self._ask(grid, ticks, replace(limits, deterministic_limit=work_left))
+            self._spend(work)
+            work_left = None if work_left is None else max(work_left - work, 0.0)
+            out_of_time = limits.seconds >= limits.time_limit_s if work_left is None else work_left == 0
+            if status != cp_model.INFEASIBLE or out_of_time:
+                return
+            self.raise_bound(grid.proved_us(ticks + grid.step))
+
+    def _ask(self, grid: Grid, ticks: int, limits: Limits) -> tuple[cp_model.CpSolverStatus, float]:
+        """Look for a schedule of at most `ticks`; offer it if there is one. Returns also the work done."""
+        value_us = grid.us(ticks)
+        horizon_us = min(self.horizon_us, value_us if self.problem.objective == "makespan" else 2 * value_us)
+        variables = build(self.problem, grid, horizon_us, self.bound_us, self.options)
+        variables.model.add(variables.objective <= ticks + grid.step - 1)
+        solver = configured_solver(limits)
+        solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
+        with limits.cancel.calling(solver.stop_search):
+            status = solver.solve(variables.model, _Callback(variables, self))
+        return status, solver.response_proto.deterministic_time
+
+    def _spend(self, work: float) -> None:
+        if self.work_left is not None:
+            self.work_left -= work
 
     @property
     def _done(self) -> bool:
@@ -93,8 +135,7 @@ class _Search:
         callback = _Callback(variables, self)
         with self.limits.cancel.calling(solver.stop_search):
             status = solver.solve(variables.model, callback)
-        if self.work_left is not None:
-            self.work_left -= solver.response_proto.deterministic_time
+        self._spend(solver.response_proto.deterministic_time)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             self.raise_bound(grid.proved_us(solver.best_objective_bound))
         return status

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from optpipe.memory import curve, device_effect
 from optpipe.orders import Op
 from optpipe.problem import Problem
-from solver.exact.weight_order import in_weight_order, like_pairs, like_weights
+from solver.exact.weight_order import count_like_pairs, in_weight_order, like_pairs, like_weights
 from tests.problems import problems, uniform
 from tests.random_plans import random_plan
+
+
+def test_pairs_are_counted_without_making_them() -> None:
+    problem = uniform(3, 4, v_shape=True)
+    assert count_like_pairs(problem) == len(list(like_pairs(problem))) == 3 * 4**2
 
 
 def test_stages_whose_weights_differ_are_not_alike() -> None:
