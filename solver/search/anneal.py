@@ -1,4 +1,8 @@
-"""Simulated annealing over merged sequences, compiled: propose, keep the budgets, time, accept or take back."""
+"""Simulated annealing over merged sequences, compiled: propose, keep the budgets, time, accept or take back.
+
+All compiled code of the search ends up in `anneal` and `begin`. The cache of numba looks only at the file in which a
+function stands: after a change of a file that this one imports, clear ``__pycache__``.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,12 @@ from solver.search.random import Word, unit
 from solver.search.sequence import Merged, copied, overwrite, size
 from solver.search.table import MARKS, NONE, Floats, Ints, Table
 
-WEIGHTS = np.array([3.0, 2.0, 1.0, 1.0, 1.0])
+WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5])
 """How often each kind of move is tried."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
 
 MEAN, FLOW = range(2)
-
-TRIED, ALLOWED, ACCEPTED, BETTER = range(4)
 
 
 class State(NamedTuple):
@@ -44,7 +46,6 @@ class State(NamedTuple):
     ``energy_weights[FLOW]`` times the sum of the ends of all F and B (less what it was at the beginning). Both lead
     across the plateaus of the value. `numbers`: value, mean span and energy of what is kept, best value. `work`: ops
     timed so far (and what costs as much).
-    `counts`: by kind of move, how many were tried, kept the budgets, were accepted, were better.
     """
 
     table: Table
@@ -62,7 +63,6 @@ class State(NamedTuple):
     random: Word
     weights: Floats
     energy_weights: Floats
-    counts: Ints
 
 
 def state_of(table: Table, merged: Merged, seed: int, weights: Floats = WEIGHTS) -> State | None:
@@ -81,9 +81,8 @@ def state_of(table: Table, merged: Merged, seed: int, weights: Floats = WEIGHTS)
         numbers=np.full(4, NEVER_US),
         work=np.zeros(1, np.int64),
         random=np.array([2 * seed + 1], np.uint64),
-        weights=weights if len(table.offloadable) else weights * (np.arange(MOVES) != OFFLOAD),
+        weights=weights if len(table.offloadable) else weights * (np.arange(MOVES) < OFFLOAD),
         energy_weights=np.array([1.0, 0.005]),
-        counts=np.zeros((MOVES, 4), np.int64),
     )
     return state if begin(state, merged) else None
 
@@ -118,7 +117,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
     best = state.numbers[BEST]
     while state.work[0] < limit:
         threshold = state.numbers[ENERGY] - temperature_us * np.log(1.0 - unit(state.random))
-        move = propose(
+        propose(
             table,
             state.tried,
             state.kept_times,
@@ -128,12 +127,10 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
             state.random,
         )
         state.work[0] += 20
-        state.counts[move, TRIED] += 1
         mark = _allowed(state)
         if mark == NONE:
             _take_back(state, 0, 0)
             continue
-        state.counts[move, ALLOWED] += 1
         slack_us = threshold - state.numbers[ENERGY] + 1e-9 * state.numbers[VALUE]
         done, row, later_us = sweep(
             table,
@@ -155,9 +152,6 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
         if row == NONE or energy > threshold:
             _take_back(state, mark, done)
             continue
-        state.counts[move, ACCEPTED] += 1
-        if energy < state.numbers[ENERGY]:
-            state.counts[move, BETTER] += 1
         _keep(state, mark, done, row, value, mean)
         state.numbers[ENERGY] = energy
         _note_best(state)

@@ -127,6 +127,8 @@ def sweep(
                 if at != times.end_us[x]:
                     if x >> shift < W * table.stages:
                         later_us += at - times.end_us[x]
+                    if table.spans and i == 0 and x >> shift < table.stages:
+                        reach = total + 1  # a device may begin at another time: its span is to be measured again
                     times.end_us[x] = at
                     if one.after >= 0:
                         reach = max(reach, kept.position[one.after << shift | i] + 1)

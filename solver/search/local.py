@@ -37,8 +37,11 @@ class Mood(NamedTuple):
     flow: float
 
 
-MOODS = (Mood(0.01, 0.005), Mood(0.03, 0.005), Mood(0.1, 0.0), Mood(0.03, 0.02))
-"""Large problems gain most from the first, small ones from the third; the last one leads across wide plateaus."""
+MOODS = (Mood(0.02, 0.005), Mood(0.1, 0.002), Mood(0.2, 0.0), Mood(0.03, 0.02))
+"""Large problems gain most from cool beginnings, small ones from hot ones; early ends lead across wide plateaus."""
+
+OPS_TO_COOL = 1e7
+"""Ops timed, for each op of the schedule, to cool down from a whole mean duration; half as hot takes a quarter."""
 
 COOLING = 20.0
 """First over last temperature of a cycle."""
@@ -122,10 +125,11 @@ class _Run:
     def __call__(self) -> None:
         for number, (first, end) in enumerate(self._cycles()):
             mood = MOODS[(number + self.worker) % len(MOODS)]
+            hot = min(mood.hot, self._hottest(end - first))
             self.state.energy_weights[FLOW] = mood.flow
             while not self._over() and self._spent() < end:
                 done = min(1.0, (self._spent() - first) / (end - first))
-                anneal(self.state, self.scale_us * mood.hot * COOLING**-done, CHUNK_WORK)
+                anneal(self.state, self.scale_us * hot * COOLING**-done, CHUNK_WORK)
                 self._offer(patient=True)
             self._offer(patient=False)
             if self._over():
@@ -140,6 +144,10 @@ class _Run:
             end = first + (length if left > 2.5 * length else max(left, 0.01))
             yield first, end
             first, length = end, 1.5 * length
+
+    def _hottest(self, length: float) -> float:
+        """The first temperature from which a cycle can cool down in its time: a large problem needs many ops timed."""
+        return float((length * WORK_PER_UNIT / (OPS_TO_COOL * self.state.best.length.sum())) ** 0.5)
 
     def _next_start(self, number: int) -> Merged:
         """The best of all, in every third cycle another start."""

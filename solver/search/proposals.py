@@ -10,16 +10,16 @@ from solver.search.random import Word, below, unit
 from solver.search.sequence import Merged, size
 from solver.search.table import Floats, Ints, O, Table
 
-SHIFT, FILL, CHAIN, DIAGONAL, OFFLOAD = range(5)
-"""The kinds of moves."""
-MOVES = 5
+SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY = range(7)
+"""The kinds of moves; the last two need offloads."""
+MOVES = 7
 
 
 @njit(cache=True)
 def propose(
     table: Table, merged: Merged, times: Times, latest: Latest, touched: Ints, weights: Floats, random: Word
-) -> int:
-    """Make a random change (perhaps none, where there is no room). Returns the kind of move."""
+) -> None:
+    """Make a random change of a random kind, or none where there is no room."""
     total = 0.0
     for weight in weights:
         total += weight
@@ -28,22 +28,28 @@ def propose(
     while move < MOVES - 1 and pick >= weights[move]:
         pick -= weights[move]
         move += 1
+    if move >= OFFLOAD and len(table.offloadable) == 0:
+        return  # by rounding alone, its weight being 0
     if move == OFFLOAD:
         _toggle_offload(table, merged, touched, random)
-        return move
+        return
+    if move == RELAY:
+        _relay(table, merged, touched, random)
+        return
     x = _chosen(table, merged, times, latest, random)
     if move == FILL:
         _fill(table, merged, touched, random, x)
-        return move
+        return
     distance = 1 + below(random, 1 << below(random, 7))
     distance = -distance if below(random, 2) else distance
     if move == SHIFT:
         shift_by(table, merged, touched, x, distance)
     elif move == CHAIN:
         _chain(table, merged, touched, random, x, distance)
-    else:
+    elif move == DIAGONAL:
         _diagonal(table, merged, touched, random, x, distance)
-    return move
+    else:
+        _grid(table, merged, touched, random, x, distance)
 
 
 @njit(cache=True)
@@ -97,6 +103,31 @@ def _diagonal(table: Table, merged: Merged, touched: Ints, random: Word, x: int,
         y = x + (k << table.shift)
         if merged.place[y] >= 0:
             shift_by(table, merged, touched, y, distance)
+
+
+@njit(cache=True)
+def _grid(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
+    """Shift an op, those of the next stages and of the next microbatches alike."""
+    s = (x >> table.shift) % table.stages
+    count = min(2 + below(random, 8), table.stages - s)
+    for k in range(count):
+        _chain(table, merged, touched, random, x + (k << table.shift), distance)
+
+
+@njit(cache=True)
+def _relay(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
+    """Let another activation of a device leave in the place of one that leaves now."""
+    s = int(table.offloadable[below(random, len(table.offloadable))])
+    i = below(random, table.microbatches)
+    if not drop_offload(table, merged, touched, s, i):
+        return
+    for _ in range(8):
+        other = int(table.offloadable[below(random, len(table.offloadable))])
+        j = max(0, min(table.microbatches - 1, i - 3 + below(random, 7)))
+        if table.classes[other].device == table.classes[s].device and (other != s or j != i):
+            after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
+            if add_offload(table, merged, touched, other, j, after, ahead):
+                return
 
 
 @njit(cache=True)
