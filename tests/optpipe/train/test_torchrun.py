@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,9 @@ from optpipe.schedule import Schedule
 from optpipe.train import TrainingConfig, train
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
+from tests.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
-TIMEOUT_SECONDS = 120
 
 Ranks = list[dict[str, Any]]
 
@@ -29,12 +26,7 @@ def run(folder: Path, runs: dict[str, Schedule], processes: int, *options: str) 
         (folder / f"{name}.schedule.json").write_text(
             json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()})
         )
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={processes}", str(WORKER), str(folder), "2", *options]
-    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=loopback, timeout=TIMEOUT_SECONDS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    torchrun(WORKER, processes, str(folder), "2", *options)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 

@@ -1,0 +1,155 @@
+"""The file has every compute op in its order, in torch's letters; what torch cannot run is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.cli import main
+from optpipe.errors import DeadlockError, InputError, OrderError
+from optpipe.export.torch_csv import peak_bytes_without_offload, torch_csv
+from optpipe.orders import Op
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from tests.optpipe.plot.schedules import all_forwards_first, pair
+from tests.optpipe.runtime.schedules import one_f_one_b, random_schedule
+from tests.problems import problems, uniform
+
+OURS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
+
+
+def read(text: str) -> list[list[Op]]:
+    """The ops of each row, in our words."""
+    rows = []
+    for row in csv.reader(text.splitlines()):
+        letter_at = [next(k for k, char in enumerate(cell) if char.isalpha()) for cell in row]
+        cells = zip(row, letter_at, strict=True)
+        rows.append([Op(OURS[cell[k]], int(cell[:k]), int(cell[k + 1 :])) for cell, k in cells])
+    return rows
+
+
+def with_compute(schedule: Schedule, device: int, names: str) -> Schedule:
+    """The schedule with other ops on the compute stream of a device, all at once."""
+    data = schedule.to_data() | {"problem": schedule.problem.to_data()}
+    ops = [Op.parse(name) for name in names.split()]
+    data["devices"][device]["compute"] = [
+        {"op": op.kind, "stage": op.stage, "microbatch": op.microbatch, "start_us": 0, "end_us": 0} for op in ops
+    ]
+    return Schedule.from_data(data)
+
+
+def test_split_and_fused_backwards_keep_their_letters() -> None:
+    rows = torch_csv(pair(), drop_offload=True).splitlines()
+    assert rows == [
+        "0F0,0F1,0F2,0I0,0W0,0F3,0I1,0W1,0I2,0I3,0W2,0W3",
+        "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
+    ]
+
+
+def test_v_placement_has_both_stages_in_the_row_of_their_device() -> None:
+    assert torch_csv(all_forwards_first(uniform(2, 1, v_shape=True))).splitlines() == [
+        "0F0,3F0,3I0,0I0,3W0,0W0",
+        "1F0,2F0,2I0,1I0,2W0,1W0",
+    ]
+
+
+@settings(deadline=None)
+@given(problems().filter(lambda problem: all(problem.stages_of)), st.integers(0, 10**6))
+def test_every_compute_op_is_there_in_its_order(problem: Problem, seed: int) -> None:
+    no_limits = {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
+    schedule = random_schedule(Problem.from_data(problem.to_data() | no_limits), seed)
+    assert read(torch_csv(schedule, drop_offload=True)) == [list(device.compute.ops) for device in schedule.devices]
+
+
+def test_offload_is_refused_with_what_its_absence_needs() -> None:
+    schedule = one_f_one_b(2, 3, moved=[(0, 0), (0, 1)])
+    expected = (
+        r"^devices\[0\]\.offload has 2 ops, but torch's runtime has none for offload\. "
+        r"Maybe drop them \(--drop-offload\) if the device has 4 bytes \(budget: no limit\)\.$"
+    )
+    with pytest.raises(InputError, match=expected):
+        torch_csv(schedule)
+    assert torch_csv(schedule, drop_offload=True) == torch_csv(one_f_one_b(2, 3))
+
+
+def test_memory_without_offload_is_that_of_the_plan_without_offload() -> None:
+    moved = one_f_one_b(3, 4, moved=[(0, 0), (0, 1), (0, 2), (1, 1)])
+    kept = one_f_one_b(3, 4)
+    assert list(peak_bytes_without_offload(moved)) == [device.peak_bytes for device in kept.devices]
+    assert moved.devices[0].peak_bytes < kept.devices[0].peak_bytes
+
+
+def test_a_device_without_a_stage_is_refused() -> None:
+    data = uniform(2, 1).to_data()
+    data["devices"].append({"memory_bytes": None})
+    schedule = all_forwards_first(Problem.from_data(data))
+    with pytest.raises(InputError, match=r"problem\.devices\[2\] has no stage, but .* one on every rank\. Maybe"):
+        torch_csv(schedule)
+
+
+def test_orders_that_cannot_run_are_refused() -> None:
+    schedule = all_forwards_first(uniform(2, 1))
+    with pytest.raises(OrderError):
+        torch_csv(with_compute(schedule, 1, "F1.0 B1.0"))
+    with pytest.raises(DeadlockError):
+        torch_csv(with_compute(schedule, 1, "B1.0 F1.0 W1.0"))
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def offloading(tmp_path: Path) -> Path:
+    """A schedule file in which device 0 offloads, within a budget that is too small without."""
+    path = tmp_path / "schedule.json"
+    schedule = pair()
+    problem = schedule.problem.to_data()
+    problem["devices"] = [{"memory_bytes": 5}, {"memory_bytes": None}]
+    path.write_text(json.dumps(schedule.to_data() | {"problem": problem}))
+    return path
+
+
+def test_command_refuses_offload_and_leaves_no_file(
+    offloading: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "schedule.csv"
+    assert run("export", offloading, "--to", "torch-csv", "-o", output) == 2
+    assert "--drop-offload" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_command_drops_offload_and_says_what_that_needs(
+    offloading: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "schedule.csv"
+    assert run("export", offloading, "--to", "torch-csv", "--drop-offload", "-o", output, "--json") == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "device 0 needs 6 bytes without offload (budget: 5 bytes, 1 too few)",
+        "device 1 needs 2 bytes without offload (budget: no limit)",
+    ]
+    assert json.loads(captured.out) == {
+        "output": str(output),
+        "to": "torch-csv",
+        "devices": [
+            {"peak_bytes_any_timing": 6, "memory_bytes": 5},
+            {"peak_bytes_any_timing": 2, "memory_bytes": None},
+        ],
+    }
+    assert output.read_text() == torch_csv(pair(), drop_offload=True)
+
+
+def test_command_drops_offload_only_for_torch(
+    offloading: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("export", offloading, "--to", "chrome-trace", "--drop-offload", "-o", tmp_path / "t.json") == 2
+    assert "--drop-offload is given with --to chrome-trace" in capsys.readouterr().err
