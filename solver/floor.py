@@ -6,8 +6,12 @@ published schedule fits, and it tells which budgets are known to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from optpipe.memory import device_effect
-from optpipe.orders import Op, Orders
+from optpipe.orders import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem, Stage
 from solver.finish import peak_budgets
 from solver.plan import orders_of_plan
@@ -54,9 +58,33 @@ def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
     return (work.BW, ["BW"]) if split > work.BW else (split, ["B", "W"])
 
 
+def _repeated(orders: Orders, microbatches: int) -> Orders:
+    """Orders of two microbatches, one after the other, with the second repeated for all that follow."""
+    if microbatches <= 2:
+        return orders
+    waits = dict(orders.waits)
+    for op, others in orders.waits.items():
+        for later in range(1, microbatches - 1) if op.microbatch else ():
+            waits[_later(op, later)] = [_later(other, later) for other in others]
+    devices = [DeviceOrders(*(_tiled(ops, microbatches) for ops in device.streams())) for device in orders.devices]
+    return Orders(devices, waits, [_tiled(channel, microbatches) for channel in orders.channels])
+
+
+def _tiled(ops: Sequence[Op], microbatches: int) -> OpArray:
+    first = OpArray.of(ops)[: len(ops) // 2]
+    which = np.repeat(np.arange(microbatches), len(first))
+    return OpArray(np.tile(first.kind, microbatches), np.tile(first.stage, microbatches), which)
+
+
+def _later(op: Op, microbatches: int) -> Op:
+    return op._replace(microbatch=op.microbatch + microbatches)
+
+
 class _Serial:
     """Plans one op after another, one microbatch after another; the place in that sequence is the planned time.
 
+    A microbatch leaves every device empty, so each runs as the one before. Two are planned (the first finds no
+    releases to wait for) and the second is repeated.
     Offloads the longest-lived activation when an op needs room or, if `eager`, whatever may leave as soon as it may.
     """
 
@@ -71,10 +99,9 @@ class _Serial:
 
     def orders(self) -> Orders | None:
         """The orders, or None where a budget (or the host's) is too small."""
-        for i in range(self.problem.microbatches):
-            if not self._microbatch(i):
-                return None
-        return orders_of_plan(self.problem, self.planned)
+        if not all(self._microbatch(i) for i in range(min(self.problem.microbatches, 2))):
+            return None
+        return _repeated(orders_of_plan(self.problem, self.planned), self.problem.microbatches)
 
     def _microbatch(self, i: int) -> bool:
         for s in range(len(self.problem.stages)):

@@ -15,7 +15,7 @@ from solver.limits import Answer
 from solver.methods import METHODS, published_orders
 
 SLOW = ("v-min", "v-half", "ada-offload", "po-h", "po-f")
-"""Published schedules that take seconds on large problems: tried last, in this order."""
+"""Published schedules that may take a second or more on large problems: tried last, in this order."""
 
 START_SHARE = 1 / 3
 """No further published schedule is begun after this share of the time."""

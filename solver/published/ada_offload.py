@@ -18,10 +18,10 @@ from optpipe.simulate import simulate
 from solver.finish import within_budgets
 from solver.floor import known_budgets_bytes, serial_orders
 from solver.published.in_flight import in_flight_orders
-from solver.published.transfers import Activation, Wish, plan_transfers
+from solver.published.transfers import Activation, TransferPlanner, Wish
 
 PLAYED_OPS = 15_000
-"""Compute ops played over all candidates, about a second's worth."""
+"""Compute ops played over all candidates, some tenths of a second's worth."""
 
 
 def ada_offload(problem: Problem) -> Orders:
@@ -51,8 +51,9 @@ def _candidates(problem: Problem) -> Iterator[Orders | None]:
         if played > PLAYED_OPS:
             return
         compute = [device.compute for device in in_flight_orders(problem, in_flight, late_weights).devices]
+        planner = TransferPlanner(problem, compute)
         for leaving in (set[Activation](), everything) if everything else (everything,):
-            orders = plan_transfers(problem, compute, Wish(leaving, lead), budgets)
+            orders = planner.plan(Wish(leaving, lead), budgets)
             played += sum(map(len, compute)) // (2 if orders else 20)  # what finds no room ends early
             yield orders
 

@@ -9,27 +9,32 @@ the sum is the peak of g (v - 1) + d chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from math import ceil, gcd, inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from optpipe.errors import MethodError
-from optpipe.orders import Op, Orders
+from optpipe.orders import KINDS, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.finish import over_budget, peak_budgets
 from solver.published.placement import require_interleaved
-from solver.published.transfers import Activation, Wish, plan_transfers
+from solver.published.transfers import Activation, TransferPlanner, Wish
 
-Slots = Callable[[int, int], int]
-"""The slot of the F of a device's chunk (counted from 0) for a microbatch."""
+Ints = NDArray[np.int64]
+
+Slots = Callable[[int], Ints]
+"""The slots of the F of a device's chunk (counted from 0), one for each microbatch."""
 
 HIDDEN_LOAD = 1.1
 """Copy time over compute time that still hides: PipeOffload measures under 1 % slowdown at 1.1, 3 to 7 % at 1.2."""
 
 PLAYED_OPS = 200_000
-"""Ops that a search may play in all, a few seconds' worth."""
+"""Ops that a search may play in all, about a second's worth."""
 
 
 def gis(problem: Problem) -> Orders:
@@ -105,8 +110,8 @@ def grouped(problem: Problem, chunks: int, group: int) -> Slots:
     pitches = [max(size, half) for size in sizes]
     begins = accumulate((chunks * pitch for pitch in pitches), initial=0)
     groups = zip(begins, pitches, sizes, strict=False)
-    places = [(begin + place, pitch) for begin, pitch, size in groups for place in range(size)]
-    return lambda chunk, i: places[i][0] + chunk * places[i][1]
+    begin, pitch = np.array([(begin + place, pitch) for begin, pitch, size in groups for place in range(size)]).T
+    return lambda chunk: begin + chunk * pitch
 
 
 def _group_sizes(microbatches: int, group: int, half: int) -> list[int]:
@@ -117,36 +122,36 @@ def _group_sizes(microbatches: int, group: int, half: int) -> list[int]:
     return [min(group, microbatches - done) for done in range(0, microbatches, group)]
 
 
-def even(chunks: int, gap: int) -> Slots:
+def even(microbatches: int, chunks: int, gap: int) -> Slots:
     """A microbatch enters every `chunks` slots, and each chunk `gap` slots (coprime to `chunks`) after the last."""
-    return lambda chunk, i: i * chunks + chunk * gap
+    return lambda chunk: np.arange(microbatches) * chunks + chunk * gap
 
 
-def block_orders(problem: Problem, slots: Slots, gap: int, delay: int = 0) -> list[list[Op]]:
+def block_orders(problem: Problem, slots: Slots, gap: int, delay: int = 0) -> list[OpArray]:
     """The compute order of each device: F by slot, B mirrored and as much later as the chunk passes take.
 
     Each W follows its B, or up to `delay` B later where the device has fewer F in flight than device 0 (as in ZB-H1).
     """
-    return [list(_device_order(problem, slots, gap, r, min(delay, r))) for r in range(len(problem.devices))]
+    return [_device_order(problem, slots, gap, r, min(delay, r)) for r in range(len(problem.devices))]
 
 
-def _device_order(problem: Problem, slots: Slots, gap: int, r: int, delay: int) -> Iterator[Op]:
-    here = problem.stages_of[r]
+def _device_order(problem: Problem, slots: Slots, gap: int, r: int, delay: int) -> OpArray:
+    here, microbatches = problem.stages_of[r], problem.microbatches
     last = len(here) - 1
     first_backward = last * gap + len(problem.devices) - r
-    placed = []
-    for i in range(problem.microbatches):
-        for c, s in enumerate(here):
-            placed.append((2 * slots(c, i), Op("F", s, i)))
-            placed.append((2 * (slots(last - c, i) + first_backward) - 1, Op("B", s, i)))
-    pending: list[Op] = []
-    for _, op in sorted(placed):
-        yield op
-        if op.kind == "B":
-            pending.append(op._replace(kind="W"))
-            if len(pending) > delay:
-                yield pending.pop(0)
-    yield from pending
+    forwards = [2 * slots(c) for c in range(len(here))]
+    backwards = [2 * (slots(last - c) + first_backward) - 1 for c in range(len(here))]
+    stage = np.tile(np.repeat(here, microbatches), 2)
+    microbatch = np.tile(np.arange(microbatches), 2 * len(here))
+    kind = np.repeat([KINDS.index("F"), KINDS.index("B")], len(here) * microbatches)
+    order = np.lexsort((microbatch, stage, np.concatenate([*forwards, *backwards])))
+    passes = OpArray(kind, stage, microbatch)[order]
+    at = np.flatnonzero(passes.kind == KINDS.index("B"))
+    weights = OpArray(np.full(len(at), KINDS.index("W")), passes.stage[at], passes.microbatch[at])
+    # Each W stands behind the B that comes `delay` later, the last ones at the end.
+    behind = np.append(at[delay:] + 1, np.full(min(delay, len(at)), len(passes)))
+    together = OpArray.joined([passes, weights])
+    return together[np.insert(np.arange(len(passes)), behind, len(passes) + np.arange(len(at)))]
 
 
 def _offloaded(problem: Problem, method: str, chunks: int, most: int) -> Orders:
@@ -210,6 +215,7 @@ class _Search:
         self.devices = len(problem.devices)
         self.limits = [device.memory_bytes for device in problem.devices]
         self.plays = max(8, PLAYED_OPS // (5 * problem.microbatches * len(problem.stages)))
+        self.planners: dict[tuple[int | None, int], TransferPlanner] = {}
         self.kept: dict[_Choice, Orders] = {}
         self.rank: dict[_Choice, tuple[float, int]] = {}
 
@@ -257,20 +263,23 @@ class _Search:
             self.plays -= 1
             orders = self._play(choice, self.limits)
             self.rank[choice] = (inf, 0)
-            if orders and not over_budget(self.problem, orders):
+            if orders:  # which a plan keeps within the budgets under any timing
                 self.kept[choice] = orders
                 copies = sum(len(device.offload) for device in orders.devices)
                 self.rank[choice] = (_value_us(self.problem, orders), copies)
         return self.rank.get(choice, (inf, 0))
 
     def _play(self, choice: _Choice, budgets: Sequence[int | None]) -> Orders | None:
-        if choice.group is None:
+        key = (choice.group, choice.delay)
+        if key not in self.planners:
+            self.planners[key] = TransferPlanner(self.problem, self._compute(*key))
+        return self.planners[key].plan(Wish(self._leaving(choice.share), choice.lead), budgets)
+
+    def _compute(self, group: int | None, delay: int) -> list[OpArray]:
+        if group is None:
             gap = next(g for g in count(_half(self.devices)) if gcd(g, self.chunks) == 1)
-            compute = block_orders(self.problem, even(self.chunks, gap), gap, choice.delay)
-        else:
-            slots = grouped(self.problem, self.chunks, choice.group)
-            compute = block_orders(self.problem, slots, choice.group, choice.delay)
-        return plan_transfers(self.problem, compute, Wish(self._leaving(choice.share), choice.lead), budgets)
+            return block_orders(self.problem, even(self.problem.microbatches, self.chunks, gap), gap, delay)
+        return block_orders(self.problem, grouped(self.problem, self.chunks, group), group, delay)
 
     def _leaving(self, share: float) -> set[Activation]:
         """The activations of the first `share` chunks of each device: of a part of a chunk, every so-many-th."""

@@ -6,27 +6,56 @@ The compute ops of each device run in a given order; copies run beside them (Pip
 - it comes back shortly before its B, never into room that ops before that B need, so that no copy can lock the device;
 - a channel that serves both directions alternates between them, and one behind a switch between its devices too.
 
-An op starts only where memory has room for it: a slow copy delays compute. Played event by event, this gives an order
-of all starts and ends; `orders_of_plan` derives from that order the waits that keep memory safe under any timing.
+An op starts only where memory has room for it: a slow copy delays compute. This is played event by event. An op that
+takes memory then waits for the last releases on the other streams that had ended when it started, which keeps memory
+safe under any timing (`optpipe.waits`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple, cast
 
-from optpipe.memory import device_effect
-from optpipe.orders import KINDS, Op, Orders
-from optpipe.problem import Problem
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from optpipe.memory import device_effect, effect_table
+from optpipe.orders import KINDS, DeviceOrders, Op, OpArray, Orders
+from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
-from solver.plan import orders_of_plan
 
 Activation = tuple[int, int]
 """Stage and microbatch."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Events = list[tuple[float, int]]
+"""A heap of times with the op that ends then, or with -1 - d where device d may go on."""
+
+F, B, W, BW, O, R = (cast(int, np.int64(code)) for code in range(len(KINDS)))  # noqa: E741 (the field's names for ops)
+"""Numpy's integers, since numba compiles a function once more for each plain number that it is called with."""
+COMPUTE, OFFLOAD, RELOAD = range(3)
+
+NO_LIMIT = 2**62
+STAYS = -1
+"""In place of a due place: the activation never leaves."""
+NONE = -1
+"""In place of an op."""
+
+FIRST, FIRST_STAGE, FIRST_MEMBER, MEMBER, GROUP = range(5)
+DEVICE, LISTED = range(2)
+CHANGE, MOST, AT_END, DELAY = 0, 6, 12, 6
+"""Rows of the arrays of _Course."""
+ROOM, HOST, NEXT, BUSY, TOUCHED, RELEASED, WAITED = 0, 1, 2, 3, 4, 5, 8
+DUE, SENT_AS, GONE = range(3)
+FORWARDS, HEAD, SENT, BACK = range(4)
+SERVED, LAST_DEVICE, LAST_KIND = range(3)
+"""Rows of the arrays of _State."""
 
 
 @dataclass(frozen=True)
@@ -40,246 +69,395 @@ class Wish:
 def plan_transfers(
     problem: Problem, compute: Sequence[Sequence[Op]], wish: Wish, budgets: Sequence[int | None]
 ) -> Orders | None:
-    """Orders with the compute orders given and the transfers wished for, within `budgets` (bytes a device).
+    """Orders with the compute orders given (of F, B and W) and the transfers wished for.
 
-    What lives shorter than its round trip stays. Returns None where a device has no room for its next op and nothing
-    left to offload.
+    They stay within `budgets` (bytes a device). What lives shorter than its round trip stays. Returns None where a
+    device has no room for its next op and nothing left to offload.
     """
-    planned = _Play(problem, compute, wish, budgets).run()
-    return orders_of_plan(problem, planned) if planned else None
+    return TransferPlanner(problem, compute).plan(wish, budgets)
 
 
-class _Device:
-    """What one device has done so far. `place` and `starts_us` are those of its compute ops were no copy in the way."""
+class TransferPlanner:
+    """Plans transfers for one set of compute orders, as often as asked: see `plan_transfers`."""
 
-    def __init__(self, order: Sequence[Op], starts_us: Sequence[float], room: float, host_room: float) -> None:
-        self.order = order
-        self.starts_us = starts_us
-        self.room = room
-        self.host_room = host_room
-        self.place = {op: place for place, op in enumerate(order)}
-        self.next = 0
-        self.busy = False
-        self.resident: dict[int, deque[int]] = {}
-        self.away: list[tuple[int, Activation]] = []
-
-    @property
-    def upcoming(self) -> Op | None:
-        """The next compute op."""
-        return self.order[self.next] if self.next < len(self.order) else None
-
-
-@dataclass
-class _Channel:
-    """A copy channel: the (device, kind) pairs that it serves, and the one that it served last."""
-
-    serves: Sequence[tuple[int, str]]
-    busy: bool = False
-    last: tuple[int, str] = (-1, "")
-
-
-class _Play:
-    """One play of compute orders and transfers, event by event."""
-
-    def __init__(
-        self, problem: Problem, compute: Sequence[Sequence[Op]], wish: Wish, budgets: Sequence[int | None]
-    ) -> None:
+    def __init__(self, problem: Problem, compute: Sequence[Sequence[Op]]) -> None:
         self.problem = problem
-        self.wish = wish
-        self.undisturbed = simulate(problem, Orders.of_compute(compute))
-        effects = {(s, k): device_effect(stage, k) for s, stage in enumerate(problem.stages) for k in KINDS}
-        self.change = {key: sum(effect) for key, effect in effects.items()}
-        self.most = {key: max(effect.at_start, sum(effect)) for key, effect in effects.items()}
-        self.duration = {
-            (s, k): stage.duration_us(k)
-            for s, stage in enumerate(problem.stages)
-            for k in KINDS
-            if stage.offload or k not in "OR"
-        }
-        self.devices = [self._device(*pair) for pair in zip(compute, budgets, strict=True)]
-        self.channels_of: list[list[_Channel]] = [[] for _ in self.devices]
-        for channel in _channels(problem):
-            for d in sorted({d for d, _ in channel.serves}):
-                self.channels_of[d].append(channel)
-        self.due = {a: self._due(a) for a in wish.leaving if self._lives_long_enough(a)}
-        self.arrived: dict[Op, float] = {}
-        self.gone: set[Activation] = set()
-        self.events: list[tuple[float, int, Op | None, int]] = []
-        self.started: dict[Op, int] = {}
-        self.planned: dict[Op, tuple[float, float]] = {}
-        self.rank = 0
-        self.now = 0.0
+        self.compute = [OpArray.of(ops) for ops in compute]
+        joined = OpArray.joined(self.compute)
+        self.at = np.full((len(KINDS), len(problem.stages), problem.microbatches), NONE, np.int64)
+        self.at[joined.kind, joined.stage, joined.microbatch] = np.arange(len(joined))
+        self.ops = OpArray.joined([joined, self._copies()])
+        self.undisturbed = simulate(problem, Orders.of_compute(self.compute))
+        self.course = self._course()
 
-    def _device(self, order: Sequence[Op], budget: int | None) -> _Device:
-        index, starts, host = self.undisturbed.index, self.undisturbed.start_us, self.problem.host_memory_bytes
-        return _Device(
-            order,
-            [float(starts[index[op]]) for op in order],
-            inf if budget is None else budget,
-            # A share each, since no wait reaches across devices.
-            inf if host is None else host // len(self.problem.devices),
+    def plan(self, wish: Wish, budgets: Sequence[int | None]) -> Orders | None:
+        """Orders with the transfers wished for within budgets, or None."""
+        state = self._begin(self._due(wish), budgets)
+        copies = _play(self.course, state)
+        finished = np.array_equal(state.device[NEXT], self.course.device[FIRST, 1:])
+        return self._orders(state.copies[:copies], state.waits) if finished else None
+
+    def _copies(self) -> OpArray:
+        """Every offload, stage by stage, then every reload."""
+        shape = (2, *self.at.shape[1:])
+        kind, stage, microbatch = np.indices(shape)
+        return OpArray((kind + O).ravel(), stage.ravel(), microbatch.ravel())
+
+    def _course(self) -> _Course:
+        problem, stages, devices = self.problem, self.problem.stages, len(self.compute)
+        effects = effect_table(problem, device_effect)
+        change = effects.sum(axis=2)
+        listed, first_stage = _flat(problem.stages_of)
+        member, first_member = _flat(problem.channel_groups)
+        device = np.zeros((5, devices + 1), np.int64)
+        device[FIRST] = np.cumsum([0, *map(len, self.compute)])
+        device[FIRST_STAGE] = first_stage
+        device[FIRST_MEMBER, : len(first_member)] = first_member
+        device[MEMBER, :devices] = member
+        device[GROUP, member] = np.repeat(np.arange(len(first_member) - 1), np.diff(first_member))
+        durations = [[_duration_us(stage, kind) for stage in stages] for kind in KINDS]
+        return _Course(
+            op=np.array([self.ops.kind, self.ops.stage, self.ops.microbatch]),
+            backward=self.at[B],
+            device=device,
+            stage=np.array([[stage.device for stage in stages], listed]),
+            us=np.array([*durations, [*problem.forward_delay_us, 0], [0, *problem.backward_delay_us]], np.float64),
+            bytes=np.concatenate([change, np.maximum(effects[:, :, 0], change), effects[:, :, 1]]),
+            duplex=problem.copy_channels.duplex,
+            host_limited=problem.host_memory_bytes is not None,
         )
 
-    def _lives_long_enough(self, activation: Activation) -> bool:
-        index, s = self.undisturbed.index, activation[0]
-        forward, backward = index[Op("F", *activation)], index[Op("B", *activation)]
-        life = self.undisturbed.start_us[backward] - self.undisturbed.end_us[forward]
-        return bool(life >= self.duration[s, "O"] + self.duration[s, "R"])
+    def _begin(self, due: Ints, budgets: Sequence[int | None]) -> _State:
+        host, count = self.problem.host_memory_bytes, len(budgets)
+        device = np.zeros((WAITED + 9, count), np.int64)
+        device[ROOM] = [NO_LIMIT if budget is None else budget for budget in budgets]
+        # A share of the host each, since no wait reaches across devices.
+        device[HOST] = NO_LIMIT if host is None else host // count
+        device[NEXT] = self.course.device[FIRST, :-1]
+        device[RELEASED:] = NONE
+        return _State(
+            device=device,
+            activation=np.stack([due, np.zeros_like(due), np.zeros_like(due)]),
+            tally=np.zeros((4, len(due)), np.int64),
+            input_us=np.full((2, *due.shape), np.inf),
+            channel=np.full((3, 2 * len(self.problem.channel_groups)), NONE),
+            copies=np.empty(2 * due.size, np.int64),
+            waits=np.full((len(self.ops), 2), NONE),
+        )
 
-    def _due(self, activation: Activation) -> int:
-        """The place in the compute order of its device from which on a reload is due."""
-        device = self.devices[self.problem.stages[activation[0]].device]
-        place = device.place[Op("B", *activation)]
-        lead_us = self.wish.lead * self.duration[activation[0], "R"]
-        return bisect_left(device.starts_us, device.starts_us[place] - lead_us, 0, place)
+    def _due(self, wish: Wish) -> Ints:
+        """By stage and microbatch the place in the compute orders from which on a reload is due, or STAYS."""
+        forward, backward = self.at[F], self.at[B]
+        start_us, end_us = self.undisturbed.start_us, self.undisturbed.end_us
+        us, first, home = self.course.us, self.course.device[FIRST], self.course.stage[DEVICE]
+        leaving = np.zeros(backward.shape, np.bool_)
+        leaving[tuple(np.array(list(wish.leaving), np.int64).reshape(-1, 2).T)] = True
+        leaving &= start_us[backward] - end_us[forward] >= (us[O] + us[R])[:, None]
+        due = np.full(backward.shape, STAYS, np.int64)
+        for s in np.flatnonzero(leaving.any(axis=1)):
+            d = home[s]
+            called_us = start_us[backward[s, leaving[s]]] - wish.lead * us[R, s]
+            due[s, leaving[s]] = first[d] + np.searchsorted(start_us[first[d] : first[d + 1]], called_us)
+        return due
 
-    def run(self) -> dict[Op, tuple[float, float]] | None:
-        """For each op the ranks of its start and end among all events; None when stuck."""
-        self._wake(range(len(self.devices)))
-        while self.events:
-            self.now = self.events[0][0]
-            touched = set()
-            while self.events and self.events[0][0] == self.now:
-                *_, op, device = heappop(self.events)
-                touched.add(device)
-                if op:
-                    touched |= self._end(op, device)
-            self._wake(sorted(touched))
-        return self.planned if all(device.upcoming is None for device in self.devices) else None
+    def _orders(self, copies: Ints, waits: Ints) -> Orders:
+        """Orders from the copies in the order in which they started, and what each op waits for."""
+        ops = self.ops[copies]
+        device, reloads, duplex = self.course.stage[DEVICE, ops.stage], ops.kind == R, self.course.duplex
+        streams = _split(ops, 2 * device + reloads, 2 * len(self.compute))
+        devices = [DeviceOrders(*of) for of in zip(self.compute, streams[::2], streams[1::2], strict=True)]
+        groups = self.problem.channel_groups
+        served = _split(ops, 2 * self.course.device[GROUP, device] + (reloads & duplex), 2 * len(groups))
+        several = [not duplex or len(group) > 1 for group in groups for _ in range(2)]
+        channels = [channel for channel, shared in zip(served, several, strict=True) if shared and channel]
+        return Orders(devices, self._waits(waits), channels)
 
-    def _wake(self, devices: Iterable[int]) -> None:
-        """Start whatever can start on these devices and their channels: compute first, since it never waits idly."""
-        for d in devices:
-            self._start_compute(d)
-        for d in devices:
-            for channel in self.channels_of[d]:
-                if not channel.busy:
-                    self._start_copy(channel)
+    def _waits(self, waits: Ints) -> dict[Op, list[Op]]:
+        found: dict[Op, list[Op]] = {}
+        for column in waits.T:
+            waiting = np.flatnonzero(column != NONE)
+            for x, before in zip(waiting.tolist(), column[waiting].tolist(), strict=True):
+                found.setdefault(self._named[x], []).append(self._named[before])
+        return found
 
-    def _start(self, op: Op, d: int) -> None:
-        self.devices[d].room -= self.most[op.stage, op.kind]
-        self.rank += 1
-        self.started[op] = self.rank
-        self._at(self.now + self.duration[op.stage, op.kind], op, d)
+    @cached_property
+    def _named(self) -> list[Op]:
+        return list(self.ops)
 
-    def _at(self, time: float, op: Op | None, d: int) -> None:
-        self.rank += 1
-        heappush(self.events, (time, self.rank, op, d))
 
-    def _end(self, op: Op, d: int) -> set[int]:
-        """Book the end of an op; returns the other devices that may go on."""
-        kind, s, i = op
-        self.devices[d].room += self.most[s, kind] - self.change[s, kind]
-        self.rank += 1
-        self.planned[op] = (self.started[op], self.rank)
-        if kind in "OR":
-            return self._end_copy(op, d)
-        self.devices[d].busy = False
-        if kind == "F" and (s, i) in self.due:
-            self.devices[d].resident.setdefault(s, deque()).append(i)
-        if kind == "F" and s + 1 < len(self.problem.stages):
-            self._announce(Op("F", s + 1, i), self.problem.forward_delay_us[s])
-        if kind == "B" and s:
-            self._announce(Op("B", s - 1, i), self.problem.backward_delay_us[s - 1])
-        return set()
+def _duration_us(stage: Stage, kind: str) -> float:
+    return inf if kind in "OR" and not stage.offload else stage.duration_us(kind)
 
-    def _announce(self, op: Op, delay_us: float) -> None:
-        """The input of an op of a neighbour stage is on its way."""
-        self.arrived[op] = self.now + delay_us
-        self._at(self.now + delay_us, None, self.problem.stages[op.stage].device)
 
-    def _start_compute(self, d: int) -> None:
-        device, op = self.devices[d], self.devices[d].upcoming
-        if op is None or device.busy or not self._ready(op) or self._lacks_room(device, op):
-            return
-        stay = device.resident.get(op.stage)
-        if op.kind == "B" and stay and stay[0] == op.microbatch:
-            stay.popleft()
-        device.next += 1
-        device.busy = True
-        self._start(op, d)
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """The entries of all lists, and where each list begins and the last ends."""
+    entries = np.array([entry for one in lists for entry in one], np.int64)
+    return entries, np.cumsum([0, *map(len, lists)])
 
-    def _ready(self, op: Op) -> bool:
-        """Whether an op has its input: from the neighbour stage, and back from the host."""
-        kind, s, i = op
-        if kind == "B" and (s, i) in self.gone:
-            return False
-        first = kind == "W" or (kind == "F" and s == 0) or (kind == "B" and s == len(self.problem.stages) - 1)
-        return first or self.arrived.get(op, inf) <= self.now
 
-    def _lacks_room(self, device: _Device, op: Op) -> bool:
-        needed = self.most[op.stage, op.kind]
-        return needed > 0 and needed > device.room
+def _split(ops: OpArray, part: Ints, parts: int) -> list[OpArray]:
+    """The ops of each part, in their order."""
+    order = np.argsort(part, kind="stable")
+    return [ops[places] for places in np.split(order, np.cumsum(np.bincount(part, minlength=parts))[:-1])]
 
-    def _start_copy(self, channel: _Channel) -> None:
-        """Start the most pressing copy; of equal ones that of the other direction, the other device, the right B."""
-        options = []
-        for d, kind in channel.serves:
-            found = self._next_offload(d) if kind == "O" else self._next_reload(d)
-            if found:
-                pressing, order, op = found
-                options.append((not pressing, kind == channel.last[1], d == channel.last[0], order, op, d))
-        if not options:
-            return
-        *_, op, d = min(options)
-        device = self.devices[d]
-        channel.busy, channel.last = True, (d, op.kind)
-        if op.kind == "O":
-            device.resident[op.stage].popleft()
-            self.gone.add((op.stage, op.microbatch))
-            device.host_room -= self._moved(op.stage)
+
+class _Course(NamedTuple):
+    """What is played; few arrays, since each costs time to compile and to hand on.
+
+    Compute ops are numbered device by device in their order, then come all offloads and all reloads.
+
+    - `op[:, x]`: kind, stage and microbatch of op x; `backward[s, i]`: the number of a B.
+    - `device[:, d]`: its FIRST op, its FIRST_STAGE in the row LISTED, and the GROUP behind one switch that it is in.
+      Group g has the devices of row MEMBER from FIRST_MEMBER of g to that of g + 1.
+    - `stage`: the DEVICE of each stage, and the stages LISTED device by device.
+    - `us[kind, s]`: durations; from DELAY on the time from the end of an F or B of stage s to its neighbour.
+    - `bytes[. + kind, s]`: the CHANGE of memory in all, the MOST taken at any time, and the change AT_END.
+    """
+
+    op: Ints
+    backward: Ints
+    device: Ints
+    stage: Ints
+    us: Floats
+    bytes: Ints
+    duplex: bool
+    host_limited: bool
+
+
+class _State(NamedTuple):
+    """What has happened so far.
+
+    - `device[:, d]`: ROOM and HOST room in bytes, the NEXT compute op, whether it is BUSY, whether it was TOUCHED at
+      this time; from RELEASED on for each stream the last op that freed memory; from WAITED on for each stream, and
+      each that it waits for, the last op waited for.
+    - `activation[:, s, i]`: the place from which on a reload is DUE, the microbatches of stage s in the order in which
+      they were SENT_AS, and whether it is GONE: away or on a copy.
+    - `tally[:, s]`: FORWARDS that ended, HEAD, the first microbatch that may still leave, and how many offloads were
+      SENT and came BACK.
+    - `input_us[kind, s, i]`: from when on each F and B has its input.
+    - `channel[:, c]`: the copy SERVED, and LAST_DEVICE and LAST_KIND. Group g has channels 2 g and 2 g + 1, the latter
+      for reloads, if duplex.
+    - `copies`: in the order of their starts. `waits[x]`: at most two ops that op x waits for.
+    """
+
+    device: Ints
+    activation: Ints
+    tally: Ints
+    input_us: Floats
+    channel: Ints
+    copies: Ints
+    waits: Ints
+
+
+@njit(cache=True)
+def _play(course: _Course, state: _State) -> int:
+    """Play until nothing goes on; returns the number of copies."""
+    devices, copies = course.device.shape[1] - 1, 0
+    events = [(0.0, -1 - d) for d in range(devices)]
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            x = heappop(events)[1]
+            if x < 0:
+                state.device[TOUCHED, -1 - x] = 1
+            else:
+                _end(course, state, events, x, now)
+        # Compute first, since it never waits idly.
+        for d in range(devices):
+            if state.device[TOUCHED, d]:
+                x = _next_compute(course, state, d, now)
+                if x != NONE:
+                    _start(course, state, events, x, now)
+        for d in range(devices):
+            if state.device[TOUCHED, d]:
+                state.device[TOUCHED, d] = 0
+                channel = 2 * course.device[GROUP, d]
+                for each in range(channel, channel + 1 + course.duplex):
+                    x = _next_copy(course, state, each)
+                    if x != NONE:
+                        state.copies[copies] = x
+                        copies += 1
+                        _start(course, state, events, x, now)
+    return copies
+
+
+@njit(cache=True)
+def _start(course: _Course, state: _State, events: Events, x: int, now: float) -> None:
+    """Start an op; what takes memory waits for what freed some, unless an earlier op of its stream did."""
+    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    d = course.stage[DEVICE, s]
+    state.device[ROOM, d] -= course.bytes[MOST + kind, s]
+    heappush(events, (now + course.us[kind, s], x))
+    if kind < O:
+        state.device[NEXT, d] += 1
+        state.device[BUSY, d] = 1
+        if kind == B:
+            state.tally[HEAD, s] = max(state.tally[HEAD, s], i + 1)
+    else:
+        channel = 2 * course.device[GROUP, d] + (course.duplex and kind == R)
+        state.channel[SERVED, channel] = x
+        state.channel[LAST_DEVICE, channel], state.channel[LAST_KIND, channel] = d, kind
+        if kind == O:
+            state.tally[HEAD, s] = i + 1
+            state.activation[GONE, s, i] = 1
+            state.device[HOST, d] += course.bytes[CHANGE + O, s]
         else:
-            heappop(device.away)
-        self._start(op, d)
+            state.tally[BACK, s] += 1
+    _wait(course, state, x, d)
 
-    def _end_copy(self, op: Op, d: int) -> set[int]:
-        device, activation = self.devices[d], (op.stage, op.microbatch)
-        (channel,) = (c for c in self.channels_of[d] if (d, op.kind) in c.serves)
-        channel.busy = False
-        if op.kind == "O":
-            heappush(device.away, (device.place[Op("B", *activation)], activation))
-        else:
-            self.gone.remove(activation)
-            device.host_room += self._moved(op.stage)
-        return {other for other, _ in channel.serves}
 
-    def _moved(self, s: int) -> int:
-        return -self.change[s, "O"]
+@njit(cache=True)
+def _wait(course: _Course, state: _State, x: int, d: int) -> None:
+    """Let an op that takes memory wait for the last release on each other stream, unless its stream already did."""
+    kind, s = course.op[0, x], course.op[1, x]
+    stream = max(kind - BW, 0)
+    waits = 0
+    for other in (OFFLOAD, COMPUTE, RELOAD):
+        takes = course.bytes[CHANGE + O, s] < 0 and kind == O if other == RELOAD else course.bytes[MOST + kind, s] > 0
+        before = state.device[RELEASED + other, d]
+        if other != stream and takes and before != state.device[WAITED + 3 * stream + other, d]:
+            state.waits[x, waits] = before
+            state.device[WAITED + 3 * stream + other, d] = before
+            waits += 1
 
-    def _next_offload(self, d: int) -> tuple[bool, int, Op] | None:
-        """The resident activation whose B is furthest away; pressing where the next op has no room."""
-        device, op = self.devices[d], self.devices[d].upcoming
-        pressing = op is not None and self._lacks_room(device, op)
-        heads = [
-            (-device.place[Op("B", s, stay[0])], Op("O", s, stay[0]))
-            for s, stay in device.resident.items()
-            if stay and self._moved(s) <= device.host_room and (pressing or device.next < self.due[s, stay[0]])
-        ]
-        return (pressing, *min(heads)) if heads else None
 
-    def _next_reload(self, d: int) -> tuple[bool, int, Op] | None:
-        """The activation away whose B comes first, if it is due and has room; pressing where its B is next."""
-        device = self.devices[d]
-        if not device.away:
-            return None
-        place, activation = device.away[0]
-        if device.next < self.due[activation] or not self._leaves_room(device, activation[0], place):
-            return None
-        return place == device.next, place, Op("R", *activation)
+@njit(cache=True)
+def _end(course: _Course, state: _State, events: Events, x: int, now: float) -> None:
+    """Book the end of an op, and which devices may go on."""
+    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    d = course.stage[DEVICE, s]
+    state.device[TOUCHED, d] = 1
+    state.device[ROOM, d] += course.bytes[MOST + kind, s] - course.bytes[CHANGE + kind, s]
+    if course.bytes[AT_END + kind, s] < 0:
+        state.device[RELEASED + max(kind - BW, 0), d] = x
+    if kind >= O:
+        _end_copy(course, state, x, d)
+        return
+    state.device[BUSY, d] = 0
+    if kind == F:
+        state.tally[FORWARDS, s] += 1
+    near = s + 1 if kind == F else s - 1
+    if kind != W and 0 <= near < len(course.backward):
+        state.input_us[kind, near, i] = now + course.us[DELAY + kind, s]
+        heappush(events, (state.input_us[kind, near, i], -1 - course.stage[DEVICE, near]))
 
-    def _leaves_room(self, device: _Device, s: int, place: int) -> bool:
-        """Whether all ops up to the B at `place` would fit beside its activation, though nothing else left."""
-        room = device.room - self._moved(s)
-        if room < 0:
+
+@njit(cache=True)
+def _end_copy(course: _Course, state: _State, x: int, d: int) -> None:
+    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    group = course.device[GROUP, d]
+    state.channel[SERVED, 2 * group + (course.duplex and kind == R)] = NONE
+    for member in range(course.device[FIRST_MEMBER, group], course.device[FIRST_MEMBER, group + 1]):
+        state.device[TOUCHED, course.device[MEMBER, member]] = 1
+    if kind == O:
+        state.activation[SENT_AS, s, state.tally[SENT, s]] = i
+        state.tally[SENT, s] += 1
+        return
+    state.activation[GONE, s, i] = 0
+    state.device[HOST, d] += course.bytes[CHANGE + R, s]
+    if course.host_limited and course.bytes[CHANGE + R, s]:
+        state.device[RELEASED + RELOAD, d] = x
+
+
+@njit(cache=True)
+def _next_compute(course: _Course, state: _State, d: int, now: float) -> int:
+    """The compute op that a device can start now, or NONE."""
+    x = state.device[NEXT, d]
+    if state.device[BUSY, d] or x == course.device[FIRST, d + 1] or _lacks_room(course, state, d):
+        return NONE
+    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    if kind == B and state.activation[GONE, s, i]:
+        return NONE
+    first = kind == W or (kind == F and s == 0) or (kind == B and s == len(course.backward) - 1)
+    return x if first or (kind != BW and state.input_us[kind, s, i] <= now) else NONE
+
+
+@njit(cache=True)
+def _lacks_room(course: _Course, state: _State, d: int) -> bool:
+    """Whether a device has a next compute op, but no room for it."""
+    x = state.device[NEXT, d]
+    needed = course.bytes[MOST + course.op[0, x], course.op[1, x]]
+    return bool(x < course.device[FIRST, d + 1] and 0 < needed > state.device[ROOM, d])
+
+
+@njit(cache=True)
+def _next_copy(course: _Course, state: _State, channel: int) -> int:
+    """The copy that a channel should serve now, or NONE.
+
+    The pressing ones go first, then the other direction, the other device, and what is best for its own device.
+    """
+    best = (2, 0, 0, 0, NONE)
+    if state.channel[SERVED, channel] != NONE:
+        return NONE
+    group = channel // 2
+    for member in range(course.device[FIRST_MEMBER, group], course.device[FIRST_MEMBER, group + 1]):
+        d = course.device[MEMBER, member]
+        for kind in (O, R):
+            if course.duplex and (kind == R) != (channel % 2 == 1):
+                continue
+            x = _next_offload(course, state, d) if kind == O else _next_reload(course, state, d)
+            if x == NONE:
+                continue
+            b = course.backward[course.op[1, x], course.op[2, x]]
+            pressing = _lacks_room(course, state, d) if kind == O else b == state.device[NEXT, d]
+            same_kind = state.channel[LAST_KIND, channel] == kind
+            same_device = state.channel[LAST_DEVICE, channel] == d
+            place = b - course.device[FIRST, d]
+            rank = (int(not pressing), int(same_kind), int(same_device), -place if kind == O else place, x)
+            if rank < best:
+                best = rank
+    return best[-1]
+
+
+@njit(cache=True)
+def _next_offload(course: _Course, state: _State, d: int) -> int:
+    """The resident activation whose B is furthest away, or NONE; one that is due already only for a lack of room."""
+    pressing = _lacks_room(course, state, d)
+    furthest, chosen = NONE, NONE
+    for k in range(course.device[FIRST_STAGE, d], course.device[FIRST_STAGE, d + 1]):
+        s = course.stage[LISTED, k]
+        i = state.tally[HEAD, s]
+        while i < state.tally[FORWARDS, s] and state.activation[DUE, s, i] == STAYS:
+            i += 1
+        state.tally[HEAD, s] = i
+        if i >= state.tally[FORWARDS, s] or -course.bytes[CHANGE + O, s] > state.device[HOST, d]:
+            continue
+        if course.backward[s, i] > furthest and (pressing or state.device[NEXT, d] < state.activation[DUE, s, i]):
+            furthest, chosen = course.backward[s, i], _copy(course, O, s, i)
+    return chosen
+
+
+@njit(cache=True)
+def _next_reload(course: _Course, state: _State, d: int) -> int:
+    """The activation away whose B comes first, if it is due and has room, or NONE."""
+    nearest, chosen = course.device[FIRST, d + 1], NONE
+    for k in range(course.device[FIRST_STAGE, d], course.device[FIRST_STAGE, d + 1]):
+        s = course.stage[LISTED, k]
+        if state.tally[BACK, s] < state.tally[SENT, s]:
+            i = state.activation[SENT_AS, s, state.tally[BACK, s]]
+            if course.backward[s, i] < nearest:
+                nearest, chosen = course.backward[s, i], _copy(course, R, s, i)
+    if chosen == NONE or state.device[NEXT, d] < state.activation[DUE, course.op[1, chosen], course.op[2, chosen]]:
+        return NONE
+    return chosen if _leaves_room(course, state, d, course.op[1, chosen], nearest) else NONE
+
+
+@njit(cache=True)
+def _copy(course: _Course, kind: int, s: int, i: int) -> int:
+    """The number of an offload or reload."""
+    stages, microbatches = course.backward.shape
+    return int(course.device[FIRST, -1] + ((kind - O) * stages + s) * microbatches + i)
+
+
+@njit(cache=True)
+def _leaves_room(course: _Course, state: _State, d: int, s: int, b: int) -> bool:
+    """Whether all ops up to a B would fit beside its activation, though nothing else left."""
+    room = state.device[ROOM, d] - course.bytes[MOST + R, s]
+    if room < 0:
+        return False
+    for x in range(state.device[NEXT, d], b + 1):
+        kind, stage = course.op[0, x], course.op[1, x]
+        if course.bytes[MOST + kind, stage] > room:
             return False
-        for op in device.order[device.next : place + 1]:
-            if self.most[op.stage, op.kind] > room:
-                return False
-            room -= self.change[op.stage, op.kind]
-        return True
-
-
-def _channels(problem: Problem) -> Iterator[_Channel]:
-    for group in problem.channel_groups:
-        for kinds in ("O", "R") if problem.copy_channels.duplex else ("OR",):
-            yield _Channel([(d, kind) for d in group for kind in kinds])
+        room -= course.bytes[CHANGE + kind, stage]
+    return True

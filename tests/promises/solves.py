@@ -11,7 +11,7 @@ from solver.limits import Limits
 from solver.process import Child, ChildResult, Heartbeat, Incumbent, solve_in_child
 from tests.problems import KNOWN_OPTIMA
 
-PROBLEM, KNOWN_VALUE_US = KNOWN_OPTIMA["offload"]
+PROBLEM, _ = KNOWN_OPTIMA["offload"]
 Event = Incumbent | Heartbeat
 
 

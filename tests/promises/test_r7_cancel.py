@@ -10,7 +10,7 @@ from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import Heartbeat, Incumbent, solve_in_child
 from tests.problems import instance
-from tests.promises.solves import KNOWN_VALUE_US, heard
+from tests.promises.solves import heard
 
 
 def test_a_solver_that_does_not_listen() -> None:
@@ -18,7 +18,7 @@ def test_a_solver_that_does_not_listen() -> None:
     requested_s: list[float] = []
 
     def cancel_at_the_best(event: Incumbent | Heartbeat) -> None:
-        if isinstance(event, Incumbent) and event.value_us == KNOWN_VALUE_US:
+        if isinstance(event, Incumbent) and event.method == "hang":
             limits.cancel.request()
             requested_s.append(time.perf_counter() - limits.began)
 

@@ -44,7 +44,7 @@ def test_impossible_budgets_are_named() -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(problems())
+@given(problems(max_microbatches=5))
 def test_is_valid_wherever_it_answers(problem: Problem) -> None:
     orders = serial_orders(problem)
     if orders is None or over_budget(problem, orders):
