@@ -28,11 +28,9 @@ SEARCHES = [name for name, method in METHODS.items() if method.kind != "publishe
 VARIED = (
     "d-p4-m8-o1-mo1-b1o2-linear-make",
     "zb-1.5b-p8-m24-mem2",
-    "zb-6.2b-p8-m24-mem1.5",
-    "zb-28.3b-p32-m96-mem1.5",
+    "zb-1.5b-p8-m32-mem2",
     "zbv-6.2b-p16-m48-vhalf",
     "a-p8-m16-c0.1-b1o2-vshape-make",
-    "c-p8-m16-f1-l2-b1-linear-span",
     "d-p16-m32-o1-mo1-b1o4-vshape-make",
     "po-10.5b-4k-d8-v5-m64-mem0.25",
 )

@@ -18,8 +18,8 @@ SHORTEST_S = 0.5
 """Seconds below this say nothing of a method: they count as this many."""
 
 PUBLIC_ROUNDING = 3e-5
-"""The share by which public values may be too low: public schedulers round times. That of c-real8 along a V, 3717915, is
-below the work of its first device, 3717920; that of zbv-6.2b at 1.0 is 103 us below the paper's own 3969197."""
+"""The share by which public values may be too low: public schedulers round times. That of c-real8 along a V, 3717915,
+is below the work of its first device, 3717920; that of zbv-6.2b at 1.0 is 103 us below the paper's own 3969197."""
 
 Change = Literal["regression", "better", "same", "new", "no schedule", "interrupted"]
 

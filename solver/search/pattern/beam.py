@@ -34,6 +34,9 @@ FREE_PLACES = 48
 SAME_CIRCLE = 512
 """States whose places agree within the period over this are one state."""
 
+TRIES_AT_ONCE = 10_000
+"""Ways to place a device that are tried between two looks at whether to stop: some hundredths of a second."""
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -65,7 +68,7 @@ def find_places(
     """Places modulo the period for all passes: the best `width` found, with the least waiting first.
 
     `lean` from 0 to 1 weighs the waiting of later stages more, up to the mean over the devices. Without places where
-    none were found, or where `stopped` says so between two devices.
+    none were found, or where `stopped` says so.
     """
     steps = plan_steps(passes, lean, rng)
     if not steps:
@@ -74,7 +77,7 @@ def find_places(
     cost = np.zeros(1)
     for k, step in enumerate(steps):
         before = steps[k - 1].passes if k else step.passes
-        parents, children, cost = _expand(step, placed[:, before], cost, period_us, rng, first=k == 0)
+        parents, children, cost = _expand(step, placed[:, before], cost, period_us, rng, k == 0, stopped)
         if not len(cost) or stopped():
             return []
         cost = cost + _closing_wait(step, placed, parents, children, period_us)
@@ -169,7 +172,13 @@ def _after_anchors(order: list[int], anchor: Ints) -> list[int]:
 
 
 def _expand(
-    step: _Step, before: Floats, cost: Floats, period_us: float, rng: np.random.Generator, first: bool
+    step: _Step,
+    before: Floats,
+    cost: Floats,
+    period_us: float,
+    rng: np.random.Generator,
+    first: bool,
+    stopped: Callable[[], bool],
 ) -> tuple[Ints, Floats, Floats]:
     """All ways tried to place one device after each state: parents, places, costs.
 
@@ -185,11 +194,16 @@ def _expand(
     if first:
         wished[:, free] = rng.random((tries, len(free))) * period_us
     places = np.empty((len(cost) * tries, count))
-    costs = np.empty(len(cost) * tries)
-    _place_all(
-        before, cost, step.permutations, step.anchor, step.direction, step.offset_us, step.weight, step.duration_us,
-        skipped, wished, period_us, TOLERANCE * period_us, places, costs,
-    )  # fmt: skip
+    costs = np.full(len(cost) * tries, -1.0)
+    at_once = max(1, TRIES_AT_ONCE // tries)
+    for state in range(0, len(cost), at_once):
+        if stopped():
+            break
+        some, rows = slice(state, state + at_once), slice(state * tries, (state + at_once) * tries)
+        _place_all(
+            before[some], cost[some], step.permutations, step.anchor, step.direction, step.offset_us, step.weight,
+            step.duration_us, skipped[some], wished, period_us, TOLERANCE * period_us, places[rows], costs[rows],
+        )  # fmt: skip
     good = np.flatnonzero(costs >= 0)
     return good // tries, places[good], costs[good]
 

@@ -55,6 +55,12 @@ class Pattern:
         ]
 
     @cached_property
+    def key(self) -> bytes:
+        """The period, and what decides the orders: equal for patterns that differ in nothing else."""
+        parts = [np.array([self.period_us, self.passes.lanes]), self.round, *self.sequences]
+        return b"".join(part.tobytes() for part in parts)
+
+    @cached_property
     def keeps_order(self) -> bool:
         """Whether microbatches keep their order within every pass: a lane is behind the lane before it, and less
         than a round behind."""
@@ -76,18 +82,21 @@ class Pattern:
         changes = np.stack([passes.at_start[sequence], passes.at_end[sequence]], axis=1).ravel()
         return level + int(np.cumsum(changes).max(initial=0))
 
-    def stretched(self, at: int, rounds: int) -> Pattern:
+    def stretched(self, at: int, rounds: int, over: int = 1) -> Pattern:
         """The same rounds with a longer block: whatever a microbatch does from `at` on comes some rounds later.
 
-        `at` counts F and B along the chain; W goes with its B, or alone where `at` is behind the last B. It takes more
-        memory, and gives more for the devices to do while they wait for the first B.
+        `at` counts F and B along the chain; W goes with its B, or alone where `at` is behind the last B. The rounds are
+        spread evenly `over` so many passes up to there. It takes more memory, and gives more for the devices to do
+        while they wait for the first B: at the turn it gives all devices as much, spread over the chain it gives the
+        first devices more, which wait for longer.
         """
         passes = self.passes
         chained = passes.chain[: 2 * passes.stages].reshape(passes.lanes, -1)
-        later = np.zeros(passes.size, bool)
-        later[chained[:, at:]] = True
-        later[2 * passes.stages :] = later[passes.stages : 2 * passes.stages] | (at == chained.shape[1])
-        return replace(self, start_us=self.start_us + np.where(later, rounds * self.round_us, 0.0))
+        position = np.arange(chained.shape[1])
+        later = np.zeros(passes.size)
+        later[chained] = np.round(rounds * np.clip((position - at) / over + 1, 0, 1))
+        later[2 * passes.stages :] = rounds if at == len(position) else later[passes.stages : 2 * passes.stages]
+        return replace(self, start_us=self.start_us + later * self.round_us)
 
     def with_late_weights(self, budgets: Ints, most: int) -> Pattern:
         """The same rounds with all W of a device up to `most` rounds later, as many as its budget (bytes) allows."""

@@ -12,6 +12,9 @@ PLACED_PER_SECOND = 400_000
 PLAYED_PER_SECOND = 2_000_000
 """Ops that are played in about a second."""
 
+WRITTEN_PER_SECOND = 200_000
+"""Ops of orders that are written down and simulated in about a second."""
+
 
 @dataclass
 class Effort:
@@ -27,6 +30,10 @@ class Effort:
     def play(self, ops: int) -> None:
         """Ops are played."""
         self.work += ops / PLAYED_PER_SECOND
+
+    def write(self, ops: int) -> None:
+        """Orders of so many ops are written down and simulated."""
+        self.work += ops / WRITTEN_PER_SECOND
 
     def spent(self) -> bool:
         """Whether the search must end."""

@@ -3,7 +3,8 @@
 The pattern's order is a plan for every device. A device that would have to wait may take a later pass whose input is
 there, if after it all that is planned before it still has room in the budget: so the plan can always go on, and
 memory keeps within the budget. How far ahead of its plan a pass may run is a number of rounds for each pass and each
-end; it is what `solver.search.pattern.tuning` searches over. In between the plan is followed as it is.
+end; it is what `solver.search.pattern.tuning` searches over, and so is when W begin to wait for the cool-down. In
+between the plan is followed as it is.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ class Ends:
 
     `early[e, p]`: rounds that pass p may run ahead of its plan in the warm-up (e = 0) and the cool-down (e = 1).
     `patience`: the share of a pass's time by which it may delay the planned one, where the input of that one is known
-    to come. Once the forwards of a device are done, its W come behind its B.
+    to come. Once a device has no more than ``hurry[d]`` forwards left, its W come behind all else that has room: so
+    the last backwards leave it at the pace of F and B alone, and there are W left to fill the cool-down with.
     """
 
     early: Ints
     patience: float
+    hurry: Ints
 
 
 class Filler:
@@ -52,13 +55,23 @@ class Filler:
             after = self.after[passes.before[p]]
             after[np.argmax(after < 0)] = p
 
+    @property
+    def cool_down(self) -> Ints:
+        """For each device the forwards of the microbatches that count as the cool-down."""
+        count = self.passes.stages
+        stages = np.bincount(self.passes.device[:count], minlength=self.passes.devices)
+        return stages.astype(np.int64) * min(self.end, self.microbatches)
+
     def value_us(self, ends: Ends) -> float:
-        """The makespan, or the largest span of a device, when every pass starts as early as it may."""
+        """The makespan, or the largest span of a device, when every pass starts as early as it may.
+
+        Infinity where passes without length are planned before what they need; there are no orders then.
+        """
         passes = self.passes
         value = _fill(
             self.first, self.planned, self.microbatch, self.round, self.microbatches, passes.stages, passes.device,
             passes.duration_us, passes.before, passes.lag_us, self.after, passes.at_start, passes.at_end, self.budgets,
-            ends.early, self.end, ends.patience, self.by_span, self.order,
+            ends.early, self.end, ends.patience, ends.hurry, self.by_span, self.order,
         )  # fmt: skip
         return float(value)
 
@@ -88,10 +101,13 @@ def _fill(
     early: Ints,
     end: int,
     patience: float,
+    hurry: Ints,
     by_span: bool,
     order: Ints,
 ) -> float:
-    """Run the plan in the order of time; returns the objective.
+    """Run the plan in the order of time; returns the objective, infinity where the plan cannot be run.
+
+    That is so only where passes without length at one instant are planned in a circle.
 
     Writes to `order` the places in `planned` of the passes run, device by device.
     """
@@ -116,11 +132,12 @@ def _fill(
         if head[d] == first[d + 1] or now < free_at[d]:
             continue
         chosen, best = -1, np.int64(2) * len(planned)
-        late = forwards[d] == 0
-        p, i = planned[head[d]], microbatch[head[d]]
+        late = forwards[d] <= hurry[d]
+        lead = _first_without_weights(head[d], first[d + 1], done, planned, 2 * stages) if late else head[d]
+        p, i = planned[lead], microbatch[lead]
         comes = 0.0 if before[p] < 0 else started[before[p], i] + lag[p]
-        if comes <= now and not (late and p >= 2 * stages):
-            chosen = head[d]
+        if comes <= now and _has_room(lead, head[d], done, planned, at_start, at_end, level[d], budgets[d]):
+            chosen = lead
         else:
             for p in local[begin[d] : begin[d + 1]]:
                 i = upcoming[p]
@@ -134,7 +151,7 @@ def _fill(
                     allowed = early[0, p] if i < end else 0
                     if i >= microbatches - end:
                         allowed = max(allowed, early[1, p])
-                    if rounds[place] - rounds[head[d]] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
+                    if rounds[place] - rounds[lead] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
                         continue
                     if not _has_room(place, head[d], done, planned, at_start, at_end, level[d], budgets[d]):
                         continue
@@ -161,9 +178,21 @@ def _fill(
             q = after[p, k]
             if q >= 0:
                 heappush(wake, (max(now + lag[q], free_at[home[q]]), home[q]))
+    for d in range(devices):
+        if head[d] < first[d + 1]:
+            return np.inf
     if by_span:
         return float((free_at - np.minimum(begun, free_at)).max())
     return float(free_at.max())
+
+
+@njit(cache=True)
+def _first_without_weights(head: int, end: int, done: NDArray[np.bool_], planned: Ints, weights: int) -> int:
+    """The next pass of the plan that is not a W (`weights` or above); the next one at all if only W are left."""
+    for k in range(head, end):
+        if planned[k] < weights and not done[k]:
+            return k
+    return head
 
 
 @njit(cache=True)
@@ -171,6 +200,8 @@ def _has_room(
     early: int, head: int, done: NDArray[np.bool_], planned: Ints, at_start: Ints, at_end: Ints, level: int, budget: int
 ) -> bool:
     """Whether a pass has room now, and after it everything that is planned before it."""
+    if early == head:
+        return True
     p = planned[early]
     if level + max(at_start[p], at_start[p] + at_end[p]) > budget:
         return False

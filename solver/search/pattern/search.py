@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -16,9 +16,10 @@ from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
 from solver.search.pattern.beam import find_places
 from solver.search.pattern.block import Pattern, orders_of, pattern_at
-from solver.search.pattern.effort import Effort
-from solver.search.pattern.ends import Ends, Filler
+from solver.search.pattern.effort import WRITTEN_PER_SECOND, Effort
+from solver.search.pattern.ends import Filler
 from solver.search.pattern.passes import Ints, Passes
+from solver.search.pattern.pool import Choice, Pool
 from solver.search.pattern.relief import Relief
 from solver.search.pattern.tuning import FIRST_PLAYS, few_microbatches, first_ends, tuned_ends
 
@@ -41,8 +42,11 @@ MARGINS = (2, 1, 4)
 TRIED_ENDS = 12
 """Patterns of one period whose ends are compared."""
 
-LONGER_ROUNDS = (1, 4, 16)
-"""Rounds by which blocks are stretched in one step."""
+STRETCHED_AT_ONCE = 4
+"""Blocks stretched before their ends are tuned and other blocks are looked for."""
+
+IDLE_LEVELS = 2
+"""Steps without better ends after which a block is not stretched further."""
 
 LATE_ROUNDS = (0, 1, 3, 8, 20)
 """Rounds by which W may come later where memory allows, tried with each block."""
@@ -95,16 +99,6 @@ def fitting_patterns(
     return sorted(fitting, key=lambda pattern: pattern.block_us)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A pattern with its ends, the value that they promise, and the shorter block that it is made of."""
-
-    base: Pattern
-    pattern: Pattern
-    ends: Ends
-    value_us: float
-
-
 class PatternSearch:
     """One run. `best` is the best answer so far, `pattern` the one with the smallest period.
 
@@ -134,9 +128,10 @@ class PatternSearch:
         self.by_span = problem.objective == "device_span"
         self.least_us = float(self.passes[1].work_us().max())
         self.pattern: Pattern | None = None
-        self.choice: _Choice | None = None
-        self.stretched: Pattern | None = None
-        self.offer_s = 0.0  # how long the last offer took: there must be as much time for the next
+        self.choice: Choice | None = None
+        self.pool = Pool()
+        self.ops = 3 * len(problem.stages) * problem.microbatches
+        self.offer_s = self.ops / WRITTEN_PER_SECOND  # what the last offer took: the next must have as much time
 
     def run(self) -> None:
         """Quickly to some pattern, then to better ones as long as there is time."""
@@ -152,6 +147,7 @@ class PatternSearch:
             width *= 2
             self._widen(width)
         while self.choice is not None and not self._done():
+            self._stretch()
             self._tune()
 
     def _done(self) -> bool:
@@ -195,20 +191,26 @@ class PatternSearch:
         return better
 
     def _compare(self, pattern: Pattern, base: Pattern) -> bool:
-        """Simple ends for a pattern; its orders are reported if they promise to be better than the best."""
+        """Simple ends for a pattern; whether they are the best so far of all that its base was stretched to."""
+        if not self.pool.is_new(pattern):
+            return False
         few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
         value, ends = first_ends(few)
         self.effort.play(FIRST_PLAYS * len(few.planned))
-        return self._keep(_Choice(base, pattern, ends, self._promise(few, pattern, value)))
+        return self._keep(Choice(base, pattern, ends, self._promise(few, pattern, value)))
 
     def _stretch(self) -> None:
-        """Longer blocks of the best rounds, as long as the memory is there and the ends get better."""
-        if self.choice is None or self.choice.base is self.stretched:
-            return
-        base = self.stretched = self.choice.base
-        count = self.passes[1].stages
+        """Longer blocks of some of the blocks found."""
+        for _ in range(STRETCHED_AT_ONCE):
+            base = None if self._done() else self.pool.next_to_stretch()
+            if base is None:
+                return
+            self._stretch_one(base)
+
+    def _stretch_one(self, base: Pattern) -> None:
+        """Ever longer blocks of the same rounds, as long as the memory is there and the ends get better."""
         candidates, idle_levels = [base], 0
-        while candidates and idle_levels < 2:
+        while candidates and idle_levels < IDLE_LEVELS:
             best = None
             for candidate, most in product(candidates, LATE_ROUNDS):
                 if self._done():
@@ -216,23 +218,35 @@ class PatternSearch:
                 if self._compare(candidate.with_late_weights(self.budgets, most), base):
                     best = candidate
             idle_levels = 0 if best else idle_levels + 1
-            from_here = best or candidates[0]
-            longer = [from_here.stretched(at, rounds) for at, rounds in product((count, count // 2), LONGER_ROUNDS)]
-            candidates = [pattern for pattern in longer if (pattern.peak_bytes <= self.budgets).all()]
+            candidates = self._longer(best or candidates[0])
+
+    def _longer(self, pattern: Pattern) -> list[Pattern]:
+        """The pattern stretched at once, at the turn or before it, or evenly on the way out, back or both.
+
+        By a round for each device, evenly, the first one gets through the warm-up without waiting; less takes less
+        memory.
+        """
+        count, devices = self.passes[1].stages, self.passes[1].devices
+        last = 2 * count - 1
+        rounds = sorted({1, 2, max(1, devices // 4), max(1, devices // 2), devices})
+        ways = ((count, 1), (count // 2, 1), (count, count), (last, last), (last, count))
+        longer = [pattern.stretched(at, more, over) for (at, over), more in product(ways, rounds)]
+        return [pattern for pattern in longer if (pattern.peak_bytes <= self.budgets).all()]
 
     def _tune(self) -> None:
-        """Better ends for the best pattern."""
-        if self.choice is None:
+        """Better ends for one of the best patterns."""
+        choice = self.pool.next_to_tune(self.rng)
+        if choice is None:
             return
-        pattern = self.choice.pattern
+        pattern = choice.pattern
         few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
 
         def stopped() -> bool:
             self.effort.play(len(few.planned))
             return self._done()
 
-        value, ends = tuned_ends(few, self.choice.ends, TUNING_STEPS, self.rng, stopped)
-        self._keep(_Choice(self.choice.base, pattern, ends, self._promise(few, pattern, value)))
+        value, ends = tuned_ends(few, choice.ends, TUNING_STEPS, self.rng, stopped)
+        self._keep(Choice(choice.base, pattern, ends, self._promise(few, pattern, value)))
 
     def _filler(self, pattern: Pattern, microbatches: int) -> Filler:
         return Filler(pattern, self.passes[1], microbatches, self.budgets, self.by_span)
@@ -241,15 +255,22 @@ class PatternSearch:
         """The value for all microbatches, from that for few."""
         return value_us + (self.problem.microbatches - few.microbatches) * pattern.period_us
 
-    def _keep(self, choice: _Choice) -> bool:
-        """Report what promises to be better than the best; whether it does."""
-        better = self.choice is None or choice.value_us < self.choice.value_us
-        if better:
+    def _keep(self, choice: Choice) -> bool:
+        """Report what promises to be better than the best; whether it is better than what its base had.
+
+        What copies make of a promise shows only when they are played: so with these the best of every base is tried.
+        """
+        if choice.value_us == np.inf:
+            return False
+        better = self.pool.keep(choice)
+        best = self.choice is None or choice.value_us < self.choice.value_us
+        if best:
             self.choice = choice
+        if best or (better and self.relief and choice.value_us < self.best.value_us):
             self._offer(choice)
         return better
 
-    def _offer(self, choice: _Choice) -> None:
+    def _offer(self, choice: Choice) -> None:
         """Report the orders for all microbatches if they are better than the best."""
         began = self.effort.seconds
         if choice.value_us > WORTH_A_LOOK * self.best.value_us or began + self.offer_s > self.effort.allowed:
@@ -265,6 +286,7 @@ class PatternSearch:
                 self._report(orders)
         except DeadlockError:
             pass  # passes without length at one instant may come in a circle
+        self.effort.write(self.ops)
         self.offer_s = self.effort.seconds - began
 
     def _report(self, orders: Orders) -> None:

@@ -7,6 +7,7 @@ depend on how many there are. The same ends then serve for any number.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -17,11 +18,17 @@ from solver.search.pattern.passes import Ints, Passes
 
 EARLY = (0, 2, 9)
 PATIENCE = (0.0, 0.5)
-"""What is tried first, for all passes alike."""
+"""What is tried first, for all passes alike and without hurry."""
 
-FIRST_PLAYS = len(EARLY) * len(PATIENCE)
+HURRY = (0.5, 1.0)
+"""Parts of each device's forwards in the cool-down that are left when its W begin to wait: tried next."""
+
+FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
 
 MOST_EARLY = 12
+
+HURRY_CHANGES = 0.2
+"""Share of the steps that change when devices begin to hurry."""
 
 SLACK = 1e-4
 """Share of the value by which a step may be worse at the begin of a search."""
@@ -36,8 +43,14 @@ def few_microbatches(pattern: Pattern, microbatches: int) -> int:
 
 def first_ends(filler: Filler) -> tuple[float, Ends]:
     """The best of a few simple ends, with its value in us."""
-    shape = (2, filler.passes.size)
-    tried = [Ends(np.full(shape, early, np.int64), patience) for early, patience in product(EARLY, PATIENCE)]
+    ahead, calm = np.ones((2, filler.passes.size), np.int64), np.zeros_like(filler.cool_down)
+    value, ends = _best(filler, [Ends(early * ahead, patience, calm) for early, patience in product(EARLY, PATIENCE)])
+    hurries = [np.floor(share * filler.cool_down).astype(np.int64) for share in HURRY]
+    other = _best(filler, [replace(ends, hurry=hurry) for hurry in hurries])
+    return min((value, ends), other, key=lambda pair: pair[0])
+
+
+def _best(filler: Filler, tried: list[Ends]) -> tuple[float, Ends]:
     values = [filler.value_us(ends) for ends in tried]
     best = int(np.argmin(values))
     return values[best], tried[best]
@@ -51,7 +64,7 @@ def tuned_ends(
     for step in range(steps):
         if stopped():
             break
-        other = _changed(current[1], filler.passes, rng)
+        other = _changed(current[1], filler, rng)
         value = filler.value_us(other)
         if value <= current[0] * (1 + SLACK * (1 - step / steps)):
             current = (value, other)
@@ -59,12 +72,23 @@ def tuned_ends(
     return best
 
 
-def _changed(ends: Ends, passes: Passes, rng: np.random.Generator) -> Ends:
-    """Up to three changes: of one pass, of one kind on neighbouring stages, or of a device."""
+def _changed(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
+    """Up to three changes: of one pass, of one kind on neighbouring stages, or of a device; or when to hurry."""
+    if rng.random() < HURRY_CHANGES:
+        return replace(ends, hurry=_hurried(ends.hurry, filler.cool_down, rng))
     early = ends.early.copy()
     for _ in range(int(rng.integers(1, 4))):
-        early[rng.integers(2), _group(passes, rng)] = rng.integers(MOST_EARLY)
-    return Ends(early, float(rng.choice(PATIENCE)) if rng.random() < 0.1 else ends.patience)
+        early[rng.integers(2), _group(filler.passes, rng)] = rng.integers(MOST_EARLY)
+    return replace(ends, early=early, patience=float(rng.choice(PATIENCE)) if rng.random() < 0.1 else ends.patience)
+
+
+def _hurried(hurry: Ints, at_most: Ints, rng: np.random.Generator) -> Ints:
+    """The same with another share of the cool-down on one device or some neighbours."""
+    first = int(rng.integers(len(hurry)))
+    last = first + 1 + int(rng.integers(len(hurry) - first))
+    changed = hurry.copy()
+    changed[first:last] = np.floor(rng.random() * (at_most[first:last] + 1))
+    return changed
 
 
 def _group(passes: Passes, rng: np.random.Generator) -> Ints:

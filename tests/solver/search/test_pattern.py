@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 from optpipe.orders import Orders
-from optpipe.problem import Problem
+from optpipe.problem import Device, Problem, Stage
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.finish import peak_budgets, within_budgets
@@ -15,8 +18,10 @@ from solver.limits import Answer, Cancel, Limits, Start
 from solver.search.pattern import Pattern, pattern_search
 from solver.search.pattern.block import orders_of
 from solver.search.pattern.curve import memory_curve, patterns_found, with_budget
+from solver.search.pattern.ends import Ends, Filler
 from solver.search.pattern.floor import least_period_us
 from solver.search.pattern.passes import Passes
+from solver.search.pattern.pool import Choice, Pool
 from solver.search.pattern.search import budgets_bytes, fitting_patterns
 from solver.search.pattern.tuning import few_microbatches
 from tests.problems import instance, problems, uniform
@@ -120,6 +125,88 @@ def test_a_longer_block_holds_one_activation_more_for_each_round() -> None:
     assert pattern.stretched(32, 1).start_us[:32].tolist() == pattern.start_us[:32].tolist()
 
 
+def test_a_block_stretched_evenly_holds_more_on_the_first_devices() -> None:
+    problem = uniform(8, 32, transfer_us=0, budget=100)
+    pattern = found(problem)
+    assert pattern is not None
+    longer = pattern.stretched(8, 8, over=8)
+    added = longer.peak_bytes - pattern.peak_bytes
+    assert longer.keeps_order
+    assert (np.diff(added) <= 0).all()
+    assert added[0] >= added[-1] + 2 * 6
+    assert longer.block_us == pytest.approx(pattern.block_us + 8 * pattern.round_us)
+
+
+def test_patterns_with_the_same_orders_have_the_same_key() -> None:
+    pattern = found(unit_v(4, 8, 8))
+    assert pattern is not None
+    nudged = replace(pattern, start_us=pattern.start_us + 1e-9)
+    assert nudged.key == pattern.key
+    assert pattern.stretched(8, 1).key != pattern.key
+
+
+def test_blocks_are_stretched_once_each_the_best_and_the_shortest_in_turns() -> None:
+    problem = unit_v(4, 8, 8)
+    pattern = found(problem)
+    assert pattern is not None
+    ends = Ends(np.zeros((2, 24), np.int64), 0.0, np.zeros(4, np.int64))
+    blocks = [pattern.stretched(8, rounds) for rounds in (0, 1, 2)]
+    pool = Pool()
+    for block, value in zip(blocks, (30.0, 20.0, 10.0), strict=True):
+        assert pool.is_new(block)
+        assert not pool.is_new(block)
+        assert pool.keep(Choice(block, block, ends, value))
+        assert not pool.keep(Choice(block, block, ends, value + 1))
+    order = [pool.next_to_stretch() for _ in range(4)]
+    assert order == [blocks[2], blocks[0], blocks[1], None]
+
+
+@given(problems(max_microbatches=4), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_any_ends_keep_the_budgets_of_the_pattern(problem: Problem, seed: int) -> None:
+    pattern = found(problem, share=1.5, width=4)
+    assume(pattern is not None)
+    assert pattern is not None
+    rng = np.random.default_rng(seed)
+    passes = Passes.of(problem)
+    filler = Filler(pattern, passes, problem.microbatches, budgets_bytes(problem), by_span=False)
+    hurry = rng.integers(filler.cool_down + 1)
+    ends = Ends(rng.integers(5, size=(2, passes.size)), float(rng.random()), hurry)
+    assume(filler.value_us(ends) < np.inf)
+    orders = orders_of(problem, filler.orders(ends))
+    simulation = simulate(problem, orders)
+    assert within_budgets(problem, orders, simulation)
+
+
+def test_devices_in_a_hurry_let_their_last_weight_passes_wait() -> None:
+    """With room for W the last microbatches come back at the pace of F and B alone."""
+    problem = uniform(4, 16, transfer_us=0, budget=100)
+    pattern = found(problem)
+    assert pattern is not None
+    filler = Filler(pattern, Passes.of(problem), 16, budgets_bytes(problem), by_span=True)
+    calm = Ends(np.zeros((2, 12), np.int64), 0.0, np.zeros(4, np.int64))
+    hurried = replace(calm, hurry=np.full(4, 8, np.int64))
+    assert filler.value_us(hurried) < filler.value_us(calm)
+
+
+@pytest.mark.parametrize("name", ["a-p16-m32-c0-b1o2-vshape-make", "zb-1.5b-p8-m24-mem1.5"])
+def test_the_ends_are_optimal_at_half_and_at_ample_memory(name: str) -> None:
+    """The first needs a block longer than the shortest one, the second one that is stretched along the devices."""
+    problem = instance(name)
+    limits = Limits(workers=1, deterministic_limit=8)
+    answer = pattern_search(problem, limits, cold(problem), lambda answer: None)
+    assert answer.value_us == pytest.approx(answer.bound_us)
+
+
+def test_orders_are_not_written_where_that_would_take_longer_than_is_left() -> None:
+    problem = unit_v(8, 4096, 8)
+    reported: list[Answer] = []
+    limits = Limits(workers=1, deterministic_limit=0.5)
+    answer = pattern_search(problem, limits, cold(problem), reported.append)
+    assert answer.orders is None
+    assert not reported
+
+
 def test_the_floor_of_the_period_is_memory_over_time() -> None:
     """Device 0 holds 2 bytes through the round trip and 1 byte as long as W runs, of a budget of 2."""
     problem = uniform(2, 4, budget=2)
@@ -157,7 +244,17 @@ def test_offload_lets_a_pattern_into_a_smaller_budget() -> None:
     assert 1 - max(problem.work_us) / answer.value_us < 0.2
 
 
+def backward_without_length() -> Problem:
+    """B1 takes no time, so that it may be planned at the instant of B0, which needs it."""
+    common = {"device": 0, "forward_us": 1, "backward_weight_us": 1}
+    first = Stage(**common, backward_input_us=1, activation_bytes=2, backward_weight_bytes=0)
+    last = Stage(**common, backward_input_us=0, activation_bytes=0, backward_weight_bytes=1)
+    devices = [Device(memory_bytes=2)]
+    return Problem(format="optpipe.problem/1", microbatches=1, transfer_us=0, devices=devices, stages=[first, last])
+
+
 @given(problems(max_microbatches=4))
+@example(backward_without_length())
 @settings(max_examples=60, deadline=None)
 def test_answers_keep_the_budgets_on_any_problem(problem: Problem) -> None:
     reported: list[Answer] = []
