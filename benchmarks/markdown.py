@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
+from os import getloadavg
 from pathlib import Path
 
 from solver.limits import available_cores
@@ -35,11 +36,15 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def conditions(command: str, time_limit_s: float) -> str:
-    """What every number beneath was measured with: the command, the cores, the limit, the version."""
+    """What every number beneath was measured with: the command, the cores and how busy, the limit, the version.
+
+    The load is that of the last 15 minutes at the end of the runs; on an idle machine it is about the cores in use.
+    """
     cores = available_cores()
+    machine = f"{cores} core{'s' * (cores != 1)} of {_processor()} at a load of {getloadavg()[2]:.1f}"
     return (
-        f"`{command}`: {cores} core{'s' * (cores != 1)} of {_processor()}, at most {time_limit_s:g} s a run, "
-        f"version {version('optpipe')}. Values are microseconds."
+        f"`{command}`: {machine}, at most {time_limit_s:g} s a run, version {version('optpipe')}. "
+        "Values are microseconds."
     )
 
 
