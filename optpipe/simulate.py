@@ -156,9 +156,10 @@ class _Network:
                 raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
 
     def _check_microbatch_order(self, at: Ints) -> None:
-        """Microbatches keep their order within one op type of one stage."""
-        for kind, stage in np.ndindex(at.shape[:2]):
-            nodes = at[kind, stage][at[kind, stage] >= 0]
+        """Microbatches keep their order within one op type of one stage; BW is a B as well."""
+        backward = np.where(at[B] >= 0, at[B], at[BW])
+        for ops in (*at[[F, W, O, R]].reshape(-1, at.shape[2]), *backward):
+            nodes = ops[ops >= 0]
             wrong = np.flatnonzero(np.diff(nodes) < 0)
             if wrong.size:
                 early, late = self.ops[nodes[wrong[0] + 1]], self.ops[nodes[wrong[0]]]

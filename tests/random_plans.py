@@ -65,6 +65,7 @@ def _needs(problem: Problem, op: Op, there: set[Op]) -> list[tuple[Op, float]]:
         needs.append((Op("F", s - 1, i), problem.forward_delay_us[s - 1]))
     if kind in ("B", "BW"):
         needs += [(Op("F", s, i), 0.0), (Op("R", s, i), 0.0)]
+        needs += [(Op(backward, s, j), 0.0) for backward in ("B", "BW") for j in range(i)]
         if s < last:
             needs += [(Op(backward, s + 1, i), problem.backward_delay_us[s]) for backward in ("B", "BW")]
     before = {"W": "B", "O": "F", "R": "O"}.get(kind)

@@ -26,16 +26,20 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Start, on_answer: 
     answer = Answer(start.orders, start.value_us, max(start.bound_us, lower_bound_us(problem)))
     if not split_backward_suffices(problem):
         return answer
+    proved: dict[frozenset[int], float] = {}
     for number, kept in enumerate(_parts(problem), 1):
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
             break
-        solved = _solve_part(problem, kept, replace(start, bound_us=answer.bound_us), _share(limits, number))
+        inside_us = max((bound_us for part, bound_us in proved.items() if part <= {*kept}), default=0.0)
+        known = replace(start, bound_us=answer.bound_us)
+        solved = _solve_part(problem, kept, known, inside_us, _share(limits, number))
         if solved.infeasible:
             return replace(answer, infeasible=True)
+        proved[frozenset(kept)] = solved.bound_us
         if solved.bound_us > answer.bound_us:
             answer = replace(answer, bound_us=min(solved.bound_us, start.value_us))
             on_answer(answer)
-        if solved.bound_us < solved.value_us:
+        if solved.bound_us < solved.value_us and answer.bound_us < solved.value_us:
             break
     return answer
 
@@ -45,13 +49,17 @@ def _share(limits: Limits, number: int) -> Limits:
     return limits.part(0.5 if limits.deterministic_limit is None else 0.5**number)
 
 
-def _solve_part(problem: Problem, kept: Sequence[int], start: Start, limits: Limits) -> Answer:
-    """The bound of the part with the stages `kept`, and the best value known of it."""
+def _solve_part(problem: Problem, kept: Sequence[int], start: Start, inside_us: float, limits: Limits) -> Answer:
+    """The bound of the part with the stages `kept`, and the best value known of it.
+
+    It is not told the bound of `start`, only one of parts of its own, `inside_us`: on its grid of time a bound is
+    raised to the next value that its own schedules can have, which those of the whole problem may lie below.
+    """
     part = projected(problem, kept)
-    bound_us = max(start.bound_us, lower_bound_us(part))
+    bound_us = max(inside_us, lower_bound_us(part))
     orders = restricted(start.orders, kept) if start.orders else None
     value_us = simulate(part, orders).value_us if orders else float("inf")
-    if value_us <= bound_us:
+    if value_us <= max(start.bound_us, bound_us):
         return Answer(orders, value_us, bound_us)
     known = Start(bound_us, min(start.horizon_us, 2 * value_us), orders, value_us)
     return solve_cp_sat(part, limits, known, lambda _: None)

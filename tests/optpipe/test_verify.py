@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OrderError
 from optpipe.orders import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -117,6 +117,20 @@ def test_finds_half_duplex_overlap() -> None:
     data["problem"]["copy_channels"] = {"duplex": False}
     data["devices"][0]["reload"][0].update(start_us=13.0, end_us=19.0)
     assert "channel" in rules_broken(data)
+
+
+def test_a_fused_backward_keeps_its_place_among_the_split_ones() -> None:
+    problem = uniform(1, 2)
+    fine = [DeviceOrders(ops("F0.0 F0.1 BW0.0 B0.1 W0.1"))]
+    data = finish(problem, Orders(fine), 0.0, "by hand", 0.0).to_data()
+    compute = data["devices"][0]["compute"]
+    for place, (kind, start_us, length_us) in enumerate((("B0.1", 20, 10), ("W0.1", 30, 10), ("BW0.0", 40, 20)), 2):
+        op = Op.parse(kind)
+        compute[place] |= {"op": op.kind, "microbatch": op.microbatch, "start_us": start_us}
+        compute[place] |= {"end_us": start_us + length_us}
+    assert rules_broken(data) == {"microbatch-order"}
+    with pytest.raises(OrderError, match=r"BW0\.0 comes before B0\.1|B0\.1.*BW0\.0"):
+        simulate(problem, Orders([DeviceOrders(ops("F0.0 F0.1 B0.1 W0.1 BW0.0"))]))
 
 
 def test_finds_microbatches_out_of_order() -> None:

@@ -49,6 +49,7 @@ def parts(draw: st.DrawFn) -> tuple[Problem, list[int]]:
     return problem, kept
 
 
+@settings(deadline=None)
 @given(parts())
 def test_orders_of_the_whole_serve_a_part_no_later_and_in_no_more_memory(drawn: tuple[Problem, list[int]]) -> None:
     problem, kept = drawn
@@ -114,3 +115,17 @@ def test_a_part_that_keeps_no_budget_proves_the_whole_infeasible() -> None:
     problem = uniform(4, 2, budget=1)
     answer = relaxation_bound(problem, Limits(workers=1, deterministic_limit=1.0), Start(0.0, 1000.0), [].append)
     assert answer.infeasible
+
+
+def test_a_bound_of_the_whole_is_not_raised_to_the_values_of_a_part() -> None:
+    """Stage 2 takes halves of a microsecond, the parts without it whole ones; the optimum is 14.5."""
+    data = uniform(4, 2, budget=3, activation_bytes=1).to_data() | {"transfer_us": [0, 0.5, 0]}
+    times_us = [(1, 2, 1), (1, 2, 2), (0.5, 0.5, 3.5), (1, 1, 2)]
+    for stage, (forward_us, input_us, weight_us) in zip(data["stages"], times_us, strict=True):
+        stage |= {"forward_us": forward_us, "backward_input_us": input_us, "backward_weight_us": weight_us}
+    problem = Problem.from_data(data)
+    start = start_of(problem)
+    assert start is not None
+    limits = Limits(workers=1, deterministic_limit=10.0)
+    assert solve_cp_sat(problem, limits, start, lambda answer: None).value_us == 14.5
+    assert bound_of(problem, replace(start, bound_us=14.5)) == 14.5

@@ -1,0 +1,166 @@
+"""What is claimed to be optimal or infeasible, against a model that shares no cut, bound or dominance with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from optpipe.errors import DeadlockError, InfeasibleError, NoSolutionError
+from optpipe.orders import Op, Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.bounds.relaxation import relaxation_bound
+from solver.finish import within_budgets
+from solver.floor import impossible_budgets, serial_orders
+from solver.limits import Limits, Start
+from solver.portfolio import solve
+from tests.problems import HALF, problems, uniform
+from tests.reference_model import TooHardError, reference_optimum_us
+
+ROUNDING_US = 1e-9
+
+
+def tiny(stages: int, passes: int) -> st.SearchStrategy[Problem]:
+    """Problems of up to so many stages, and so many microbatches times stages."""
+    drawn = problems(max_devices=3, max_stages=stages, max_microbatches=4)
+    return drawn.filter(lambda problem: len(problem.stages) * problem.microbatches <= passes)
+
+
+def optimum_of(problem: Problem) -> float | None:
+    """The reference, None where no schedule exists. Problems that are too hard for it are left out."""
+    try:
+        optimum_us = reference_optimum_us(problem)
+    except TooHardError:
+        assume(False)
+        raise
+    return None if optimum_us is None else float(optimum_us)
+
+
+def answered(problem: Problem, method: str) -> Schedule | None:
+    """The answer of a method, None where it proves that there is none. What takes it too long is left out."""
+    try:
+        return solve(problem, method, Limits(workers=1, deterministic_limit=0.5))
+    except InfeasibleError:
+        return None
+    except NoSolutionError:
+        assume(False)
+        raise
+
+
+@pytest.mark.parametrize("method", ["cp-sat", "auto"])
+@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@given(problem=tiny(4, 5))
+def test_claims_are_true(problem: Problem, method: str) -> None:
+    optimum_us, schedule = optimum_of(problem), answered(problem, method)
+    assert (schedule is None) == (optimum_us is None)
+    if schedule is not None and optimum_us is not None:
+        assert schedule.bound_us <= optimum_us + ROUNDING_US
+        assert schedule.value_us >= optimum_us - ROUNDING_US
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(problem=tiny(3, 5))
+def test_bounds_hold(problem: Problem) -> None:
+    optimum_us = optimum_of(problem)
+    if impossible_budgets(problem):
+        assert optimum_us is None
+    assume(optimum_us is not None)
+    assert optimum_us is not None
+    assert lower_bound_us(problem) <= optimum_us + ROUNDING_US
+
+
+@settings(deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
+@given(problem=tiny(4, 5))
+def test_parts_claim_no_more_than_the_whole(problem: Problem) -> None:
+    """Also not where they begin from the optimum itself, which is a bound of the whole."""
+    orders = serial_orders(problem)
+    assume(orders is not None and split_backward_suffices(problem))
+    assert orders is not None
+    optimum_us = optimum_of(problem)
+    assert optimum_us is not None
+    value_us = simulate(problem, orders).value_us
+    limits = Limits(workers=1, deterministic_limit=1.0)
+    for known_us in (0.0, optimum_us):
+        start = Start(known_us, 2 * value_us, orders, value_us)
+        assert relaxation_bound(problem, limits, start, lambda answer: None).bound_us <= optimum_us + ROUNDING_US
+
+
+TIGHT = {
+    "rounds": uniform(2, 4, budget=4, backward_weight_bytes=2),
+    "one in flight": uniform(3, 2, budget=2),
+    "V": uniform(2, 2, budget=6, v_shape=True),
+    "offload": uniform(2, 3, budget=3, offload=HALF),
+    "host": uniform(2, 3, budget=3, offload=HALF, host_memory_bytes=1),
+    "spans": uniform(3, 2, budget=4, objective="device_span"),
+}
+
+
+@pytest.mark.parametrize("problem", TIGHT.values(), ids=TIGHT.keys())
+def test_optima_in_tight_memory(problem: Problem) -> None:
+    schedule = solve(problem, "cp-sat", Limits(workers=1))
+    assert (schedule.status, schedule.value_us) == ("optimal", reference_optimum_us(problem))
+
+
+def without_offload(problem: Problem) -> Problem:
+    """The problem if nothing leaves to the host."""
+    data = problem.to_data()
+    data["stages"] = [stage | {"offload": None} for stage in data["stages"]]
+    return Problem.from_data(data)
+
+
+def has_few_orders(problem: Problem) -> bool:
+    """Whether no device has more than three microbatches of a stage, or one of two."""
+    return all(len(stages) * problem.microbatches <= 3 for stages in problem.stages_of)
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@given(problem=tiny(2, 4).filter(has_few_orders).map(without_offload))
+def test_the_reference_is_the_best_of_all_orders(problem: Problem) -> None:
+    """The reference itself, against every order that the rules allow, budgets kept: fused backwards or split."""
+    every = product(*(list(all_orders(problem, stages)) for stages in problem.stages_of))
+    best_us = min(value_us(problem, Orders.of_compute(compute)) for compute in every)
+    optimum_us = optimum_of(problem)
+    assert best_us == pytest.approx(float("inf") if optimum_us is None else optimum_us)
+
+
+def value_us(problem: Problem, orders: Orders) -> float:
+    """The value of orders, infinite where they exceed a budget or wait in a circle."""
+    try:
+        simulation = simulate(problem, orders)
+    except DeadlockError:
+        return float("inf")
+    return simulation.value_us if within_budgets(problem, orders, simulation) else float("inf")
+
+
+def all_orders(problem: Problem, stages: Sequence[int]) -> Iterator[Sequence[Op]]:
+    """Every order in which a device can run its stages: B and BW of one stage in order, like every other op type."""
+    passes = list(product(stages, range(problem.microbatches)))
+    for fused in product([False, True], repeat=len(passes)):
+        kinds = [("F", "BW") if together else ("F", "B", "W") for together in fused]
+        yield from continuations([], {Op(kind, *at) for at, way in zip(passes, kinds, strict=True) for kind in way})
+
+
+def continuations(done: Sequence[Op], left: AbstractSet[Op]) -> Iterator[Sequence[Op]]:
+    """Every order of what is `left`, after what is `done`."""
+    if not left:
+        yield done
+    for op in left:
+        if not any(comes_before(other, op) for other in left):
+            yield from continuations([*done, op], left - {op})
+
+
+def comes_before(one: Op, other: Op) -> bool:
+    """Whether a rule puts one op of a device before another."""
+    if one.stage != other.stage:
+        return False
+    first, second = ("FBW".index(op.kind[0]) for op in (one, other))
+    if one.microbatch == other.microbatch:
+        return first < second
+    return one.microbatch < other.microbatch and first == second
