@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -31,7 +30,7 @@ def _milp(problem: Problem, horizon_us: float) -> Any:
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
 @pytest.mark.parametrize("build", [_cp_sat, _milp], ids=["cp-sat", "milp"])
-def test_model_build(benchmark: BenchmarkFixture, build: Callable[[Problem, float], Any], problem: Problem) -> None:
+def test_model_build(benchmark: Any, build: Callable[[Problem, float], Any], problem: Problem) -> None:
     horizon_us = simulate(problem, zb_auto(problem)).value_us
     model = benchmark.pedantic(build, (problem, horizon_us), rounds=3)
     assert model is not None

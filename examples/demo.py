@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from optpipe.cli.output import share_text, stdout, table, time_text
-from optpipe.cli.solve import print_progress
+from optpipe.cli.solve import print_event
 from optpipe.cli.train import print_result, print_step
 from optpipe.errors import MethodError
 from optpipe.plot import draw_comparison, draw_schedule
@@ -23,6 +23,7 @@ from optpipe.schedule_text import schedule_text
 from optpipe.train import TrainingConfig, train
 from solver.limits import Limits
 from solver.portfolio import solve
+from solver.process import solve_in_child
 
 PROBLEMS = Path(__file__).parent / "problems"
 MEASURED = PROBLEMS / "zb-1.5b-p8-m24-mem1.json"
@@ -68,7 +69,7 @@ def solve_and_draw(path: Path, out: Path, time_limit_s: float) -> list[Row]:
         f"\n{problem.name}: {len(problem.devices)} devices, {problem.microbatches} microbatches", style="bold"
     )
     rows = [published(problem, name) for name in PUBLISHED]
-    best = solve(problem, "auto", Limits(time_limit_s), print_progress)
+    best = solve_in_child(problem, "auto", Limits(time_limit_s), on_event=print_event).schedule_or_error()
     rows.append(Row(problem, f"optpipe ({best.method})", best))
     (out / f"{path.stem}.schedule.json").write_text(schedule_text(best))
     draw_schedule(best, out / f"{path.stem}.png")

@@ -16,6 +16,7 @@ from solver.lanes import Lane, Turn
 from solver.search.local import local_search
 from solver.search.pattern.search import pattern_search
 from solver.search.windows import improve_windows
+from solver.size import count_ops
 
 SMALL_OPS = 600
 """Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
@@ -26,7 +27,7 @@ LARGE_OPS = 20_000
 
 def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
     """The lanes for a problem of this size on so many cores. Shares of one lane sum up to at most 1."""
-    if ops_of(problem) <= SMALL_OPS:
+    if count_ops(problem) <= SMALL_OPS:
         return [
             [
                 Turn("search", local_search, 0.05, workers),
@@ -35,7 +36,7 @@ def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
                 Turn("search", local_search, 0.15, workers),
             ]
         ]
-    pattern = Turn("pattern", pattern_search, 0.25 if ops_of(problem) <= LARGE_OPS else 0.5, once=True)
+    pattern = Turn("pattern", pattern_search, 0.25 if count_ops(problem) <= LARGE_OPS else 0.5, once=True)
     bound = Turn("bound", relaxation_bound, 0.1, once=True)
     if workers == 1:
         return [[pattern, Turn("search", local_search, 0.2), Turn("windows", improve_windows, 0.2), bound]]
@@ -43,8 +44,3 @@ def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
         [Turn("search", local_search, 0.35)],
         [pattern, Turn("windows", improve_windows, 0.35, workers - 1), bound],
     ]
-
-
-def ops_of(problem: Problem) -> int:
-    """F, B and W of all stages and microbatches, and O and R where a stage may offload."""
-    return problem.microbatches * sum(5 if stage.offload else 3 for stage in problem.stages)

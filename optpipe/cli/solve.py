@@ -134,7 +134,7 @@ def _solve(
         memory_limit = int(MEMORY_SHARE * available)
     try:
         with ctrl_c_cancels(limits.cancel):
-            return solve_in_child(problem, method, limits, memory_limit, _print_event, starts=starts)
+            return solve_in_child(problem, method, limits, memory_limit, print_event, starts=starts)
     except SolverDiedError as error:
         if error.best is not None:
             _write(error.best, output)
@@ -150,7 +150,7 @@ def _write(schedule: Schedule, output: str | None) -> None:
         write_whole(Path(output), schedule_text(schedule))
 
 
-def _print_event(event: Incumbent | Heartbeat) -> None:
+def print_event(event: Incumbent | Heartbeat) -> None:
     """One line on stderr for each better value or bound."""
     from solver.process import Incumbent
 

@@ -15,7 +15,7 @@ from ortools.sat.python import cp_model
 from optpipe.errors import DeadlockError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
-from solver.exact.cp_sat.parameters import configured_solver
+from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
 from solver.exact.grid import Grid
 from solver.limits import Answer, Limits, Start
 from solver.search.windows_choice import choose_window
@@ -75,10 +75,8 @@ class _Search:
         window = choose_window(self.current, self.random, round(self.size))
         model = WindowModel(self.current, window)
         solver = self._solver()
-        with self.limits.cancel.calling(solver.stop_search):
-            status = solver.solve(model.model)
+        status, work = solve_unless_cancelled(solver, model.model, self.limits.cancel)
         assert status != cp_model.MODEL_INVALID, model.model.validate()
-        work = solver.response_proto.deterministic_time
         self._spend(work + 1e-4 * len(model.decided))
         self._resize(status == cp_model.OPTIMAL, work)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -14,7 +14,7 @@ from solver.exact.cp_sat.constraints import Constraints
 from solver.exact.cp_sat.cuts import add_weight_order, add_work_that_memory_holds_back
 from solver.exact.cp_sat.objective import add_objective
 from solver.exact.cp_sat.options import DEFAULT, Options
-from solver.exact.cp_sat.parameters import configured_solver
+from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
 from solver.exact.weight_order import count_like_pairs, in_weight_order
@@ -114,9 +114,7 @@ class _Search:
         variables.model.add(variables.objective <= ticks + grid.step - 1)
         solver = configured_solver(limits)
         solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
-        with limits.cancel.calling(solver.stop_search):
-            status = solver.solve(variables.model, _Callback(variables, self))
-        return status, solver.response_proto.deterministic_time
+        return solve_unless_cancelled(solver, variables.model, limits.cancel, _Callback(variables, self))
 
     def _spend(self, work: float) -> None:
         if self.work_left is not None:
@@ -133,9 +131,8 @@ class _Search:
             _add_hint(variables, self.orders)
         solver = configured_solver(replace(self.limits, deterministic_limit=self.work_left))
         callback = _Callback(variables, self)
-        with self.limits.cancel.calling(solver.stop_search):
-            status = solver.solve(variables.model, callback)
-        self._spend(solver.response_proto.deterministic_time)
+        status, work = solve_unless_cancelled(solver, variables.model, self.limits.cancel, callback)
+        self._spend(work)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             self.raise_bound(grid.proved_us(solver.best_objective_bound))
         return status

@@ -8,6 +8,7 @@ from math import isfinite
 import highspy
 import numpy as np
 
+from optpipe.errors import MethodError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -17,6 +18,10 @@ from solver.exact.milp.point import Timing, point_of_orders
 from solver.exact.milp.program import Program, build, load
 from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
+from solver.size import count_ops
+
+MOST_OPS = 3000
+"""The largest model that is built: tables of all pairs of ops take 168 bytes a pair, 1.5 GB at this size."""
 
 BOUND_SLACK = 1e-5
 """Units by which a bound of HiGHS is lowered: ten times its tolerances, and at most 1e-8 of the horizon."""
@@ -31,11 +36,22 @@ def solve_milp(
 ) -> Answer:
     """Search with HiGHS from the best start known, reporting every better answer.
 
-    Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility.
+    Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility. Raises
+    MethodError, before anything is built, where the model would be too large.
     """
+    _refuse_too_large(problem)
     search = _Search(problem, limits, start, on_answer, options)
     with limits.cancel.calling(search.stop):
         return search.run()
+
+
+def _refuse_too_large(problem: Problem) -> None:
+    ops = count_ops(problem)
+    if ops > MOST_OPS:
+        raise MethodError(
+            f"milp would build a model of {ops} ops, and its limit is {MOST_OPS}: it decides on every pair of them. "
+            "Maybe use auto or cp-sat, or fewer microbatches."
+        )
 
 
 class _Search:

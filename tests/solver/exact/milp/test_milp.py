@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from optpipe.errors import InfeasibleError, NoSolutionError
+from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.bounds import lower_bound_us
@@ -147,6 +147,12 @@ def test_cancel_keeps_the_best(delay_s: float | None) -> None:
     assert limits.seconds < 30
     assert answer.orders is not None
     assert 100.0 <= answer.bound_us <= answer.value_us <= 10_000.0
+
+
+def test_refuses_a_model_that_is_too_large_before_it_is_built() -> None:
+    problem = instance("po-10.5b-4k-d8-v5-m64-mem0.25")
+    with pytest.raises(MethodError, match=r"a model of 12800 ops, and its limit is 3000.*Maybe use auto"):
+        solve_milp(problem, Limits(60), Start(0, 1e9), lambda answer: None)
 
 
 def test_stops_at_the_gap_asked_for() -> None:
