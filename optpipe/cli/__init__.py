@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from optpipe.cli import bench, compare, export, methods, plot, solve, train, verify
+from optpipe.cli import bench, compare, export, methods, plan, plot, solve, trace, train, verify
 from optpipe.cli.output import print_error, wants_json
 from optpipe.errors import InfeasibleError, InputError, NoSolutionError, OptPipeError, TrainingError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (solve, methods, verify, compare, plot, export, train, bench):
+for module in (solve, plan, methods, verify, compare, plot, export, train, trace, bench):
     app.command(name=module.__name__.rsplit(".", 1)[-1])(module.command)
 
 EXIT_NO = 1

@@ -1,0 +1,110 @@
+"""LayerProfile: what a model costs layer by layer, before anyone has cut it into stages (document `optpipe.layers/1`).
+
+Times are microseconds and memory is bytes, both for one microbatch of `microbatch_size` sequences. `optpipe profile`
+writes it, from measurements or from a table of sizes; `optpipe plan` finds out how to cut it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optpipe.document import Document, read_document
+from optpipe.fields import Bytes, Count, TimeUs, reject
+from optpipe.problem import CopyChannels, Workspace
+
+MAX_PROFILE_BYTES = 2**20
+"""A layer takes about 300 bytes; more than a MiB of them is another kind of file."""
+
+MAX_LAYERS = 2000
+"""Repeated layers counted one by one."""
+
+Rate = Annotated[int | float, Field(gt=0, le=1e9)]
+"""Bytes a microsecond, which is MB a second: up to 1e9, a thousand TB a second."""
+
+
+class Layer(Document):
+    """A layer, or `repeat` equal ones in a row.
+
+    The memory is that of a stage (contract): `activation_bytes` from F to B, `backward_weight_bytes` of it from B to
+    W, of which `offload_bytes` may leave to the host. `parameter_bytes` stays on the device for good: weights,
+    gradients and the optimizer's state. `output_bytes` crosses to the next layer's device, and back as a gradient.
+    `fixed_us` is the part of each of the three times that does not grow with the microbatch.
+    """
+
+    name: str = Field(default="", max_length=200)
+    repeat: Count = 1
+    forward_us: TimeUs
+    backward_input_us: TimeUs
+    backward_weight_us: TimeUs
+    fixed_us: TimeUs = 0
+    activation_bytes: Bytes
+    backward_weight_bytes: Bytes
+    offload_bytes: Bytes = 0
+    workspace_bytes: Workspace = Workspace()
+    parameter_bytes: Bytes = 0
+    output_bytes: Bytes = 0
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.offload_bytes > self.activation_bytes:
+            raise reject(
+                "offload_too_large",
+                f"has offload_bytes {self.offload_bytes} but activation_bytes is {self.activation_bytes}. "
+                "Maybe one of them counts all microbatches",
+            )
+        return self
+
+
+class Link(Document):
+    """How layers on two devices talk: a message takes `latency_us`, and its bytes over `bytes_per_us` where given."""
+
+    latency_us: TimeUs = 0
+    bytes_per_us: Rate | None = None
+
+
+class HostCopies(Document):
+    """Copies between a device and the host: bytes a microsecond each way, and which devices share what."""
+
+    offload_bytes_per_us: Rate
+    reload_bytes_per_us: Rate
+    channels: CopyChannels = CopyChannels()
+    host_memory_bytes: Bytes | None = None
+
+
+class LayerProfile(Document):
+    """The layers of a model in order, and what one device of the machine has.
+
+    `memory_bytes` is the whole memory of a device that the model may use, parameters included (None: no limit).
+    Without `copies` nothing can be offloaded.
+    """
+
+    format: Literal["optpipe.layers/1"]
+    name: str = Field(default="", max_length=200)
+    microbatch_size: Count = 1
+    layers: Annotated[list[Layer], Field(min_length=1)]
+    memory_bytes: Bytes | None = None
+    link: Link = Link()
+    copies: HostCopies | None = None
+    source: str = Field(default="", max_length=2000)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a layer profile. Raises InputError naming the field, the value and the limit."""
+        hint = "is already cut into stages. Maybe use 'optpipe solve'."
+        return cls.from_data(read_document(path, MAX_PROFILE_BYTES, {"optpipe.problem/": hint}), str(path))
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Self:
+        count = sum(layer.repeat for layer in self.layers)
+        if count > MAX_LAYERS:
+            raise reject("too_many_layers", f"layers hold {count} with repeats, but at most {MAX_LAYERS} are cut")
+        return self
+
+    @cached_property
+    def each_layer(self) -> tuple[Layer, ...]:
+        """Every layer by itself: repeated ones as often as they repeat."""
+        return tuple(layer for layer in self.layers for _ in range(layer.repeat))

@@ -1,0 +1,145 @@
+"""A size table -> a layer profile, by the formulas of the papers. Everything assumed is written here.
+
+With b sequences of s tokens, hidden size h, feed-forward width f, a heads, and matrix products at the table's rate,
+a transformer layer takes (Zero Bubble, table 1, where f = 4h; a multiply and an add are two operations)
+
+    F: bs (8h^2 + 4hf + 4sh)    B: bs (8h^2 + 4hf + 8sh)    W: bs (8h^2 + 4hf)
+
+operations, and the output head 2bshV for each of F, B and W. Operations that are no matrix products are taken as free,
+as is the embedding but for its memory. Attention is counted in full (no gain from the causal mask).
+
+Memory for 16-bit activations (Zero Bubble, section 2; PipeOffload, section 3): F takes bs(34h + 5as), without the
+5as where attention is fused, and 20h in place of 34h where norms, GeLU and dropout are recomputed; W still needs
+bs(32h) of it, or the same share of what is left after recomputing; 20bsh of it may leave to the host. Other element
+sizes scale these. The head keeps its input and the float32 logits, 4bsV bytes, until B, and the input and the gradient
+of the logits until W. Tensor parallelism with sequence parallelism divides all of this but the messages' shape, whose
+bytes it divides too. A microbatch's message is its activation, bsh elements.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from optpipe.layers import HostCopies, Layer, LayerProfile, Link
+from optpipe.profile.table import SizeTable
+
+HELD, HELD_RECOMPUTED, HELD_FOR_WEIGHT, MOVED = 34, 20, 32, 20
+"""Bytes a token and hidden unit with 16-bit activations: kept, kept with recomputing, kept from B to W, offloadable."""
+
+SCORES = 5
+"""Bytes a token, head and token of the sequence, where the attention matrix is kept."""
+
+
+def profile_of(table: SizeTable) -> LayerProfile:
+    """The profile of a transformer: an embedding, its layers, and the output head with its loss."""
+    costs = _Costs(table)
+    machine = table.machine
+    copies = None
+    if machine.copy_gb_per_s is not None:
+        rate = machine.copy_gb_per_s * 1e3
+        copies = HostCopies(offload_bytes_per_us=rate, reload_bytes_per_us=rate, channels=machine.channels)
+    return LayerProfile(
+        format="optpipe.layers/1",
+        name=table.name,
+        microbatch_size=table.model.microbatch_size,
+        layers=[costs.embedding(), costs.block(), costs.head()],
+        memory_bytes=int(machine.memory_gb * 1e9),
+        link=Link(latency_us=machine.link_latency_us, bytes_per_us=machine.link_gb_per_s * 1e3),
+        copies=copies,
+        source="cost model of optpipe.profile.cost_model from a table of sizes",
+    )
+
+
+def copy_to_compute_ratio(table: SizeTable) -> float:
+    """k of PipeOffload (section 3): a layer's round trip to the host over its F, B and W; at most 1 is nearly free.
+
+    Raises ValueError where the table has no `copy_gb_per_s`.
+    """
+    if table.machine.copy_gb_per_s is None:
+        raise ValueError("machine.copy_gb_per_s is missing")
+    block = _Costs(table).block()
+    copies_us = 2 * block.offload_bytes / (table.machine.copy_gb_per_s * 1e3)
+    return copies_us / (block.forward_us + block.backward_input_us + block.backward_weight_us)
+
+
+class _Costs:
+    """Layers of a table; all that tensor parallelism divides is divided here."""
+
+    def __init__(self, table: SizeTable) -> None:
+        model, self.table = table.model, table
+        self.tokens = model.microbatch_size * model.sequence
+        self.hidden, self.model = model.hidden, model
+        self.inner = model.feed_forward or 4 * model.hidden
+        self.elements = table.precision.activation_bytes / 2
+
+    def embedding(self) -> Layer:
+        """A lookup: nothing to compute, but the tokens' indices are kept (8 bytes each) and there are parameters."""
+        kept = self._bytes(8 * self.tokens)
+        return self._layer("embedding", 0, 0, 0, kept, kept, 0, self.model.vocabulary * self.hidden)
+
+    def block(self) -> Layer:
+        """A transformer layer, as often as the model has it."""
+        tokens, h, model, kept = self.tokens, self.hidden, self.model, self.table.kept
+        matrices = tokens * (8 * h * h + 4 * h * self.inner)
+        scores = tokens * model.sequence * h
+        held_per_unit = HELD_RECOMPUTED if kept.recomputed else HELD
+        held = tokens * (held_per_unit * h + SCORES * model.heads * model.sequence * kept.attention_scores)
+        for_weight = tokens * h * HELD_FOR_WEIGHT * held_per_unit / HELD
+        return self._layer(
+            "transformer layer",
+            matrices + 4 * scores,
+            matrices + 8 * scores,
+            matrices,
+            self._bytes(self.elements * held),
+            self._bytes(self.elements * for_weight),
+            self._bytes(self.elements * tokens * h * MOVED),
+            4 * h * h + 2 * h * self.inner + 9 * h + self.inner,
+            repeat=model.layers,
+        )
+
+    def head(self) -> Layer:
+        """Output projection and loss: their time grows with the vocabulary."""
+        products = 2 * self.tokens * self.hidden * self.model.vocabulary
+        read = self._bytes(self.elements * 2 * self.tokens * self.hidden)
+        logits = self._bytes(4 * self.tokens * self.model.vocabulary)
+        parameters = self.model.vocabulary * self.hidden
+        return self._layer("head and loss", *(products,) * 3, read + logits, read + logits, 0, parameters)
+
+    def _layer(
+        self,
+        name: str,
+        forward: float,
+        backward_input: float,
+        backward_weight: float,
+        activation_bytes: int,
+        backward_weight_bytes: int,
+        offload_bytes: int,
+        parameters: int,
+        repeat: int = 1,
+    ) -> Layer:
+        launch_us = self.table.machine.launch_us
+        return Layer(
+            name=name,
+            repeat=repeat,
+            forward_us=self._us(forward) + launch_us,
+            backward_input_us=self._us(backward_input) + launch_us,
+            backward_weight_us=self._us(backward_weight) + launch_us,
+            fixed_us=launch_us,
+            activation_bytes=activation_bytes,
+            backward_weight_bytes=backward_weight_bytes,
+            offload_bytes=min(offload_bytes, activation_bytes),
+            parameter_bytes=self._parameter_bytes(parameters),
+            output_bytes=self._bytes(2 * self.elements * self.tokens * self.hidden),
+        )
+
+    def _us(self, operations: float) -> float:
+        return operations / self.table.parallel.tensor / (self.table.machine.teraflops * 1e6)
+
+    def _bytes(self, size: float) -> int:
+        return ceil(size / self.table.parallel.tensor)
+
+    def _parameter_bytes(self, parameters: int) -> int:
+        precision, parallel = self.table.precision, self.table.parallel
+        shared_by = parallel.data if parallel.sharded_optimizer else 1
+        each = precision.weight_bytes + precision.gradient_bytes + precision.optimizer_bytes / shared_by
+        return ceil(parameters * each / parallel.tensor)

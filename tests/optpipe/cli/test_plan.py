@@ -1,0 +1,63 @@
+"""`optpipe plan` from the outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optpipe.schedule import Schedule
+from optpipe.verify import verify
+from tests.layer_profiles import profile
+from tests.optpipe.cli.conftest import Cli
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    path = tmp_path / "layers.json"
+    path.write_text(profile(8, head=3, name="toy").to_json())
+    return path
+
+
+def test_the_best_layout_is_written_and_told(cli: Cli, layers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "best.json"
+    options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear,v")
+    run = cli("plan", layers, *options, "--time-limit", "3", "-o", out, "--json")
+    assert run.code == 0
+    first, *others = run.document["layouts"]
+    schedule = Schedule.load(out)
+    assert verify(schedule).ok
+    assert schedule.value_us == first["value_us"]
+    assert [stage.device for stage in schedule.problem.stages] == first["devices_of_stages"]
+    assert all(other["value_us"] >= first["value_us"] for other in others)
+
+
+def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--placements", "linear", "--time-limit", "1")
+    assert run.code == 0
+    header, best = run.out.splitlines()[:2]
+    assert "sequences / s" in header
+    assert best.startswith("linear")
+    assert best.rstrip().endswith("wins")
+    assert "layers of each stage: 5 3" in run.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),
+        (("--placements", "zigzag"), "--placements holds 'zigzag' is not a placement. Maybe one of linear"),
+        (("--objective", "time"), "--objective is 'time' but must be makespan or device_span."),
+        (("--offload", "yes"), "--offload is yes, but the profile says of no layer that it may leave"),
+    ],
+)
+def test_bad_options(cli: Cli, layers: Path, options: tuple[str, ...], message: str) -> None:
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "8", *options)
+    assert run.code == 2
+    assert message in run.err
+
+
+def test_nothing_fits(cli: Cli, layers: Path) -> None:
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1000", "--time-limit", "1")
+    assert run.code == 4
+    assert "linear, even cut, microbatch 1: parameters alone take 4,000 of 1,000 bytes on device 0" in run.err

@@ -1,0 +1,86 @@
+"""The cost model against the papers' own figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe.errors import InputError
+from optpipe.profile.cost_model import copy_to_compute_ratio, profile_of
+from optpipe.profile.table import SizeTable
+
+MODEL = {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 1024, "vocabulary": 50_000}
+MACHINE = {"teraflops": 220, "memory_gb": 80, "link_gb_per_s": 25, "copy_gb_per_s": 15}
+
+
+def table(**more: Any) -> SizeTable:
+    data = {"model": MODEL, "machine": MACHINE} | more
+    return SizeTable.from_data(data)
+
+
+def test_layer_times_are_zero_bubbles_operations() -> None:
+    _, block, head = profile_of(table()).layers
+    s, h = 1024, 2048
+    rate = 220e6  # operations a microsecond
+    assert block.forward_us == pytest.approx(s * h * (24 * h + 4 * s) / rate)
+    assert block.backward_input_us == pytest.approx(s * h * (24 * h + 8 * s) / rate)
+    assert block.backward_weight_us == pytest.approx(s * h * 24 * h / rate)
+    assert head.forward_us == pytest.approx(2 * s * h * 50_000 / rate)
+
+
+def test_layer_memory_is_zero_bubbles() -> None:
+    s, h, a = 1024, 2048, 16
+    kept = profile_of(table(kept={"attention_scores": True})).layers[1]
+    assert kept.activation_bytes == s * (34 * h + 5 * a * s)
+    assert kept.backward_weight_bytes == 32 * s * h
+    assert profile_of(table()).layers[1].activation_bytes == 34 * s * h
+    recomputed = profile_of(table(kept={"recomputed": True})).layers[1]
+    assert recomputed.activation_bytes == recomputed.offload_bytes == 20 * s * h
+
+
+@pytest.mark.parametrize(("hidden", "sequence"), [(2048, 1024), (4096, 4096), (8192, 16384)])
+def test_k_is_pipe_offloads(hidden: int, sequence: int) -> None:
+    """k = 10 / (3 (6h + s)) * Bc / Bo (PipeOffload, section 3)."""
+    given = table(model=MODEL | {"hidden": hidden, "sequence": sequence})
+    expected = 10 / (3 * (6 * hidden + sequence)) * 220e12 / 15e9
+    assert copy_to_compute_ratio(given) == pytest.approx(expected, rel=1e-6)
+
+
+def test_parameters_of_the_paper_s_1_5b_model() -> None:
+    """22 layers of hidden size 2304 are the 1.5B model of Zero Bubble's experiments, embeddings apart."""
+    given = table(model=MODEL | {"layers": 22, "hidden": 2304, "heads": 24})
+    block = profile_of(given).layers[1]
+    assert 22 * block.parameter_bytes / 18 == pytest.approx(1.4e9, rel=0.01)
+
+
+def test_tensor_and_data_parallelism_divide() -> None:
+    one, divided = (
+        profile_of(table(parallel=parallel)).layers[1]
+        for parallel in ({}, {"tensor": 4, "data": 8, "sharded_optimizer": True})
+    )
+    assert divided.forward_us == pytest.approx(one.forward_us / 4)
+    assert divided.activation_bytes == one.activation_bytes // 4
+    assert divided.parameter_bytes == pytest.approx(one.parameter_bytes / 18 * (2 + 4 + 12 / 8) / 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = 3", "model is 3: input should be a valid dictionary"),
+        ("[model]\nlayers = 2\nlayers = 3", "is not TOML"),
+        ("[machine]\nteraflop = 3", "machine.teraflop is not a field. Maybe you meant teraflops"),
+    ],
+)
+def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        SizeTable.load(path)
+    assert message in str(caught.value)
+
+
+def test_heads_divide_hidden() -> None:
+    with pytest.raises(InputError, match="model has heads 7, which does not divide hidden 2048"):
+        table(model=MODEL | {"heads": 7})

@@ -1,0 +1,70 @@
+"""Cuts: as even as can be, or the busiest device's work least, which brute force agrees with."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.layers import LayerProfile
+from optpipe.layout import work_us
+from solver.layout.cutting import TICKS, balanced_sizes, even_sizes
+from solver.layout.placements import placement, placement_named
+from tests.layer_profiles import BLOCK, profile
+
+
+@pytest.mark.parametrize(("layers", "stages", "sizes"), [(7, 3, (3, 2, 2)), (6, 3, (2, 2, 2)), (4, 4, (1, 1, 1, 1))])
+def test_even(layers: int, stages: int, sizes: tuple[int, ...]) -> None:
+    assert even_sizes(layers, stages) == sizes
+
+
+def test_a_heavy_head_gets_fewer_layers() -> None:
+    assert balanced_sizes(profile(12, head=4), placement("linear", 3, 1)) == (5, 5, 2)
+
+
+def test_the_ends_of_a_v_share_a_device() -> None:
+    sizes = balanced_sizes(profile(15, head=4), placement("v", 3, 2))
+    assert sizes is not None
+    assert sizes[0] + sizes[-1] == 3  # the head counts as four blocks: 6 of 18 on each device
+
+
+def test_parameters_and_one_microbatch_fit() -> None:
+    given = profile(12, head=10, memory_bytes=5 * 1100)
+    sizes = balanced_sizes(given, placement("linear", 3, 1))
+    assert sizes is not None
+    assert max(sizes) <= 5
+    assert balanced_sizes(profile(12, memory_bytes=3 * 1100), placement("linear", 3, 1)) is None
+
+
+def test_too_few_layers() -> None:
+    assert balanced_sizes(profile(3), placement("linear", 4, 1)) is None
+
+
+def busiest_us(given: LayerProfile, sizes: tuple[int, ...], places: tuple[int, ...]) -> float:
+    work, begin = [0.0] * (max(places) + 1), 0
+    for size, device in zip(sizes, places, strict=True):
+        work[device] += sum(work_us(layer) for layer in given.each_layer[begin : begin + size])
+        begin += size
+    return max(work)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 30), min_size=6, max_size=9),
+    st.sampled_from([("linear", 2, 1), ("linear", 3, 1), ("v", 2, 2), ("interleaved", 2, 2)]),
+)
+def test_no_cut_is_better_balanced(times: list[int], where: tuple[str, int, int]) -> None:
+    kind, devices, chunks = where
+    places = placement(placement_named("v" if kind == "v" else "linear")[0], devices, chunks)
+    layers = [BLOCK | {"forward_us": t, "backward_input_us": t, "backward_weight_us": 0} for t in times]
+    given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers})
+    sizes = balanced_sizes(given, places)
+    assert sizes is not None
+    assert sum(sizes) == len(times)
+    cuts = combinations(range(1, len(times)), len(places) - 1)
+    every = [tuple(b - a for a, b in pairwise((0, *cut, len(times)))) for cut in cuts]
+    least = min(busiest_us(given, one, places) for one in every)
+    rounding = len(places) * 2 * sum(times) / TICKS
+    assert busiest_us(given, sizes, places) <= least + rounding

@@ -1,0 +1,67 @@
+"""Layouts: every combination is judged, the best comes first, and the others say why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.verify import verify
+from solver.layout.candidates import Search, candidates
+from solver.layout.placements import placement, placement_named
+from solver.layout.ranking import rank
+from solver.limits import Limits
+from tests.layer_profiles import profile
+
+COPIES = {"offload_bytes_per_us": 40, "reload_bytes_per_us": 40}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "expected"),
+    [
+        ("linear", 3, (0, 1, 2)),
+        ("interleaved-2", 2, (0, 1, 0, 1)),
+        ("v", 3, (0, 1, 2, 2, 1, 0)),
+        ("v-4", 2, (0, 1, 1, 0, 0, 1, 1, 0)),
+    ],
+)
+def test_placements(name: str, devices: int, expected: tuple[int, ...]) -> None:
+    kind, chunks = placement_named(name)
+    assert placement(kind, devices, chunks) == expected
+
+
+@pytest.mark.parametrize("name", ["", "w", "interleaved", "interleaved-1", "v-x", "linear-2", "v-999"])
+def test_unknown_placements(name: str) -> None:
+    with pytest.raises(ValueError, match="Maybe one of linear"):
+        placement_named(name)
+
+
+def test_every_combination_once() -> None:
+    search = Search(2, 8, (1, 2), ("linear", "v"))
+    found = list(candidates(profile(8, head=3, copies=COPIES), search))
+    names = [one.name for one in found]
+    assert len(set(names)) == len(names)
+    assert len(found) == 2 * 2 * 2 * 2  # placements, sizes, cuts, with and without offload
+    assert {one.sequences for one in found} == {8}
+
+
+def test_too_few_layers_and_overfull_devices_say_so() -> None:
+    found = list(candidates(profile(4, memory_bytes=1500), Search(2, 4, (1,), ("linear", "interleaved-4"))))
+    reasons = {one.placement: one.why_not for one in found}
+    assert reasons["linear"] == "parameters alone take 2,000 of 1,500 bytes on device 0"
+    assert reasons["interleaved-4"] == "4 layers are too few for its stages"
+
+
+def test_the_best_comes_first_and_the_rest_say_why_not() -> None:
+    given = profile(8, head=3, copies=COPIES, memory_bytes=6 * 1000 + 1000)
+    judged = rank(candidates(given, Search(2, 8, (1, 2))), Limits(6.0, workers=2))
+    values = [one.value_us for one in judged]
+    assert values == sorted(values)
+    best = judged[0]
+    assert best.schedule is not None
+    assert verify(best.schedule).ok
+    assert best.sequences_per_s == pytest.approx(8e6 / best.value_us)
+    for one in judged[1:]:
+        assert one.why_not or one.value_us >= best.value_us
+        if one.why_not == "no schedule of it can be better":
+            assert one.bound_us >= best.value_us
+    evens = [one for one in judged if one.candidate.cut == "even" and one.candidate.placement == "linear"]
+    assert all(best.value_us < one.value_us for one in evens)  # the heavy head must not sit with half of the blocks
