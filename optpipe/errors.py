@@ -4,11 +4,13 @@
     ├── InputError            the caller's documents or options are wrong (exit code 2)
     ├── OrderError            orders that name unknown, repeated or misplaced ops
     ├── DeadlockError         orders in which ops wait for one another in a circle
+    ├── BudgetError           a compiled program holds more memory than a budget allows
     ├── MethodError           a method cannot handle this problem, and why
     ├── InfeasibleError       proved: no schedule keeps the budgets (exit code 3)
     ├── NoSolutionError       time ran out with nothing found (exit code 4)
     ├── VerificationError     a solver's answer broke a rule: a bug in OptPipe, never returned
     ├── SolverDiedError       the process of a solve ended without an answer
+    ├── ServiceError          a server cannot be reached, refuses, or failed at a job
     └── TrainingError         a schedule cannot be trained as asked
 
 Messages name the field, the value and the limit, and end with "Maybe ..." where a likely fix is known.
@@ -70,6 +72,10 @@ class DeadlockError(OptPipeError):
         )
 
 
+class BudgetError(OptPipeError):
+    """A compiled program, run in its own order, holds more memory than the problem's budget allows."""
+
+
 class MethodError(OptPipeError):
     """A method cannot handle this problem; the message gives the reason with numbers."""
 
@@ -100,6 +106,20 @@ class SolverDiedError(OptPipeError):
     def __init__(self, how: str, best: Schedule | None) -> None:
         self.best = best
         super().__init__(f"the solver's process {how}. Maybe the machine ran out of memory, or this is a bug.")
+
+
+class ServiceError(OptPipeError):
+    """A server cannot be reached, refuses the request, or failed at a job.
+
+    `status` is the HTTP status, if there was an answer. `passing`: asking again later may do, after `retry_after_s`
+    seconds if the server named any.
+    """
+
+    def __init__(
+        self, text: str, *, status: int | None = None, passing: bool = False, retry_after_s: float = 0.0
+    ) -> None:
+        self.status, self.passing, self.retry_after_s = status, passing, retry_after_s
+        super().__init__(text)
 
 
 class TrainingError(OptPipeError):

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
+"""Of a busy machine: alone a run takes some seconds."""
 
 
-def torchrun(worker: Path, processes: int, *arguments: str) -> None:
-    """Run the worker to its end on every rank; what it printed is shown where one of them fails."""
+def torchrun(worker: Path, processes: int, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+    """Run the worker to its end on every rank and return what they printed on stdout.
+
+    What they printed on stderr is shown where one of them fails or takes too long.
+    """
     command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={processes}", str(worker), *arguments]
     loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, env=loopback, timeout=TIMEOUT_SECONDS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    with subprocess.Popen(
+        command, env=loopback, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        try:
+            output, errors = launcher.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            errors = _end(launcher)
+            raise TimeoutError(f"{worker.name} took more than {timeout_seconds} s:\n{errors}") from None
+        except BaseException:
+            _end(launcher)
+            raise
+    assert launcher.returncode == 0, errors
+    return output
+
+
+def _end(launcher: subprocess.Popen[str]) -> str:
+    """End the launcher and its ranks, which would otherwise go on alone; returns what they had printed."""
+    launcher.send_signal(signal.SIGTERM)  # it passes it on to its ranks
+    try:
+        return launcher.communicate(timeout=40)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        return launcher.communicate()[1]

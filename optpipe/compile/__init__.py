@@ -1,7 +1,12 @@
-"""Schedule -> one program of actions a device, checked before anything runs. No torch here."""
+"""Schedule -> one program of actions a device, checked before anything runs. No torch here.
 
-from optpipe.compile.actions import Action, Program
+The way of a schedule (`passes`): host buffers (`slabs`), one global sequence (`lower`), memory of copies (`copies`),
+gradient reduction (`reduce`), events between streams (`events`), and the check (`check`, `memory`).
+"""
+
+from optpipe.compile.actions import Action, Program, Slab
 from optpipe.compile.check import check_program
-from optpipe.compile.lower import compile_schedule
+from optpipe.compile.fuse import fuse_adjacent
+from optpipe.compile.passes import compile_forward, compile_schedule
 
-__all__ = ["Action", "Program", "check_program", "compile_schedule"]
+__all__ = ["Action", "Program", "Slab", "check_program", "compile_forward", "compile_schedule", "fuse_adjacent"]

@@ -1,7 +1,9 @@
-"""Checks a program before it runs: a deadlock on many devices is found here, on one.
+"""Checks a program before it runs: a deadlock or a race on many devices is found here, on one.
 
-The program is played as if every device had one stream and every send waited for its receive (a rendezvous, as NCCL
-does with large messages). A program that runs to its end so runs to its end on any transport.
+Deadlocks: the program is played as if every device had one stream and every send waited for its receive (a rendezvous,
+as NCCL does with large messages). A program that runs to its end so runs to its end on any transport and with any
+number of streams, since every wait is for an action earlier in the list. Races: what must be over when an action
+begins has to follow from the order of streams and the waits alone (`optpipe.compile.check_events`).
 """
 
 from __future__ import annotations
@@ -10,49 +12,58 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from optpipe.compile.actions import RECEIVES, SENDS, Action, Message, Program, excerpt
-from optpipe.compile.dependencies import Rules
+from optpipe.compile.check_events import check_events
+from optpipe.compile.dependencies import Key, Rules
+from optpipe.compile.memory import check_memory
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.orders import Op
+from optpipe.problem import Problem
 
 
-def check_program(program: Program) -> None:
-    """Raise if the program cannot run.
+def check_program(program: Program, problem: Problem | None = None) -> None:
+    """Raise if the program cannot run, or does not fit into the budgets of `problem`.
 
     OrderError: an action is repeated or on the wrong device, comes before one on its device that it needs, needs one
-    that is nowhere, or messages between two devices are received in another order than sent. DeadlockError: devices
-    wait for one another; it names the blocked actions.
+    that is nowhere or that no event makes it wait for, two activations use one slab at a time, or messages between two
+    devices are received in another order than sent. DeadlockError: devices wait for one another; it names the blocked
+    actions. BudgetError: a device, or its slabs on the host, hold more than the problem allows.
     """
     places = _places(program)
-    _check_list_order(program, places)
+    rules = Rules(program.placement, places)
+    _check_list_order(program, rules, places)
     _check_first_in_first_out(program)
+    check_events(program, rules, problem)
     _play(program)
+    if problem is not None:
+        check_memory(program, problem)
 
 
-def _places(program: Program) -> dict[Op, tuple[int, int]]:
+def _places(program: Program) -> dict[Key, tuple[int, int]]:
     """Device and place of each action."""
-    places: dict[Op, tuple[int, int]] = {}
+    places: dict[Key, tuple[int, int]] = {}
     for d, actions in enumerate(program.devices):
         for k, action in enumerate(actions):
-            if action.key in places:
+            key = action[:3]
+            if key in places:
                 raise OrderError(f"{action} is in the program more than once")
             if program.placement[action.stage] != d:
                 home = program.placement[action.stage]
                 raise OrderError(f"{action} is on device {d}, but stage {action.stage} is on device {home}")
-            places[action.key] = (d, k)
+            places[key] = d, k
     return places
 
 
-def _check_list_order(program: Program, places: dict[Op, tuple[int, int]]) -> None:
-    rules = Rules(program.placement, places)
+def _check_list_order(program: Program, rules: Rules, places: dict[Key, tuple[int, int]]) -> None:
     for d, actions in enumerate(program.devices):
         for k, action in enumerate(actions):
-            for need in (*rules.needs(action.key), *action.waits):
+            for need in (*rules.needs(action[:3]), *action.waits):
                 if need not in places:
-                    raise OrderError(f"{action} needs {need}, which is not in the program:\n{excerpt(actions, k)}")
-                if places[need][0] == d and places[need][1] > k:
+                    raise OrderError(f"{action} needs {Op(*need)}, which is not in the program:\n{excerpt(actions, k)}")
+                home, place = places[need]
+                if home == d and place > k:
                     raise OrderError(
-                        f"device {d} runs {action} at place {k}, before {need} at place {places[need][1]}, which it "
-                        f"needs:\n{excerpt(actions, k)}"
+                        f"device {d} runs {action} at place {k}, before {Op(*need)} at place {place}, which it needs:\n"
+                        f"{excerpt(actions, k)}"
                     )
 
 

@@ -6,129 +6,119 @@ list and a receive in another. Hence all devices agree on the order of all messa
 first in, first out, and even if every send waited for its receive, the lists could not deadlock: the global
 sequence itself is a way to run them.
 
-In one list an op that is planned to overlap another runs after it. Ops come in the order of their planned starts, so
-at each start everything planned to be released by then is released, and memory never exceeds the plan.
+Compute ops stand at their planned end, so a receive is issued before the op that is planned to run while the message
+arrives, and a copy before the op beside which it is planned. What a receive or a copy needs of the compute stream
+(memory is allocated there) is then over by its planned start.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
-from optpipe.compile.actions import SENDS, Action, Program, matching_receive, matching_send
-from optpipe.compile.check import check_program
-from optpipe.compile.dependencies import Rules
-from optpipe.orders import Op
-from optpipe.schedule import Schedule
-from optpipe.simulate import simulate
+from optpipe.compile.actions import SENDS, Action, matching_receive, matching_send
+from optpipe.compile.dependencies import Key, Rules
+from optpipe.orders import Op, Orders
+from optpipe.waits import Times
 
-Priority = tuple[float, int, str, int, int]
-"""Planned time, then messages and offloads before compute before reloads; the rest makes the sequence unique."""
+Entry = tuple[float, int, str, int, int]
+"""A node with what it is sorted by: its time in us; compute before messages before offloads before reloads; its key."""
 
-_RANK = {"SEND_F": 0, "SEND_B": 0, "O": 1, "R": 3}
-_COMPUTE_RANK = 2
+_COMPUTE, _MESSAGE, _OFFLOAD, _RELOAD = range(4)
 
 
-def compile_schedule(schedule: Schedule) -> Program:
-    """Lower a schedule to a checked program.
+@dataclass(frozen=True)
+class Plan:
+    """What is lowered: orders with waits, and the planned times that decide what the orders leave open.
 
-    Only order, waits and relative planned times of the schedule are used. Raises OrderError where an op is missing,
-    repeated or misplaced, and DeadlockError where ops wait for one another in a circle.
+    `begin_us` gives a reload that had better begin later than planned its own time (`optpipe.compile.copies`),
+    `slab_of` each offloaded (stage, microbatch) its slab.
     """
-    simulate(schedule.problem, schedule.orders)  # refuses every order that cannot run
-    placement = tuple(stage.device for stage in schedule.problem.stages)
-    lowering = _Lowering(schedule, Rules(placement, _planned(schedule)))
-    program = Program(schedule.problem.microbatches, placement, lowering.device_lists())
-    check_program(program)
-    return program
+
+    placement: tuple[int, ...]
+    orders: Orders
+    times: Times
+    begin_us: Mapping[Op, float]
+    slab_of: Mapping[tuple[int, int], int]
 
 
-def _planned(schedule: Schedule) -> dict[Op, tuple[float, float]]:
-    return {
-        op.key: (op.start_us, op.end_us) for device in schedule.devices for _, ops in device.streams() for op in ops
-    }
+def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
+    """One list a device, in the order in which actions are issued, with messages and PREPARE but without RELEASE.
+
+    `waits` of an action are those of the plan; a reload's stand on its PREPARE, which is right before it.
+    """
+    graph = _Graph(plan)
+    lists: list[list[Action]] = [[] for _ in plan.orders.devices]
+    for key in _each_after_its_needs(sorted(graph.entries()), graph.needs):
+        for device, action in graph.actions(Op(*key)):
+            lists[device].append(action)
+    return tuple(map(tuple, lists))
 
 
-@dataclass
-class _Lowering:
-    """The graph of ops and messages (a message is represented by its send) and their priorities."""
+class _Graph:
+    """Ops and messages as nodes (a message is represented by its send, a reload stands for its PREPARE too)."""
 
-    schedule: Schedule
-    rules: Rules
-    planned: Mapping[Op, tuple[float, float]] = field(init=False)
-    waits: Mapping[Op, Sequence[Op]] = field(init=False)
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._placement = plan, plan.placement
+        self._rules = Rules(plan.placement, plan.times)
+        streams = [ops for device in plan.orders.devices for ops in device.streams()]
+        self._before: Mapping[Key, Key] = {later: earlier for ops in streams for earlier, later in pairwise(ops)}
 
-    def __post_init__(self) -> None:
-        self.planned = _planned(self.schedule)
-        self.waits = self.schedule.orders.waits
+    def entries(self) -> Iterator[Entry]:
+        """Every node, with what it is sorted by."""
+        last = len(self._placement) - 1
+        for op, (start_us, end_us) in self._plan.times.items():
+            kind, s, i = op
+            if kind in ("O", "R"):
+                yield self._plan.begin_us.get(op, start_us), _OFFLOAD if kind == "O" else _RELOAD, kind, s, i
+                continue
+            yield end_us, _COMPUTE, kind, s, i
+            if kind == "F" and s < last and self._rules.crosses(s):
+                yield end_us, _MESSAGE, "SEND_F", s, i
+            elif kind in ("B", "BW") and s > 0 and self._rules.crosses(s - 1):
+                yield end_us, _MESSAGE, "SEND_B", s, i
 
-    def device_lists(self) -> tuple[tuple[Action, ...], ...]:
-        lists: list[list[Action]] = [[] for _ in self.schedule.devices]
-        for key in self._sequence():
-            home = self.rules.placement[key.stage]
-            if key.kind in SENDS:
-                receive = matching_receive(key)
-                peer = self.rules.placement[receive.stage]
-                lists[home].append(Action(*key, peer=peer))
-                lists[peer].append(Action(*receive, peer=home))
-            else:
-                lists[home].append(Action(*key, waits=tuple(self.waits.get(key, ()))))
-        return tuple(tuple(actions) for actions in lists)
-
-    def _sequence(self) -> list[Op]:
-        """Ops and messages by priority, each after all that it needs."""
-        nodes = [*self.planned, *self._messages()]
-        before = {node: set(self._before(node)) for node in nodes}
-        for earlier, later in self._stream_order():
-            before[later].add(earlier)
-        return _by_priority(before, {node: self._priority(node) for node in nodes})
-
-    def _messages(self) -> Iterable[Op]:
-        last = len(self.rules.placement) - 1
-        for kind, s, i in self.planned:
-            if kind == "F" and s < last and self.rules.crosses(s):
-                yield Op("SEND_F", s, i)
-            if kind in ("B", "BW") and s > 0 and self.rules.crosses(s - 1):
-                yield Op("SEND_B", s, i)
-
-    def _before(self, node: Op) -> Iterable[Op]:
-        for need in self.rules.needs(node):
-            yield matching_send(need) if need.kind.startswith("RECV") else need
-        yield from self.waits.get(node, ())
-
-    def _stream_order(self) -> Iterable[tuple[Op, Op]]:
-        for device in self.schedule.orders.devices:
-            for ops in device.streams():
-                yield from pairwise(ops)
-
-    def _priority(self, node: Op) -> Priority:
-        if node.kind in SENDS:
-            (producer,) = self.rules.needs(node)
-            time_us = self.planned[producer][1]
+    def needs(self, node: Key) -> Iterator[Key]:
+        """The nodes that must come before one."""
+        if node in self._before:
+            yield self._before[node]
+        if node[0] == "R":
+            yield ("O", *node[1:])
         else:
-            time_us = self.planned[node][0]
-        return time_us, _RANK.get(node.kind, _COMPUTE_RANK), *node
+            for need in self._rules.needs(node):
+                yield matching_send(Op(*need)) if need[0].startswith("RECV") else need
+        yield from self._plan.orders.waits.get(node, ())  # type: ignore[call-overload]
+
+    def actions(self, node: Op) -> Iterator[tuple[int, Action]]:
+        """The entries in the lists, each with its device, that a node becomes."""
+        home = self._placement[node.stage]
+        waits = tuple(self._plan.orders.waits.get(node, ()))
+        if node.kind in SENDS:
+            receive = matching_receive(node)
+            peer = self._placement[receive.stage]
+            yield home, Action(*node, peer=peer)
+            yield peer, Action(*receive, peer=home)
+        elif node.kind == "R":
+            yield home, Action("PREPARE", node.stage, node.microbatch, waits=waits)
+            yield home, Action(*node)
+        else:
+            slab = self._plan.slab_of[node[1:]] if node.kind == "O" else None
+            yield home, Action(*node, waits=waits, slab=slab)
 
 
-def _by_priority(before: Mapping[Op, set[Op]], priority: Mapping[Op, Priority]) -> list[Op]:
-    """A topological order that takes, among the nodes that may come next, the one with the least priority."""
-    after: dict[Op, list[Op]] = defaultdict(list)
-    missing = {node: len(needs) for node, needs in before.items()}
-    for node, needs in before.items():
-        for need in needs:
-            after[need].append(node)
-    ready = [(priority[node], node) for node, count in missing.items() if not count]
-    heapq.heapify(ready)
-    sequence = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        sequence.append(node)
-        for follower in after[node]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready, (priority[follower], follower))
-    assert len(sequence) == len(before), "simulate accepts no circle"
-    return sequence
+def _each_after_its_needs(entries: Iterable[Entry], needs: Callable[[Key], Iterable[Key]]) -> list[Key]:
+    """The nodes in the order of their entries; where one needs a later one, that comes right before it.
+
+    There is no circle: the orders can run, and so can they with the waits that planned times allow.
+    """
+    sequence: dict[Key, None] = {}
+    for entry in entries:
+        pending = [entry[2:]]
+        while pending:
+            node = pending[-1]
+            missing = [] if node in sequence else [need for need in needs(node) if need not in sequence]
+            pending += missing
+            if not missing:
+                sequence[pending.pop()] = None
+    return list(sequence)

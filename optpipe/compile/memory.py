@@ -4,43 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from optpipe.compile.actions import RECEIVES, SENDS, Program
-from optpipe.memory import device_effect
+from optpipe.compile.actions import RECEIVES, SENDS, Action, Program
+from optpipe.errors import BudgetError
+from optpipe.memory import Effect, device_effect, host_effect
 from optpipe.orders import Op
-from optpipe.problem import Problem
+from optpipe.problem import Problem, Stage
+
+NOTHING = Effect(0, 0)
 
 
 def planned_peaks_bytes(program: Program, problem: Problem, message_bytes: Sequence[int]) -> list[int]:
     """Peak of each device's memory when it runs its list, one action at a time.
 
-    `problem` holds the sizes of its stages (contract: activation, backward weight, workspace, offload), and
-    `message_bytes[b]` the size of what crosses the boundary between stages b and b+1, each way. A message counts on
-    its receiver from the receive until the op that uses it begins, and on its sender from the end of the op that made
-    it until it is sent.
+    Since memory is taken and given back on the compute stream alone, several streams reach no other level. `problem`
+    holds the sizes of its stages (contract: activation, backward weight, workspace, offload), and `message_bytes[b]`
+    the size of what crosses the boundary between stages b and b+1, each way. A message counts on its receiver from
+    the receive until the op that uses it begins, and on its sender from the end of the op that made it until it is
+    sent. An activation that leaves counts until RELEASE, and from PREPARE on.
     """
-    return [_peak(_changes(program, d, problem, message_bytes)) for d in range(len(program.devices))]
+    return [
+        max((level for _, level in _levels(actions, problem, message_bytes)), default=0) for actions in program.devices
+    ]
 
 
-def _peak(changes: Iterator[int]) -> int:
-    level = peak = 0
-    for change in changes:
-        level += change
-        peak = max(peak, level)
-    return peak
+def check_memory(program: Program, problem: Problem) -> None:
+    """Raise BudgetError at the first action with which a device holds more than its `memory_bytes`.
+
+    As in the contract, budgets are for activations and workspaces; messages count nothing.
+    """
+    nothing = [0] * (len(problem.stages) - 1)
+    for d, (device, actions) in enumerate(zip(problem.devices, program.devices, strict=True)):
+        if device.memory_bytes is None:
+            continue
+        for action, level in _levels(actions, problem, nothing):
+            if level > device.memory_bytes:
+                raise BudgetError(
+                    f"device {d} holds {level} bytes at {action}, but its memory_bytes is {device.memory_bytes}. "
+                    "Maybe the schedule was made for other budgets, or lacks waits for its offloads: run "
+                    "'optpipe verify' on it."
+                )
 
 
-def _changes(program: Program, device: int, problem: Problem, message_bytes: Sequence[int]) -> Iterator[int]:
-    """Changes of the level in list order."""
-    for action in program.devices[device]:
-        if action.kind in SENDS:
-            yield -message_bytes[action.message.boundary]
-        elif action.kind in RECEIVES:
-            yield message_bytes[action.message.boundary]
-        else:
-            used, made = _messages(action.key, message_bytes)
-            effect = device_effect(problem.stages[action.stage], action.kind)
-            yield effect.at_start - used
-            yield effect.at_end + made
+def action_effect(stage: Stage, kind: str) -> Effect:
+    """What an action does to the memory of its device, messages aside."""
+    if kind in ("F", "B", "W", "BW"):
+        return device_effect(stage, kind)
+    return device_effect(stage, {"RELEASE": "O", "PREPARE": "R"}[kind]) if kind in ("RELEASE", "PREPARE") else NOTHING
+
+
+def host_bytes(problem: Problem, stage: int) -> int:
+    """What one offloaded activation of a stage takes on the host."""
+    return host_effect(problem.stages[stage], "O").at_start
+
+
+def _levels(actions: Sequence[Action], problem: Problem, message_bytes: Sequence[int]) -> Iterator[tuple[Action, int]]:
+    """Every level of a device's memory, with the action that brings it."""
+    effects = {(s, kind): action_effect(stage, kind) for s, stage in enumerate(problem.stages) for kind in _KINDS}
+    level = 0
+    for action in actions:
+        for change in _changes(action, effects.get((action.stage, action.kind), NOTHING), message_bytes):
+            level += change
+            yield action, level
+
+
+_KINDS = ("F", "B", "W", "BW", "RELEASE", "PREPARE")
+
+
+def _changes(action: Action, effect: Effect, message_bytes: Sequence[int]) -> Iterator[int]:
+    if action.kind in SENDS:
+        yield -message_bytes[action.message.boundary]
+    elif action.kind in RECEIVES:
+        yield message_bytes[action.message.boundary]
+    else:
+        used, made = _messages(action.key, message_bytes)
+        yield effect.at_start - used
+        yield effect.at_end + made
 
 
 def _messages(op: Op, message_bytes: Sequence[int]) -> tuple[int, int]:

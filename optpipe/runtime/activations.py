@@ -2,8 +2,12 @@
 
 Autograd packs each tensor that it saves and unpacks it in the backward. Packing here leaves only a description in
 the graph (storage, offset, shape, strides), and the storages lie in this store; several saved tensors are often views
-of one storage, which is held and moved once. Offload copies the storages to a host buffer and drops them; reload
-allocates anew and copies back, bit for bit.
+of one storage, which is held and moved once.
+
+They leave and return in four steps, one for each action of a program: `copy_out` (O), `free` (RELEASE), `allocate`
+(PREPARE) and `copy_in` (R). Each works on the current stream and waits for nothing: the interpreter runs the copies on
+streams of their own, what allocates or frees on the compute stream, and orders them by events. What comes back is the
+same bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optpipe.runtime.host_pool import HostPool
+from optpipe.runtime.host_slabs import HostSlab
 
 ALIGNMENT_BYTES = 64
 """Kernels may sum in another order on another alignment; 64 is what torch's CPU allocator gives."""
@@ -28,6 +32,7 @@ class _Slot:
     def __init__(self, flat: Tensor) -> None:
         self.flat: Tensor | None = flat
         self.size_bytes = len(flat)
+        self.device = flat.device
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class ActivationStore:
     def __init__(self, resident: Collection[int]) -> None:
         self._resident = resident
         self._slots: dict[int, _Slot] = {}
-        self._host: Tensor | None = None
-        self._pool: HostPool | None = None
+        self._parts: list[tuple[_Slot, Tensor]] = []
+        self._slab: HostSlab | None = None
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While it is open, what autograd saves goes through this store."""
@@ -62,41 +67,47 @@ class ActivationStore:
         """Bytes of the storages held, each counted once, wherever they are."""
         return sum(slot.size_bytes for slot in self._slots.values())
 
-    def offload(self, pool: HostPool) -> None:
-        """Copy the storages to a host buffer and drop them: nothing else holds them, so this frees them."""
-        self._pool = pool
-        self._host = pool.take(sum(_aligned(slot.size_bytes) for slot in self._slots.values()))
-        for slot, part in self._parts(self._host):
-            assert slot.flat is not None, "offloaded twice"
-            part.copy_(slot.flat)
-            slot.flat = None
-
-    def reload(self, device: torch.device) -> None:
-        """Allocate the storages on `device` and copy them back; the host buffer returns to its pool."""
-        assert self._host is not None, "reloaded before it was offloaded"
-        for slot, part in self._parts(self._host):
-            slot.flat = torch.empty(slot.size_bytes, dtype=torch.uint8, device=device)
-            slot.flat.copy_(part)
-        self._return_host()
-
-    def release(self) -> None:
-        """Leave the storages to the graph alone, so that the backward frees each as soon as it has used it."""
-        self._slots.clear()
-        self._return_host()
-
-    def _return_host(self) -> None:
-        if self._pool is not None and self._host is not None:
-            self._pool.give_back(self._host)
-        self._host = None
-
-    def _parts(self, host: Tensor) -> list[tuple[_Slot, Tensor]]:
-        """Each slot with its place in the host buffer."""
-        parts = []
+    def copy_out(self, slab: HostSlab) -> None:
+        """O: copy the storages to the host; they stay on the device until `free`."""
+        host = slab.take(sum(_aligned(slot.size_bytes) for slot in self._slots.values()))
+        self._slab = slab
         offset = 0
         for slot in self._slots.values():
-            parts.append((slot, host[offset : offset + slot.size_bytes]))
+            assert slot.flat is not None, "offloaded twice"
+            part = host[offset : offset + slot.size_bytes]
+            part.copy_(slot.flat, non_blocking=True)
+            self._parts.append((slot, part))
             offset += _aligned(slot.size_bytes)
-        return parts
+
+    def free(self) -> None:
+        """RELEASE: drop the storages on the device; nothing else holds them. The copy must be done by now."""
+        assert self._slab is not None, "freed before it was offloaded"
+        for slot, _ in self._parts:
+            slot.flat = None
+
+    def allocate(self) -> None:
+        """PREPARE: take the memory on the device into which `copy_in` will copy."""
+        for slot, _ in self._parts:
+            slot.flat = torch.empty(slot.size_bytes, dtype=torch.uint8, device=slot.device)
+
+    def copy_in(self) -> None:
+        """R: copy the storages back. The slab may be taken anew, by a copy that waits for this one."""
+        assert self._slab is not None, "reloaded before it was offloaded"
+        for slot, part in self._parts:
+            assert slot.flat is not None, "reloaded before memory was prepared"
+            slot.flat.copy_(part, non_blocking=True)
+        self._return_slab()
+
+    def hand_over(self) -> None:
+        """Leave the storages to the graph alone, so that the backward frees each as soon as it has used it."""
+        self._slots.clear()
+        self._return_slab()
+
+    def _return_slab(self) -> None:
+        self._parts.clear()
+        if self._slab is not None:
+            self._slab.give_back()
+            self._slab = None
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         storage = tensor.untyped_storage()
@@ -119,7 +130,7 @@ class ActivationStore:
         if isinstance(saved, Tensor):
             return saved
         assert saved.slot.flat is not None, "a backward needs activations that are on the host"
-        empty = torch.empty(0, dtype=saved.dtype, device=saved.slot.flat.device)
+        empty = torch.empty(0, dtype=saved.dtype, device=saved.slot.device)
         return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)
 
 

@@ -2,49 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from optpipe.errors import TrainingError
 from optpipe.runtime.activations import ActivationStore
-from optpipe.runtime.host_pool import HostPool
-from optpipe.runtime.weight_gradients import WeightGradients, defer_weight_gradients
+from optpipe.runtime.host_slabs import HostSlab
+from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
+from optpipe.runtime.random_numbers import RandomNumbers
+from optpipe.runtime.stage_edges import Entry, Exit, enter
+from optpipe.runtime.weight_gradients import WeightGradients, compiled_part, defer_weight_gradients
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
 """Mean loss of one microbatch from the model's output and the target."""
 
 
 @dataclass
 class _Graph:
-    """What a microbatch leaves between F and B: the root of its graph and where its input gradient will be put."""
+    """What a microbatch leaves between F and B."""
 
-    root: GradientEdge
-    input_gradient: list[Tensor]
+    entry: Entry | None
+    exit: Exit
     activations: ActivationStore | None
+    loss_kind: tuple[torch.dtype, torch.device] | None
 
 
 class Stage:
     """A part of the model that runs on one device.
 
-    `module` is taken over: its layers are replaced by ones that can split their backward, with the same parameters.
+    `module` is taken over: its linear, embedding and convolution layers, and those of kinds that were registered,
+    split their backward from now on when they run in this stage; elsewhere they are what they were. Where
+    torch.compile has taken the module or a part of it nothing is split, and the stage runs BW alone (`splits`).
+
     The first stage gets the batch, which has no gradient and is not its own to move. `loss` belongs to the last
     stage. `gradient_scale` is the gradient of a microbatch's loss: 1 / microbatches, so that gradients add up to
     those of the mean over the batch.
+
+    `autocast`, torch.bfloat16 or None: F runs under torch.autocast with that dtype; parameters and their gradients
+    keep theirs. Cast weights are not kept until the backward, but cast again there.
+
+    `seed` and the stage's number give each step and microbatch random numbers of its own (`RandomNumbers`), so that
+    dropout does not depend on the schedule; None: the seed of torch at this moment. With `own_random_numbers` false,
+    layers draw from torch's generators as they run.
+
+    Raises TrainingError where autocast is of another dtype.
     """
 
     def __init__(
-        self, module: nn.Module, *, first: bool = False, loss: Loss | None = None, gradient_scale: float = 1.0
+        self,
+        module: nn.Module,
+        *,
+        first: bool = False,
+        loss: Loss | None = None,
+        gradient_scale: float = 1.0,
+        autocast: torch.dtype | None = None,
+        seed: int | None = None,
+        own_random_numbers: bool = True,
     ) -> None:
+        _check_autocast(autocast)
+        self.module = module
+        self._first, self._loss, self._gradient_scale, self._autocast = first, loss, gradient_scale, autocast
         self._weight_gradients = WeightGradients()
-        self.module = defer_weight_gradients(module, self._weight_gradients)
-        self._first, self._loss = first, loss
-        self._gradient_scale = gradient_scale
+        self._compiled = compiled_part(module)
+        if self.splits:
+            defer_weight_gradients(module, self._weight_gradients)
+        self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
         self._graphs: dict[int, _Graph] = {}
+        self._own: frozenset[int] | None = None
+        self._device = self.device
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
@@ -52,104 +82,159 @@ class Stage:
         """Where the stage's parameters are."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero; they are allocated the first time and then stay."""
-        for parameter in self.module.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+    @property
+    def splits(self) -> bool:
+        """Whether B and W can run apart."""
+        return self._compiled is None
 
-    def forward(self, microbatch: int, received: Tensor, target: Tensor | None, offloads: bool) -> Tensor:
+    def join(self, number: int, kinds: Collection[str]) -> None:
+        """Become stage `number` of a program whose ops on it are of these kinds.
+
+        Raises TrainingError if there are B and W among them but the module is compiled.
+        """
+        if self.random:
+            self.random.stage = number
+        if not self.splits and not {"B", "W"}.isdisjoint(kinds):
+            raise TrainingError(f"stages[{number}]: {self._cannot_split()}")
+
+    def zero_gradients(self) -> None:
+        """Begin a step: all gradients become zero, and random numbers are those of the next step.
+
+        Gradients are allocated the first time and then stay. Frozen parameters get none.
+        """
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+            elif parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self._own, self._device = None, self.device
+        if self.random:
+            self.random.step += 1
+
+    def forward(self, microbatch: int, received: Tree, target: Tree | None, offloads: bool) -> Tree:
         """F. `received` is the activation of the stage before, or the batch; `target` is for the last stage.
 
         Returns the activation for the next stage, or the loss; neither is kept here. `offloads` says that the
         activations will leave to the host.
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
-        input_gradient: list[Tensor] = []
-        with torch.enable_grad(), activations.hooks() if activations else nullcontext():
-            x = received if self._first else _enter(self._anchor, received, input_gradient)
-            output = self.module(x)
+        with (
+            torch.enable_grad(),
+            self._weight_gradients.forward(),
+            self.random.of(microbatch, self._device) if self.random else nullcontext(),
+            self._autocasting(),
+            activations.hooks() if activations else nullcontext(),
+        ):
+            entry, loss_kind = None, None
+            if not self._first:
+                received, entry = enter(self._anchor, received)
+            output: Tree = self.module(received)
             if self._loss is not None:
                 assert target is not None, "the last stage has a target"
                 output = self._loss(output, target)
-        self._graphs[microbatch] = _Graph(get_gradient_edge(output), input_gradient, activations)
-        detached: Tensor = output.detach()
-        return detached
+                loss_kind = (output.dtype, output.device)
+        self._graphs[microbatch] = _Graph(entry, Exit(output), activations, loss_kind)
+        return output.detach() if isinstance(output, Tensor) else _detached(output)
 
-    def offload(self, microbatch: int, pool: HostPool) -> None:
-        """O: the activations of a microbatch move to the host."""
-        self._activations(microbatch).offload(pool)
+    def evaluate(self, received: Tree, target: Tree | None) -> Tree:
+        """F for evaluation: returns as `forward`, and leaves nothing behind."""
+        with torch.no_grad(), self._autocasting():
+            output: Tree = self.module(received)
+            return output if self._loss is None else self._loss(output, target)
 
-    def reload(self, microbatch: int) -> None:
-        """R: they come back."""
-        self._activations(microbatch).reload(self.device)
+    def copy_out(self, microbatch: int, slab: HostSlab) -> None:
+        """O: copies the activations of a microbatch to the host."""
+        self._activations(microbatch).copy_out(slab)
 
-    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def free(self, microbatch: int) -> None:
+        """RELEASE: frees them on the device, once they are copied."""
+        self._activations(microbatch).free()
+
+    def allocate(self, microbatch: int) -> None:
+        """PREPARE: takes the memory that they come back to."""
+        self._activations(microbatch).allocate()
+
+    def copy_in(self, microbatch: int) -> None:
+        """R: copies them back."""
+        self._activations(microbatch).copy_in()
+
+    def backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
         """B. `gradient` is that of the output, None on the last stage; returns that of the input, None on the first.
 
-        The weight gradients are left to `backward_weight`.
+        The gradient of a tree has its form, with None for integers and booleans. The weight gradients are left to
+        `backward_weight`.
         """
-        with self._weight_gradients.kept_for(microbatch):
-            return self.backward(microbatch, gradient)
+        if not self.splits:
+            raise TrainingError(self._cannot_split())
+        with self._weight_gradients.backward_input(microbatch):
+            return self._backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: adds the weight gradients that B left to `.grad`."""
         self._weight_gradients.compute(microbatch)
 
-    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: int, gradient: Gradient) -> Gradient:
         """BW: `backward_input` with the weight gradients added at once."""
-        graph = self._graphs.pop(microbatch)
-        if graph.activations:
-            graph.activations.release()
-        if gradient is None:
-            gradient = torch.full((), self._gradient_scale, dtype=self._dtype, device=self.device)
-        torch.autograd.backward((graph.root,), (gradient,))
-        return graph.input_gradient.pop() if graph.input_gradient else None
+        with self._weight_gradients.backward():
+            return self._backward(microbatch, gradient)
 
     def clear(self) -> None:
-        """Drop all that microbatches have left, host buffers included: after an error."""
+        """Drop all that microbatches have left, host memory included: after an error."""
         for graph in self._graphs.values():
             if graph.activations:
-                graph.activations.release()
+                graph.activations.hand_over()
         self._graphs.clear()
         self._weight_gradients.clear()
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next((p.dtype for p in self.module.parameters()), torch.get_default_dtype())
+    def _backward(self, microbatch: int, gradient: Gradient) -> Gradient:
+        graph = self._graphs.pop(microbatch)
+        if graph.activations:
+            graph.activations.hand_over()
+        if graph.loss_kind is not None:
+            dtype, device = graph.loss_kind
+            gradient = torch.full((), self._gradient_scale, dtype=dtype, device=device)
+        graph.exit.backward(gradient)
+        return graph.entry.gradient() if graph.entry else None
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
+
+    def _cannot_split(self) -> str:
+        part = f"module.{self._compiled}" if self._compiled else "module"
+        return (
+            f"{part} is compiled by torch.compile, which computes input and weight gradients at once, but the "
+            "program has B and W apart. Maybe solve with fused backwards (BW), or compile less of the module."
+        )
 
     def _activations(self, microbatch: int) -> ActivationStore:
         activations = self._graphs[microbatch].activations
         assert activations is not None, "only microbatches run with offloads=True leave"
         return activations
 
-    def _resident(self, received: Tensor, target: Tensor | None) -> set[int]:
+    def _resident(self, received: Tree, target: Tree | None) -> Collection[int]:
         """Storages that are not this stage's to move: weights, and the caller's batch."""
-        own = [*self.module.parameters(), *self.module.buffers()]
-        batch = [received if self._first else None, target]
-        return {t.untyped_storage().data_ptr() for t in (*own, *batch) if t is not None}
+        batch = [*leaves(received)] if self._first else []
+        if target is not None:
+            batch += leaves(target)
+        if self._own is None:
+            self._own = _storages([*self.module.parameters(), *self.module.buffers()])
+        return self._own | _storages(batch) if batch else self._own
 
 
-def _enter(anchor: Tensor, received: Tensor, gradient: list[Tensor]) -> Tensor:
-    entered: Tensor = _Entry.apply(anchor, received, gradient)  # type: ignore[no-untyped-call]
-    return entered
+def _detached(output: Tree) -> Tree:
+    detached: Tree = map_leaves(Tensor.detach, output)
+    return detached
 
 
-class _Entry(torch.autograd.Function):
-    """The identity at a stage's entry, whose backward puts the input gradient into a list.
+def _check_autocast(dtype: torch.dtype | None) -> None:
+    if dtype is torch.float16:
+        raise TrainingError(
+            "autocast is torch.float16, whose gradients need loss scaling, which stages do not do. "
+            "Maybe torch.bfloat16, whose range is that of float32."
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise TrainingError(f"autocast is {dtype} but must be torch.bfloat16 or None.")
 
-    `received` would have to be kept as a leaf to read its `.grad`; here nothing keeps it but what the layers save, so
-    that it too can leave to the host. `_anchor` only makes autograd record the node.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, received: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.gradient.append(grad)
-        return None, None, None
+def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
 from optpipe.problem import Problem
-from optpipe.runtime.host_pool import HostPool
+from optpipe.runtime.host_slabs import HostSlab
 from optpipe.runtime.memory_meter import MemoryMeter
+from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves
 from optpipe.runtime.stage import Stage
-from optpipe.runtime.transport import MessageSpec
 
 
 @dataclass(frozen=True)
@@ -27,39 +29,51 @@ class StageSizes:
     workspace_bytes: dict[str, int]
 
 
-def measure_stage(
-    stage: Stage, batch: tuple[Tensor, Tensor], before: MessageSpec | None, after: MessageSpec | None
-) -> StageSizes:
+def measure_stage(stage: Stage, batch: tuple[Tree, Tree], before: Spec | None, after: Spec | None) -> StageSizes:
     """Run one microbatch through a stage twice, once with B and W, O and R, once with BW.
 
     `batch` is a microbatch's input and target; `before` and `after` are the messages at the stage's boundaries,
-    None at the ends. Adds to gradients: set them to zero afterwards.
+    None at the ends. Adds to gradients: set them to zero afterwards. Leaves buffers and random numbers as they were.
+    A compiled stage has no B and W, and no workspace of theirs.
     """
-    stage.zero_gradients()
-    meter = MemoryMeter()
-    with meter, meter.on(0):
-        probe = _Probe(stage, meter, batch, before, after)
+    with _as_before(stage):
+        stage.zero_gradients()
+        return _measured(stage, _Probe(stage, batch, before, after))
+
+
+def _measured(stage: Stage, probe: _Probe) -> StageSizes:
+    with probe.meter, probe.meter.on(0):
         activation, work_f = probe.forward()
         offload = probe.offload_and_reload()
-        kept, work_b = probe.backward(fused=False)
-        work_w = probe.backward_weight()
-        probe.forward()
-        _, work_bw = probe.backward(fused=True)
-    return StageSizes(activation, kept, offload, {"F": work_f, "B": work_b, "W": work_w, "BW": work_bw})
+        kept, work_bw = probe.backward(fused=True)
+        workspace = {"F": work_f, "BW": work_bw}
+        if stage.splits:
+            probe.forward()
+            kept, workspace["B"] = probe.backward(fused=False)
+            workspace["W"] = probe.backward_weight()
+    return StageSizes(activation, kept, offload, workspace)
+
+
+@contextmanager
+def _as_before(stage: Stage) -> Iterator[None]:
+    """Puts back what a forward changes: running statistics, and the count of steps."""
+    buffers = [(buffer, buffer.clone()) for buffer in stage.module.buffers()]
+    step = stage.random.step if stage.random else 0
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        if stage.random:
+            stage.random.step = step
 
 
 class _Probe:
     """Runs the ops of microbatch 0; each answers with bytes held after it, or its workspace, or both."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        meter: MemoryMeter,
-        batch: tuple[Tensor, Tensor],
-        before: MessageSpec | None,
-        after: MessageSpec | None,
-    ) -> None:
-        self.stage, self.meter, self.batch, self.before, self.after = stage, meter, batch, before, after
+    def __init__(self, stage: Stage, batch: tuple[Tree, Tree], before: Spec | None, after: Spec | None) -> None:
+        self.stage, self.batch, self.before, self.after = stage, batch, before, after
+        self.meter = MemoryMeter()
 
     @property
     def _live(self) -> int:
@@ -71,23 +85,25 @@ class _Probe:
 
     def forward(self) -> tuple[int, int]:
         self.meter.restart_peak()
-        received = self.before.empty().zero_() if self.before else self.batch[0]
-        self.stage.forward(0, received, None if self.after else self.batch[1], offloads=True)
+        received = self.batch[0] if self.before is None else map_leaves(_zeros, self.before)
+        self.stage.forward(0, received, self.batch[1] if self.after is None else None, offloads=True)
         del received
         return self._live, self._peak - self._live
 
     def offload_and_reload(self) -> int:
         held = self._live
         with self.meter.on(None):
-            self.stage.offload(0, HostPool())
+            self.stage.copy_out(0, HostSlab())
+        self.stage.free(0)
         moved = held - self._live
-        self.stage.reload(0)
+        self.stage.allocate(0)
+        self.stage.copy_in(0)
         return moved
 
     def backward(self, *, fused: bool) -> tuple[int, int]:
         held = self._live
         self.meter.restart_peak()
-        gradient = self.after.empty().zero_() if self.after else None
+        gradient = None if self.after is None else map_leaves(_zero_gradient, self.after)
         (self.stage.backward if fused else self.stage.backward_input)(0, gradient)
         del gradient
         return self._live, self._peak - held
@@ -97,6 +113,14 @@ class _Probe:
         self.meter.restart_peak()
         self.stage.backward_weight(0)
         return self._peak - held
+
+
+def _zeros(spec: MessageSpec) -> Tensor:
+    return spec.empty().zero_()
+
+
+def _zero_gradient(spec: MessageSpec) -> Tensor | None:
+    return _zeros(spec) if spec.has_gradient else None
 
 
 def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:

@@ -1,66 +1,46 @@
-"""How messages get from device to device: the interface, and the mailbox for devices that share a process.
+"""How messages get from device to device: the interface, and the mailbox for devices that share a process and its CPU.
 
-Messages carry no names: between two devices they arrive in the order in which they are sent, which is all that NCCL
+Tensors carry no names: between two devices they arrive in the order in which they are sent, which is all that NCCL
 promises, and the program is checked to need no more. What a transport holds for itself is not counted by the memory
-meter; a received message is, from the moment its receive is posted.
+meter; a received tensor is, from the moment its receive is posted.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Uncounted = Callable[[], AbstractContextManager[None]]
-"""Opens a context in which allocations are not the device's."""
-
-
-@dataclass(frozen=True)
-class MessageSpec:
-    """Shape and dtype of what crosses a boundary; activations and their gradients agree in both."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self) -> Tensor:
-        """A message with undefined contents."""
-        return torch.empty(self.shape, dtype=self.dtype)
-
-    @property
-    def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+from optpipe.runtime.messages import MessageSpec
 
 
 class Receipt(Protocol):
-    """A message on its way."""
+    """A tensor on its way."""
 
     def ready(self) -> bool:
         """Whether `wait` may be called now. Only devices that share a process ever need to say no."""
         ...
 
     def wait(self) -> Tensor:
-        """The message."""
+        """The tensor, for use on the current stream."""
         ...
 
 
 class Transport(Protocol):
-    """Moves messages between devices, first in, first out for each directed pair of devices."""
+    """Moves tensors between devices, first in, first out for each directed pair of devices."""
 
     def send(self, source: int, target: int, message: Tensor) -> None:
         """Send without waiting for the receiver. The message may be freed when this returns."""
         ...
 
-    def post_receive(self, source: int, target: int, spec: MessageSpec) -> Receipt:
-        """Allocate room for the next message from `source` that no receive is posted for."""
+    def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
+        """Allocate room on `device` for the next tensor from `source` that no receive is posted for."""
         ...
 
     def finish(self) -> None:
-        """Return when every send has arrived."""
+        """Return when every send has arrived; on streams, when the current stream will wait for it."""
         ...
 
     def clear(self) -> None:
@@ -69,7 +49,7 @@ class Transport(Protocol):
 
 
 class Mailbox:
-    """The transport within one process: a queue for each directed pair of devices."""
+    """The transport within one process on the CPU: a queue for each directed pair of devices."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
@@ -82,8 +62,8 @@ class Mailbox:
         else:
             self._sent[source, target].append(message.clone())
 
-    def post_receive(self, source: int, target: int, spec: MessageSpec) -> Receipt:
-        letter = _Letter(spec.empty())
+    def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
+        letter = _Letter(spec.empty(device))
         sent = self._sent[source, target]
         if sent:
             letter.deliver(sent.popleft())

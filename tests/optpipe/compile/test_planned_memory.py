@@ -15,9 +15,9 @@ SIZES = {
 }
 
 
-def sized(problem: Problem) -> Problem:
+def sized(problem: Problem, **more: object) -> Problem:
     data = problem.to_data()
-    return Problem.from_data(data | {"stages": [stage | SIZES for stage in data["stages"]]})
+    return Problem.from_data(data | {"stages": [stage | SIZES | more for stage in data["stages"]]})
 
 
 def test_messages_count_from_receive_to_use() -> None:
@@ -33,11 +33,22 @@ def test_fused_backwards_have_their_own_workspace() -> None:
     assert peaks == [200 + 31, 10 + 100 + 31]
 
 
-def test_what_is_on_the_host_does_not_count() -> None:
-    """20 bytes of F0.0 stay while F0.1 runs; back for B0.0, beside F0.1 with its 20."""
+def test_what_has_left_does_not_count() -> None:
+    """F0.2 needs 200 beside its 100, F0.1 has 100, and F0.0, for whose offload it waits, has left 20."""
+    schedule = one_f_one_b(3, 3, moved=[(0, 0)])
+    problem = sized(schedule.problem, workspace_bytes={"F": 200})
+    program = compile_schedule(schedule)
+    assert [str(a) for a in program.devices[0] if a.stream == "compute"][2:4] == ["RELEASE0.0", "F0.2"]
+    assert planned_peaks_bytes(program, problem, [0, 0])[0] == 20 + 100 + 100 + 200
+
+
+def test_what_is_still_being_copied_counts() -> None:
+    """F0.0 leaves while F0.1 runs, which makes a message of 10. B0.0 waits for O0.1, of which 20 stay."""
     schedule = one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])
-    peaks = planned_peaks_bytes(compile_schedule(schedule), sized(schedule.problem), [10])
-    assert peaks[0] == 20 + 100 + 30
+    program = compile_schedule(schedule)
+    assert planned_peaks_bytes(program, sized(schedule.problem), [10])[0] == 100 + 100 + 10
+    needy = sized(schedule.problem, workspace_bytes={"B": 100})
+    assert planned_peaks_bytes(program, needy, [10])[0] == 20 + 100 + 100
 
 
 def test_messages_to_a_stage_on_the_same_device_count_until_used() -> None:

@@ -9,6 +9,8 @@ from random import Random
 from optpipe.orders import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from optpipe.waits import derive_waits
 from solver.finish import finish
 from tests.problems import uniform
 from tests.random_plans import random_orders
@@ -92,4 +94,17 @@ def _schedule(problem: Problem, compute: Sequence[Sequence[Op]], moved: Moved) -
             if op.kind in ("B", "BW") and op[1:] in moved:
                 waits[Op("R", *op[1:])] = [before]
         devices.append(DeviceOrders(ops, out, back))
-    return finish(problem, Orders(devices, waits), 0.0, "by hand", 0.0)
+    return finish(problem, _with_derived_waits(problem, Orders(devices, waits)), 0.0, "by hand", 0.0)
+
+
+def _with_derived_waits(problem: Problem, orders: Orders) -> Orders:
+    """The same orders, and every op waits for offloads that had ended by its planned start: each may need memory."""
+    simulation = simulate(problem, orders)
+    workspace = {"workspace_bytes": {"F": 1, "B": 1, "W": 1, "BW": 1}}
+    data = problem.to_data()
+    needy = Problem.from_data(data | {"stages": [stage | workspace for stage in data["stages"]]})
+    times = dict(zip(simulation.ops, zip(simulation.start_us, simulation.end_us, strict=True), strict=True))
+    waits = {op: list(others) for op, others in orders.waits.items()}
+    for op, others in derive_waits(needy, orders.devices, times).items():
+        waits[op] = [*dict.fromkeys((*waits.get(op, ()), *others))]
+    return Orders(orders.devices, waits, orders.channels)

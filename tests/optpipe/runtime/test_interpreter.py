@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from optpipe.compile import Program, compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import TrainingError
-from optpipe.runtime import Mailbox, MemoryMeter, MessageSpec, Pipeline, Stage
+from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
 from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
+from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
-
-WIDTHS = (6, 10, 4, 8, 5)
-"""Of the messages between stages: boundaries need not be equal."""
-M = 3
-
-
-class Fragile(nn.Module):
-    """Passes its input on, but raises at the call of a given number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls_left = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls_left -= 1
-        if self.calls_left == 0:
-            raise ValueError("the layer broke")
-        return x
-
-
-def chain(stages: int) -> list[nn.Module]:
-    torch.manual_seed(0)
-    widths = WIDTHS[: stages + 1]
-    return [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU(), Fragile()) for a, b in pairwise(widths)]
-
-
-def batch(stages: int) -> tuple[list[Tensor], list[Tensor]]:
-    torch.manual_seed(1)
-    return [torch.randn(2, WIDTHS[0]) for _ in range(M)], [torch.randn(2, WIDTHS[stages]) for _ in range(M)]
-
-
-def specs(stages: int) -> list[MessageSpec]:
-    return [MessageSpec((2, width), torch.float32) for width in WIDTHS[1:stages]]
 
 
 def pipeline(program: Program, modules: list[nn.Module], *, gradient_scale: float = 1 / M) -> Pipeline:
-    last = len(modules) - 1
-    loss = nn.functional.mse_loss
-    stages = {
-        s: Stage(module, first=s == 0, loss=loss if s == last else None, gradient_scale=gradient_scale)
-        for s, module in enumerate(modules)
-    }
+    stages = stages_of(modules, gradient_scale=gradient_scale)
     return Pipeline(program, stages, range(len(program.devices)), Mailbox(), specs(len(modules)))
-
-
-def plain_gradients(modules: list[nn.Module], inputs: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
-    model = nn.Sequential(*copy.deepcopy(modules))
-    losses = [nn.functional.mse_loss(model(x), y) for x, y in zip(inputs, targets, strict=True)]
-    torch.autograd.backward(torch.stack(losses).mean())
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def gradients(modules: list[nn.Module]) -> list[Tensor]:
-    return [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]
 
 
 EVERYTHING = [(s, i) for s in range(3) for i in range(M)]
@@ -132,7 +83,7 @@ def test_nothing_lives_after_a_step_and_the_peak_is_the_planned_one(name: str) -
         pipe.run(inputs, targets, meter)
         assert not any(meter.live_bytes.values())
         assert [meter.peak_bytes[d] for d in range(len(planned))] == planned
-        assert all(pool.in_use_bytes == 0 for pool in pipe.host_pools.values())
+        assert all(slabs.in_use_bytes == 0 for slabs in pipe.host_slabs.values())
 
 
 def test_measured_sizes_are_those_counted_by_hand() -> None:
@@ -158,9 +109,8 @@ def test_an_action_that_fails_is_shown_in_its_program_and_nothing_stays(name: st
         pipe.run(inputs, targets, meter)
     assert "] F1.1\n" in str(e.value)
     assert isinstance(e.value.__cause__, ValueError)
-    e.value.__cause__.__traceback__ = e.value.__traceback__ = None  # frames hold tensors
     assert not any(meter.live_bytes.values())
-    assert all(pool.in_use_bytes == 0 for pool in pipe.host_pools.values())
+    assert all(slabs.in_use_bytes == 0 for slabs in pipe.host_slabs.values())
     pipe.run(inputs, targets)
     torch.testing.assert_close(gradients(modules), plain, rtol=1e-5, atol=1e-7)
 

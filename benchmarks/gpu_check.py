@@ -1,0 +1,205 @@
+"""What only a GPU can show, as a table: `python -m benchmarks.gpu_check`, or `make gpu-check`.
+
+Virtual devices share one GPU, each with three streams of its own. Without a GPU it says so and ends with code 2; with
+one it ends with 0 where every check passed, and with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu_rig import Rig
+from benchmarks.markdown import table
+from optpipe.runtime.trace import MemoryUse, Timing
+from optpipe.runtime.trace_cuda import CudaMemoryRecorder, CudaRecorder
+from optpipe.schedule import Schedule
+from optpipe.train.gpt import GPTShape, byte_loss
+from optpipe.train.plain import gradient_error, plain_step
+from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
+
+DEVICES, MICROBATCHES = 4, 8
+SMALL = GPTShape(width=64, heads=2, sequence=32, layers=8)
+LARGE = GPTShape(width=4096, heads=32, sequence=2048, layers=4)
+"""A layer a stage, wide enough for copies to take less time than compute in float32; `slowdown` measures that."""
+
+MAX_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
+MIN_HIDDEN, MAX_PEAK_DEVIATION, MAX_SLOWDOWN = 0.9, 0.05, 0.02
+STEPS = 10
+
+Interval = tuple[float, float]
+
+
+class Finding(NamedTuple):
+    """One row of the table."""
+
+    check: str
+    measured: str
+    wanted: str
+    passed: bool
+
+
+def main() -> int:
+    """The table, and the exit code."""
+    if not torch.cuda.is_available():
+        print("gpu-check needs a GPU that torch can use, and there is none: nothing was checked.", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", 0)
+    findings = [finding for check in CHECKS for finding in check(device)]
+    rows = [[f.check, f.measured, f.wanted, "yes" if f.passed else "NO"] for f in findings]
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}\n")
+    print(table(["check", "measured", "wanted", "passed"], rows, text_columns=1))
+    return 0 if all(f.passed for f in findings) else 1
+
+
+def parity(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
+    """Gradients equal those of the plain step on the same hardware, offloaded or not."""
+    findings = []
+    for name, schedule in parity_schedules().items():
+        for dtype, limit in MAX_ERROR.items():
+            error = max_gradient_error(Rig(schedule, shape, device, dtype))
+            check = f"gradient error, {name}, {str(dtype).removeprefix('torch.')}"
+            findings.append(Finding(check, f"{error:.1e}", f"at most {limit:.0e}", error <= limit))
+    return findings
+
+
+def parity_schedules() -> dict[str, Schedule]:
+    """Linear and V placement; with offload, all activations leave but those of the last stage."""
+    return {
+        "1F1B": one_f_one_b(DEVICES, MICROBATCHES),
+        "1F1B, offload": one_f_one_b(DEVICES, MICROBATCHES, moved=_leaving(DEVICES, every=1)),
+        "V, offload": v_wave(DEVICES, MICROBATCHES, moved=_leaving(2 * DEVICES, every=1)),
+    }
+
+
+def max_gradient_error(rig: Rig) -> float:
+    """The largest over all parameters, in the second step: the first one has other host memory."""
+    for _ in range(2):
+        rig.pipeline.run(*rig.batch)
+    plain = rig.plain_modules()
+    plain_step(plain, byte_loss, *rig.batch)
+    errors = []
+    for module, reference in zip(rig.modules, plain, strict=True):
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None, "a step has been run"
+            assert theirs.grad is not None, "the plain step uses every parameter"
+            errors.append(gradient_error(ours.grad, theirs.grad))
+    return max(errors)
+
+
+def hidden_copies(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
+    """While activations are copied, their device computes."""
+    rig = Rig(one_f_one_b(DEVICES, MICROBATCHES, fused=True, moved=_leaving(DEVICES, every=2)), shape, device)
+    _warm_up(rig)
+    recorder = CudaRecorder()
+    rig.pipeline.run(*rig.batch, recorder=recorder)
+    share = hidden_share(recorder.timings())
+    return [Finding("share of copy time hidden", f"{share:.1%}", f"at least {MIN_HIDDEN:.0%}", share >= MIN_HIDDEN)]
+
+
+def hidden_share(timings: Sequence[Timing]) -> float:
+    """The share of all copies' time during which their own device computes; 1 where nothing is copied."""
+    copied = hidden = 0.0
+    for device in {timing.device for timing in timings}:
+        mine = [timing for timing in timings if timing.device == device]
+        compute = sorted(_interval(t) for t in mine if t.action.kind in ("F", "B", "W", "BW"))
+        for copy in (_interval(t) for t in mine if t.action.kind in ("O", "R")):
+            copied += copy[1] - copy[0]
+            hidden += sum(max(0.0, min(copy[1], end) - max(copy[0], begin)) for begin, end in compute)
+    return hidden / copied if copied else 1.0
+
+
+def allocated_peaks(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
+    """What the allocator gives out stays at the planned peak, on every virtual device."""
+    schedule = one_f_one_b(DEVICES, MICROBATCHES, moved=_leaving(DEVICES, every=2))
+    rig = Rig(schedule, shape, device)
+    planned = rig.planned_peaks_bytes()
+    _warm_up(rig)
+    recorder = CudaMemoryRecorder()
+    rig.pipeline.run(*rig.batch, recorder=recorder)
+    return [peak_finding(d, peak, planned[d]) for d, peak in enumerate(peaks_bytes(recorder.uses()))]
+
+
+def peaks_bytes(uses: Sequence[MemoryUse]) -> list[int]:
+    """The peak of each device over its actions."""
+    devices = range(1 + max(use.device for use in uses))
+    return [max(use.peak_bytes for use in uses if use.device == d) for d in devices]
+
+
+def peak_finding(device: int, peak: int, planned: int) -> Finding:
+    """A device's peak against its plan."""
+    deviation = abs(peak - planned) / planned
+    measured = f"{peak / 2**20:.1f} MiB of {planned / 2**20:.1f}"
+    wanted = f"within {MAX_PEAK_DEVIATION:.0%}"
+    return Finding(f"peak against plan, device {device}", measured, wanted, deviation <= MAX_PEAK_DEVIATION)
+
+
+def slowdown(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
+    """Offloading every second microbatch costs next to nothing where copies are quicker than compute (k <= 1)."""
+    resident, offloaded = (
+        Rig(one_f_one_b(DEVICES, MICROBATCHES, fused=True, moved=moved), shape, device)
+        for moved in ((), _leaving(DEVICES, every=2))
+    )
+    k = copy_ratio(offloaded)
+    ratio = _step_seconds(offloaded) / _step_seconds(resident) - 1
+    return [
+        Finding("k: copies there and back / compute of a microbatch", f"{k:.2f}", "at most 1", k <= 1),
+        Finding("slowdown with half offloaded", f"{ratio:.1%}", f"at most {MAX_SLOWDOWN:.0%}", ratio <= MAX_SLOWDOWN),
+    ]
+
+
+def copy_ratio(rig: Rig) -> float:
+    """Time of O and R over that of F and BW, on average over those that ran (PipeOffload, section 3)."""
+    _warm_up(rig)
+    recorder = CudaRecorder()
+    rig.pipeline.run(*rig.batch, recorder=recorder)
+    return ratio_of(recorder.timings())
+
+
+def ratio_of(timings: Sequence[Timing]) -> float:
+    """Mean time of O plus that of R, over that of F plus that of BW."""
+
+    def mean_ns(kind: str) -> float:
+        spans = [t.end_ns - t.start_ns for t in timings if t.action.kind == kind]
+        return sum(spans) / len(spans)
+
+    return (mean_ns("O") + mean_ns("R")) / (mean_ns("F") + mean_ns("BW"))
+
+
+def _step_seconds(rig: Rig) -> float:
+    """The median of some steps, each from an idle GPU to an idle GPU."""
+    _warm_up(rig)
+    times = [perf_counter()]
+    for _ in range(STEPS):
+        rig.pipeline.run(*rig.batch)
+        torch.cuda.synchronize(rig.device)
+        times.append(perf_counter())
+    return median(end - begin for begin, end in pairwise(times))
+
+
+def _warm_up(rig: Rig) -> None:
+    """Host memory finds its size in the first step, the allocator its blocks in the first ones."""
+    for _ in range(3):
+        rig.pipeline.run(*rig.batch)
+
+
+def _leaving(stages: int, *, every: int) -> list[tuple[int, int]]:
+    """Every second, third, ... microbatch of all stages but the last."""
+    return [(s, i) for s in range(stages - 1) for i in range(0, MICROBATCHES, every)]
+
+
+def _interval(timing: Timing) -> Interval:
+    return timing.start_ns, timing.end_ns
+
+
+Check = Callable[[torch.device], list[Finding]]
+CHECKS: tuple[Check, ...] = (parity, hidden_copies, allocated_peaks, slowdown)
+
+if __name__ == "__main__":
+    sys.exit(main())

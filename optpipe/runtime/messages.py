@@ -1,0 +1,108 @@
+"""What crosses a boundary between stages: a tree of tensors, whose shapes never change.
+
+A tree is a tensor, or a tuple, list or dict of trees. A stage gets the tree that the stage before returned. The
+gradient of a tree has its form, with None in the place of every tensor that has no gradient: those of integers and
+booleans always, and others where nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any
+"""A message, as the type checker cannot say it: `Tensor | tuple[Tree, ...] | list[Tree] | dict[str, Tree]`."""
+
+Gradient = Any
+"""The gradient of a message: a tree in which a leaf may be None."""
+
+Spec = Any
+"""The shapes of a message: a tree with a `MessageSpec` in the place of each tensor."""
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """Shape and dtype of a tensor that crosses a boundary; its gradient has the same."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> MessageSpec:
+        """The spec that a tensor meets."""
+        return MessageSpec(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device | None = None) -> Tensor:
+        """A tensor with undefined contents."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def has_gradient(self) -> bool:
+        """Integers and booleans have none."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree from left to right, a dict's in the order of its keys."""
+    if isinstance(tree, tuple | list):
+        return [leaf for part in tree for leaf in leaves(part)]
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    return [tree]
+
+
+def rebuild(tree: Any, new_leaves: Iterable[Any]) -> Any:
+    """A tree of the same form with other leaves, given in the order of `leaves`."""
+    return _rebuild(tree, iter(new_leaves))
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of the same form with every leaf changed."""
+    return rebuild(tree, [change(leaf) for leaf in leaves(tree)])
+
+
+def tensors(tree: Tree | Gradient) -> list[Tensor]:
+    """The leaves that are not None."""
+    return [leaf for leaf in leaves(tree) if leaf is not None]
+
+
+def spec_of(tree: Tree) -> Spec:
+    """The spec that a message meets."""
+    return map_leaves(MessageSpec.of, tree)
+
+
+def size_bytes(spec: Spec) -> int:
+    """Bytes of a message."""
+    return sum(leaf.size_bytes for leaf in leaves(spec))
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec in one line, such as ``(float32[2, 8], {mask: bool[2]})``."""
+    if isinstance(spec, tuple | list):
+        return f"({', '.join(map(spec_text, spec))})"
+    if isinstance(spec, dict):
+        return "{" + ", ".join(f"{key}: {spec_text(spec[key])}" for key in sorted(spec)) + "}"
+    return str(spec)
+
+
+def _rebuild(tree: Any, new: Iterator[Any]) -> Any:
+    if isinstance(tree, tuple):
+        parts = [_rebuild(part, new) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    if isinstance(tree, list):
+        return [_rebuild(part, new) for part in tree]
+    if isinstance(tree, dict):
+        changed = {key: _rebuild(tree[key], new) for key in sorted(tree)}
+        return {key: changed[key] for key in tree}
+    return next(new)

@@ -1,0 +1,99 @@
+"""Where autograd begins and ends in a stage: at what it receives from the stage before, and at what it hands on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optpipe.errors import TrainingError
+from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild
+
+
+class Entry:
+    """Catches the gradient of the message that a stage received. Keeps no tensor until then."""
+
+    def __init__(self, received: Tree) -> None:
+        self.caught: list[Tensor] = []
+        self._form = None if isinstance(received, Tensor) else map_leaves(_has_gradient, received)
+        self._kinds = [(part.shape, part.dtype, part.device) for part in leaves(received) if _has_gradient(part)]
+
+    def gradient(self) -> Gradient:
+        """That of the message, after the backward; zeros for what nothing depends on."""
+        found = self.caught or [torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in self._kinds]
+        self.caught = []
+        if self._form is None:
+            return found[0] if found else None
+        new = iter(found)
+        gradient: Gradient = rebuild(self._form, [next(new) if floating else None for floating in leaves(self._form)])
+        return gradient
+
+
+def enter(anchor: Tensor, received: Tree) -> tuple[Tree, Entry]:
+    """The message as the beginning of the stage's graph, and what catches its gradient.
+
+    A leaf of autograd would be kept by its graph. Here nothing keeps the message but what the layers save, so that
+    it too can leave to the host. `anchor` is any tensor that requires a gradient; it makes autograd record the node.
+    """
+    entry = Entry(received)
+    if isinstance(received, Tensor) and _has_gradient(received):
+        (entered,) = _Entry.apply(anchor, entry.caught, received)  # type: ignore[no-untyped-call]
+        return entered, entry
+    floating = [part for part in leaves(received) if _has_gradient(part)]
+    if not floating:
+        return received, entry
+    new = iter(_Entry.apply(anchor, entry.caught, *floating))  # type: ignore[no-untyped-call]
+    message: Tree = map_leaves(lambda part: next(new) if _has_gradient(part) else part, received)
+    return message, entry
+
+
+class Exit:
+    """The roots of a stage's graph: one for each tensor of its output that has a gradient. Keeps no tensor.
+
+    Raises TrainingError where the output holds anything but tensors.
+    """
+
+    def __init__(self, output: Tree) -> None:
+        self._edges = [_edge(part) for part in leaves(output)]
+
+    def backward(self, gradient: Gradient) -> None:
+        """Run the graph, which this frees, from the gradient of the output."""
+        edges, parts = [], []
+        for edge, part in zip(self._edges, leaves(gradient), strict=True):
+            if edge is not None and part is not None:
+                edges.append(edge)
+                parts.append(part)
+        if edges:
+            torch.autograd.backward(edges, parts)
+
+
+def _edge(part: Any) -> GradientEdge | None:
+    if not isinstance(part, Tensor):
+        raise TrainingError(
+            f"a stage returned {type(part).__name__} in its output, but only tensors and tuples, lists and dicts of "
+            "them go from stage to stage. Maybe leave it out of what the module returns."
+        )
+    return get_gradient_edge(part) if part.requires_grad else None
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class _Entry(torch.autograd.Function):
+    """The identity, whose backward puts the gradients into a list, zeros where nothing depends on a tensor.
+
+    Detached and not viewed: autograd lets no layer change a view in place that was made here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, caught: list[Tensor], *received: Tensor) -> tuple[Tensor, ...]:
+        ctx.caught = caught
+        return tuple([part.detach() for part in received])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.caught.extend(gradients)
+        return (None,) * (2 + len(gradients))

@@ -1,0 +1,258 @@
+"""A device's list of actions as calls that are ready to be made: everything that is the same in every step is bound.
+
+What an action costs beside its work is what the host pays for a schedule, so no name is looked up and nothing is
+allocated per action: messages pass through cells, and each call knows its stage, microbatch and cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from optpipe.compile.actions import Action, Message, Program
+from optpipe.errors import TrainingError
+from optpipe.runtime.crossing import Crossing, Direction, TreeReceipt, crossing
+from optpipe.runtime.host_slabs import HostSlabs
+from optpipe.runtime.messages import Spec, Tree
+from optpipe.runtime.stage import Stage
+from optpipe.runtime.streams import Streams, Work
+from optpipe.runtime.transport import Transport
+
+Reducer = Callable[[], None]
+"""Sums the gradients of one stage over its replicas."""
+
+_NOTHING = object()
+"""What a cell holds that holds no message; None is a gradient where there is none."""
+
+
+class Cell:
+    """Where one message lies between the action that makes it and the one that uses it."""
+
+    __slots__ = ("receipt", "tree")
+
+    def __init__(self) -> None:
+        self.tree: Tree = _NOTHING
+        self.receipt: TreeReceipt | None = None
+
+    def take(self) -> Tree:
+        """The message, which is held no longer."""
+        tree = self.tree
+        assert tree is not _NOTHING, "the message was not made yet"
+        self.tree = _NOTHING
+        return tree
+
+    def arrive(self) -> None:
+        """Wait for the message that a receive was posted for."""
+        assert self.receipt is not None, "no receive was posted for the message"
+        self.tree = self.receipt.wait()
+        self.receipt = None
+
+    def clear(self) -> None:
+        """Drop what it holds: after an error."""
+        self.tree, self.receipt = _NOTHING, None
+
+
+@dataclass
+class Batch:
+    """What a step works on; `losses` are scalars, one for each microbatch."""
+
+    inputs: Sequence[Tree] = ()
+    targets: Sequence[Tree] = ()
+    losses: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action. `arrival` is what comes before its work: its stream, its events, its message.
+
+    It may not begin before `gate`'s message has come. `counted`: whether what it allocates is the device's.
+    """
+
+    action: Action
+    arrival: Work | None
+    work: Work
+    gate: Cell | None
+    counted: bool
+
+    @property
+    def call(self) -> Work:
+        """Arrival and work in one."""
+        return _one_after_the_other(self.arrival, self.work)
+
+
+@dataclass
+class DeviceParts:
+    """What the actions of one device work with. `evaluates`: forwards leave nothing for a backward."""
+
+    program: Program
+    device: int
+    stages: Mapping[int, Stage]
+    specs: Sequence[Spec]
+    transport: Transport
+    streams: Streams
+    slabs: HostSlabs
+    reducers: Mapping[int, Reducer]
+    batch: Batch = field(default_factory=Batch)
+    evaluates: bool = False
+
+
+class StepBuilder:
+    """Binds the actions of one device."""
+
+    def __init__(self, parts: DeviceParts) -> None:
+        self._parts = parts
+        self._last_stage = len(parts.program.placement) - 1
+        self._cells: dict[Message, Cell] = {}
+        self._work: Mapping[str, Callable[[Action], Work]] = {
+            "F": self._forward,
+            "B": lambda action: self._backward(action, self._stage(action).backward_input),
+            "BW": lambda action: self._backward(action, self._stage(action).backward),
+            "W": self._backward_weight,
+            "O": self._offload,
+            "RELEASE": self._release,
+            "PREPARE": self._prepare,
+            "R": self._reload,
+            "REDUCE": self._reduce,
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._receive,
+            "RECV_B": self._receive,
+        }
+
+    def steps(self) -> list[Step]:
+        """The device's list, bound."""
+        return [self._step(action) for action in self._parts.program.devices[self._parts.device]]
+
+    def cells(self) -> list[Cell]:
+        """All cells, once the steps are made."""
+        return list(self._cells.values())
+
+    def _step(self, action: Action) -> Step:
+        streams, program = self._parts.streams, self._parts.program
+        work = streams.issuing(action, self._work[action.kind](action), action.key in program.awaited)
+        gate = self._used(action) if self._is_received(action) else None
+        arrival = streams.arrival(action)
+        if gate is not None:
+            arrival = _one_after_the_other(arrival, gate.arrive)
+        return Step(action, arrival, work, gate, counted=action.kind not in ("O", "SEND_F", "SEND_B"))
+
+    def _stage(self, action: Action) -> Stage:
+        return self._parts.stages[action.stage]
+
+    def _cell(self, direction: Direction, boundary: int, microbatch: int) -> Cell | None:
+        """The cell of a message; None beyond the ends of the model."""
+        if not 0 <= boundary < self._last_stage:
+            return None
+        return self._cells.setdefault(Message(direction, boundary, microbatch), Cell())
+
+    def _used(self, action: Action) -> Cell | None:
+        """The cell of the message that a compute action uses."""
+        if action.kind == "F":
+            return self._cell("F", action.stage - 1, action.microbatch)
+        return self._cell("B", action.stage, action.microbatch) if action.kind in ("B", "BW") else None
+
+    def _is_received(self, action: Action) -> bool:
+        """Whether the message that a compute action uses comes from another device."""
+        boundary = action.stage - (action.kind == "F")
+        uses = action.kind in ("F", "B", "BW") and 0 <= boundary < self._last_stage
+        return uses and self._parts.program.crosses(boundary)
+
+    def _forward(self, action: Action) -> Work:
+        s, i = action.stage, action.microbatch
+        forward, batch = self._forward_of(self._stage(action)), self._parts.batch
+        used, made = self._used(action), self._cell("F", s, i)
+        offloads = (s, i) in self._parts.program.offloaded
+
+        def work() -> None:
+            received = used.take() if used is not None else batch.inputs[i]
+            if made is not None:
+                made.tree = forward(i, received, None, offloads)
+            else:
+                batch.losses[i].copy_(forward(i, received, batch.targets[i], offloads))
+
+        return work
+
+    def _forward_of(self, stage: Stage) -> Callable[[int, Tree, Tree | None, bool], Tree]:
+        if self._parts.evaluates:
+            return lambda _microbatch, received, target, _offloads: stage.evaluate(received, target)
+        return stage.forward
+
+    def _backward(self, action: Action, backward: Callable[[int, Tree], Tree]) -> Work:
+        i = action.microbatch
+        used, made = self._used(action), self._cell("B", action.stage - 1, i)
+
+        def work() -> None:
+            gradient = backward(i, used.take() if used is not None else None)
+            if made is not None:
+                made.tree = gradient
+
+        return work
+
+    def _backward_weight(self, action: Action) -> Work:
+        backward_weight, i = self._stage(action).backward_weight, action.microbatch
+        return lambda: backward_weight(i)
+
+    def _offload(self, action: Action) -> Work:
+        assert action.slab is not None, "an offload has a slab"
+        copy_out, i, slab = self._stage(action).copy_out, action.microbatch, self._parts.slabs[action.slab]
+        return lambda: copy_out(i, slab)
+
+    def _release(self, action: Action) -> Work:
+        free, i = self._stage(action).free, action.microbatch
+        return lambda: free(i)
+
+    def _prepare(self, action: Action) -> Work:
+        allocate, i = self._stage(action).allocate, action.microbatch
+        return lambda: allocate(i)
+
+    def _reload(self, action: Action) -> Work:
+        copy_in, i = self._stage(action).copy_in, action.microbatch
+        return lambda: copy_in(i)
+
+    def _reduce(self, action: Action) -> Work:
+        if action.stage not in self._parts.reducers:
+            raise TrainingError(
+                f"the program sums the gradients of stage {action.stage} over replicas, but reducers has "
+                f"{sorted(self._parts.reducers)}. Maybe compile the schedule without reductions."
+            )
+        return self._parts.reducers[action.stage]
+
+    def _send(self, action: Action) -> Work:
+        send, cell = self._crossing(action, sends=True).send, self._message(action)
+        return lambda: send(cell.take())
+
+    def _receive(self, action: Action) -> Work:
+        post_receive, cell = self._crossing(action, sends=False).post_receive, self._message(action)
+
+        def work() -> None:
+            cell.receipt = post_receive()
+
+        return work
+
+    def _message(self, action: Action) -> Cell:
+        cell = self._cell(*action.message)
+        assert cell is not None, "messages cross boundaries within the model"
+        return cell
+
+    def _crossing(self, action: Action, *, sends: bool) -> Crossing:
+        assert action.peer is not None, "a message has a peer"
+        parts, message = self._parts, action.message
+        pair = (parts.device, action.peer) if sends else (action.peer, parts.device)
+        device: torch.device = self._stage(action).device
+        return crossing(
+            parts.transport, pair, message.boundary, message.direction, parts.specs[message.boundary], device
+        )
+
+
+def _one_after_the_other(first: Work | None, second: Work) -> Work:
+    if first is None:
+        return second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both

@@ -1,0 +1,23 @@
+"""Split backwards: a layer's backward gives its input gradient at once and leaves its weight gradient for W.
+
+Autograd alone cannot split a backward cheaply: asked for the input gradients only, it keeps the whole graph for a
+second pass. So the layers that hold most weights (linear, embedding, convolution) are taught to do it, others can be
+registered, and the parameters of any other module get their gradient in B.
+"""
+
+from optpipe.runtime.weight_gradients.embedding import SplitEmbedding
+from optpipe.runtime.weight_gradients.linear import SplitLinear
+from optpipe.runtime.weight_gradients.pending import WeightGradients
+from optpipe.runtime.weight_gradients.registry import compiled_part, defer_weight_gradients, register_deferred
+from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate
+
+__all__ = [
+    "SplitBackward",
+    "SplitEmbedding",
+    "SplitLinear",
+    "WeightGradients",
+    "accumulate",
+    "compiled_part",
+    "defer_weight_gradients",
+    "register_deferred",
+]

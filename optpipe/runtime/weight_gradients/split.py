@@ -1,0 +1,153 @@
+"""Layers whose backward is in two halves: the input gradient at once, the weight gradient when W comes.
+
+A layer keeps its identity: only its class changes, to a subclass whose `forward` goes through one autograd function.
+Parameters, names, hooks, mode and repr stay; copies and pickles are of the class that it had before.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import TrainingError
+from optpipe.runtime.weight_gradients.pending import WeightGradients
+
+Layer = TypeVar("Layer", bound=nn.Module)
+Saved = tuple[Tensor, ...]
+
+
+class SplitBackward(ABC, Generic[Layer]):
+    """How the backward of a kind of layer splits: one tensor in, one tensor out.
+
+    What `forward` saves, and the output gradient, are held from B until W: a split pays where that, which is about as
+    much as the layer's activations again, buys a large part of the layer's backward.
+    """
+
+    lower_precision: ClassVar[bool] = False
+    """Whether autocast computes the layer in its own dtype, as it does matrix products: then x comes in that dtype."""
+
+    def handles(self, _layer: Layer) -> bool:
+        """Whether this layer can be split; the others are left to autograd, which gives all gradients in B."""
+        return True
+
+    @abstractmethod
+    def forward(self, layer: Layer, x: Tensor) -> tuple[Tensor, Saved]:
+        """The output, which must be a new tensor, and what the backward needs besides the parameters.
+
+        Runs without autograd, as the other two do, and all three under the autocast of the caller.
+        """
+
+    @abstractmethod
+    def input_gradient(self, layer: Layer, saved: Saved, gradient: Tensor) -> Tensor:
+        """The gradient of x from that of the output. In B; not called where x needs none."""
+
+    @abstractmethod
+    def add_weight_gradients(self, layer: Layer, saved: Saved, gradient: Tensor) -> None:
+        """Add the gradient of each parameter to its `.grad` (`accumulate`). In W."""
+
+
+def accumulate(parameter: Tensor | None, gradient: Tensor) -> None:
+    """Add to a parameter's `.grad`, in its own dtype; not if it is absent or frozen."""
+    if parameter is not None and parameter.requires_grad:
+        gradient_of(parameter).add_(gradient)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter's `.grad`, which exists throughout a step: its bytes are the parameters', not the step's."""
+    assert parameter.grad is not None, "gradients are allocated before a step"
+    return parameter.grad
+
+
+class Deferred(nn.Module):
+    """The base of all classes that a split gives to layers; `_plain` is the class that the layer had."""
+
+    _split: ClassVar[SplitBackward[Any]]
+    _plain: ClassVar[type[nn.Module]]
+    _weight_gradients: WeightGradients
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """As ever where there is nothing to defer, and for any other call than that with one tensor."""
+        if not self._weight_gradients.recording or named or len(inputs) != 1 or torch.compiler.is_compiling():
+            return super().forward(*inputs, **named)
+        parameters = [p for p in _parameters(self) if p is not None]
+        if not _may_split(parameters):
+            return super().forward(*inputs)
+        return _Split.apply(self, inputs[0], *parameters)  # type: ignore[no-untyped-call]
+
+    def _get_name(self) -> str:
+        return self._plain.__name__
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        state = {name: value for name, value in self.__dict__.items() if name != "_weight_gradients"}
+        return object.__new__, (self._plain,), state
+
+
+def _parameters(layer: nn.Module) -> Iterable[nn.Parameter | None]:
+    return layer.parameters() if layer._modules else layer._parameters.values()
+
+
+def _may_split(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any is to get a gradient, and no hook waits for autograd to give it."""
+    wanted = False
+    for parameter in parameters:
+        wanted = wanted or parameter.requires_grad
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return False
+    return wanted
+
+
+class _Autocast:
+    """The autocast under which F ran, for both halves of the backward.
+
+    Without autocast's cache, which would hold a cast copy of every weight until F ends: eight layers of width 64 then
+    need 68 kB of workspace instead of 10.
+    """
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+
+    def cast(self, split: SplitBackward[Any], x: Tensor) -> Tensor:
+        """What a layer gets for x; autocast leaves float64 alone."""
+        return x.to(self._dtype) if split.lower_precision and x.dtype != torch.float64 else x
+
+    def run(self, half: Callable[..., Any], *call: Any) -> Any:
+        with torch.autocast(self._device, self._dtype, cache_enabled=False):
+            return half(*call)
+
+
+class _Split(torch.autograd.Function):
+    """One call of a layer. The parameters are only given for autograd to record the call."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Deferred, x: Tensor, *_parameters: nn.Parameter) -> Tensor:
+        ctx.layer = layer
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            ctx.autocast = _Autocast(device, torch.get_autocast_dtype(device))
+            y, saved = ctx.autocast.run(layer._split.forward, layer, ctx.autocast.cast(layer._split, x))
+        else:
+            ctx.autocast = None
+            y, saved = layer._split.forward(layer, x)
+        ctx.save_for_backward(*saved)
+        result: Tensor = y
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise TrainingError("a gradient of a gradient was asked for, which a split backward does not have.")
+        layer: Deferred = ctx.layer
+        split, autocast = layer._split, ctx.autocast
+        # Attached to the graph, what is kept for W would keep the graph.
+        call = (layer, tuple([tensor.detach() for tensor in ctx.saved_tensors]), gradient)
+        later, now = split.add_weight_gradients, split.input_gradient
+        if autocast:
+            later, now = partial(autocast.run, later), partial(autocast.run, now)
+        layer._weight_gradients.add(partial(later, *call))
+        input_gradient = now(*call) if ctx.needs_input_grad[1] else None
+        return None, input_gradient, *(None,) * (len(ctx.needs_input_grad) - 2)

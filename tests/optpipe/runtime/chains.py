@@ -1,0 +1,73 @@
+"""Small chains of layers to run schedules on, and what the plain step makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.runtime import MessageSpec, Stage
+
+WIDTHS = (6, 10, 4, 8, 5, 7)
+"""Of the messages between stages: boundaries need not be equal."""
+M = 3
+
+
+class Fragile(nn.Module):
+    """Passes its input on, but raises at the call of a given number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls_left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise ValueError("the layer broke")
+        return x
+
+
+def chain(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    """One module a stage, always with the same weights; the last layer of each is Fragile."""
+    torch.manual_seed(0)
+    widths = WIDTHS[: stages + 1]
+    modules = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU(), Fragile()) for a, b in pairwise(widths)]
+    return [module.to(dtype) for module in modules]
+
+
+def batch(stages: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and targets of M microbatches of two rows."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, WIDTHS[0], dtype=dtype) for _ in range(M)]
+    return inputs, [torch.randn(2, WIDTHS[stages], dtype=dtype) for _ in range(M)]
+
+
+def specs(stages: int, dtype: torch.dtype = torch.float32) -> list[MessageSpec]:
+    """What crosses the boundaries."""
+    return [MessageSpec((2, width), dtype) for width in WIDTHS[1:stages]]
+
+
+def stages_of(modules: Sequence[nn.Module], *, gradient_scale: float = 1 / M) -> dict[int, Stage]:
+    """A stage for each module, with the mean squared error at the end."""
+    last = len(modules) - 1
+    loss = nn.functional.mse_loss
+    return {
+        s: Stage(module, first=s == 0, loss=loss if s == last else None, gradient_scale=gradient_scale)
+        for s, module in enumerate(modules)
+    }
+
+
+def plain_gradients(modules: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the mean loss over the microbatches, with ordinary autograd."""
+    model = nn.Sequential(*copy.deepcopy(list(modules)))
+    losses = [nn.functional.mse_loss(model(x), y) for x, y in zip(inputs, targets, strict=True)]
+    torch.autograd.backward(torch.stack(losses).mean())
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """A copy of what `.grad` holds."""
+    return [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]

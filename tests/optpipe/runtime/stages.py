@@ -1,0 +1,79 @@
+"""Runs the ops of one stage, in any order and with any of them, as a program would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.runtime import Stage
+from optpipe.runtime.host_slabs import HostSlab
+from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild, tensors
+
+F_B_W = ("F", "B", "W")
+F_BW = ("F", "BW")
+F_O_R_B_W = ("F", "O", "R", "B", "W")
+WAYS = {"split": F_B_W, "fused": F_BW, "offloaded": F_O_R_B_W}
+"""What a microbatch may go through."""
+
+
+@dataclass
+class Run:
+    """What a step of a stage made, by microbatch, and the weight gradients."""
+
+    outputs: dict[int, Tree] = field(default_factory=dict)
+    input_gradients: dict[int, Gradient] = field(default_factory=dict)
+    weight_gradients: list[Tensor] = field(default_factory=list)
+
+
+def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int, Tree], target: Tree = None) -> Run:
+    """One step; the gradient of every output is `weighing` of it."""
+    found, slabs = Run(), {i: HostSlab() for i in messages}
+    offloaded = {i for kind, i in ops if kind == "O"}
+    stage.zero_gradients()
+    for kind, i in ops:
+        if kind == "F":
+            found.outputs[i] = stage.forward(i, map_leaves(Tensor.clone, messages[i]), target, i in offloaded)
+        elif kind == "O":
+            stage.copy_out(i, slabs[i])
+            stage.free(i)
+        elif kind == "R":
+            stage.allocate(i)
+            stage.copy_in(i)
+        elif kind == "W":
+            stage.backward_weight(i)
+        else:
+            backward = stage.backward_input if kind == "B" else stage.backward
+            found.input_gradients[i] = backward(i, map_leaves(weighing, found.outputs[i]) if target is None else None)
+    found.weight_gradients = gradients_of(stage.module)
+    return found
+
+
+def run_one(stage: Stage, way: Sequence[str], message: Tree, target: Tree = None) -> Run:
+    """One step of microbatch 0 alone."""
+    return run_step(stage, [(kind, 0) for kind in way], {0: message}, target)
+
+
+def plain_step(module: nn.Module, message: Tree) -> Run:
+    """The same by autograd alone, for microbatch 0."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    parts = [part.clone().requires_grad_(part.is_floating_point()) for part in leaves(message)]
+    output = module(rebuild(message, parts))
+    roots = [part for part in leaves(output) if part.requires_grad]
+    torch.autograd.backward(roots, tensors([weighing(part) for part in roots]))
+    gradients = rebuild(message, [part.grad for part in parts])
+    return Run({0: map_leaves(Tensor.detach, output)}, {0: gradients}, gradients_of(module))
+
+
+def weighing(output: Tensor) -> Tensor | None:
+    """A gradient that weighs every entry differently; None for integers and booleans."""
+    if not output.is_floating_point():
+        return None
+    return torch.arange(output.numel(), dtype=output.dtype).reshape(output.shape).sin()
+
+
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]

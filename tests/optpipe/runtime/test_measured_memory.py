@@ -1,0 +1,85 @@
+"""The bytes that are alive are those that were planned: 1F1B, ZB-H1, V-Half, and a proved optimum with offload."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from optpipe.compile import compile_schedule
+from optpipe.problem import Problem
+from optpipe.runtime import MessageSpec, Stage
+from optpipe.runtime.stage_sizes import measure_stage, with_measured_sizes
+from optpipe.schedule import Schedule
+from optpipe.train import TrainingConfig, train
+from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss
+from solver.limits import Limits
+from solver.portfolio import solve
+from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.problems import WHOLE, uniform
+from tests.torchrun import torchrun
+
+WORKER = Path(__file__).parent / "torch_schedule_worker.py"
+
+P, M = 4, 4
+
+
+def measured(problem: Problem) -> Problem:
+    """The problem with the sizes of the tiny GPT's stages, one block each."""
+    width, heads, length = SIZES["tiny"]
+    modules = build_stages(GPTShape(width, heads, length, P), P, seed=0, dtype=torch.float32)
+    sequences = torch.zeros(4, length, dtype=torch.int64)
+    spec = MessageSpec((4, length, width), torch.float32)
+    sizes = [
+        measure_stage(
+            Stage(module, first=s == 0, loss=byte_loss if s == P - 1 else None),
+            (sequences, sequences),
+            spec if s > 0 else None,
+            spec if s < P - 1 else None,
+        )
+        for s, module in enumerate(modules)
+    ]
+    return with_measured_sizes(problem, sizes)
+
+
+def optimum_with_offload() -> Schedule:
+    """Within half of what 1F1B holds on the first device; the last one, which offloads nothing, keeps its own."""
+    problem = measured(uniform(P, M, offload=WHOLE))
+    first, *_, last = (device.peak_bytes for device in solve(problem, "1f1b").devices)
+    budgets = [{"memory_bytes": size} for size in [first // 2] * (P - 1) + [last]]
+    schedule = solve(Problem.from_data(problem.to_data() | {"devices": budgets}), "auto", Limits(time_limit_s=60))
+    assert schedule.status == "optimal"
+    assert compile_schedule(schedule).offloaded
+    return schedule
+
+
+SCHEDULES = {
+    "1F1B": lambda: solve(uniform(P, M), "1f1b"),
+    "ZB-H1": lambda: solve(uniform(P, M), "zb-h1"),
+    "V-Half": lambda: solve(uniform(P, M, v_shape=True), "v-half"),
+    "optimum with offload": optimum_with_offload,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_peaks_are_within_two_percent_of_the_plan_on_every_device(name: str) -> None:
+    check = train(TrainingConfig(SCHEDULES[name](), model="tiny", steps=1, check=True)).check
+    assert check is not None
+    assert check.max_gradient_error < 1e-5
+    for device in check.devices:
+        assert device.live_bytes == (0, 0)
+        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+
+
+@pytest.mark.torchrun
+def test_1f1b_never_holds_more_than_in_the_runtime_of_torch(tmp_path: Path) -> None:
+    schedule = one_f_one_b(2, 4, fused=True)
+    file = tmp_path / "schedule.json"
+    file.write_text(json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()}))
+    torchrun(WORKER, 2, str(tmp_path), str(file))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["gradient_error"] <= 1e-5
+        assert 0 < found["peak_bytes"] <= found["torch_peak_bytes"]
