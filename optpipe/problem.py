@@ -134,8 +134,11 @@ class Problem(Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a problem file. Raises InputError naming the field, the value and the limit."""
-        hint = "is a schedule but a problem is needed. Maybe use the command 'optpipe verify' or 'plot'."
-        return cls.from_data(read_document(path, MAX_PROBLEM_BYTES, {"optpipe.schedule/": hint}), str(path))
+        hints = {
+            "optpipe.schedule/": "is a schedule but a problem is needed. Maybe use 'optpipe verify' or 'plot'.",
+            "optpipe.layers/": "is a layer profile but a problem is needed. Maybe use 'optpipe plan'.",
+        }
+        return cls.from_data(read_document(path, MAX_PROBLEM_BYTES, hints), str(path))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

@@ -12,7 +12,22 @@ from typing import NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from optpipe.cli import bench, compare, export, methods, plan, plot, solve, trace, train, verify
+from optpipe.cli import (
+    bench,
+    compare,
+    export,
+    keys,
+    methods,
+    plan,
+    plot,
+    profile,
+    serve,
+    solve,
+    trace,
+    train,
+    verify,
+    worker,
+)
 from optpipe.cli.output import print_error, wants_json
 from optpipe.errors import InfeasibleError, InputError, NoSolutionError, OptPipeError, TrainingError
 
@@ -24,8 +39,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (solve, plan, methods, verify, compare, plot, export, train, trace, bench):
+for module in (solve, profile, plan, methods, verify, compare, plot, export, train, trace, bench, serve, worker):
     app.command(name=module.__name__.rsplit(".", 1)[-1])(module.command)
+app.add_typer(keys.app, name="keys")
 
 EXIT_NO = 1
 EXIT_BAD_INPUT = 2

@@ -1,4 +1,4 @@
-"""`optpipe export`: a schedule for other tools."""
+"""`optpipe export`: a schedule, or a measured step, for other tools."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.output import AsJson, check_writable, print_json, stderr, stdout, write_whole
-from optpipe.cli.verify import ScheduleFile
 from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
+    from optpipe.trace import Trace
 
 
 class Format(StrEnum):
-    """What a schedule can be exported to."""
+    """What can be exported to."""
 
     CHROME_TRACE = "chrome-trace"
     TORCH_CSV = "torch-csv"
@@ -35,7 +35,13 @@ DropOffload = Annotated[
 
 
 def command(
-    schedule: ScheduleFile,
+    schedule: Annotated[
+        Path,
+        typer.Argument(
+            help="A schedule (optpipe.schedule/1), or for chrome-trace also a measured step (optpipe.trace/1).",
+            metavar="SCHEDULE.json",
+        ),
+    ],
     to: Annotated[
         Format,
         typer.Option(
@@ -48,30 +54,61 @@ def command(
     drop_offload: DropOffload = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write a schedule in the format of another tool."""
-    from optpipe.schedule import Schedule
-
+    """Write a schedule, or a measured step of it, in the format of another tool."""
     if drop_offload and to is not Format.TORCH_CSV:
         detail = f"is given with --to {to}, which shows offloads. Maybe leave it out."
         raise InputError([Issue("--drop-offload", "nothing_to_drop", detail)])
     check_writable(output)
-    loaded = Schedule.load(schedule)
-    write_whole(output, _text(loaded, to, drop_offload))
     document: dict[str, object] = {"output": str(output), "to": str(to)}
-    if drop_offload:
-        document["devices"] = _memory_without_offload(loaded)
+    loaded = _load(schedule)
+    if to is Format.CHROME_TRACE:
+        write_whole(output, _chrome_trace_text(loaded))
+    else:
+        loaded = _a_schedule(loaded, schedule)
+        write_whole(output, _torch_csv_text(loaded, drop_offload))
+        if drop_offload:
+            document["devices"] = _memory_without_offload(loaded)
     print_json(document) if as_json else stdout().print(f"wrote {output}", markup=False)
     return 0
 
 
-def _text(schedule: Schedule, to: Format, drop_offload: bool) -> str:
-    if to is Format.TORCH_CSV:
-        from optpipe.export.torch_csv import torch_csv
+def _load(path: Path) -> Schedule | Trace:
+    """The document that the file says it is. Raises InputError."""
+    from optpipe.document import read_document
+    from optpipe.schedule import Schedule
+    from optpipe.trace import Trace
+    from optpipe.trace.document import MAX_TRACE_BYTES
 
-        return torch_csv(schedule, drop_offload=drop_offload)
+    hint = "is a problem but a schedule or a measured step is needed. Maybe run 'optpipe solve' on it first."
+    data = read_document(path, MAX_TRACE_BYTES, {"optpipe.problem/": hint})
+    measured = isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.trace/")
+    return (Trace if measured else Schedule).from_data(data, str(path))
+
+
+def _a_schedule(loaded: Schedule | Trace, path: Path) -> Schedule:
+    from optpipe.trace import Trace
+
+    if isinstance(loaded, Trace):
+        detail = (
+            "is torch-csv, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
+        )
+        raise InputError([Issue("--to", "not_a_schedule", detail)], str(path))
+    return loaded
+
+
+def _chrome_trace_text(loaded: Schedule | Trace) -> str:
     from optpipe.export.chrome_trace import chrome_trace
+    from optpipe.export.measured_chrome_trace import measured_chrome_trace
+    from optpipe.trace import Trace
 
-    return json.dumps(chrome_trace(schedule), allow_nan=False)
+    events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
+    return json.dumps(events, allow_nan=False)
+
+
+def _torch_csv_text(schedule: Schedule, drop_offload: bool) -> str:
+    from optpipe.export.torch_csv import torch_csv
+
+    return torch_csv(schedule, drop_offload=drop_offload)
 
 
 def _memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None]]:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from optpipe.cli.output import AsJson, print_json, stderr, stdout, table
-from optpipe.errors import TrainingError
+from optpipe.cli.output import AsJson, check_writable, print_json, stderr, stdout, table, write_whole
+from optpipe.errors import InputError, Issue, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe.trace import Trace
     from optpipe.train import CheckResult, StepReport, TrainingResult
 
 GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12}
 """A check fails beyond these: what re-ordered sums of a precision can differ by."""
+
+WARM_UP_STEPS = 3
+"""Trained before a step is recorded, where there are so many."""
 
 
 class Precision(StrEnum):
@@ -42,13 +46,22 @@ def command(
     sequence: Annotated[int | None, typer.Option(min=1, help="Bytes of text in a sequence.")] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
     dtype: Annotated[Precision, typer.Option(help="Precision of weights and activations.")] = Precision.FLOAT32,
+    data_parallel: Annotated[int, typer.Option(min=1, max=4096, help="Replicas of the pipeline, under torchrun.")] = 1,
+    tied: Annotated[bool, typer.Option("--tied", help="The output head uses the embedding's weights.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the order of the data.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record what one step does, for 'optpipe trace'.", metavar="TRACE.json")
+    ] = None,
+    trace_step: Annotated[
+        int | None, typer.Option(min=0, help="The step to record, counted from 0; default: one after warm-up.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Train a small GPT on the Python standard library's sources, as a schedule says.
 
-    Under torchrun one process a device; otherwise all devices in this process. With --check the exit code is 1 if a
-    gradient differs from the plain step's by more than rounding, or memory is left alive after a step.
+    Under torchrun one process a device of each replica; otherwise all devices in this process. With --check the exit
+    code is 1 if a gradient differs from the plain step's by more than rounding, or memory is left alive after a step.
+    With --trace one step is run a few times more and compared with the plan.
     """
     from optpipe.schedule import Schedule
 
@@ -68,12 +81,49 @@ def command(
         learning_rate=learning_rate,
         dtype=dtype.value,
         seed=seed,
+        data_parallel=data_parallel,
+        tied=tied,
+        trace_step=_trace_step(trace, trace_step, steps),
     )
+    if trace and leads():
+        check_writable(trace)
     with _progress(steps, leads()) as report:
         result = train(config, report)
     if leads():
-        print_json(asdict(result)) if as_json else print_result(result)
+        print_json(_document(result)) if as_json else print_result(result)
+        if trace and result.trace:
+            _hand_over(result.trace, trace, as_json)
     return 0 if result.check is None or _passed(result.check, dtype) else 1
+
+
+def _trace_step(trace: Path | None, step: int | None, steps: int) -> int | None:
+    """The step to record, if any. The first ones of a process take longer: threads start, memory is got."""
+    if trace is None and step is not None:
+        raise InputError([Issue("--trace-step", "no_trace", f"is {step}, but no --trace says where to write it.")])
+    return None if trace is None else min(WARM_UP_STEPS, steps - 1) if step is None else step
+
+
+def _document(result: TrainingResult) -> dict[str, Any]:
+    """The result as JSON values; of a trace its figures, for its ops are in the file."""
+    values = asdict(replace(result, trace=None))
+    del values["trace"]
+    if result.trace is None:
+        return values
+    from optpipe.cli.trace_report import document
+    from optpipe.trace.compare import compare
+
+    return values | {"trace": document(compare(result.trace))}
+
+
+def _hand_over(trace: Trace, path: Path, as_json: bool) -> None:
+    """Write a trace and say in short how it compares."""
+    from optpipe.cli.trace_report import print_short
+    from optpipe.trace.compare import compare
+
+    write_whole(path, trace.to_json() + "\n")
+    if not as_json:
+        print_short(trace, compare(trace))
+        stdout().print(f"wrote {path}; see 'optpipe trace {path}' for every difference", markup=False)
 
 
 @contextmanager

@@ -11,14 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from optpipe.export.chrome_events import FLOW_LEAD_US, Event, arrow, memory, names
 from optpipe.memory import planned_memory
 from optpipe.orders import STREAMS
 from optpipe.schedule import Schedule, ScheduledOp
-
-Event = dict[str, Any]
-
-FLOW_LEAD_US = 0.001
-"""Arrows leave this long before an op ends: viewers tie an arrow to the op that is running at its time."""
 
 
 def write_chrome_trace(schedule: Schedule, path: Path) -> None:
@@ -57,19 +53,10 @@ def _figures(schedule: Schedule) -> dict[str, Any]:
 
 
 def _names(schedule: Schedule) -> Iterator[Event]:
-    """Names and order of processes and threads."""
     for d, (device, plan) in enumerate(zip(schedule.problem.devices, schedule.devices, strict=True)):
-        yield _metadata("process_name", d, 0, name=device.name or f"device {d}")
-        yield _metadata("process_sort_index", d, 0, sort_index=d)
         budget = "no limit" if device.memory_bytes is None else f"{device.memory_bytes} bytes"
-        yield _metadata("process_labels", d, 0, labels=f"peak {plan.peak_bytes} bytes, budget {budget}")
-        for thread, stream in enumerate(STREAMS):
-            yield _metadata("thread_name", d, thread, name=stream)
-            yield _metadata("thread_sort_index", d, thread, sort_index=thread)
-
-
-def _metadata(kind: str, process: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
+        labels = f"peak {plan.peak_bytes} bytes, budget {budget}"
+        yield from names(d, device.name or f"device {d}", labels, STREAMS)
 
 
 def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
@@ -90,19 +77,15 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
 
 def _memory(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     for d in range(len(schedule.devices)):
-        levels = planned_memory(schedule, d)
-        for time_us, level in zip(levels.times_us.tolist(), levels.bytes.tolist(), strict=True):
-            yield {"ph": "C", "name": "memory", "pid": d, "tid": 0, "ts": time_us + shift_us, "args": {"bytes": level}}
+        yield from memory(d, planned_memory(schedule, d), shift_us)
 
 
 def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     """Arrows for activations and gradients that pass from one device to another."""
     for number, (sender, before, receiver, after) in enumerate(_transfers(schedule)):
         name = "activation" if after.op == "F" else "gradient"
-        common = {"name": name, "cat": "transfer", "id": number, "tid": 0}
         left_us = max(before.start_us, before.end_us - FLOW_LEAD_US)
-        yield {"ph": "s", **common, "pid": sender, "ts": left_us + shift_us}
-        yield {"ph": "f", "bp": "e", **common, "pid": receiver, "ts": after.start_us + shift_us}
+        yield from arrow(number, name, (sender, 0, left_us + shift_us), (receiver, 0, after.start_us + shift_us))
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, ScheduledOp]]:

@@ -12,11 +12,9 @@ from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
 from optpipe.train.gpt import byte_loss
-from optpipe.train.model import Model
+from optpipe.train.model import Batch, Model
 from optpipe.train.plain import gradient_error, plain_step
 from optpipe.train.result import CheckResult, DeviceMemory
-
-Batch = tuple[list[Tensor], list[Tensor]]
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
@@ -26,14 +24,14 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     """
     planned = planned_peaks(model, batch)
     runs = [_metered_run(model, batch) for _ in range(2)]
-    loss = float(runs[1][1].mean())
+    loss = model.mean_loss(runs[1][1])
     plain_loss = plain_step(plain_modules, byte_loss, *batch)
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
     found = model.launch.gather({"worst": worst, "devices": _memory(model, planned, [meter for meter, _ in runs])})
     error, parameter = max(tuple(entry["worst"]) for entry in found)
     devices = [
         DeviceMemory(**device | {"live_bytes": tuple(device["live_bytes"])})
-        for entry in found
+        for entry in found[: model.launch.pipeline_processes]
         for device in entry["devices"]
     ]
     return CheckResult(error, parameter, abs(loss - plain_loss) / abs(plain_loss), tuple(devices))
@@ -65,7 +63,7 @@ def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tu
 
 def _metered_run(model: Model, batch: Batch) -> tuple[MemoryMeter, Tensor]:
     meter = MemoryMeter()
-    losses = model.pipeline.run(*batch, meter)
+    losses = model.pipeline.run(*model.own_part(batch), meter)
     return meter, model.launch.sum(losses)
 
 
@@ -76,7 +74,7 @@ def _memory(model: Model, planned: Sequence[int], meters: Sequence[MemoryMeter])
             "peak_bytes": max(meter.peak_bytes[d] for meter in meters),
             "planned_peak_bytes": planned[d],
             "live_bytes": [meter.live_bytes[d] for meter in meters],
-            "host_peak_bytes": model.pipeline.host_pools[d].peak_bytes,
+            "host_peak_bytes": model.pipeline.host_slabs[d].peak_bytes,
         }
         for d in model.devices
     ]

@@ -37,14 +37,23 @@ class TrainingConfig:
     """sequences in a microbatch"""
     check: bool = False
     """before training, compare gradients with the plain step and memory with the plan"""
+    trace_step: int | None = None
+    """before this step, record what a step does, on the same batch; None: nothing is recorded"""
+    data_parallel: int = 1
+    """replicas of the pipeline, each with its own part of the batch; more than one needs torchrun"""
+    tied: bool = False
+    """whether the output head uses the embedding's weights, on whichever devices the two are"""
     timeout_seconds: float = 300.0
     """under torchrun: how long to wait for another process"""
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_range("steps", self.steps, 1, 10**9)
+        if self.trace_step is not None:
+            self._check_range("trace_step", self.trace_step, 0, self.steps - 1)
         self._check_range("seed", self.seed, 0, MAX_SEED)
         self._check_range("microbatch_size", self.microbatch_size, 1, 4096)
+        self._check_range("data_parallel", self.data_parallel, 1, 4096)
         self._check_range("sequence", self.shape.sequence, 1, SIZES[self.model].sequence)
         self._check_positive("learning_rate", self.learning_rate)
         self._check_positive("timeout_seconds", self.timeout_seconds)
@@ -61,6 +70,11 @@ class TrainingConfig:
         layers = len(self.schedule.problem.stages) if self.layers is None else self.layers
         size = SIZES[self.model]
         return GPTShape(size.width, size.heads, size.sequence if self.sequence is None else self.sequence, layers)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients come together from several processes or stages."""
+        return self.data_parallel > 1 or self.tied
 
     @property
     def torch_dtype(self) -> torch.dtype:

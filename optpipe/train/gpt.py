@@ -5,6 +5,7 @@ Shapes: N sequences in a microbatch, T bytes in a sequence, C width, V entries i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,11 +38,15 @@ class GPTShape:
     layers: int
 
 
-def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype) -> list[nn.Module]:
+EMBEDDING, HEAD = "0.byte.weight", "{last}.head.weight"
+"""Names of the two weights that may be tied, in the first and in the last stage."""
+
+
+def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *, tied: bool = False) -> list[nn.Module]:
     """The model as `stages` modules, to be applied one after the other: bytes (N, T) -> logits (N, T, V).
 
     Layers are spread evenly, the first stages getting one more where they do not divide. Weights depend on shape
-    and seed alone, not on the number of stages.
+    and seed alone, not on the number of stages. With `tied` the head begins with the embedding's weights.
     """
     counts = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
     parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in counts]
@@ -49,7 +54,15 @@ def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype) ->
     parts[-1].append(_Head(shape))
     modules = [nn.Sequential(*part).to(dtype) for part in parts]
     _initialise(modules, seed)
+    if tied:
+        first, last = tied_weights(modules)
+        modules[-1].get_parameter(last).data.copy_(modules[0].get_parameter(first).data)
     return list(modules)
+
+
+def tied_weights(modules: Sequence[nn.Module]) -> tuple[str, str]:
+    """The names of the embedding's weight in the first module and of the head's in the last; both are (V, C)."""
+    return EMBEDDING, HEAD.format(last=len(list(modules[-1].children())) - 1)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,15 +22,40 @@ from optpipe.errors import TrainingError
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of the run."""
+    """This process among those of the run: `replicas` pipelines of `devices` processes each, or all in one process.
 
+    Rank `replica * devices + device` runs one device of one replica. `pipeline` is the group of the processes of this
+    replica, `same_device` that of the processes that run this device in every replica; None where it is not needed.
+    """
+
+    devices: int
+    replicas: int = 1
     rank: int = 0
-    world: int = 1
     distributed: bool = False
+    pipeline: dist.ProcessGroup | None = None
+    same_device: dist.ProcessGroup | None = None
 
-    def devices(self, count: int) -> list[int]:
-        """The devices, of `count`, that this process runs."""
-        return [self.rank] if self.distributed else list(range(count))
+    @property
+    def world(self) -> int:
+        return self.devices * self.replicas if self.distributed else 1
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.devices
+
+    @property
+    def own_devices(self) -> list[int]:
+        """The devices that this process runs."""
+        return [self.rank % self.devices] if self.distributed else list(range(self.devices))
+
+    @property
+    def pipeline_processes(self) -> int:
+        """Processes of one replica."""
+        return self.devices if self.distributed else 1
+
+    def ranks_of(self, device: int) -> list[int]:
+        """The ranks that run a device, one in each replica."""
+        return [replica * self.devices + device for replica in range(self.replicas)] if self.distributed else [0]
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, by rank, in every process."""
@@ -79,29 +104,63 @@ def one_core_left() -> Iterator[None]:
 
 
 @contextmanager
-def launched(devices: int, timeout_seconds: float) -> Iterator[Launch]:
-    """The launch for a schedule of so many devices.
+def launched(devices: int, timeout_seconds: float, replicas: int = 1) -> Iterator[Launch]:
+    """The launch for a schedule of so many devices, in so many replicas.
 
     Starts a process group under torchrun, and ends it at exit; one that the caller has started is used and left.
-    Raises TrainingError where the number of processes is not the number of devices.
+    Raises TrainingError where the number of processes is not the number of devices times the replicas.
     """
     if not under_torchrun():
-        yield Launch()
+        _refuse_replicas(replicas)
+        yield Launch(devices)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world != devices:
-        raise TrainingError(
-            f"WORLD_SIZE is {world} but the schedule has {devices} devices. "
-            f"Maybe start it with torchrun --nproc-per-node {devices}, or without torchrun to run all in one process."
-        )
+    if world != devices * replicas:
+        raise TrainingError(_wrong_world(world, devices, replicas))
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     try:
-        yield Launch(rank, world, distributed=True)
+        yield Launch(devices, replicas, rank, True, *_groups(devices, replicas))
         if own:
             dist.barrier()  # nobody takes the group down while another still talks
     finally:
         if own:
             dist.destroy_process_group()
             gc.collect()  # works in circles of references keep gloo's threads alive into the interpreter's end
+
+
+def _groups(devices: int, replicas: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This process's groups along the pipeline and across replicas; all processes make all groups, in one order."""
+    if replicas == 1:
+        return None, None
+    ranks = [list(range(r * devices, (r + 1) * devices)) for r in range(replicas)]
+    return _own_group(ranks), _own_group([list(column) for column in zip(*ranks, strict=True)])
+
+
+def _own_group(parts: Sequence[list[int]]) -> dist.ProcessGroup:
+    """Groups of all parts; returns the one that this process is in."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
+    return group
+
+
+def _refuse_replicas(replicas: int) -> None:
+    if replicas > 1:
+        raise TrainingError(
+            f"data_parallel is {replicas}, but one process runs one replica. Maybe start it with torchrun."
+        )
+
+
+def _wrong_world(world: int, devices: int, replicas: int) -> str:
+    if replicas == 1 and world % devices == 0:
+        return (
+            f"WORLD_SIZE is {world} but the schedule has {devices} devices. Maybe --data-parallel {world // devices} "
+            "is meant: as many replicas of the pipeline."
+        )
+    wanted = f"{devices} devices" + (f" in {replicas} replicas" if replicas > 1 else "")
+    return (
+        f"WORLD_SIZE is {world} but the schedule has {wanted}. "
+        f"Maybe start it with torchrun --nproc-per-node {devices * replicas}, or without torchrun to run all in one "
+        "process."
+    )

@@ -9,11 +9,14 @@ from time import perf_counter
 
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import TrainingError
+from optpipe.trace import Trace
 from optpipe.train.check import check_step
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt import build_stages
+from optpipe.train.gpt import build_stages, tied_weights
 from optpipe.train.launch import Launch, launched, one_core_left
 from optpipe.train.model import Model
+from optpipe.train.plain import tie_parameters
+from optpipe.train.record import record_trace
 from optpipe.train.result import CheckResult, StepReport, TrainingResult
 from optpipe.train.text import Batches, standard_library_text
 
@@ -26,20 +29,20 @@ def train(config: TrainingConfig, report: Report | None = None) -> TrainingResul
     `report` is called after each step, in the leading process alone. The result is the same in every process. Raises
     OrderError or DeadlockError if the schedule cannot run, and TrainingError if it cannot be trained as asked.
     """
-    program = compile_schedule(config.schedule)
-    with one_core_left(), launched(len(program.devices), config.timeout_seconds) as launch:
+    program = compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
+    with one_core_left(), launched(len(program.devices), config.timeout_seconds, config.data_parallel) as launch:
         _agree(config, program, launch)
         model = Model(config, program, launch)
         batches = Batches(
             standard_library_text(),
-            microbatches=program.microbatches,
+            microbatches=program.microbatches * config.data_parallel,
             size=config.microbatch_size,
             sequence=config.shape.sequence,
             seed=config.seed,
         )
         check = _check(config, model, batches) if config.check else None
-        losses, seconds = _steps(config, model, batches, report if launch.rank == 0 else None)
-        return TrainingResult(tuple(losses), tuple(seconds), model.parameters, launch.world, check)
+        losses, seconds, trace = _steps(config, model, batches, report if launch.rank == 0 else None)
+        return TrainingResult(tuple(losses), tuple(seconds), model.parameters, launch.world, check, trace)
 
 
 def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
@@ -56,15 +59,21 @@ def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
 
 
 def _check(config: TrainingConfig, model: Model, batches: Batches) -> CheckResult:
-    plain_modules = build_stages(config.shape, len(config.schedule.problem.stages), config.seed, config.torch_dtype)
+    stages = len(config.schedule.problem.stages)
+    plain_modules = build_stages(config.shape, stages, config.seed, config.torch_dtype, tied=config.tied)
+    if config.tied:
+        first, last = tied_weights(plain_modules)
+        tie_parameters(plain_modules, first, last)
     return check_step(model, plain_modules, batches.batch(0))
 
 
 def _steps(
     config: TrainingConfig, model: Model, batches: Batches, report: Report | None
-) -> tuple[list[float], list[float]]:
-    losses, seconds = [], []
+) -> tuple[list[float], list[float], Trace | None]:
+    losses, seconds, trace = [], [], None
     for step in range(config.steps):
+        if step == config.trace_step:
+            trace = record_trace(config, model, batches.batch(step), step)
         begin = perf_counter()
         loss = model.step(*batches.batch(step))
         if not math.isfinite(loss):
@@ -75,4 +84,4 @@ def _steps(
         seconds.append(perf_counter() - begin)
         if report:
             report(StepReport(step, config.steps, loss, seconds[-1]))
-    return losses, seconds
+    return losses, seconds, trace

@@ -25,6 +25,12 @@ def plain_step(modules: Sequence[nn.Module], loss: Loss, inputs: Sequence[Tensor
     return total
 
 
+def tie_parameters(modules: Sequence[nn.Module], first: str, last: str) -> None:
+    """Let the parameter `last` of the last module be the parameter `first` of the first: one tensor, one `.grad`."""
+    parent, _, name = last.rpartition(".")
+    setattr(modules[-1].get_submodule(parent), name, modules[0].get_parameter(first))
+
+
 def gradient_error(gradient: Tensor, plain: Tensor) -> float:
     """max|g - g_plain| / max|g_plain|.
 

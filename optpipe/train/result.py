@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optpipe.trace import Trace
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -47,10 +49,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished run: loss (nats a byte, mean over the batch, before the step's update) and seconds of each step."""
+    """A finished run: loss (nats a byte, mean over the batch, before the step's update) and seconds of each step.
+
+    `trace` is there where a step was to be recorded.
+    """
 
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
     parameters: int
     processes: int
     check: CheckResult | None
+    trace: Trace | None = None

@@ -45,7 +45,7 @@ def test_offload_changes_no_bit_of_the_gradients_and_lowers_the_peak(placement: 
     found = []
     for name in (placement, f"{placement}, offload"):
         config = TrainingConfig(SCHEDULES[name], model="tiny", steps=1, check=True)
-        model = Model(config, compile_schedule(config.schedule), Launch())
+        model = Model(config, compile_schedule(config.schedule), Launch(len(config.schedule.devices)))
         model.pipeline.run(*batch_of(config))
         gradients = [p.grad for s in model.stages.values() for p in s.module.parameters() if p.grad is not None]
         found.append((gradients, checked(train(config)).devices))

@@ -1,0 +1,200 @@
+"""Trace: one measured step (document `optpipe.trace/1`), standing alone with the schedule that it ran inside.
+
+Times are microseconds from the first start of any action in the step, by one clock for all devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from optpipe.compile.actions import SENDS, matching_receive
+from optpipe.document import Document, read_document
+from optpipe.fields import Bytes, Index, Instant, TimeUs, reject
+from optpipe.memory import Curve
+from optpipe.orders import KINDS, Op
+from optpipe.schedule import Schedule
+
+MAX_TRACE_BYTES = 512 * 2**20
+"""An action takes about as much room as an op of a schedule, and a trace holds both."""
+
+Lane = Literal["compute", "offload", "reload", "runtime"]
+LANES: tuple[Lane, ...] = ("compute", "offload", "reload", "runtime")
+"""The streams of a schedule, and what the runtime does besides: sends, receives, and so on."""
+
+
+class MeasuredAction(Document):
+    """One action as it ran: an op of the schedule, or one of the runtime's own, such as SEND_F.
+
+    Its turn came at `turn_us`; what it waited for was there at `start_us`; its work was done at `end_us`. `peer` is
+    the other device of a send or receive.
+    """
+
+    action: Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
+    stage: Index
+    microbatch: Index
+    peer: Index | None = None
+    turn_us: Instant
+    start_us: Instant
+    end_us: Instant
+
+    @property
+    def key(self) -> Op:
+        return Op(self.action, self.stage, self.microbatch)
+
+    @property
+    def lane(self) -> Lane:
+        return self.key.stream if self.action in KINDS else "runtime"
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.start_us
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.turn_us <= self.start_us <= self.end_us:
+            raise reject(
+                "backwards",
+                f"({self.key}) has turn_us {self.turn_us}, start_us {self.start_us}, end_us {self.end_us}, "
+                "which must not decrease",
+            )
+        return self
+
+
+class MemoryOverTime(Document):
+    """A step function: `bytes[k]` are alive from `times_us[k]` until the next time, none before the first."""
+
+    times_us: list[Instant]
+    bytes: list[Bytes]
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Self:
+        if len(self.times_us) != len(self.bytes):
+            raise reject(
+                "wrong_length", f"has {len(self.times_us)} times_us but {len(self.bytes)} bytes, one of each belongs"
+            )
+        if any(np.diff(np.asarray(self.times_us, np.float64)) < 0):
+            raise reject("backwards", "has times_us that decrease")
+        return self
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(np.asarray(self.times_us, np.float64), np.asarray(self.bytes, np.int64))
+
+
+class MeasuredDevice(Document):
+    """What one device did, in the order in which its actions were issued, and the memory that it took.
+
+    `process` ran it. `peak_bytes` is the most that was alive. `planned_peak_bytes` is the same by the program's
+    order with the sizes of the stages' ops measured one by one: other than the schedule's figure it is about the
+    model that ran, whatever sizes the schedule was planned with.
+    """
+
+    process: Index
+    actions: list[MeasuredAction]
+    memory: MemoryOverTime
+    peak_bytes: Bytes
+    planned_peak_bytes: Bytes | None = None
+
+    def lane(self, name: Lane) -> Iterator[MeasuredAction]:
+        """The actions of one stream, or the runtime's own."""
+        return (action for action in self.actions if action.lane == name)
+
+    @cached_property
+    def ops(self) -> Mapping[Op, MeasuredAction]:
+        """The ops of the schedule."""
+        return {action.key: action for action in self.actions if action.lane != "runtime"}
+
+
+class Trace(Document):
+    """A measured step with the schedule that it ran.
+
+    `program` is the digest of the program that the schedule was compiled to. `clock_error_us`: times of one process
+    may be off those of another by so much. `source`: free text, what ran where.
+    """
+
+    format: Literal["optpipe.trace/1"]
+    source: str = Field(default="", max_length=2000)
+    step: Index
+    program: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    clock_error_us: TimeUs
+    schedule: Schedule
+    devices: list[MeasuredDevice]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a trace file. Raises InputError naming the field, the value and the limit."""
+        instead = "but a trace is needed. Maybe run 'optpipe train --trace FILE'"
+        hints = {
+            "optpipe.problem/": f"is a problem {instead} on a schedule of it.",
+            "optpipe.schedule/": f"is a schedule {instead} on it.",
+        }
+        return cls.from_data(read_document(path, MAX_TRACE_BYTES, hints), str(path))
+
+    @model_validator(mode="after")
+    def _ran_the_schedule(self) -> Self:
+        """Every op of the schedule ran exactly once, on its device."""
+        planned = self.schedule.devices
+        if len(self.devices) != len(planned):
+            raise reject("wrong_length", f"devices has {len(self.devices)} entries but the schedule {len(planned)}")
+        for d, (device, plan) in enumerate(zip(self.devices, planned, strict=True)):
+            expected = {op for _, ops in plan.streams() for op in ops.ops}
+            found = Counter(action.key for action in device.actions if action.lane != "runtime")
+            for problem, ops in (
+                ("lacks", expected - found.keys()),
+                ("has beyond the schedule", found.keys() - expected),
+                ("has more than once", {op for op, count in found.items() if count > 1}),
+            ):
+                if ops:
+                    raise reject("other_ops", f"devices[{d}].actions {problem} {min(ops)}")
+        return self
+
+    @model_validator(mode="after")
+    def _actions_belong_here(self) -> Self:
+        stages, microbatches = len(self.schedule.problem.stages), self.schedule.problem.microbatches
+        for d, device in enumerate(self.devices):
+            for k, action in enumerate(device.actions):
+                where = f"devices[{d}].actions[{k}]"
+                if action.stage >= stages:
+                    raise reject("unknown_stage", f"{where}.stage is {action.stage} of {stages} stages")
+                if action.microbatch >= microbatches:
+                    raise reject("unknown_microbatch", f"{where}.microbatch is {action.microbatch} of {microbatches}")
+                if action.action in SENDS and not self._user(action):
+                    raise reject("no_user", f"{where} is {action.key}, but the schedule has no op that would use it")
+        return self
+
+    @property
+    def devices_ran_at_once(self) -> bool:
+        """Whether each device had a process of its own. In one process devices take turns on one processor."""
+        return len({device.process for device in self.devices}) == len(self.devices)
+
+    @cached_property
+    def ops(self) -> Mapping[Op, MeasuredAction]:
+        """The ops of the schedule on all devices."""
+        return {op: action for device in self.devices for op, action in device.ops.items()}
+
+    def messages(self) -> Iterator[tuple[MeasuredAction, MeasuredAction]]:
+        """Each message between devices: its send, and the op that used it."""
+        for device in self.devices:
+            for send in device.actions:
+                user = self._user(send) if send.action in SENDS else None
+                if user:
+                    yield send, user
+
+    def _user(self, send: MeasuredAction) -> MeasuredAction | None:
+        kind, stage, microbatch = matching_receive(send.key)
+        kinds = ("F",) if kind == "RECV_F" else ("B", "BW")
+        found = (self.ops.get(Op(kind, stage, microbatch)) for kind in kinds)
+        return next((action for action in found if action), None)
+
+    @property
+    def step_us(self) -> float:
+        """From the first start to the last end of the schedule's ops."""
+        times = self.ops.values()
+        return max(t.end_us for t in times) - min(t.start_us for t in times) if times else 0.0

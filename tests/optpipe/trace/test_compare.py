@@ -1,0 +1,165 @@
+"""What is planned compares equal; what is changed shows as that change, in the right place."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.orders import Op
+from optpipe.schedule import Schedule
+from optpipe.trace.compare import compare
+from optpipe.trace.document import Trace
+from optpipe.trace.precedence import Span, needs_of, planned_spans, retimed
+from tests.optpipe.plot.schedules import all_forwards_first, pair
+from tests.optpipe.trace.traces import trace_data, trace_of
+from tests.problems import uniform
+
+
+def slower(schedule: Schedule, by_us: dict[Op, float]) -> dict[Op, Span]:
+    """The schedule's times when some ops take so much longer."""
+    planned = planned_spans(schedule)
+    return retimed(needs_of(schedule), {op: s.duration_us + by_us.get(op, 0.0) for op, s in planned.items()})
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_a_step_as_planned_differs_in_nothing(processes: bool) -> None:
+    schedule = pair()
+    found = compare(trace_of(schedule, processes=processes))
+    assert found.basis == ("measured" if processes else "re-timed")
+    assert found.step_us == found.planned_step_us == schedule.value_us
+    assert found.work_ratio == 1.0
+    assert found.plan_fits
+    for figures, plan in zip(found.devices, schedule.devices, strict=True):
+        assert figures.bubble == figures.planned_bubble == pytest.approx(plan.bubble)
+        assert figures.busy_us == figures.planned_busy_us == plan.busy_us
+        if processes:  # otherwise what the other device computes counts too
+            assert figures.hidden == figures.planned_hidden
+    assert all(difference.difference_us == 0.0 for difference in found.differences)
+    assert all(kind.median_us == kind.planned_us for kind in found.kinds)
+    path = found.path
+    assert (path.op_difference_us, path.gap_difference_us, path.slack_us) == (0.0, 0.0, 0.0)
+
+
+def test_one_slow_op_is_the_largest_difference_and_delays_the_step() -> None:
+    schedule = pair()
+    slow = Op("F", 0, 0)  # nothing can begin before it
+    found = compare(trace_of(schedule, slower(schedule, {slow: 7.0})))
+    first = found.differences[0]
+    assert (first.op, first.device, first.planned_us, first.measured_us) == ("F0.0", 0, 10.0, 17.0)
+    assert (first.difference_us, first.on_path) == (7.0, True)
+    assert found.step_us - found.planned_step_us == found.path.op_difference_us == 7.0
+    assert found.path_ops >= {slow}
+
+
+def test_a_slow_op_that_nobody_waits_for_does_not_decide_the_end() -> None:
+    schedule = pair()
+    found = compare(trace_of(schedule, slower(schedule, {Op("O", 0, 3): 0.5})))
+    assert found.differences[0].op == "O0.3"
+    assert not found.differences[0].on_path
+    assert found.step_us == found.planned_step_us
+
+
+def test_a_late_start_is_a_gap() -> None:
+    schedule = all_forwards_first(uniform(1, 2))
+    late = {op: Span(s.start_us + 4.0, s.end_us + 4.0) for op, s in planned_spans(schedule).items()}
+    late[Op("F", 0, 0)] = planned_spans(schedule)[Op("F", 0, 0)]
+    found = compare(trace_of(schedule, late))
+    assert found.step_us - found.planned_step_us == found.path.gap_difference_us == 4.0
+    assert found.path.op_difference_us == 0.0
+
+
+def test_parts_of_the_difference_add_up() -> None:
+    schedule = pair()
+    by_us = {op: float(k % 5) for k, op in enumerate(planned_spans(schedule))}
+    found = compare(trace_of(schedule, slower(schedule, by_us)))
+    path = found.path
+    total = path.op_difference_us + path.gap_difference_us + path.slack_us
+    assert total == pytest.approx(found.step_us - found.planned_step_us)
+    assert path.slack_us <= 0.0  # no path of the plan is longer than the plan
+
+
+def one_after_the_other(schedule: Schedule) -> dict[Op, Span]:
+    """The planned durations, no two ops at once on any device: as one thread would run them."""
+    spans, now_us = {}, 0.0
+    for op, span in sorted(planned_spans(schedule).items(), key=lambda item: item[1]):
+        spans[op] = Span(now_us, now_us + span.duration_us)
+        now_us += span.duration_us
+    return spans
+
+
+def test_devices_that_took_turns_are_re_timed() -> None:
+    schedule = pair()
+    found = compare(trace_of(schedule, one_after_the_other(schedule), processes=False))
+    assert found.basis == "re-timed"
+    assert found.step_us == schedule.value_us
+    work_us = sum(span.duration_us for span in planned_spans(schedule).values())
+    assert found.measured_step_us == work_us > schedule.value_us
+
+
+def test_re_timing_takes_medians() -> None:
+    """One disturbed op of four leaves the re-timed step alone, and stands among the differences."""
+    schedule = pair()
+    found = compare(trace_of(schedule, slower(schedule, {Op("F", 0, 2): 5000.0}), processes=False))
+    assert found.step_us == schedule.value_us
+    assert found.differences[0].op == "F0.2"
+
+
+def test_share_of_copies_beside_compute() -> None:
+    schedule = pair()
+    spans = planned_spans(schedule)
+    compute = [span for op, span in spans.items() if op.stage == 0 and op.stream == "compute"]
+    copies = [span for op, span in spans.items() if op.stream != "compute"]
+    hidden_us = sum(max(0.0, min(a.end_us, b.end_us) - max(a.start_us, b.start_us)) for a in copies for b in compute)
+    first, second = compare(trace_of(schedule)).devices
+    assert first.hidden == pytest.approx(hidden_us / sum(copy.duration_us for copy in copies))
+    assert 0.0 < first.hidden < 1.0  # type: ignore[operator]
+    assert second.hidden is None
+    assert compare(trace_of(schedule, one_after_the_other(schedule))).devices[0].hidden == 0.0
+
+
+def test_copies_are_hidden_by_all_compute_of_their_process() -> None:
+    """As on one GPU that plays several devices; device 1 computes without a pause from here to there."""
+    schedule = pair()
+    spans = planned_spans(schedule)
+    at_us = 10_000.0
+    for op in sorted(op for op in spans if op.stage == 1):
+        spans[op] = Span(at_us, at_us + 100.0)
+        at_us += 100.0
+    for k, op in enumerate(op for op in spans if op.stream != "compute"):
+        spans[op] = Span(at_us - 10.0 + 40 * k, at_us + 10.0 + 40 * k)  # half of the first beside it
+    alone, shared = (compare(trace_of(schedule, spans, processes=processes)) for processes in (True, False))
+    assert alone.devices[0].hidden == 0.0
+    assert shared.devices[0].hidden == pytest.approx(10 / 80)
+
+
+def test_medians_by_kind_and_stage() -> None:
+    schedule = pair()
+    found = compare(trace_of(schedule, slower(schedule, {Op("BW", 1, i): 2.0 for i in range(3)})))
+    kinds = {(kind.kind, kind.stage): kind for kind in found.kinds}
+    assert [(k.kind, k.stage) for k in found.kinds] == [(k, 0) for k in ("F", "B", "W", "O", "R")] + [
+        ("F", 1),
+        ("BW", 1),
+    ]
+    assert (kinds["BW", 1].ops, kinds["BW", 1].planned_us, kinds["BW", 1].median_us) == (4, 20.0, 22.0)
+    assert kinds["R", 0].ops == 2
+
+
+def test_only_a_message_that_was_waited_for_shows_its_time() -> None:
+    data = trace_data(pair())
+    users = {a["microbatch"]: a for a in data["devices"][1]["actions"] if a["action"] == "F"}
+    sends = {a["microbatch"]: a for a in data["devices"][0]["actions"] if a["action"] == "SEND_F"}
+    for i, user in users.items():
+        sends[i].update(turn_us=user["turn_us"] - 1.0, start_us=user["turn_us"] - 1.0, end_us=user["turn_us"])
+    for i in (1, 2, 3):  # the send begins 3, 4, 5 us before the op that was waiting for it
+        users[i].update(turn_us=users[i]["start_us"] - 2.0 - i)
+        sends[i].update(turn_us=users[i]["turn_us"], start_us=users[i]["turn_us"], end_us=users[i]["turn_us"])
+    transfer = next(t for t in compare(Trace.from_data(data)).transfers if t.direction == "F")
+    assert (transfer.boundary, transfer.messages, transfer.timed, transfer.planned_us) == (0, 4, 3, 1)
+    assert transfer.median_us == 4.0
+
+
+def test_a_plan_for_another_machine_does_not_fit() -> None:
+    schedule = pair()
+    times = {op: Span(100 * span.start_us, 100 * span.end_us) for op, span in planned_spans(schedule).items()}
+    found = compare(trace_of(schedule, times))
+    assert found.work_ratio == pytest.approx(100.0)
+    assert not found.plan_fits
