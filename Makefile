@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit bench bench-tables clean
+.PHONY: demo test lint unit bench bench-tables gpu-check browser clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo --out out/demo
@@ -28,6 +28,14 @@ SIZE ?= quick
 SECTIONS ?= all
 bench-tables: $(READY)
 	$(BIN)/python -m benchmarks.document $(SECTIONS) --size $(SIZE)
+
+# What a GPU does with offload; says so and ends with 2 where there is none.
+gpu-check: $(READY)
+	$(BIN)/python -m benchmarks.gpu_check
+
+# Debian's Chromium, in which tests drive the page.
+browser:
+	command -v chromium || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
