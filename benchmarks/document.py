@@ -11,21 +11,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import seconds_by_size, suites, value_over_time
+from benchmarks import milp_accelerations, pattern_curve, seconds_by_size, suites, value_over_time
 from benchmarks.section import SIZES, Section, say
 
-SECTIONS = {
-    section.name: section for section in (*value_over_time.SECTIONS, *seconds_by_size.SECTIONS, *suites.SECTIONS)
-}
+MODULES = (value_over_time, milp_accelerations, pattern_curve, seconds_by_size, suites)
+SECTIONS = {section.name: section for module in MODULES for section in module.SECTIONS}
 DOCUMENTS = {"quick": Path("out/benchmarks/benchmarks.md"), "full": Path("docs/benchmarks.md")}
 
 HEAD = """# Benchmarks
 
 Made by commands, never by hand: `make bench-tables` measures every section anew (SIZE=quick in minutes, to
-`out/benchmarks/`; SIZE=full for this document), `python -m benchmarks.document SECTION --size full` one of them. Each
-section names its command, cores and time limit. Values and bounds are exact; seconds and what is found within them
-vary with the machine and its load. A bubble is that of the busiest device; "best public" is the best of the public
-schedulers in `tests/instances/reference.json`.
+`out/benchmarks/`; SIZE=full, some 50 minutes on two cores, for this document), `python -m benchmarks.document SECTION
+--size full` one of them. Each section names its command, cores, their load and the time limit. Values and bounds are
+exact; seconds and what is found within them vary with the machine and its load. A bubble is that of the busiest device;
+"best public" is the best of the public schedulers in `tests/instances/reference.json`.
 """
 
 NOT_MEASURED = "Not measured yet."
@@ -36,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", help=f"what to measure: all, or some of {', '.join(SECTIONS)}")
     parser.add_argument("--size", choices=SIZES, default="quick")
+    parser.add_argument("--note", default="", help="a sentence to add, such as what else ran on the machine")
     options = parser.parse_args(arguments)
     names = list(SECTIONS) if options.sections == ["all"] else options.sections
     if unknown := set(names) - set(SECTIONS):
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bodies = _bodies(path.read_text() if path.is_file() else "")
     for name in names:
         say(f"-- {name}")
-        bodies[name] = _body(SECTIONS[name], SECTIONS[name].measure(options.size, pictures), path, pictures)
+        measured = SECTIONS[name].measure(options.size, pictures)
+        bodies[name] = _body(SECTIONS[name], " ".join(filter(None, (measured, options.note))), path, pictures)
         path.write_text(_document(bodies))  # after each, so that hours of measuring are not lost with the last
     path.write_text(_document(bodies))
     say(f"wrote {path}")

@@ -36,16 +36,18 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def conditions(command: str, time_limit_s: float) -> str:
-    """What every number beneath was measured with: the command, the cores and how busy, the limit, the version.
+    """What every number above was measured with: the command, the machine, the limit of a run."""
+    return f"`{command}`: {machine()}, at most {time_limit_s:g} s a run. Values are microseconds."
+
+
+def machine() -> str:
+    """The cores and how busy they are, and the version of what runs on them.
 
     The load is that of the last 15 minutes at the end of the runs; on an idle machine it is about the cores in use.
     """
     cores = available_cores()
-    machine = f"{cores} core{'s' * (cores != 1)} of {_processor()} at a load of {getloadavg()[2]:.1f}"
-    return (
-        f"`{command}`: {machine}, at most {time_limit_s:g} s a run, version {version('optpipe')}. "
-        "Values are microseconds."
-    )
+    several = "s" * (cores != 1)
+    return f"{cores} core{several} of {_processor()} at a load of {getloadavg()[2]:.1f}, version {version('optpipe')}"
 
 
 def _processor() -> str:

@@ -1,75 +1,187 @@
-"""Prints the curve of smallest period and bubble against memory on a V, between V-Min's memory and 1F1B's.
+"""The curve of smallest period and of bubble against memory on a V, between V-Min's memory and 1F1B's.
 
-    python benchmarks/pattern_curve.py [PROBLEM.json] [--microbatches 48,64,128] [--width 60] [--picture FILE.png]
-
-Memory is counted in whole microbatches' activations of a device. "floor" is the least period that the integral of
-memory over time allows: a microbatch holds each stage's activation at least for the round trip behind it.
+`python -m benchmarks.pattern_curve pattern-curve --size quick` prints the table and draws the curve.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.markdown import Row, conditions, share_text, table, time_text
+from benchmarks.runs import run
+from benchmarks.section import Section, Size, main, say
+from optpipe.plot.bubble_over_memory import Mark, MemoryChart, MemoryLine, draw_bubble_over_memory
 from optpipe.problem import Problem
+from solver.search.pattern.block import Pattern
 from solver.search.pattern.curve import CurvePoint, memory_curve, patterns_found, with_budget
 from solver.search.pattern.floor import least_period_us
+from tests.problems import instance
 
-INSTANCE = Path(__file__).parents[1] / "tests" / "instances" / "zbv-6.2b-p16-m48-vmin.json"
+NAME = "pattern-curve"
+COMMAND = f"python -m benchmarks.pattern_curve {NAME}"
+INSTANCE = "zbv-6.2b-p16-m48-vmin"
+WIDTH: dict[Size, int] = {"quick": 10, "full": 60}
+"""Of the beams that look for patterns."""
+TIME_LIMIT_S: dict[Size, float] = {"quick": 2, "full": 30}
+"""Of `auto`, where the curve meets a public schedule."""
+LONGEST, STEP = 1.27, 0.01
+"""Periods that are tried: from the work of a microbatch to this many times it."""
+MICROBATCHES = (48, 64, 128)
+MANY = 1024
+"""Microbatches with which the ends of a schedule hardly count."""
+
+PUBLIC = {
+    48: {"V-Min": 0.3300, "V-Half": 0.1847},
+    64: {"V-Min": 0.3008, "V-Half": 0.1453},
+    128: {"V-Min": 0.2512, "V-Half": 0.0784},
+}
+"""Bubbles of the public schedulers (of arXiv 2405.15362) on this profile, by microbatches."""
 
 
-def main() -> None:
-    arguments = _arguments()
-    problem = Problem.load(arguments.problem)
-    microbatch_bytes = max(sum(problem.stages[s].activation_bytes for s in here) for here in problem.stages_of)
-    p = len(problem.devices)
-    budgets = [int(half * microbatch_bytes / 2) for half in range(2 * ((p + 4) // 3), 2 * p + 1)]
-    work_us = max(problem.work_us) / problem.microbatches
+@dataclass(frozen=True)
+class Profile:
+    """A problem whose budget and microbatches are varied. Memory counts in whole microbatches of a device."""
+
+    problem: Problem
+
+    @cached_property
+    def microbatch_bytes(self) -> int:
+        stages = self.problem.stages
+        return max(sum(stages[s].activation_bytes for s in here) for here in self.problem.stages_of)
+
+    @cached_property
+    def work_us(self) -> float:
+        """Of the busiest device for one microbatch."""
+        return max(self.problem.work_us) / self.problem.microbatches
+
+    @property
+    def public_memory(self) -> dict[str, int]:
+        """Microbatches that fit with the public schedules along a V, and with 1F1B."""
+        p = len(self.problem.devices)
+        return {"V-Min": (p + 4) // 3, "V-Half": (p + 2) // 2, "1F1B": p}
+
+    @property
+    def budgets_bytes(self) -> list[int]:
+        """From V-Min's memory to 1F1B's in steps of half a microbatch."""
+        memory = self.public_memory
+        return [int(half * self.microbatch_bytes / 2) for half in range(2 * memory["V-Min"], 2 * memory["1F1B"] + 1)]
+
+    def patterns(self, width: int) -> list[Pattern]:
+        periods = [self.work_us * share for share in np.arange(1.0, LONGEST, STEP)]
+        return patterns_found(self.problem, periods, width)
+
+    def curve(self, patterns: Sequence[Pattern], microbatches: int) -> list[CurvePoint]:
+        return memory_curve(with_budget(self.problem, 0, microbatches), patterns, self.budgets_bytes)
+
+    def memory(self, point: CurvePoint) -> float:
+        return point.budget_bytes / self.microbatch_bytes
+
+    def bubble(self, point: CurvePoint, microbatches: int) -> float:
+        return 1 - microbatches * self.work_us / point.value_us
+
+    def bubble_of_period(self, point: CurvePoint) -> float:
+        """Of what repeats, however many microbatches there are."""
+        return 1 - self.work_us / point.pattern.period_us
+
+
+Curves = Mapping[int, Sequence[CurvePoint]]
+"""The points of one curve by microbatches; at one place all have the same budget and the same smallest period."""
+
+
+def measure(size: Size, pictures: Path) -> str:
+    """The table, the check of values against periods, and the picture."""
+    profile = Profile(instance(INSTANCE))
     began = time.perf_counter()
-    patterns = patterns_found(problem, [work_us * share for share in np.arange(1.0, 1.27, 0.01)], arguments.width)
-    print(f"{len(patterns)} patterns in {time.perf_counter() - began:.1f} s on one core")
-    counts = [int(m) for m in arguments.microbatches.split(",")]
-    curves = {m: memory_curve(with_budget(problem, 0, m), patterns, budgets) for m in counts}
-    print("memory   floor  period   bubble of the period" + "".join(f"   m={m:<5}" for m in counts))
-    for k, point in enumerate(curves[counts[0]]):
-        floor = least_period_us(with_budget(problem, point.budget_bytes, 1))
-        shares = "".join(f"   {1 - m * work_us / curves[m][k].value_us:.4f} " for m in counts)
-        period = point.pattern.period_us
-        print(
-            f"{point.budget_bytes / microbatch_bytes:6.1f}  {floor / work_us:.4f}  {period / work_us:.4f}"
-            f"   {1 - work_us / period:.4f}              {shares}"
-        )
-    if arguments.picture:
-        _draw(curves, microbatch_bytes, work_us, arguments.picture)
+    patterns = profile.patterns(WIDTH[size])
+    found_s = time.perf_counter() - began
+    say(f"{len(patterns)} patterns in {found_s:.1f} s")
+    curves = {}
+    for m in (*MICROBATCHES, MANY):
+        curves[m] = profile.curve(patterns, m)
+        say(f"m = {m}: {time.perf_counter() - began:.1f} s")
+    _draw(profile, curves, pictures / f"{NAME}.png")
+    seconds = f"{len(patterns)} patterns in {found_s:.0f} s and {len(curves)} curves of them in "
+    seconds += f"{time.perf_counter() - began - found_s:.0f} s, on one core"
+    beside = _beside_public(profile, curves, TIME_LIMIT_S[size])
+    parts = [_table(profile, curves), _ends_text(curves), "At the memory of the public schedules, in bubbles:", beside]
+    return "\n\n".join([*parts, f"{conditions(f'{COMMAND} --size {size}', TIME_LIMIT_S[size])} {seconds}."])
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("problem", nargs="?", default=INSTANCE)
-    parser.add_argument("--microbatches", default="48,64,128")
-    parser.add_argument("--width", type=int, default=60)
-    parser.add_argument("--picture")
-    return parser.parse_args()
+def _table(profile: Profile, curves: Curves) -> str:
+    head = ["memory, microbatches", "least period possible", "period", "bubble of the period"]
+    head += [f"bubble, m = {m}" for m in curves]
+    return table(head, [_row(profile, curves, k) for k in range(len(curves[MANY]))], text_columns=0)
 
 
-def _draw(curves: dict[int, list[CurvePoint]], microbatch_bytes: int, work_us: float, path: str) -> None:
-    from matplotlib import pyplot
+def _row(profile: Profile, curves: Curves, k: int) -> Row:
+    point = curves[MANY][k]
+    least_us = least_period_us(with_budget(profile.problem, point.budget_bytes, 1))
+    period = [time_text(least_us), time_text(point.pattern.period_us), share_text(profile.bubble_of_period(point))]
+    bubbles = [share_text(profile.bubble(curve[k], m)) for m, curve in curves.items()]
+    return [f"{profile.memory(point):g}", *period, *bubbles]
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for m, points in curves.items():
-        memory = [point.budget_bytes / microbatch_bytes for point in points]
-        axes.step(memory, [1 - m * work_us / point.value_us for point in points], where="post", label=f"m = {m}")
-    points = next(iter(curves.values()))
-    memory = [point.budget_bytes / microbatch_bytes for point in points]
-    repeating = [1 - work_us / point.pattern.period_us for point in points]
-    axes.step(memory, repeating, where="post", color="black", label="repeating")
-    axes.set(xlabel="memory of a device in microbatches", ylabel="bubble", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path, dpi=150)
 
+def _ends_text(curves: Curves) -> str:
+    """How far values are from m periods and one block."""
+    parts = []
+    for m, curve in curves.items():
+        off = [point.value_us / (m * point.pattern.period_us + point.pattern.block_us) - 1 for point in curve]
+        parts.append(f"{share_text(min(off))} to {share_text(max(off))} at m = {m}")
+    return f"Of m periods and one block a value differs by {', '.join(parts)}."
+
+
+def _beside_public(profile: Profile, curves: Curves, limit_s: float) -> str:
+    """At the memory of each public schedule: the pattern alone, `auto`, the public one, and what nothing can beat."""
+    rows = []
+    for m, public in PUBLIC.items():
+        for name, bubble in public.items():
+            memory = profile.public_memory[name]
+            point = next(point for point in curves[m] if profile.memory(point) == memory)
+            problem = with_budget(profile.problem, point.budget_bytes, m)
+            found = run(f"m = {m} at the memory of {name}", problem, "auto", limit_s)
+            ours = found.figures.bubble if found.figures else 1.0
+            least = 1 - m * profile.work_us / found.curve[-1].bound_us
+            shares = profile.bubble(point, m), ours, bubble, least
+            rows.append([str(m), f"{name}, {memory}", *map(share_text, shares)])
+    head = ["m", "memory, microbatches", "pattern alone", "auto", "public", "least possible"]
+    return table(head, rows, text_columns=2)
+
+
+def _draw(profile: Profile, curves: Curves, path: Path) -> None:
+    lines = [
+        MemoryLine(f"m = {m}", [(profile.memory(point), profile.bubble(point, m)) for point in curves[m]])
+        for m in MICROBATCHES
+    ]
+    repeating = [(profile.memory(point), profile.bubble_of_period(point)) for point in curves[MANY]]
+    memory = profile.public_memory
+    marks = [
+        Mark(memory[name], bubble, f"{name}, m = {m}") for m, known in PUBLIC.items() for name, bubble in known.items()
+    ]
+    lines.append(MemoryLine("what repeats", repeating))
+    subtitle = "smallest period found within each budget, its ends completed   ·   no transfers to the host"
+    chart = MemoryChart(INSTANCE.rsplit("-m", 1)[0], subtitle, "memory of a device, in microbatches", lines, marks)
+    draw_bubble_over_memory(chart, path, "Bubble over memory")
+
+
+SECTIONS = (
+    Section(
+        NAME,
+        "What memory buys",
+        f"The smallest period of a pattern, and the bubble of schedules made of it, on the measured profile of "
+        f"`{INSTANCE}`, for every budget between the memory of V-Min, (p + 4) // 3 microbatches, and that of 1F1B, p. "
+        "These are patterns alone, without the searches that `auto` adds. The least period possible is what the "
+        "integral of memory over time allows: a microbatch holds each stage's activation at least for the round trip "
+        "behind it. Times are microseconds.",
+        COMMAND,
+        measure,
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", SECTIONS)

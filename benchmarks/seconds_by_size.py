@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +19,11 @@ from optpipe.problem import Problem
 from solver.bench.measure import Measured
 from tests.problems import HALF, uniform
 
-TIME_LIMIT_S: dict[Size, float] = {"quick": 2, "full": 60}
-CLOSE = 1.02
+QUICK_S, QUICK_SHAPES = 2.0, 2
+CLOSENESS = 1.02
+FIRST, CLOSE, PROVED = "first schedule", "within 2 % of the final value", "proved"
+"""The moments of a search."""
 MICROBATCHES_A_DEVICE = 4
-FEW_DEVICES, MANY_DEVICES = 8, 64
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,18 @@ class Sized:
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """The moments of the search."""
+        """The moments of the search; None where one never came."""
         measured = self.measured
         final_us = measured.figures.value_us if measured.figures else 0.0
         return {
-            "first schedule": measured.seconds_to(inf),
-            "within 2 % of the final value": measured.seconds_to(CLOSE * final_us),
-            "proved": measured.proof_seconds,
+            FIRST: measured.seconds_to(inf),
+            CLOSE: measured.seconds_to(CLOSENESS * final_us),
+            PROVED: measured.proof_seconds,
         }
+
+    @property
+    def size_text(self) -> str:
+        return f"p = {len(self.problem.devices)}, m = {self.problem.microbatches}"
 
 
 def linear(p: int, m: int) -> Problem:
@@ -63,6 +67,11 @@ def offloading(p: int, m: int) -> Problem:
 
 
 KINDS: dict[str, Callable[[int, int], Problem]] = {"linear": linear, "V": v_shape, "linear, offload": offloading}
+KIND_WORDS = {
+    "linear": "one stage a device with the memory of 1F1B",
+    "V": "two stages a device with the memory of V-Half",
+    "linear, offload": "one stage a device with half the memory of 1F1B, where half of each activation may leave",
+}
 
 
 class Shape(NamedTuple):
@@ -73,27 +82,37 @@ class Shape(NamedTuple):
     microbatches: int
 
 
-Shapes = Callable[[Size], list[Shape]]
+@dataclass(frozen=True)
+class Growth:
+    """What grows in a section, and what is held fixed: `kinds` of problems at the `shapes` of the full size.
 
+    `limit_s` is the time of a full run. Where a schedule should be close to the final one within a minute it is longer
+    than that, so that there is something later to compare with.
+    """
 
-def over_devices(size: Size) -> list[Shape]:
-    """p grows, and m with it."""
-    return [Shape(p, p, MICROBATCHES_A_DEVICE * p) for p in ((4, 8, 16, 32, 64) if size == "full" else (4, 8))]
+    name: str
+    title: str
+    size_name: str
+    fixed: str
+    limit_s: float
+    kinds: Sequence[str]
+    shapes: Sequence[Shape]
 
+    @property
+    def command(self) -> str:
+        return f"python -m benchmarks.seconds_by_size {self.name}"
 
-def over_microbatches(devices: int, size: Size) -> list[Shape]:
-    """m grows."""
-    return [Shape(m, devices, m) for m in ((16, 64, 256, 1024) if size == "full" else (16, 32))]
-
-
-def _measure(section: str, size_name: str, fixed: str, shapes: Shapes, size: Size, pictures: Path) -> str:
-    limit_s = TIME_LIMIT_S[size]
-    warm_up(["auto"])
-    runs = [_run(kind, shape, limit_s) for kind in KINDS for shape in shapes(size)]
-    charts = [SizeChart(kind, f"auto   ·   {fixed}", size_name, _lines(runs, kind)) for kind in KINDS]
-    draw_seconds_by_size(charts, pictures / f"{section}.png", f"Seconds over {size_name}")
-    command = f"python -m benchmarks.seconds_by_size {section} --size {size}"
-    return f"{_table(runs)}\n\n{conditions(command, limit_s)}"
+    def measure(self, size: Size, pictures: Path) -> str:
+        """The table, how the seconds grow, and the picture."""
+        limit_s, shapes = (self.limit_s, self.shapes) if size == "full" else (QUICK_S, self.shapes[:QUICK_SHAPES])
+        warm_up(["auto"])
+        runs = [_run(kind, shape, limit_s) for kind in self.kinds for shape in shapes]
+        charts = [
+            SizeChart(kind, f"auto   ·   {self.fixed}", self.size_name, _lines(runs, kind)) for kind in self.kinds
+        ]
+        draw_seconds_by_size(charts, pictures / f"{self.name}.png", f"Seconds over {self.size_name}")
+        text = conditions(f"{self.command} --size {size}", limit_s)
+        return "\n\n".join([_table(runs), *(_growth_text(runs, kind) for kind in self.kinds), text])
 
 
 def _run(kind: str, shape: Shape, limit_s: float) -> Sized:
@@ -118,6 +137,20 @@ def _table(runs: Sequence[Sized]) -> str:
     return table(head, [_row(sized) for sized in runs], text_columns=1)
 
 
+def _growth_text(runs: Sequence[Sized], kind: str) -> str:
+    """How many times the seconds of the smallest size the largest takes."""
+    of_kind = [sized for sized in runs if sized.kind == kind]
+    least, most = of_kind[0], of_kind[-1]
+    ratios = [_ratio_text(moment, least.seconds[moment], most.seconds[moment]) for moment in (FIRST, CLOSE)]
+    return f"{kind}, from {least.size_text} to {most.size_text}: {', '.join(ratios)}."
+
+
+def _ratio_text(moment: str, before_s: float | None, after_s: float | None) -> str:
+    if not before_s or not after_s:
+        return f"{moment}: no seconds to compare"
+    return f"{moment} in {after_s / before_s:.2g} times the seconds"
+
+
 def _row(sized: Sized) -> list[str]:
     problem, figures = sized.problem, sized.measured.figures
     ops = 3 * len(problem.stages) * problem.microbatches
@@ -128,29 +161,35 @@ def _row(sized: Sized) -> list[str]:
     return [*cells, time_text(figures.value_us), share_text(figures.gap), share_text(figures.bubble)]
 
 
-def _section(name: str, title: str, size_name: str, fixed: str, shapes: Shapes) -> Section:
-    intent = (
-        "`auto` on equal stages (F, B and W of 10 us, transfers of 1 us): one stage a device with the memory of 1F1B, "
-        "a V with the memory of V-Half, and one stage a device with half the memory of 1F1B, where half of each "
-        f"activation may leave; {fixed}."
-    )
-    command = f"python -m benchmarks.seconds_by_size {name}"
-    return Section(name, title, intent, command, partial(_measure, name, size_name, fixed, shapes))
+def over_microbatches(devices: int, microbatches: Sequence[int], limit_s: float, kinds: Sequence[str]) -> Growth:
+    """m grows."""
+    name, title = f"microbatches-{devices}", f"Seconds over microbatches, {devices} devices"
+    shapes = [Shape(m, devices, m) for m in microbatches]
+    return Growth(name, title, "microbatches m", f"p = {devices}", limit_s, kinds, shapes)
 
 
-SECTIONS = (
-    _section("devices", "Seconds over devices", "devices p", f"m = {MICROBATCHES_A_DEVICE} p", over_devices),
-    *(
-        _section(
-            f"microbatches-{devices}",
-            f"Seconds over microbatches, {devices} devices",
-            "microbatches m",
-            f"p = {devices}",
-            partial(over_microbatches, devices),
-        )
-        for devices in (FEW_DEVICES, MANY_DEVICES)
+GROWTHS = (
+    Growth(
+        "devices",
+        "Seconds over devices",
+        "devices p",
+        f"m = {MICROBATCHES_A_DEVICE} p",
+        30,
+        list(KINDS),
+        [Shape(p, p, MICROBATCHES_A_DEVICE * p) for p in (4, 8, 16, 32, 64)],
     ),
+    over_microbatches(8, (64, 256, 1024), 30, list(KINDS)),
+    over_microbatches(64, (64, 1024), 90, ["linear", "V"]),
 )
+
+
+def _section(growth: Growth) -> Section:
+    described = "; ".join(f"{kind}: {KIND_WORDS[kind]}" for kind in growth.kinds)
+    intent = f"`auto` on equal stages (F, B and W of 10 us, transfers of 1 us), {growth.fixed}. {described}."
+    return Section(growth.name, growth.title, intent, growth.command, growth.measure)
+
+
+SECTIONS = tuple(map(_section, GROWTHS))
 
 if __name__ == "__main__":
     main(__doc__ or "", SECTIONS)

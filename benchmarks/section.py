@@ -17,7 +17,7 @@ SIZES: tuple[Size, ...] = ("quick", "full")
 
 @dataclass(frozen=True)
 class Section:
-    """`measure` runs everything, draws `pictures / (name + ".png")` and returns Markdown that shows it.
+    """`measure` runs everything, perhaps draws `pictures / (name + ".png")`, and returns Markdown that shows it.
 
     `command` measures this section alone.
     """

@@ -1,6 +1,7 @@
-"""Every instance of a regression suite with `auto`: value, proof, and the best public schedule beside it.
+"""The recorded runs of the regression suites as tables: value, proof, and the best public schedule beside it.
 
-`python -m benchmarks.suites SECTION --size quick` prints one of the tables.
+`python -m benchmarks.suites SECTION` prints one of the tables. Nothing is solved: every row is a run of `optpipe bench
+SUITE --record`, which `optpipe bench SUITE` repeats and compares.
 """
 
 from __future__ import annotations
@@ -10,66 +11,97 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.markdown import conditions, seconds_text, share_text, table, time_text
-from benchmarks.runs import run, warm_up
+from benchmarks.markdown import seconds_text, share_text, table, time_text
 from benchmarks.section import Section, Size, main
+from optpipe.problem import Problem
 from solver.bench.cases import Case, cases_of
+from solver.bench.judge import PUBLIC_ROUNDING
 from solver.bench.measure import Figures
-from solver.bench.suite import Suite
-from solver.limits import Limits
+from solver.bench.suite import Recorded, Suite
 from tests.problems import INSTANCES
 
 SUITES = INSTANCES.parent / "regression"
-QUICK_INSTANCES, QUICK_S = 3, 2.0
 
-Solved = tuple[Case, Figures | None]
+Known = tuple[Case, Figures, Recorded]
+"""A case with its record, also as figures."""
 
 
-def _measure(suite_name: str, size: Size, _: Path) -> str:
+def _table_of_records(suite_name: str, _size: Size, _pictures: Path) -> str:
     path = SUITES / f"{suite_name}.json"
-    suite = Suite.load(path)
-    cases = cases_of(path, suite, ["auto"])
-    limit_s = suite.time_limit_s or Limits().time_limit_s
-    if size == "quick":
-        cases, limit_s = cases[:QUICK_INSTANCES], QUICK_S
-    warm_up(["auto"])
-    solved = [(case, run(case.instance, case.problem, case.method, limit_s).figures) for case in cases]
-    command = f"python -m benchmarks.suites {suite_name} --size {size}"
-    return f"{_table(solved)}\n\n{_summary(solved)}{conditions(command, limit_s)}"
+    cases = cases_of(path, Suite.load(path))
+    known = [(case, _figures(case.problem, case.recorded), case.recorded) for case in cases if case.recorded]
+    if not known:
+        return f"Nothing is recorded yet. `optpipe bench {suite_name} --record` does."
+    missing = [case.instance for case in cases if not case.recorded]
+    parts = [_table(known), *_summaries(known), _conditions(suite_name, [recorded for *_, recorded in known])]
+    if missing:
+        parts.append(f"Not recorded yet: {', '.join(missing)}.")
+    return "\n\n".join(parts)
 
 
-def _table(solved: Sequence[Solved]) -> str:
-    head = ["instance", "value", "gap", "bubble", "best public", "its bubble", "whose", "seconds"]
-    return table(head, [_row(*entry) for entry in solved], text_columns=1)
+def _figures(problem: Problem, recorded: Recorded) -> Figures:
+    """A record as the figures of its run."""
+    value_us, bound_us = recorded.value_us, recorded.bound_us
+    gap, bubble = (value_us - bound_us) / value_us, 1 - max(problem.work_us) / value_us
+    return Figures(value_us, bound_us, 0.0 if recorded.proved else gap, bubble, recorded.seconds, recorded.proved)
 
 
-def _row(case: Case, figures: Figures | None) -> list[str]:
+def _table(known: Sequence[Known]) -> str:
+    head = ["instance", "value", "gap", "bubble", "best public", "its bubble", "whose", "seconds", "of at most"]
+    return table(head, [_row(*entry) for entry in known], text_columns=1)
+
+
+def _row(case: Case, figures: Figures, recorded: Recorded) -> list[str]:
     public = case.public
-    if figures is None:
-        return [case.instance, *["-"] * 7]
     ours = [time_text(figures.value_us), share_text(figures.gap), share_text(figures.bubble)]
     theirs = [time_text(public.value_us), share_text(public.bubble(figures)), public.scheduler] if public else ["-"] * 3
-    return [case.instance, *ours, *theirs, seconds_text(figures.seconds)]
+    return [case.instance, *ours, *theirs, seconds_text(figures.seconds), f"{recorded.time_limit_s:g}"]
 
 
-def _summary(solved: Sequence[Solved]) -> str:
-    """Mean bubbles where a public value is known."""
-    known = [(figures, case.public) for case, figures in solved if figures and case.public]
-    if not known:
-        return ""
-    above = sum(figures.value_us > public.value_us for figures, public in known)
-    ours = mean(figures.bubble for figures, _ in known)
-    theirs = mean(public.bubble(figures) for figures, public in known)
+def _summaries(known: Sequence[Known]) -> list[str]:
+    """How many are proved, and the mean bubbles where a public value is known: of all, and where stages may offload."""
+    proved = sum(figures.optimal for _, figures, _ in known)
+    lines = [f"{proved} of {len(known)} are proved optimal."]
+    compared = [(case, figures) for case, figures, _ in known if case.public]
+    offloading = [entry for entry in compared if any(stage.offload for stage in entry[0].problem.stages)]
+    for entries, where in ((compared, "that have one"), (offloading, "that have one and may offload")):
+        if entries:
+            lines.append(_against_public(entries, where))
+    return lines
+
+
+def _against_public(entries: Sequence[tuple[Case, Figures]], where: str) -> str:
+    pairs = [(figures, case.public) for case, figures in entries if case.public]
+    shares = [figures.value_us / public.value_us - 1 for figures, public in pairs]
+    above = sum(share > PUBLIC_ROUNDING for share in shares)
+    rounded = sum(0 < share <= PUBLIC_ROUNDING for share in shares)
+    ours = mean(figures.bubble for figures, _ in pairs)
+    theirs = mean(public.bubble(figures) for figures, public in pairs)
     return (
-        f"Above the best public value on {above} of {len(known)} instances; mean bubble {share_text(ours)} against "
-        f"{share_text(theirs)}.\n\n"
+        f"Above the best public value on {above} of the {len(pairs)} instances {where} (and within the rounding of its "
+        f"times, {1e6 * PUBLIC_ROUNDING:g} millionths, on {rounded}); mean bubble {share_text(ours)} against "
+        f"{share_text(theirs)}."
     )
+
+
+def _conditions(suite_name: str, records: Sequence[Recorded]) -> str:
+    """How the runs were made, from what each says of itself."""
+    cores = _range(sorted({recorded.workers for recorded in records}))
+    versions = ", ".join(sorted({recorded.version for recorded in records}))
+    return (
+        f"The runs in `tests/regression/{suite_name}.json`, recorded by `optpipe bench {suite_name} --record` with "
+        f"{cores} cores, version {versions}; a run may have been replaced by a better one of another day or of more "
+        "time, as its last column says. Values are microseconds."
+    )
+
+
+def _range(counts: Sequence[int]) -> str:
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def _section(suite_name: str, title: str, intent: str) -> Section:
-    return Section(
-        suite_name, title, intent, f"python -m benchmarks.suites {suite_name}", partial(_measure, suite_name)
-    )
+    command = f"python -m benchmarks.suites {suite_name}"
+    return Section(suite_name, title, intent, command, partial(_table_of_records, suite_name))
 
 
 SECTIONS = (
@@ -83,6 +115,7 @@ SECTIONS = (
         "Budgets above that of 1F1B",
         "`auto` on the measured profiles of Zero Bubble with 1.25 to 1.875 times the memory of 1F1B.",
     ),
+    _section("large", "Large problems", "`auto` with up to 128 stages and 1024 microbatches."),
 )
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A small problem goes to proof: after a moment of local search CP-SAT has all cores. A large one goes to search:
 annealing on one core, patterns, windows and bounds in turns on another; with a single core all of them in turns. The
-larger the problem, the more of the time is the patterns', which alone do not slow down with the microbatches.
+larger the problem, the more of the time is the patterns', which alone do not slow down with the microbatches; the
+largest have nothing else but annealing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ SMALL_OPS = 600
 LARGE_OPS = 20_000
 """Ops from which annealing and windows reach little of a schedule within a minute."""
 
+MOST_MODEL_OPS = 50_000
+"""Ops up to which CP-SAT has a part in it: of more, windows and parts take many seconds to model and heed no limit."""
+
 
 def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
     """The lanes for a problem of this size on so many cores. Shares of one lane sum up to at most 1."""
-    if count_ops(problem) <= SMALL_OPS:
+    ops = count_ops(problem)
+    if ops <= SMALL_OPS:
         return [
             [
                 Turn("search", local_search, 0.05, workers),
@@ -36,11 +41,15 @@ def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
                 Turn("search", local_search, 0.15, workers),
             ]
         ]
-    pattern = Turn("pattern", pattern_search, 0.25 if count_ops(problem) <= LARGE_OPS else 0.5, once=True)
-    bound = Turn("bound", relaxation_bound, 0.1, once=True)
+    pattern = Turn("pattern", pattern_search, 0.25 if ops <= LARGE_OPS else 0.5, once=True)
     if workers == 1:
-        return [[pattern, Turn("search", local_search, 0.2), Turn("windows", improve_windows, 0.2), bound]]
-    return [
-        [Turn("search", local_search, 0.35)],
-        [pattern, Turn("windows", improve_windows, 0.35, workers - 1), bound],
-    ]
+        return [[pattern, Turn("search", local_search, 0.2), *_models(ops, 0.2, 1)]]
+    beside = _models(ops, 0.35, workers - 1) or [Turn("search", local_search, 0.35, workers - 1)]
+    return [[Turn("search", local_search, 0.35)], [pattern, *beside]]
+
+
+def _models(ops: int, share: float, workers: int) -> Lane:
+    """Windows and bounds, where CP-SAT's models of them are built in time."""
+    if ops > MOST_MODEL_OPS:
+        return []
+    return [Turn("windows", improve_windows, share, workers), Turn("bound", relaxation_bound, 0.1, once=True)]

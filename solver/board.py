@@ -10,6 +10,7 @@ from optpipe.orders import Orders
 from optpipe.problem import Problem
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.finish import snapped_bound
+from solver.horizon import horizon_us
 from solver.limits import Answer, Cancel, Limits, Start
 
 
@@ -58,7 +59,7 @@ class Board:
     def start(self) -> Start:
         """What a search that begins now should know."""
         best = self._best
-        return Start(best.bound_us, _horizon_us(self.problem, best.value_us), best.orders, best.value_us)
+        return Start(best.bound_us, horizon_us(self.problem, best.value_us), best.orders, best.value_us)
 
     def offer(self, answer: Answer, method: str) -> None:
         """Keep what is better than all before, and tell the caller of the solve."""
@@ -86,16 +87,3 @@ class Board:
         if improves or bound > best.bound_us:
             self._best = Answer(orders, value, bound)
         return self._best is not best
-
-
-def _horizon_us(problem: Problem, value_us: float) -> float:
-    """A time by which some schedule at least as good as `value_us` has ended, if it begins at 0.
-
-    The makespan itself; for spans twice the value: on the device of the first stage all F and B end within its span,
-    every other device begins within that time and has its own span. Without a schedule: everything one after another.
-    """
-    if value_us < float("inf"):
-        return value_us if problem.objective == "makespan" else 2 * value_us
-    transfers = sum(stage.offload.offload_us + stage.offload.reload_us for stage in problem.stages if stage.offload)
-    delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
-    return sum(problem.work_us) + problem.microbatches * (transfers + delays)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from math import gcd, lcm
+from math import gcd
 from typing import Any
 
 from optpipe.problem import Problem, Stage
+from solver.time_unit import stage_times_us, time_unit_us
 
 Data = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Canonical:
 
 def canonical(problem: Problem) -> Canonical:
     """The canonical form of a problem."""
-    time_us = common_divisor(Fraction(str(time)) for time in times_us(problem))
+    time_us = time_unit_us(problem)
     unit_bytes = gcd(*(size for stage in problem.stages for size in _sizes_bytes(stage)))
     moved_bytes = gcd(*(stage.offload.bytes for stage in problem.stages if stage.offload))
     offloads = any(stage.offload for stage in problem.stages)
@@ -56,7 +56,7 @@ def canonical(problem: Problem) -> Canonical:
         "stages": [
             {
                 "device": stage.device,
-                "times": [ticks(time) for time in _stage_times_us(stage)],
+                "times": [ticks(time) for time in stage_times_us(stage)],
                 "sizes": [size // (unit_bytes or 1) for size in _sizes_bytes(stage)],
                 "offloads": stage.offload is not None,
             }
@@ -79,28 +79,10 @@ def _units(budget_bytes: int | None, unit_bytes: int) -> int | None:
     return budget_bytes // unit_bytes if budget_bytes is not None and unit_bytes else None
 
 
-def _stage_times_us(stage: Stage) -> list[float]:
-    moves = [stage.offload.offload_us, stage.offload.reload_us] if stage.offload else []
-    return [stage.forward_us, stage.backward_input_us, stage.backward_weight_us, *moves]
-
-
 def _sizes_bytes(stage: Stage) -> list[int]:
     work = stage.workspace_bytes
     moved = [stage.offload.bytes] if stage.offload else []
     return [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW, *moved]
-
-
-def times_us(problem: Problem) -> list[float]:
-    stages = [time for stage in problem.stages for time in _stage_times_us(stage)]
-    return [*stages, *problem.forward_delay_us, *problem.backward_delay_us]
-
-
-def common_divisor(times: Iterable[Fraction]) -> Fraction:
-    """The largest time of which all of `times` are multiples (1 where none has a length)."""
-    lengths = [time for time in times if time]
-    if not lengths:
-        return Fraction(1)
-    return Fraction(gcd(*(time.numerator for time in lengths)), lcm(*(time.denominator for time in lengths)))
 
 
 def _digest(data: Data) -> str:

@@ -13,12 +13,16 @@ from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Answer
 from solver.methods import METHODS, published_orders
+from solver.size import count_ops
 
 SLOW = ("v-min", "v-half", "ada-offload", "po-h", "po-f")
 """Published schedules that may take a second or more on large problems: tried last, in this order."""
 
 START_SHARE = 1 / 3
-"""No further published schedule is begun after this share of the time."""
+"""No further published schedule is begun after this share of the time: loading alone may take longer than that."""
+
+SMALL_OPS = 20_000
+"""Ops up to which all the quick ones together take a tenth of a second: they are tried however late it is."""
 
 
 def offer_published(problem: Problem, board: Board) -> None:
@@ -39,9 +43,11 @@ def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> N
 
 def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:
     found = False
+    small = count_ops(problem) <= SMALL_OPS
     quick = [method for method in METHODS.values() if method.name not in SLOW]
     for method in (*quick, *(METHODS[name] for name in SLOW)):
-        if method.orders is None or (found and _late(board)):
+        at_once = small and method.name not in SLOW
+        if method.orders is None or (found and not at_once and _late(board)):
             continue
         try:
             orders = published_orders(method, problem)

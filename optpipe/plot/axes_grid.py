@@ -13,8 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from optpipe.plot.colours import FAINT_INK, GRID, INK
+from optpipe.plot.legend_row import draw_legend_row
 from optpipe.plot.panel import printable
 
+COLUMNS = 3
+WIDTH_INCHES = 4.0
+"""Of each chart, without what is beside it."""
 LEFT_INCHES, RIGHT_INCHES = 0.75, 0.85
 """Beside each chart, for its scale and for what stands at the end of its curves."""
 ABOVE_INCHES, BELOW_INCHES = 0.5, 0.5
@@ -32,9 +36,9 @@ class AxesGrid:
     axes: Sequence[Axes]
 
     @classmethod
-    def of(cls, count: int, columns: int, width: float, height: float) -> AxesGrid:
-        """Room for `count` charts of `width` by `height`, at most `columns` in a row."""
-        columns = min(columns, count)
+    def of(cls, count: int, height: float, width: float = WIDTH_INCHES) -> AxesGrid:
+        """Room for `count` charts of `width` by `height`, at most COLUMNS in a row."""
+        columns = min(COLUMNS, count)
         rows = math.ceil(count / columns)
         cell_width, cell_height = LEFT_INCHES + width + RIGHT_INCHES, ABOVE_INCHES + height + BELOW_INCHES
         total_width, total_height = columns * cell_width, HEADER_INCHES + rows * cell_height
@@ -49,22 +53,14 @@ class AxesGrid:
         return cls(figure, axes)
 
     def draw_header(self, title: str, handles: Sequence[Artist]) -> None:
-        """The figure's title, and beneath it the legend in one row."""
+        """The figure's title, and beneath it the legend of the handles' labels in one row."""
         width, height = self.figure.get_size_inches()
         left = 0.15 / width
         self.figure.text(left, 1 - 0.36 / height, title, fontsize=13.5, fontweight="bold", color=INK)
-        self.figure.legend(
-            handles=list(handles),
-            loc="center left",
-            bbox_to_anchor=(left, 1 - 0.66 / height),
-            ncols=len(handles),
-            frameon=False,
-            fontsize=9,
-            handlelength=2.0,
-            handletextpad=0.6,
-            columnspacing=1.6,
-            borderpad=0,
-            borderaxespad=0,
+        entries = [(handle, str(handle.get_label())) for handle in handles]
+        anchor = left, 1 - 0.66 / height
+        draw_legend_row(
+            self.figure, entries, anchor, "center left", handlelength=2.0, handletextpad=0.6, columnspacing=1.6
         )
 
 

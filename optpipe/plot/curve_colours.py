@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from matplotlib.lines import Line2D
 
 from optpipe.plot.colours import OP_LOOKS
 
@@ -25,3 +27,11 @@ def curve_looks(labels: Iterable[str]) -> dict[str, CurveLook]:
     names = list(dict.fromkeys(labels))
     looks = (CurveLook(colour, dashes) for dashes in cycle(_DASHES) for colour in _COLOURS)
     return dict(zip(names, islice(looks, len(names)), strict=True))
+
+
+def legend_lines(looks: Mapping[str, CurveLook], **more: Any) -> list[Line2D]:
+    """A labelled piece of each curve for a legend; `more` are matplotlib's properties of a line, such as `marker`."""
+    return [
+        Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, label=label, **more)
+        for label, look in looks.items()
+    ]

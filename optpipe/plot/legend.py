@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from matplotlib.artist import Artist
-from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from optpipe.orders import KINDS
 from optpipe.plot.colours import BUDGET, IDLE, MEMORY_EDGE, MEMORY_FILL, OP_LOOKS, op_colour
+from optpipe.plot.legend_row import Handle, draw_legend_row
 from optpipe.plot.panel import GUTTER_INCHES, Panel
 from optpipe.schedule import Schedule
 
-Entry = tuple[Artist | tuple[Artist, ...], str]
+Entry = tuple[Handle, str]
 
 
 def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
@@ -37,27 +37,11 @@ def memory_entries(budgets: bool) -> list[Entry]:
 
 def kinds_in(schedule: Schedule) -> set[str]:
     """The kinds of op in a schedule."""
-    return {op.op for device in schedule.devices for _, ops in device.streams() for op in ops}
+    codes = {code for device in schedule.devices for _, planned in device.streams() for code in {*planned.ops.kind}}
+    return {KINDS[code] for code in codes}
 
 
 def draw_legend(panel: Panel, entries: list[Entry], inches_above: float) -> None:
     """One row, `inches_above` the panel, from the figure's left margin."""
-    handles, labels = zip(*entries, strict=True)
-    panel.axes.legend(
-        handles,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(
-            (GUTTER_INCHES - panel.margins.left) / panel.width,
-            1 + inches_above / panel.height,
-        ),
-        ncols=len(labels),
-        frameon=False,
-        fontsize=9,
-        handlelength=1.6,
-        handletextpad=0.5,
-        columnspacing=1.2,
-        borderpad=0,
-        borderaxespad=0,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-    )
+    anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + inches_above / panel.height
+    draw_legend_row(panel.axes, entries, anchor, "lower left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import StrMethodFormatter
@@ -63,6 +64,7 @@ class Panel:
         figure_height = height + margins.top + margins.bottom
         width = figure_width - margins.left - margins.right
         figure = Figure(figsize=(figure_width, figure_height), facecolor="white")
+        FigureCanvasAgg(figure)  # measures all labels with one renderer, where a bare figure makes one for each
         axes = figure.add_axes(
             (
                 margins.left / figure_width,

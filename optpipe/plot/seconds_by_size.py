@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from optpipe.errors import InputError, Issue
 from optpipe.plot.axes_grid import AxesGrid, line_widths, logarithmic_seconds, style
 from optpipe.plot.colours import FAINT_INK
-from optpipe.plot.curve_colours import CurveLook, curve_looks
+from optpipe.plot.curve_colours import CurveLook, curve_looks, legend_lines
 from optpipe.plot.output import encode, format_of, settings
 
-WIDTH_INCHES, HEIGHT_INCHES = 4.0, 2.4
-COLUMNS = 3
+HEIGHT_INCHES = 2.4
 LEAST_S = 0.001
 
 
@@ -51,16 +49,12 @@ def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) ->
 
 def seconds_by_size_grid(charts: Sequence[SizeChart], title: str) -> AxesGrid:
     """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
-    grid = AxesGrid.of(len(charts), COLUMNS, WIDTH_INCHES, HEIGHT_INCHES)
+    grid = AxesGrid.of(len(charts), HEIGHT_INCHES)
     range_s = _whole_decades([s for chart in charts for line in chart.lines for _, s in line.points])
     looks = curve_looks(line.label for chart in charts for line in chart.lines)
     for axes, chart in zip(grid.axes, charts, strict=True):
         _draw_chart(axes, chart, looks, range_s)
-    entries = [
-        Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, marker="o", markersize=4, label=label)
-        for label, look in looks.items()
-    ]
-    grid.draw_header(title, entries)
+    grid.draw_header(title, legend_lines(looks, marker="o", markersize=4))
     return grid
 
 

@@ -15,15 +15,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from optpipe.errors import InputError, Issue
 from optpipe.plot.axes_grid import AxesGrid, line_widths, logarithmic_seconds, style
 from optpipe.plot.colours import BUDGET, FAINT_INK, INK
-from optpipe.plot.curve_colours import CurveLook, curve_looks
+from optpipe.plot.curve_colours import CurveLook, curve_looks, legend_lines
 from optpipe.plot.headline import OBJECTIVE_NAMES
 from optpipe.plot.output import encode, format_of, settings
 from optpipe.plot.panel import POINTS_PER_INCH
 from optpipe.plot.units import Unit, percent_text, time_text, time_unit
 from optpipe.problem import Objective
 
-WIDTH_INCHES, HEIGHT_INCHES = 4.0, 1.9
-COLUMNS = 3
+HEIGHT_INCHES = 1.9
 EARLIEST_S = 0.01
 """Where the time scale begins; what was known before is drawn here."""
 HIGHEST = 1.12
@@ -87,7 +86,7 @@ def render_value_over_time(
 
 def value_over_time_grid(instances: Sequence[InstanceCurves], time_limit_s: float, title: str) -> AxesGrid:
     """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
-    grid = AxesGrid.of(len(instances), COLUMNS, WIDTH_INCHES, HEIGHT_INCHES)
+    grid = AxesGrid.of(len(instances), HEIGHT_INCHES)
     looks = curve_looks(curve.label for instance in instances for curve in instance.curves)
     ends_s = [curve.end_seconds for instance in instances for curve in instance.curves]
     last_s = max(min(max(ends_s), time_limit_s), 10 * EARLIEST_S)
@@ -197,10 +196,7 @@ def _by_final_value(curves: Sequence[Curve], unit: Unit) -> list[tuple[str, list
 
 
 def _legend(instances: Sequence[InstanceCurves], looks: Mapping[str, CurveLook], time_limit_s: float) -> list[Artist]:
-    entries: list[Artist] = [
-        Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, label=label)
-        for label, look in looks.items()
-    ]
+    entries: list[Artist] = [*legend_lines(looks)]
     entries.append(Line2D([], [], color=INK, linewidth=1.0, linestyle=(0, (2, 2)), label="proved bound"))
     if any(instance.public_is_near for instance in instances):
         entries.append(Line2D([], [], color=BUDGET, linewidth=1.0, linestyle=(0, (6, 2)), label="best public"))

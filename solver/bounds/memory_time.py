@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optpipe.problem import Problem, Stage
-from solver.bounds.budgets import usable_bytes
-from solver.bounds.paths import Paths
+from solver.bounds.on_device import OnDevice
 
 
 def memory_time_bounds_us(problem: Problem) -> Sequence[float]:
@@ -30,34 +29,18 @@ def memory_time_bounds_us(problem: Problem) -> Sequence[float]:
     they need then, at most the budget, each for its length. The way from stage 0 to the device and back comes
     on top, see `window_bounds_us`.
     """
-    paths = Paths.of(problem)
-    return [_MemoryTime(problem, paths, stages).bound_us for stages in problem.stages_of if stages]
+    return [device.bound_us for device in _MemoryTime.each(problem)]
 
 
-@dataclass(frozen=True)
-class _MemoryTime:
-    """The byte-time of the device that holds the stages `numbers`."""
-
-    problem: Problem
-    paths: Paths
-    numbers: Sequence[int]
+class _MemoryTime(OnDevice):
+    """The byte-time of a device."""
 
     @property
     def bound_us(self) -> float:
-        """The larger of the device's own span and of the way from stage 0 through this device and back."""
-        if self._budget in (0, float("inf")):
+        """0 where a budget does not count."""
+        if self.budget in (0, float("inf")):
             return 0.0
-        head_us, tail_us = self.paths.forward_before[self.numbers[0]], self.paths.backward_before[self.numbers[0]]
-        through_us = head_us + self._to_last_backward_us + tail_us + self.problem.stages[0].backward_weight_us
-        return max(through_us, self._span_us + (head_us if self.problem.objective == "makespan" else 0))
-
-    @cached_property
-    def _budget(self) -> float:
-        return usable_bytes(self.problem, self._stages[0].device)
-
-    @cached_property
-    def _stages(self) -> Sequence[Stage]:
-        return [self.problem.stages[s] for s in self.numbers]
+        return self.value_us(self._span_us, self._to_last_backward_us)
 
     @property
     def _span_us(self) -> float:
@@ -65,7 +48,7 @@ class _MemoryTime:
 
     @property
     def _to_last_backward_us(self) -> float:
-        later_byte_us = self._budget * max(stage.backward_weight_us for stage in self._stages)
+        later_byte_us = self.budget * max(stage.backward_weight_us for stage in self.stages)
         return self._least_time_us(self._needed_byte_us - later_byte_us, "B")
 
     @cached_property
@@ -73,18 +56,17 @@ class _MemoryTime:
         """Of all microbatches, none of which leaves."""
         activations = sum(
             stage.activation_bytes * (stage.duration_us("F") + self.paths.turnaround_us(s, s) + stage.duration_us("B"))
-            for s, stage in zip(self.numbers, self._stages, strict=True)
+            for s, stage in zip(self.numbers, self.stages, strict=True)
         )
         weights = sum(
-            min(stage.activation_bytes, stage.backward_weight_bytes) * stage.backward_weight_us
-            for stage in self._stages
+            min(stage.activation_bytes, stage.backward_weight_bytes) * stage.backward_weight_us for stage in self.stages
         )
         return self.problem.microbatches * (activations + weights)
 
     def _least_time_us(self, needed_byte_us: float, backward: str) -> float:
         """The least time in which the byte-time can be had, with ramps at both ends."""
-        ramps = [_ramp(self._budget, self._stages, "F"), _ramp(self._budget, self._stages, backward)]
-        work_us = sum(stage.duration_us(kind) for stage in self._stages for kind in ("F", backward))
+        ramps = [_ramp(self.budget, self.stages, "F"), _ramp(self.budget, self.stages, backward)]
+        work_us = sum(stage.duration_us(kind) for stage in self.stages for kind in ("F", backward))
         if sum(ramp.length_us for ramp in ramps) <= self.problem.microbatches * work_us:
             needed_byte_us += sum(ramp.unused_byte_us for ramp in ramps)
         directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
@@ -97,16 +79,16 @@ class _MemoryTime:
             in_all_us = self.problem.microbatches * saving.copy_us
             if not saving.copy_us:
                 needed_byte_us -= self.problem.microbatches * saving.byte_us
-            elif needed_byte_us > (self._budget + saving.rate_bytes) * in_all_us:
-                needed_byte_us -= (self._budget + saving.rate_bytes) * in_all_us
+            elif needed_byte_us > (self.budget + saving.rate_bytes) * in_all_us:
+                needed_byte_us -= (self.budget + saving.rate_bytes) * in_all_us
                 time_us += in_all_us
             else:
-                return time_us + max(0.0, needed_byte_us / (self._budget + saving.rate_bytes))
-        return time_us + max(0.0, needed_byte_us / self._budget)
+                return time_us + max(0.0, needed_byte_us / (self.budget + saving.rate_bytes))
+        return time_us + max(0.0, needed_byte_us / self.budget)
 
     def _savings(self, kinds: str) -> Sequence[_Saving]:
         savings = []
-        for s, stage in zip(self.numbers, self._stages, strict=True):
+        for s, stage in zip(self.numbers, self.stages, strict=True):
             if stage.offload:
                 away_us = self.paths.turnaround_us(s, s) - stage.duration_us("O") - stage.duration_us("R")
                 copy_us = sum(stage.duration_us(kind) for kind in kinds)

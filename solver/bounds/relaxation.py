@@ -13,6 +13,7 @@ from optpipe.simulate import simulate
 from solver.bounds.closed_form import device_bounds_us, lower_bound_us
 from solver.bounds.split_backward import split_backward_suffices
 from solver.exact.cp_sat.model import solve_cp_sat
+from solver.horizon import horizon_us
 from solver.limits import Answer, Limits, Start
 
 
@@ -37,7 +38,7 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Start, on_answer: 
             return replace(answer, infeasible=True)
         proved[frozenset(kept)] = solved.bound_us
         if solved.bound_us > answer.bound_us:
-            answer = replace(answer, bound_us=min(solved.bound_us, start.value_us))
+            answer = replace(answer, bound_us=solved.bound_us)
             on_answer(answer)
         if solved.bound_us < solved.value_us and answer.bound_us < solved.value_us:
             break
@@ -61,7 +62,7 @@ def _solve_part(problem: Problem, kept: Sequence[int], start: Start, inside_us: 
     value_us = simulate(part, orders).value_us if orders else float("inf")
     if value_us <= max(start.bound_us, bound_us):
         return Answer(orders, value_us, bound_us)
-    known = Start(bound_us, min(start.horizon_us, 2 * value_us), orders, value_us)
+    known = Start(bound_us, min(start.horizon_us, horizon_us(part, value_us)), orders, value_us)
     return solve_cp_sat(part, limits, known, lambda _: None)
 
 

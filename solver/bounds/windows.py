@@ -7,13 +7,11 @@ run its last F it lives on the backwards that its memory still holds, until the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from optpipe.problem import Problem, Stage
-from solver.bounds.budgets import usable_bytes
 from solver.bounds.knapsack import Held, Piece, most_held_us
-from solver.bounds.paths import Paths
+from solver.bounds.on_device import OnDevice
 
 
 def window_bounds_us(problem: Problem) -> Sequence[float]:
@@ -57,28 +55,20 @@ def window_bounds_us(problem: Problem) -> Sequence[float]:
     the ones that are neither in flight nor pending when the last F starts; and where the cool-down idles, all but one.
     For the makespan, d's own span begins after that head as well.
     """
-    paths = Paths.of(problem)
-    return [_Windows(problem, paths, stages).bound_us for stages in problem.stages_of if stages]
+    return [device.bound_us for device in _Windows.each(problem)]
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """Both windows of the device that holds the stages `numbers`."""
-
-    problem: Problem
-    paths: Paths
-    numbers: Sequence[int]
+class _Windows(OnDevice):
+    """Both windows of a device."""
 
     @property
     def bound_us(self) -> float:
-        """The larger of the device's own span and of the way from stage 0 through this device and back."""
+        """From the idle time of both."""
         warm_up_us, cool_down_us = self._warm_up_idle_us, self._cool_down_idle_us
         span_us = self._work_us("FBW") + self._together_us(warm_up_us, max(0.0, cool_down_us))
         weights_us = self._weights_before_last_backward_us
         to_last_backward_us = self._work_us("FB") + self._together_us(warm_up_us, weights_us)
-        head_us, tail_us = self.paths.forward_before[self._low], self.paths.backward_before[self._low]
-        through_us = head_us + to_last_backward_us + tail_us + self.problem.stages[0].backward_weight_us
-        return max(through_us, span_us + (head_us if self.problem.objective == "makespan" else 0))
+        return self.value_us(span_us, to_last_backward_us)
 
     @property
     def _low(self) -> int:
@@ -88,13 +78,9 @@ class _Windows:
     def _high(self) -> int:
         return self.numbers[-1]
 
-    @cached_property
-    def _stages(self) -> Sequence[Stage]:
-        return [self.problem.stages[s] for s in self.numbers]
-
     def _one_of_each_us(self, kinds: str) -> float:
         """The ops of these kinds of one microbatch on all the device's stages."""
-        return sum(stage.duration_us(kind) for stage in self._stages for kind in kinds)
+        return sum(stage.duration_us(kind) for stage in self.stages for kind in kinds)
 
     def _work_us(self, kinds: str) -> float:
         return self.problem.microbatches * self._one_of_each_us(kinds)
@@ -106,9 +92,9 @@ class _Windows:
 
     @cached_property
     def _warm_up_idle_us(self) -> float:
-        window_us = self._stages[0].forward_us + self.paths.turnaround_us(self._low, self._high)
-        room = self._budget - min(stage.workspace_bytes.F for stage in self._stages)
-        least_moved = min(stage.activation_bytes - _staying_bytes(stage) for stage in self._stages)
+        window_us = self.stages[0].forward_us + self.paths.turnaround_us(self._low, self._high)
+        room = self.budget - min(stage.workspace_bytes.F for stage in self.stages)
+        least_moved = min(stage.activation_bytes - _staying_bytes(stage) for stage in self.stages)
         fits = min(
             self._most_forwards_us(_activation_bytes, room + self._moved_bytes("O", window_us)),
             self._most_forwards_us(_staying_bytes, room - least_moved),
@@ -116,7 +102,7 @@ class _Windows:
         return max(0.0, window_us - fits)
 
     def _most_forwards_us(self, size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
-        forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self._stages]
+        forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self.stages]
         return most_held_us(forwards, self.problem.microbatches, room_bytes)
 
     @cached_property
@@ -127,7 +113,7 @@ class _Windows:
             rest = Piece(stage.backward_weight_us, stage.backward_weight_bytes)
             return Held(Piece(stage.duration_us("BW"), size_bytes), rest)
 
-        last_microbatch_us = self._one_of_each_us("BW") - self._stages[0].duration_us("BW")
+        last_microbatch_us = self._one_of_each_us("BW") - self.stages[0].duration_us("BW")
         return self._cool_down_us - last_microbatch_us - self._most_in_stock_us(pending)
 
     @cached_property
@@ -138,34 +124,30 @@ class _Windows:
             return Held(Piece(stage.backward_weight_us, min(size_bytes, stage.backward_weight_bytes)))
 
         before_stock_us = (self.problem.microbatches - 1) * self._one_of_each_us("W") - self._most_in_stock_us(pending)
-        all_but_last_us = self._work_us("W") - self._stages[0].backward_weight_us
+        all_but_last_us = self._work_us("W") - self.stages[0].backward_weight_us
         return max(0.0, before_stock_us, all_but_last_us + self._cool_down_idle_us)
 
     def _most_in_stock_us(self, pending: Callable[[Stage, int], Held]) -> float:
         """The most work of the microbatches in flight when the last F starts, beside the last microbatch."""
-        high = self._stages[-1]
+        high = self.stages[-1]
         others = self.problem.microbatches - 1
-        room = self._budget - high.workspace_bytes.F
-        last_bytes = sum(stage.activation_bytes for stage in self._stages)
+        room = self.budget - high.workspace_bytes.F
+        last_bytes = sum(stage.activation_bytes for stage in self.stages)
         if room + self._moved_bytes("R", high.forward_us) < last_bytes:
             last_bytes = 0  # a window of no length must have room for what is counted in every window
-        whole = [pending(stage, stage.activation_bytes) for stage in self._stages]
+        whole = [pending(stage, stage.activation_bytes) for stage in self.stages]
         moved_bytes = self._moved_bytes("R", high.forward_us + self._cool_down_us)
         most_us = most_held_us(whole, others, room + moved_bytes - last_bytes, in_parts=moved_bytes > 0)
         if not moved_bytes:
             return most_us
-        staying = [pending(stage, _staying_bytes(stage)) for stage in self._stages]
-        last_staying_bytes = high.activation_bytes + sum(_staying_bytes(stage) for stage in self._stages[:-1])
+        staying = [pending(stage, _staying_bytes(stage)) for stage in self.stages]
+        last_staying_bytes = high.activation_bytes + sum(_staying_bytes(stage) for stage in self.stages[:-1])
         return min(most_us, most_held_us(staying, others, room - last_staying_bytes))
-
-    @cached_property
-    def _budget(self) -> float:
-        return usable_bytes(self.problem, self._stages[0].device)
 
     def _moved_bytes(self, kind: str, window_us: float) -> float:
         """What O can free, or R bring back, in a window."""
         moved_bytes = 0.0
-        for stage in self._stages:
+        for stage in self.stages:
             if stage.offload and stage.offload.bytes:
                 copy_us = stage.duration_us(kind)
                 moved_bytes = max(moved_bytes, window_us * stage.offload.bytes / copy_us if copy_us else float("inf"))
@@ -173,18 +155,18 @@ class _Windows:
 
     def _together_us(self, warm_up_us: float, cool_down_us: float) -> float:
         """Idle time of both windows, whether or not a backward precedes the last F."""
-        if self.problem.microbatches * sum(map(_staying_bytes, self._stages)) > self._budget:
+        if self.problem.microbatches * sum(map(_staying_bytes, self.stages)) > self.budget:
             return warm_up_us + cool_down_us
         return min(warm_up_us + cool_down_us, max(warm_up_us, self._copies_idle_us + cool_down_us))
 
     @property
     def _copies_idle_us(self) -> float:
         """Idle time before the end of the last F if all F come first, for what does not fit has to leave by then."""
-        leaving_bytes = self.problem.microbatches * sum(map(_activation_bytes, self._stages)) - self._budget
+        leaving_bytes = self.problem.microbatches * sum(map(_activation_bytes, self.stages)) - self.budget
         rate = self._moved_bytes("O", 1.0)
         if leaving_bytes <= 0 or not rate:
             return 0.0
-        last_forward_ends_us = self._stages[0].forward_us + leaving_bytes / rate + self._stages[-1].forward_us
+        last_forward_ends_us = self.stages[0].forward_us + leaving_bytes / rate + self.stages[-1].forward_us
         return max(0.0, last_forward_ends_us - self._work_us("F"))
 
 

@@ -7,12 +7,12 @@ stays a bound, and orders are timed with the true durations in any case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor, gcd
+from math import ceil, floor
 
 from optpipe.problem import Problem
+from solver.time_unit import time_unit_us
 
 MAX_HORIZON_TICKS = 2**40
 """Beyond this, sums in the solvers come near the limits of their integers."""
@@ -45,7 +45,7 @@ class Grid:
         smallest span of given orders is a mean over at most p devices (`optpipe.spans`), so p parts are possible, and
         a proof may need a `refinement` (see `refinement_for`).
         """
-        unit_us = _common_divisor(Fraction(str(value)) for value in _times_us(problem))
+        unit_us = time_unit_us(problem)
         spans = problem.objective == "device_span"
         parts = sum(1 for stages in problem.stages_of if stages) if spans else 1
         step = 1 + _instant_ops(problem, 0)
@@ -122,21 +122,3 @@ def _instant_ops(problem: Problem, below_us: float) -> int:
     """How many ops take `below_us` or less."""
     kinds = [(stage, kind) for stage in problem.stages for kind in ("FBWOR" if stage.offload else "FBW")]
     return problem.microbatches * sum(stage.duration_us(kind) <= below_us for stage, kind in kinds)
-
-
-def _common_divisor(times: Iterable[Fraction]) -> Fraction:
-    """The largest time of which all of `times` are multiples (1 where none has a length)."""
-    divisor = Fraction(0)
-    for time in times:
-        common = divisor.denominator * time.denominator
-        divisor = Fraction(gcd(int(divisor * common), int(time * common)), common)
-    return divisor or Fraction(1)
-
-
-def _times_us(problem: Problem) -> Iterator[float]:
-    yield from problem.forward_delay_us
-    yield from problem.backward_delay_us
-    for stage in problem.stages:
-        yield from (stage.forward_us, stage.backward_input_us, stage.backward_weight_us)
-        if stage.offload:
-            yield from (stage.offload.offload_us, stage.offload.reload_us)

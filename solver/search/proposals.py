@@ -97,9 +97,7 @@ def _chain(table: Table, merged: Merged, touched: Ints, random: Word, x: int, di
 @njit(cache=True)
 def _diagonal(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
     """Shift an op and those of the next stages of its microbatch alike."""
-    s = (x >> table.shift) % table.stages
-    count = min(2 + below(random, 8), table.stages - s)
-    for k in range(count):
+    for k in range(_stages_from(table, random, x)):
         y = x + (k << table.shift)
         if merged.place[y] >= 0:
             shift_by(table, merged, touched, y, distance)
@@ -108,10 +106,15 @@ def _diagonal(table: Table, merged: Merged, touched: Ints, random: Word, x: int,
 @njit(cache=True)
 def _grid(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
     """Shift an op, those of the next stages and of the next microbatches alike."""
-    s = (x >> table.shift) % table.stages
-    count = min(2 + below(random, 8), table.stages - s)
-    for k in range(count):
+    for k in range(_stages_from(table, random, x)):
         _chain(table, merged, touched, random, x + (k << table.shift), distance)
+
+
+@njit(cache=True)
+def _stages_from(table: Table, random: Word, x: int) -> int:
+    """A random number of stages from that of an op on, as many as there are at most."""
+    s = (x >> table.shift) % table.stages
+    return int(min(2 + below(random, 8), table.stages - s))
 
 
 @njit(cache=True)

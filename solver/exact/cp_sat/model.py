@@ -17,8 +17,9 @@ from solver.exact.cp_sat.options import DEFAULT, Options
 from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
+from solver.exact.incumbent import Incumbent
 from solver.exact.weight_order import count_like_pairs, in_weight_order
-from solver.finish import within_budgets
+from solver.horizon import horizon_us
 from solver.limits import Answer, Limits, Start
 from solver.plan import orders_of_plan
 
@@ -55,7 +56,7 @@ CLIMB = 0.25
 """The share of the time or work that may be spent on asking for a schedule at the bound itself."""
 
 
-class _Search:
+class _Search(Incumbent):
     """First from below: is there a schedule at the bound? If not the bound rises. Then from above, by minimising.
 
     From below every window is as narrow as can be: with good bounds that finds and proves optima in a fraction of the
@@ -65,10 +66,8 @@ class _Search:
     def __init__(
         self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
     ) -> None:
-        self.problem, self.limits, self.on_answer, self.options = problem, limits, on_answer, options
-        self.horizon_us = start.horizon_us
-        self.orders, self.value_us = start.orders, start.value_us
-        self.bound_us = start.bound_us
+        super().__init__(problem, limits, start, on_answer)
+        self.options = options
         self.work_left = limits.deterministic_limit
 
     def run(self) -> Answer:
@@ -86,7 +85,7 @@ class _Search:
             if status != cp_model.OPTIMAL or finer == refinement:
                 break
             refinement = finer
-        return Answer(self.orders, self.value_us, self.bound_us)
+        return self.answer
 
     def _climb(self) -> None:
         """Ask for a schedule at the bound, and raise the bound where there is none, for a part of the time."""
@@ -109,8 +108,8 @@ class _Search:
     def _ask(self, grid: Grid, ticks: int, limits: Limits) -> tuple[cp_model.CpSolverStatus, float]:
         """Look for a schedule of at most `ticks`; offer it if there is one. Returns also the work done."""
         value_us = grid.us(ticks)
-        horizon_us = min(self.horizon_us, value_us if self.problem.objective == "makespan" else 2 * value_us)
-        variables = build(self.problem, grid, horizon_us, self.bound_us, self.options)
+        reach_us = min(self.horizon_us, horizon_us(self.problem, value_us))
+        variables = build(self.problem, grid, reach_us, self.bound_us, self.options)
         variables.model.add(variables.objective <= ticks + grid.step - 1)
         solver = configured_solver(limits)
         solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
@@ -122,8 +121,11 @@ class _Search:
 
     @property
     def _done(self) -> bool:
-        out_of_work = self.work_left is not None and self.work_left <= 0
-        return out_of_work or self.limits.cancel.requested or self.limits.reached(self.value_us, self.bound_us)
+        if self.work_left is None:
+            spent = self.orders is not None and self.limits.seconds >= self.limits.time_limit_s
+        else:
+            spent = self.work_left <= 0
+        return spent or self.limits.cancel.requested or self.limits.reached(self.value_us, self.bound_us)
 
     def _round(self, grid: Grid) -> cp_model.CpSolverStatus:
         variables = build(self.problem, grid, self.horizon_us, self.bound_us, self.options)
@@ -136,20 +138,6 @@ class _Search:
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             self.raise_bound(grid.proved_us(solver.best_objective_bound))
         return status
-
-    def raise_bound(self, bound_us: float) -> None:
-        """Take a proved bound, which is no higher than the best value but for rounding."""
-        self.bound_us = max(self.bound_us, min(bound_us, self.value_us))
-
-    def offer(self, orders: Orders, bound_us: float) -> None:
-        """Take orders that keep the budgets, if they are better than all before."""
-        simulation = simulate(self.problem, orders)
-        value = simulation.value_us
-        self.raise_bound(min(bound_us, value))
-        if value < self.value_us and within_budgets(self.problem, orders, simulation):
-            self.orders, self.value_us = orders, value
-            self.horizon_us = min(self.horizon_us, value if self.problem.objective == "makespan" else 2 * value)
-            self.on_answer(Answer(orders, value, self.bound_us))
 
 
 def _add_hint(variables: Variables, orders: Orders) -> None:

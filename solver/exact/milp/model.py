@@ -9,14 +9,12 @@ import highspy
 import numpy as np
 
 from optpipe.errors import MethodError
-from optpipe.orders import Orders
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from solver.exact.grid import Grid
+from solver.exact.incumbent import Incumbent
 from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.point import Timing, point_of_orders
 from solver.exact.milp.program import Program, build, load
-from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
 from solver.size import count_ops
 
@@ -54,16 +52,15 @@ def _refuse_too_large(problem: Problem) -> None:
         )
 
 
-class _Search:
+class _Search(Incumbent):
     """Rounds of building and solving. A much better schedule ends a round: it narrows all windows of the next."""
 
     def __init__(
         self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
     ) -> None:
-        self.problem, self.limits, self.on_answer, self.options = problem, limits, on_answer, options
+        super().__init__(problem, limits, start, on_answer)
+        self.options = options
         self.grid = Grid.of(problem, start.horizon_us)
-        self.horizon_us = start.horizon_us
-        self.orders, self.value_us, self.bound_us = start.orders, start.value_us, start.bound_us
         self.stopped = False
 
     def stop(self) -> None:
@@ -84,33 +81,11 @@ class _Search:
                 return Answer(None, float("inf"), float("inf"), infeasible=True)
             if not round_.outgrown or self.limits.reached(self.value_us, self.bound_us):
                 break
-        return Answer(self.orders, self.value_us, self.bound_us)
+        return self.answer
 
     def program(self) -> Program:
-        """The model, with the windows that the best schedule allows.
-
-        For spans some optimum ends by twice its value: on the device of the first stage all F and B end within its
-        span, every other device begins within that time and has its own span.
-        """
-        value = self.value_us
-        self.horizon_us = min(self.horizon_us, value if self.problem.objective == "makespan" else 2 * value)
-        return build(self.problem, self.horizon_us, self.bound_us, value, self.options)
-
-    def offer(self, orders: Orders, bound_us: float) -> None:
-        """Take orders that HiGHS found, if they keep the budgets and are better than all before."""
-        simulation = simulate(self.problem, orders)
-        if not within_budgets(self.problem, orders, simulation):
-            return  # also where a budget is broken by less than a byte in HiGHS's eyes: see Variables.bytes_unit
-        value = simulation.value_us
-        if value < self.value_us or self.orders is None:
-            self.orders, self.value_us = orders, value
-            self.raise_bound(bound_us)
-            self.on_answer(Answer(orders, value, self.bound_us))
-
-    def raise_bound(self, bound_us: float) -> None:
-        """Take a bound (us, already below what is proved), raised to the next value that schedules can have."""
-        if isfinite(bound_us):
-            self.bound_us = max(self.bound_us, min(self.grid.raised_us(bound_us), self.value_us))
+        """The model, with the windows that the best schedule allows."""
+        return build(self.problem, self.horizon_us, self.bound_us, self.value_us, self.options)
 
 
 class _Round:
@@ -153,7 +128,7 @@ class _Round:
     def _take_last(self, highs: highspy.Highs) -> None:
         """What HiGHS ended with: an incumbent that ends the search at once is not always reported before."""
         info = highs.getInfo()
-        bound_us = self._us(info.mip_dual_bound)
+        bound_us = self._proved_us(info.mip_dual_bound)
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
             self.search.offer(self.timing.orders(np.array(highs.getSolution().col_value)), bound_us)
         self.search.raise_bound(bound_us)
@@ -171,13 +146,16 @@ class _Round:
             solution.col_value = point_of_orders(self.program.variables, self.search.orders)
             highs.setSolution(solution)
 
-    def _us(self, objective: float) -> float:
-        return (objective - BOUND_SLACK) * self.program.variables.unit_us
+    def _proved_us(self, objective: float) -> float:
+        """A bound of HiGHS, raised to the next value that schedules can have; 0 where it has none yet."""
+        if not isfinite(objective):
+            return 0.0
+        return self.search.grid.raised_us((objective - BOUND_SLACK) * self.program.variables.unit_us)
 
     def _on_solution(self, event: highspy.HighsCallbackEvent) -> None:
         try:
             orders = self.timing.orders(np.array(event.data_out.mip_solution))
-            self.search.offer(orders, self._us(event.data_out.mip_dual_bound))
+            self.search.offer(orders, self._proved_us(event.data_out.mip_dual_bound))
         except BaseException as error:  # HiGHS cannot pass it on: it is raised when HiGHS has stopped
             self.failure = error
 

@@ -15,6 +15,9 @@ class Options:
     after it, as cuts. `weight_order`: W of like stages run in the order of their B (a symmetry). `bound`: no value is
     below the bound known. `warm_start`: the search begins with the best schedule known. `rebuild_gain`: by which share
     a schedule must be better than the one that the model was built for, to build it again with narrower windows.
+
+    What each is worth depends on the problem (`docs/benchmarks.md`): triangles and chains cost more than they give on
+    some linear ones, and decide whether a V is proved.
     """
 
     windows: bool = True

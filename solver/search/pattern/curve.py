@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -47,13 +47,19 @@ def patterns_found(problem: Problem, periods_us: Sequence[float], width: int, se
 
 
 def memory_curve(problem: Problem, patterns: Sequence[Pattern], budgets_bytes: Sequence[int]) -> list[CurvePoint]:
-    """For each budget (the same on every device) the best of these patterns; budgets that none keeps are left out."""
-    points = []
+    """For each budget (the same on every device) the best of these patterns; budgets that none keeps are left out.
+
+    Budgets rise: what fits in one fits in the next.
+    """
+    points: list[CurvePoint] = []
     for budget in budgets_bytes:
         fitting = [pattern for pattern in patterns if pattern.peak_bytes.max() <= budget]
         fitting.sort(key=lambda pattern: (pattern.period_us, pattern.block_us))
         if fitting:
-            points.append(_point(problem, budget, fitting))
+            point = _point(problem, budget, fitting)
+            if points and points[-1].value_us < point.value_us:
+                point = replace(point, orders=points[-1].orders, value_us=points[-1].value_us)
+            points.append(point)
     return points
 
 

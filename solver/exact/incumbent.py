@@ -1,0 +1,55 @@
+"""What every exact search keeps while it runs: the best schedule, the best bound, and how far its models reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds.split_backward import split_backward_suffices
+from solver.finish import snapped_bound, within_budgets
+from solver.horizon import horizon_us
+from solver.limits import Answer, Limits, Start
+
+
+class Incumbent:
+    """The best of one search of `problem`: `orders` reach `value_us`, and nothing is below `bound_us`.
+
+    `horizon_us` is a time by which some schedule at least as good has ended.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> None:
+        self.problem, self.limits, self.on_answer = problem, limits, on_answer
+        self.orders, self.value_us, self.bound_us = start.orders, start.value_us, start.bound_us
+        self.horizon_us = start.horizon_us
+        self._split_suffices = split_backward_suffices(problem)
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(self.orders, self.value_us, self.bound_us)
+
+    def offer(self, orders: Orders, bound_us: float) -> None:
+        """Take a proved bound, and orders if they are better than all before and keep the budgets.
+
+        A model in floats may take a budget for kept that is broken by a byte.
+        """
+        simulation = simulate(self.problem, orders)
+        value_us = simulation.value_us
+        better = value_us < self.value_us and within_budgets(self.problem, orders, simulation)
+        if better:
+            self.orders, self.value_us = orders, value_us
+            self.horizon_us = min(self.horizon_us, horizon_us(self.problem, value_us))
+        self.raise_bound(bound_us)
+        if better:
+            self.on_answer(self.answer)
+
+    def raise_bound(self, bound_us: float) -> None:
+        """Take a bound proved of schedules whose B and W are apart.
+
+        A fused backward may keep a budget that these break: there a bound above its value is cut to it. Anywhere else
+        such a bound contradicts the schedule, and is kept, so that `solver.finish` refuses to answer with the two.
+        """
+        if self.orders is not None:
+            bound_us = snapped_bound(self.value_us, bound_us)
+        self.bound_us = max(self.bound_us, bound_us if self._split_suffices else min(bound_us, self.value_us))

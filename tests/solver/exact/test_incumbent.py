@@ -1,0 +1,71 @@
+"""A bound above a value contradicts it: it is refused, unless a fused backward explains it."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.errors import VerificationError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import split_backward_suffices
+from solver.exact.incumbent import Incumbent
+from solver.finish import finish
+from solver.floor import serial_orders
+from solver.limits import Answer, Limits, Start
+from solver.published.one_f_one_b import one_f_one_b
+from tests.problems import uniform
+
+FUSED_NEEDS_LESS = {"backward_weight_bytes": 3}
+"""After B more is held than before: a budget may be kept by fused backwards alone."""
+
+
+def incumbent(problem: Problem, orders: Orders | None, seen: list[Answer] | None = None) -> Incumbent:
+    value_us = simulate(problem, orders).value_us if orders else float("inf")
+    return Incumbent(problem, Limits(), Start(0.0, 1e6, orders, value_us), (seen if seen is not None else []).append)
+
+
+def test_a_contradiction_is_kept_and_refused_at_the_end() -> None:
+    problem = uniform(2, 4, budget=8)
+    orders = one_f_one_b(problem)
+    search = incumbent(problem, orders)
+    search.raise_bound(search.value_us * 1.01)
+    assert search.bound_us > search.value_us
+    with pytest.raises(VerificationError, match=r"bound_us.*above the value"):
+        finish(problem, orders, search.answer.bound_us, "test", 0.0)
+
+
+def test_a_fused_backward_explains_it() -> None:
+    problem = uniform(2, 4, budget=8, **FUSED_NEEDS_LESS)
+    assert not split_backward_suffices(problem)
+    search = incumbent(problem, one_f_one_b(problem))
+    search.raise_bound(search.value_us * 1.01)
+    assert search.bound_us == search.value_us
+
+
+def test_rounding_is_no_contradiction() -> None:
+    problem = uniform(2, 4, budget=8)
+    search = incumbent(problem, one_f_one_b(problem))
+    search.raise_bound(search.value_us * (1 + 1e-12))
+    assert search.bound_us == search.value_us
+
+
+def test_better_orders_come_with_their_bound_and_a_nearer_horizon() -> None:
+    problem = uniform(2, 4, budget=8)
+    seen: list[Answer] = []
+    search = incumbent(problem, serial_orders(problem), seen)
+    before_us = search.value_us
+    better = one_f_one_b(problem)
+    search.offer(better, 50.0)
+    search.offer(better, 60.0)
+    assert search.value_us == search.horizon_us == simulate(problem, better).value_us < before_us
+    assert [(answer.value_us, answer.bound_us) for answer in seen] == [(search.value_us, 50.0)]
+    assert search.bound_us == 60.0
+
+
+def test_orders_over_the_budget_are_not_taken_but_their_bound_is() -> None:
+    problem = uniform(2, 4, budget=2)
+    search = incumbent(problem, None)
+    search.offer(one_f_one_b(uniform(2, 4, budget=8)), 10.0)
+    assert search.orders is None
+    assert search.bound_us == 10.0
