@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit bench bench-tables gpu-check browser clean
+.PHONY: demo test lint unit bench bench-tables gpu-check browser page-types clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo --out out/demo
@@ -36,6 +36,10 @@ gpu-check: $(READY)
 # Debian's Chromium, in which tests drive the page.
 browser:
 	command -v chromium || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
+
+# Types of the page's modules, by their JSDoc; needs Node.
+page-types:
+	npx --yes --package typescript@5.9.3 tsc --project api/web/tsconfig.json
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

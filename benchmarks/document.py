@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import milp_accelerations, pattern_curve, seconds_by_size, suites, value_over_time
+from benchmarks import executor, milp_accelerations, pattern_curve, seconds_by_size, suites, value_over_time
 from benchmarks.section import SIZES, Section, say
 
-MODULES = (value_over_time, milp_accelerations, pattern_curve, seconds_by_size, suites)
+MODULES = (value_over_time, milp_accelerations, pattern_curve, seconds_by_size, suites, executor)
 SECTIONS = {section.name: section for module in MODULES for section in module.SECTIONS}
 DOCUMENTS = {"quick": Path("out/benchmarks/benchmarks.md"), "full": Path("docs/benchmarks.md")}
 

@@ -20,11 +20,12 @@ from optpipe.cli.output import (
     write_whole,
 )
 from optpipe.cli.size import parse_size
-from optpipe.errors import NoSolutionError, SolverDiedError
+from optpipe.errors import InputError, Issue, NoSolutionError, SolverDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from optpipe.client import Progress, ServerResult
     from optpipe.orders import Orders
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
@@ -55,6 +56,12 @@ def command(
         ),
     ] = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep what was solved before.")] = True,
+    server: Annotated[
+        str | None, typer.Option(help="Have this server solve it, such as http://localhost:8000.", metavar="URL")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar="OPTPIPE_KEY", help="Bearer key for the server.", show_envvar=True)
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Find a schedule: the order of every op on every device, and what is offloaded when, within every budget.
@@ -67,15 +74,16 @@ def command(
     if output and output != "-":
         check_writable(Path(output))
     loaded = Problem.load(problem)
-    compile_once()
-    limits = Limits(time_limit, gap, workers or available_cores(), seed)
-    result = _cached(loaded, method, limits) if cache else None
-    if result is None:
-        with stderr().status(f"solving {loaded.name or problem.name} with {method} for up to {time_limit:g} s"):
-            starts = _neighbours(loaded) if cache else []
-            result = _solve(loaded, method, limits, memory_limit, output, starts)
-        if cache and result.schedule:
-            _keep(result.schedule, method, limits, result.limit)
+    what = f"{loaded.name or problem.name} with {method} for up to {time_limit:g} s"
+    result: ChildResult | ServerResult
+    if server:
+        _refuse_local_options(memory_limit, cache)
+        limits = Limits(time_limit, gap, workers or 1, seed)
+        with stderr().status(f"{server} solves {what}"):
+            result = _solve_on(server, key, loaded, method, limits)
+    else:
+        limits = Limits(time_limit, gap, workers or available_cores(), seed)
+        result = _solve_here(loaded, method, limits, memory_limit, output, cache, f"solving {what}")
     try:
         schedule = result.schedule_or_error()
     except NoSolutionError:
@@ -90,6 +98,53 @@ def command(
     elif output != "-":
         _print_summary(schedule, output)
     return 130 if limits.cancel.requested else 0
+
+
+def _solve_here(
+    problem: Problem,
+    method: str,
+    limits: Limits,
+    memory_limit: int | None,
+    output: str | None,
+    cache: bool,
+    doing: str,
+) -> ChildResult:
+    """A solve on this machine, or what the cache knows."""
+    compile_once()
+    known = _cached(problem, method, limits) if cache else None
+    if known is not None:
+        return known
+    with stderr().status(doing):
+        starts = _neighbours(problem) if cache else []
+        result = _solve(problem, method, limits, memory_limit, output, starts)
+    if cache and result.schedule:
+        _keep(result.schedule, method, limits, result.limit)
+    return result
+
+
+def _refuse_local_options(memory_limit: int | None, cache: bool) -> None:
+    """Raise InputError where an option asks for what is the server's to decide."""
+    given = {"--memory-limit": memory_limit is not None, "--no-cache": not cache}
+    detail = "is for a solve on this machine; with --server it is the server's to decide. Maybe leave it out."
+    issues = [Issue(name, "not_with_server", detail) for name, is_given in given.items() if is_given]
+    if issues:
+        raise InputError(issues)
+
+
+def _solve_on(server: str, key: str | None, problem: Problem, method: str, limits: Limits) -> ServerResult:
+    """A solve on a server; Ctrl-C cancels it there, and its best schedule so far is fetched."""
+    from optpipe.client import Client
+
+    with Client(server, key) as client:
+        config = {"gap": limits.gap, "workers": limits.workers, "seed": limits.seed}
+        job = client.submit(problem, method, limits.time_limit_s, **config)
+        stderr().print(f"job {job.id}", markup=False)
+        try:
+            client.follow(job.id, print_progress)
+        except KeyboardInterrupt:
+            limits.cancel.request()
+            client.cancel(job.id)
+        return client.result(job.id)
 
 
 def _cached(problem: Problem, method: str, limits: Limits) -> ChildResult | None:
@@ -155,11 +210,16 @@ def print_event(event: Incumbent | Heartbeat) -> None:
     from solver.process import Incumbent
 
     if isinstance(event, Incumbent):
-        stderr().print(
-            f"{event.seconds:8.2f} s  {time_text(event.value_us):>16}  bound {time_text(event.bound_us):>16}  "
-            f"gap {share_text(event.gap):>8}  {event.method}",
-            markup=False,
-        )
+        print_progress(event)
+
+
+def print_progress(better: Incumbent | Progress) -> None:
+    """The line for a better value or bound, found here or on a server."""
+    stderr().print(
+        f"{better.seconds:8.2f} s  {time_text(better.value_us):>16}  bound {time_text(better.bound_us):>16}  "
+        f"gap {share_text(better.gap):>8}  {better.method}",
+        markup=False,
+    )
 
 
 def summary(schedule: Schedule) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""The service put together, here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
+
+from api.access import AccessLog
+from api.auth import RequireKey
+from api.bodies import BodyLimit
+from api.metrics import Metrics
+from api.openapi import describe
+from api.problems import answer_errors_as_problems
+from api.routes import demo_data, documents, events, judgements, operations, schedules
+from api.security import LocalNamesOnly, SecurityHeaders
+from api.service import running_service
+from api.settings import Settings
+from api.web import mount_page
+
+NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
+"""The framework can send all of these elsewhere when some environment variables say so; this service sends nothing."""
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application. Its parts run from startup to shutdown; `settings.database_url` must be given."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running_service(settings, metrics) as service:
+            app.state.service = service
+            yield
+
+    app = FastAPI(
+        title="OptPipe",
+        summary="Schedules for pipeline-parallel training.",
+        version=version("optpipe"),
+        lifespan=lifespan,
+        openapi_url=None,  # a route of our own, which asks for a key like all others
+        docs_url=None,  # it would load its scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=NO_TELEMETRY,
+    )
+    routers = [part.router for part in (schedules, documents, events, judgements, demo_data, operations)]
+    for router in routers:
+        app.include_router(router)
+    mount_page(app)
+    answer_errors_as_problems(app, [route for router in routers for route in router.routes])
+    describe(app, settings.keys_required)
+    # The last one added is the first to see a request.
+    if settings.keys_required:
+        app.add_middleware(RequireKey)
+    else:
+        app.add_middleware(LocalNamesOnly, host=settings.host)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(SecurityHeaders)
+    app.add_middleware(AccessLog, metrics=metrics)
+    return app

@@ -1,0 +1,200 @@
+"""What a worker may write: everything here asks in the same transaction whether the job is still its own.
+
+A lease is a job at one attempt. A worker that was silent for too long loses its leases: the job is at a later attempt
+by then, with another worker or ended, so whatever the old one still writes is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from api.jobs import best, queue, reading
+from api.jobs.config import JobConfig
+from api.jobs.database import transaction
+from api.jobs.errors import LeaseLostError
+from api.jobs.history import change
+from api.jobs.records import Limit, Reason, Status
+from api.jobs.tables import AnyRow, incumbents, jobs
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.schedule_text import schedule_text
+
+MOST_LOST = 3
+"""A job whose worker was lost so often ends as failed: it may be what kills them."""
+
+
+FOREVER_S = 10.0 * 365 * 24 * 3600
+"""A silence that nobody keeps."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt."""
+
+    job_id: UUID
+    worker: UUID
+    attempt: int
+    queue_id: int
+    problem_json: str
+    config_data: Mapping[str, Any]
+    best: AnyRow | None
+
+    def problem(self) -> Problem:
+        """Its problem. Raises InputError where a program with other rules accepted it."""
+        return Problem.from_json(self.problem_json)
+
+    def config(self) -> JobConfig:
+        """Its config. Raises InputError likewise."""
+        return JobConfig.from_data(self.config_data)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended; `schedule`, where there is one, is verified and the best that is known."""
+
+    status: Status
+    schedule: Schedule | None
+    reason: Reason | None
+    limit: Limit | None
+    error: str | None = None
+
+
+async def claim(
+    engine: AsyncEngine, worker: UUID, free: int, slots: int, silence_s: float, mine: Collection[UUID] = ()
+) -> list[Lease]:
+    """Take up at most `free` jobs, for a worker that solves at most `slots` at a time, now those of `mine`.
+
+    Those of workers that have been silent for `silence_s` are taken like those that wait.
+    """
+    async with transaction(engine) as connection:
+        if await _just_started(connection, silence_s):
+            silence_s = FOREVER_S
+        picked = await queue.pick(connection, worker, free, slots, silence_s)
+        # One of its own: it was too busy to say that it lives, and has said so just now.
+        others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in mine]
+        leases = [await _take(connection, worker, queue_id, job_id) for queue_id, job_id in others]
+    return [lease for lease in leases if lease is not None]
+
+
+async def _just_started(connection: AsyncConnection, silence_s: float) -> bool:
+    """Whether the database has been up for so short a time that nobody had the chance to be heard."""
+    since = func.now() - func.pg_postmaster_start_time()
+    return bool((await connection.execute(select(since < timedelta(seconds=silence_s)))).scalar())
+
+
+async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID) -> Lease | None:
+    """The lease of a picked job, unless there is nothing more to solve about it."""
+    row = (
+        await connection.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.queue_id == queue_id).with_for_update())
+    ).one_or_none()
+    if row is None:
+        await queue.remove(connection, queue_id, "canceled")
+        return None
+    lost = row.lost + (row.status == "running")
+    if row.cancel_requested or lost >= MOST_LOST:
+        values = reading.cancelled(row) if row.cancel_requested else _failed(row, lost)
+        await queue.remove(connection, queue_id, "canceled" if row.cancel_requested else "exception")
+        await change(connection, job_id, "status", lost=lost, **values)
+        return None
+    begun = func.coalesce(jobs.c.started_at, func.now())
+    attempt = row.attempt + 1
+    await change(
+        connection, job_id, "status", status="running", worker=worker, attempt=attempt, lost=lost, started_at=begun
+    )
+    kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
+    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept)
+
+
+def _failed(row: AnyRow, lost: int) -> dict[str, Any]:
+    """What becomes of a job that lost its worker too often."""
+    return reading.cancelled(row) | {
+        "status": "failed",
+        "stopped_by": None,
+        "error": f"the worker was lost {lost} times while it solved this job, so it is not tried again. "
+        "Maybe the machine of the workers ran out of memory; their logs may say more.",
+    }
+
+
+async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None) -> bool:
+    """Say that the worker lives, and store a verified schedule where it or its bound is better than what is known.
+
+    Returns whether the job is to be cancelled. Raises LeaseLostError, DatabaseGoneError.
+    """
+    async with transaction(engine) as connection:
+        await queue.beat(connection, lease.queue_id)
+        row = await _mine(connection, lease)
+        if found is not None:
+            await _improve(connection, lease, row, found)
+        return bool(row.cancel_requested)
+
+
+async def _mine(connection: AsyncConnection, lease: Lease) -> AnyRow:
+    """The row of the job, locked. Raises LeaseLostError, which undoes what the transaction has done to the queue."""
+    columns = jobs.c.cancel_requested, jobs.c.value_us, jobs.c.bound_us
+    row = (
+        await connection.execute(
+            select(*columns)
+            .where(
+                jobs.c.id == lease.job_id,
+                jobs.c.status == "running",
+                jobs.c.worker == lease.worker,
+                jobs.c.attempt == lease.attempt,
+            )
+            .with_for_update()
+        )
+    ).one_or_none()
+    if row is None:
+        raise LeaseLostError(f"attempt {lease.attempt} of job {lease.job_id} is no longer this worker's.")
+    return row
+
+
+async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, found: Schedule) -> None:
+    """Record a better value, or else a better bound; a schedule that is neither changes nothing."""
+    bound_us = max(found.bound_us, known.bound_us or 0.0)
+    if known.value_us is None or found.value_us < known.value_us:
+        values = {"value_us": found.value_us, "bound_us": min(bound_us, found.value_us)}
+        row = await change(connection, lease.job_id, "incumbent", found, **values)
+        await best.keep_orders(connection, row, found)
+    elif bound_us > known.bound_us:
+        bound_us = min(bound_us, known.value_us)
+        await change(connection, lease.job_id, "bound", found, bound_us=bound_us)
+        kept = incumbents.update().where(incumbents.c.job_id == lease.job_id)
+        await connection.execute(kept.values(bound_us=bound_us))
+
+
+async def end(engine: AsyncEngine, lease: Lease, outcome: Outcome) -> None:
+    """Store how the job ended, once. Raises LeaseLostError, DatabaseGoneError."""
+    schedule = outcome.schedule
+    text = await asyncio.to_thread(schedule_text, schedule) if schedule else ""
+    values: dict[str, Any] = {"status": outcome.status, "worker": None, "queue_id": None, "finished_at": func.now()}
+    values |= {"reason": outcome.reason, "stopped_by": outcome.limit, "error": outcome.error}
+    async with transaction(engine) as connection:
+        await queue.remove(connection, lease.queue_id, "canceled" if outcome.status == "cancelled" else "successful")
+        row = await _mine(connection, lease)
+        if schedule is None:
+            await change(connection, lease.job_id, "status", **values)
+            return
+        await _improve(connection, lease, row, schedule)
+        values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us}
+        ended = await change(connection, lease.job_id, "status", schedule, **values)
+        await best.keep_orders(connection, ended, schedule)
+        await best.keep_document(connection, ended, text)
+
+
+async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -> None:
+    """Let the job wait again at its old place, to go on from its best schedule. Raises LeaseLostError,
+    DatabaseGoneError."""
+    async with transaction(engine) as connection:
+        await queue.give_back(connection, lease.queue_id)
+        row = await _mine(connection, lease)
+        if found is not None:
+            await _improve(connection, lease, row, found)
+        await change(connection, lease.job_id, "status", status="queued", worker=None)

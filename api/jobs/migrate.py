@@ -1,0 +1,102 @@
+"""Bringing a database's tables to this program's revision, or saying that they are at another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import sqlalchemy.exc
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, NullPool, create_engine, text
+
+from api.jobs.database import CONNECT_S, sqlalchemy_url
+from api.jobs.errors import DatabaseGoneError
+from optpipe.errors import InputError, Issue
+
+LOCK = 0x6F70747069706531
+"""Key of the advisory lock under which one process at a time migrates."""
+
+OLDEST_POSTGRESQL = 15
+"""For unique constraints in which NULL equals NULL."""
+
+
+def migrate(url: str) -> None:
+    """Bring the tables to this program's revision, whatever they are at; several processes may ask at once.
+
+    Raises DatabaseGoneError; InputError where PostgreSQL is too old, or the tables are newer than this program.
+    """
+    with _connected(url) as connection, connection.begin():
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+        current = _revision(connection)
+        if current is not None and current not in _known_revisions():
+            raise _mismatch(current, "Maybe update this program")
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def check_revision(url: str) -> None:
+    """Raise InputError where the tables are at another revision than this program's; DatabaseGoneError."""
+    with _connected(url) as connection:
+        current = _revision(connection)
+    if current == head_revision():
+        return
+    newer = current is not None and current not in _known_revisions()
+    raise _mismatch(current, "Maybe update this program" if newer else "Maybe start 'optpipe serve' first: it migrates")
+
+
+def head_revision() -> str:
+    """The revision that this program works with."""
+    head = _scripts().get_current_head()
+    assert head is not None
+    return head
+
+
+def _mismatch(current: str | None, hint: str) -> InputError:
+    at = f"at revision {current}" if current else "without OptPipe's tables"
+    return InputError(
+        [Issue("database_url", "revision", f"names a database {at}; this program needs {head_revision()}. {hint}.")]
+    )
+
+
+@contextmanager
+def _connected(url: str) -> Iterator[Connection]:
+    engine = create_engine(sqlalchemy_url(url), poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S})
+    try:
+        with engine.connect() as connection:
+            version = _version(connection)
+            if version < OLDEST_POSTGRESQL:
+                detail = f"names a PostgreSQL {version}; {OLDEST_POSTGRESQL} or newer is needed."
+                raise InputError([Issue("database_url", "too_old", detail)])
+            yield connection
+    except sqlalchemy.exc.OperationalError as error:
+        reason = str(error.orig).strip().replace("\n", " ")
+        raise DatabaseGoneError(f"the database cannot be reached: {reason}. Maybe database_url is wrong.") from None
+
+
+def _version(connection: Connection) -> int:
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    return int(driver.info.server_version) // 10_000
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _known_revisions() -> set[str]:
+    return {script.revision for script in _scripts().walk_revisions()}
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config())
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parents[1] / "migrations").replace("%", "%%"))
+    return config

@@ -1,0 +1,158 @@
+"""The queue: pgqueuer's tables and statements, used within our own transactions.
+
+A job waits or runs if and only if it has a row there. Order, priorities, locks and the finding of silent workers'
+jobs are pgqueuer's; its loop (`QueueManager`) is not used, because its writes do not ask whose a job is now, it does
+not count lost workers, and it ends where the database is away for a moment.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+from uuid import UUID
+
+import psycopg
+from pgqueuer.adapters.drivers.psycopg import PsycopgDriver
+from pgqueuer.adapters.persistence.queries import Queries
+from pgqueuer.domain.settings import db_settings
+from pgqueuer.domain.types import JobId, QueueEntrypoint, QueueManagerId
+from pgqueuer.ports.repository import EntrypointExecutionParameter
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Double,
+    Integer,
+    and_,
+    case,
+    cast,
+    column,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    table,
+)
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from api.jobs.tables import jobs
+
+ENTRYPOINT = QueueEntrypoint("solve")
+
+NEW_WORK = str(db_settings().channel)
+"""The channel on which PostgreSQL tells of new rows."""
+
+Outcome = Literal["successful", "canceled", "exception"]
+
+_rows = table(
+    db_settings().queue_table,
+    column("id", BigInteger),
+    column("priority", Integer),
+    column("status"),
+    column("updated"),
+    column("heartbeat"),
+)
+_QUEUED: ColumnElement[str] = literal_column("'queued'")
+_PICKED: ColumnElement[str] = literal_column("'picked'")
+_log = table(db_settings().queue_table_log, column("created"))
+
+KEEP_LOG = timedelta(days=1)
+
+
+class _InTransaction(PsycopgDriver):
+    """pgqueuer's driver on a connection that has a transaction open. It refuses those, for its listeners' sake: there
+    are none here."""
+
+    def __init__(self, connection: psycopg.AsyncConnection) -> None:
+        self._connection = connection
+
+
+async def _queries(connection: AsyncConnection) -> Queries:
+    driver = (await connection.get_raw_connection()).driver_connection
+    assert isinstance(driver, psycopg.AsyncConnection)
+    return Queries(_InTransaction(driver))
+
+
+async def enqueue(connection: AsyncConnection, job_id: UUID, priority: int) -> int:
+    """Append a job; its place among those of its priority is kept until it ends. Returns the id of its row."""
+    (queue_id,) = await (await _queries(connection)).enqueue(str(ENTRYPOINT), job_id.bytes, priority)
+    return int(queue_id)
+
+
+async def pick(
+    connection: AsyncConnection, worker: UUID, free: int, slots: int, silence_s: float
+) -> list[tuple[int, UUID]]:
+    """Take at most `free` jobs for a worker, which has at most `slots`: rows and jobs, those of highest priority first.
+
+    Jobs of a worker that has been silent for `silence_s` are taken like those that wait.
+    """
+    picked = await (await _queries(connection)).dequeue(
+        batch_size=free,
+        entrypoints={ENTRYPOINT: EntrypointExecutionParameter(concurrency_limit=0)},
+        queue_manager_id=QueueManagerId(worker),
+        global_concurrency_limit=slots,
+        heartbeat_timeout=timedelta(seconds=silence_s),
+    )
+    return [(int(row.id), UUID(bytes=row.payload)) for row in picked]
+
+
+async def lock(connection: AsyncConnection, queue_id: int) -> None:
+    """Hold the row of a job until the end of the transaction.
+
+    Whoever changes a job that waits or runs takes this row first and the job's own row second, as `pick` does, so that
+    two of them wait for each other in one order only.
+    """
+    await connection.execute(select(_rows.c.id).where(_rows.c.id == queue_id).with_for_update())
+
+
+async def beat(connection: AsyncConnection, queue_id: int) -> None:
+    """The worker of this row lives."""
+    await (await _queries(connection)).update_heartbeat([JobId(queue_id)])
+
+
+async def give_back(connection: AsyncConnection, queue_id: int) -> None:
+    """Let the row wait again, at its old place."""
+    queries = await _queries(connection)
+    await queries.driver.execute(queries.qbq.build_retry_job_query(), queue_id, timedelta(0), None)
+
+
+async def remove(connection: AsyncConnection, queue_id: int, outcome: Outcome) -> None:
+    """Take a row out, for good."""
+    queries = await _queries(connection)
+    await queries.driver.execute(queries.qbq.build_log_job_query(), [queue_id], [outcome], [None])
+
+
+def place() -> ColumnElement[int | None]:
+    """For a select from `jobs`: how many waiting jobs are taken up to this one; NULL for one that does not wait."""
+    priority = jobs.c.config["priority"].astext.cast(Integer)
+    before = or_(_rows.c.priority > priority, and_(_rows.c.priority == priority, _rows.c.id <= jobs.c.queue_id))
+    in_order = (
+        select(func.count())
+        .select_from(_rows)
+        .where(_rows.c.status == _QUEUED, before)
+        .correlate(jobs)
+        .scalar_subquery()
+    )
+    return case((jobs.c.status == "queued", in_order), else_=None)
+
+
+async def ages_s(connection: AsyncConnection) -> tuple[float, float]:
+    """How long the first job has waited, and the silence of the quietest running one, in seconds (0: none does)."""
+    row = await connection.execute(
+        select(
+            _longest_s(_rows.c.updated, _rows.c.status == _QUEUED),
+            _longest_s(_rows.c.heartbeat, _rows.c.status == _PICKED),
+        )
+    )
+    waited_s, silent_s = row.one()
+    return waited_s, silent_s
+
+
+def _longest_s(since: ColumnElement[Any], which: ColumnElement[bool]) -> ColumnElement[float]:
+    longest = func.max(func.extract("epoch", func.now() - since)).filter(which)
+    return func.coalesce(cast(longest, Double), 0.0)
+
+
+async def forget(connection: AsyncConnection) -> None:
+    """Empty pgqueuer's own log of what is old: events tell what happened to a job, and nobody reads the log."""
+    await connection.execute(delete(_log).where(_log.c.created < func.now() - KEEP_LOG))

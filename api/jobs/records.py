@@ -1,0 +1,141 @@
+"""What the store answers with. Times are UTC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+from uuid import UUID
+
+from api.jobs.config import JobConfig
+
+Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
+Limit = Literal["time", "gap", "memory", "interrupted"]
+EventKind = Literal["incumbent", "bound", "status"]
+
+STATUSES: tuple[Status, ...] = ("queued", "running", "succeeded", "failed", "cancelled")
+TERMINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job as it stands. `value_us` and `bound_us` are of the best schedule so far; `gap` follows from them.
+
+    `revision` rises with every event. `attempt` counts the times that a worker took it up; 0: none did.
+    `queue_place` is 1 for the job that is taken next, None for one that does not wait.
+    `reason` and `limit` are the contract's ``termination``, None until it ended.
+    """
+
+    id: UUID
+    status: Status
+    config: JobConfig
+    problem_name: str
+    objective: str
+    value_us: float | None
+    bound_us: float | None
+    reason: Reason | None
+    limit: Limit | None
+    error: str | None
+    revision: int
+    attempt: int
+    queue_place: int | None
+    submitted_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+    @property
+    def gap(self) -> float | None:
+        """``(value - bound) / value``; None before there is a schedule."""
+        if self.value_us is None or self.bound_us is None:
+            return None
+        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+
+    @property
+    def ended(self) -> bool:
+        return self.status in TERMINAL
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What came of a submission. `created`: False where an Idempotency-Key named a job that was there already.
+
+    A job that has ended was answered from an equal problem (``200``), unless `created` is False.
+    """
+
+    job: Job
+    created: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some jobs, newest first, and the cursor of those that follow (None: there are none)."""
+
+    jobs: Sequence[Job]
+    cursor: str | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job; revisions of a job count from 1 without a gap.
+
+    `incumbent`: a better schedule (`value_us`, `bound_us`, `method`, `seconds` since the attempt began); `bound`: a
+    better bound for the same one; `status`: a new `status`, and for a terminal one how it ended.
+    """
+
+    revision: int
+    kind: EventKind
+    at: datetime
+    attempt: int
+    status: Status
+    value_us: float | None
+    bound_us: float | None
+    method: str | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class BestSchedule:
+    """The best schedule of a job so far as a document (`optpipe.schedule/1`), verified, and its revision.
+
+    The same job, revision and `final` always give the same text. `final`: the job has ended.
+    """
+
+    revision: int
+    final: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A bearer key as it is listed: never with its secret."""
+
+    id: UUID
+    name: str
+    created_at: datetime
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True)
+class NewApiKey:
+    """A key just made. `secret` is what the caller sends; it is shown now and never again."""
+
+    key: ApiKey
+    secret: str
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Figures for metrics, over all keys.
+
+    `jobs` has every status. `queue_age_s`: how long the job that waits longest has waited (0: none waits).
+    `silence_s`: how long the quietest running job has been without a heartbeat. `workers`: those that run a job now.
+    `lost`: how often a worker was lost, over the jobs that are still recorded.
+    """
+
+    jobs: Mapping[Status, int]
+    queue_age_s: float
+    silence_s: float
+    workers: int
+    lost: int

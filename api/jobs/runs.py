@@ -1,0 +1,254 @@
+"""One job in a worker: solved in a thread, its incumbents stored as they come, its end stored once.
+
+While the database is away the solve goes on, and what there is to store is stored when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from api.jobs import best, leases, solved
+from api.jobs.config import JobConfig
+from api.jobs.database import transaction
+from api.jobs.errors import DatabaseGoneError, LeaseLostError
+from api.jobs.leases import Lease, Outcome
+from api.jobs.patience import Patience
+from api.jobs.solved import Equality
+from api.jobs.solving import Solve, Task
+from api.jobs.worker_metrics import WorkerMetrics
+from optpipe.errors import OptPipeError, SolverDiedError
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.finish import finish
+from solver.limits import Cancel
+from solver.process import ChildResult, Heartbeat, Incumbent
+
+BEAT_S = 0.3
+"""Between two heartbeats: a cancel request comes back with one."""
+
+TRY_AGAIN_S = 0.5
+"""Between two tries to reach a database that is away."""
+
+_log = structlog.get_logger("optpipe.worker")
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What all runs of a worker share."""
+
+    engine: AsyncEngine
+    executor: Executor
+    solve: Solve
+    memory_limit_bytes: int | None
+    metrics: WorkerMetrics
+    patience: Patience
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A lease as it is solved: `known` is its best schedule from earlier attempts, verified anew."""
+
+    problem: Problem
+    config: JobConfig
+    equality: Equality
+    known: Schedule | None
+
+    @classmethod
+    def of(cls, lease: Lease) -> Prepared:
+        """Read and check what was stored. Raises InputError where it is not understood (any more)."""
+        problem = lease.problem()
+        return cls(problem, lease.config(), Equality.of(problem), _known(problem, lease))
+
+    def better(self, found: Schedule | None, other: Schedule | None) -> Schedule | None:
+        """The better of two schedules, with the higher of their bounds."""
+        if found is None or other is None:
+            return found or other
+        chosen = min(found, other, key=lambda schedule: schedule.value_us)
+        bound_us = max(found.bound_us, other.bound_us)
+        if bound_us <= chosen.bound_us:
+            return chosen
+        return finish(self.problem, chosen.orders, bound_us, chosen.method, chosen.solve_seconds)
+
+
+def _known(problem: Problem, lease: Lease) -> Schedule | None:
+    """The best schedule of earlier attempts; None where it is not one by the rules of this program."""
+    try:
+        return best.schedule_of(problem, lease.best) if lease.best else None
+    except (OptPipeError, ValueError, TypeError, KeyError):
+        return None
+
+
+class Run:
+    """A lease from its begin to its end."""
+
+    def __init__(self, place: Workplace, lease: Lease) -> None:
+        self.lease = lease
+        self._place = place
+        self._cancel = Cancel()
+        self._leaving = False
+        self._cancelled = False
+        self._heard: Incumbent | None = None
+        self._best: Schedule | None = None
+        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._log = _log.bind(job=str(lease.job_id), attempt=lease.attempt)
+
+    def cancel(self) -> None:
+        """The job is to end now, with its best schedule."""
+        self._cancelled = True
+        self._cancel.request()
+
+    def leave(self) -> None:
+        """The worker ends: stop, and let the job go on elsewhere."""
+        self._leaving = True
+        self._cancel.request()
+
+    async def run(self) -> None:
+        """Solve and store. However the solve goes, it is the job's end and not the worker's."""
+        self._log.info("job begun")
+        try:
+            await self._run()
+        except LeaseLostError:
+            self._place.metrics.refused.inc()
+            self._log.warning("result refused: the job was given to another worker, or removed")
+
+    async def _run(self) -> None:
+        try:
+            prepared = await asyncio.to_thread(Prepared.of, self.lease)
+        except OptPipeError as error:
+            outcome = self._failed(None, str(error))
+            await self._store(lambda: self._end(outcome))
+            return
+        self._best = prepared.known
+        task = Task(
+            prepared.problem,
+            prepared.config,
+            self._place.memory_limit_bytes,
+            self._cancel,
+            await self._starts(prepared),
+        )
+        solving = self._loop.run_in_executor(self._place.executor, self._place.solve, task, self._hear)
+        try:
+            await self._follow(prepared, solving)
+        finally:
+            self._cancel.request()  # for the ways out of here on which it still runs
+            await asyncio.wait([solving])
+        await self._conclude(prepared, solving)
+
+    async def _starts(self, prepared: Prepared) -> list[Orders]:
+        """The best orders of this job, and those of an equal problem."""
+        starts = [prepared.known.orders] if prepared.known else []
+        with suppress(DatabaseGoneError):
+            async with transaction(self._place.engine) as connection:
+                equal = await solved.start(connection, prepared.equality.key)
+            starts += [equal] if equal else []
+        return starts
+
+    def _hear(self, event: Incumbent | Heartbeat) -> None:
+        """Called by the solver's thread."""
+        if isinstance(event, Incumbent):
+            self._heard = event
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def _follow(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
+        """Until the solve is over: a heartbeat now and then, with what was found since the last."""
+        solving.add_done_callback(lambda _: self._news.set())
+        stored = self._best
+        while not solving.done():
+            await self._check_heard(prepared)
+            found = self._best
+            try:
+                cancel = await leases.beat(self._place.engine, self.lease, found if found is not stored else None)
+                self._place.metrics.heartbeats.inc()
+                self._place.patience.seen()
+                stored = found
+                if cancel:
+                    self.cancel()
+            except DatabaseGoneError:
+                self._place.patience.lost()
+                await self._rest(TRY_AGAIN_S)
+            else:
+                await self._rest(BEAT_S)
+
+    async def _rest(self, most_s: float) -> None:
+        """Until there is news."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._news.wait()
+        self._news.clear()
+
+    async def _check_heard(self, prepared: Prepared) -> None:
+        """Time and verify the newest incumbent: nothing that a child says is believed unseen."""
+        heard, self._heard = self._heard, None
+        if heard is None:
+            return
+        try:
+            found = await asyncio.to_thread(
+                finish, prepared.problem, heard.orders, heard.bound_us, heard.method, heard.seconds
+            )
+        except OptPipeError as error:
+            self._log.error("an incumbent is wrong", method=heard.method, error=str(error))
+            return
+        self._best = await asyncio.to_thread(prepared.better, found, self._best)
+
+    async def _conclude(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
+        """Store how it ended, or give the job back."""
+        result: ChildResult | None = None
+        try:
+            result = solving.result()
+            outcome = await asyncio.to_thread(self._outcome, prepared, result)
+        except SolverDiedError as error:
+            outcome = self._failed(prepared.better(error.best, self._best), str(error))
+        except OptPipeError as error:
+            outcome = self._failed(self._best, str(error))
+        except Exception as error:
+            self._log.exception("a bug ended the solve")
+            outcome = self._failed(self._best, f"a bug in the service ended the solve ({type(error).__name__}).")
+        if self._leaving and not self._cancelled and outcome.limit == "interrupted":
+            await self._store(lambda: leases.give_back(self._place.engine, self.lease, outcome.schedule))
+            self._log.info("job given back")
+            return
+        await self._store(lambda: self._end(outcome))
+        if result is not None and outcome.schedule is not None:
+            await self._keep(prepared, outcome.schedule, result)
+
+    def _outcome(self, prepared: Prepared, result: ChildResult) -> Outcome:
+        schedule = prepared.better(result.schedule, self._best)
+        if result.limit == "interrupted" and self._cancelled:
+            return Outcome("cancelled", schedule, schedule.status if schedule else "no_solution", "interrupted")
+        if schedule is None:
+            return Outcome("failed", None, result.reason, result.limit, str(result.error))
+        return Outcome("succeeded", schedule, schedule.status, None if schedule.status == "optimal" else result.limit)
+
+    @staticmethod
+    def _failed(schedule: Schedule | None, error: str) -> Outcome:
+        return Outcome("failed", schedule, schedule.status if schedule else "no_solution", None, error)
+
+    async def _end(self, outcome: Outcome) -> None:
+        await leases.end(self._place.engine, self.lease, outcome)
+        self._place.metrics.count_end(outcome)
+        self._log.info("job ended", status=outcome.status, reason=outcome.reason, limit=outcome.limit)
+
+    async def _store(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write, however long the database is away."""
+        while True:
+            try:
+                return await write()
+            except DatabaseGoneError:
+                await asyncio.sleep(TRY_AGAIN_S)
+
+    async def _keep(self, prepared: Prepared, schedule: Schedule, result: ChildResult) -> None:
+        """Remember the answer for equal problems, with the time that the search had; if not now, another solve will."""
+        config = prepared.config
+        given_s = config.time_limit_s if result.limit in (None, "time") else schedule.solve_seconds
+        with suppress(DatabaseGoneError):
+            async with transaction(self._place.engine) as connection:
+                await solved.keep(connection, schedule, prepared.equality, config.method, given_s * config.workers)

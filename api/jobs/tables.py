@@ -1,0 +1,177 @@
+"""The tables. What they promise is held by their constraints, whoever writes; `api/migrations` makes them.
+
+    jobs             one row a job: what was asked, how it stands
+    incumbents       the orders of each job's best schedule so far: where a lost job begins again
+    schedules        the final schedule of each job that has one, as the document that callers read
+    events           what happened to each job, appended only; the revision counts from 1 within a job
+    idempotency_keys which job an Idempotency-Key of an owner stands for
+    api_keys         bearer keys, hashed
+    solved_problems  the best schedule of each problem up to names and units
+
+pgqueuer's own tables lie beside them: a row there for each job that waits or runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    REAL,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Row,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+AnyRow = Row[*tuple[Any, ...]]
+"""A row of whatever was selected."""
+
+_ENDED = "status IN ('succeeded', 'failed', 'cancelled')"
+
+
+def _now(name: str) -> Column[object]:
+    return Column(name, DateTime(timezone=True), nullable=False, server_default=func.now())
+
+
+def _of_job(primary_key: bool = True, index: bool = False) -> Column[object]:
+    job = ForeignKey("jobs.id", ondelete="CASCADE")
+    return Column("job_id", Uuid, job, nullable=False, primary_key=primary_key, index=index)
+
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("hash", LargeBinary, nullable=False),
+    _now("created_at"),
+    Column("revoked_at", DateTime(timezone=True)),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("owner", Uuid, ForeignKey("api_keys.id")),
+    Column("status", Text, nullable=False),
+    Column("problem", Text, nullable=False),
+    Column("problem_name", Text, nullable=False),
+    Column("objective", Text, nullable=False),
+    Column("config", JSONB, nullable=False),
+    Column("tags", ARRAY(Text), nullable=False),
+    Column("queue_id", BigInteger, unique=True),
+    Column("worker", Uuid),
+    Column("attempt", Integer, nullable=False, server_default=text("0")),
+    Column("lost", Integer, nullable=False, server_default=text("0")),
+    Column("cancel_requested", Boolean, nullable=False, server_default=text("false")),
+    Column("revision", Integer, nullable=False, server_default=text("0")),
+    Column("value_us", Double),
+    Column("bound_us", Double),
+    Column("reason", Text),
+    Column("stopped_by", Text),
+    Column("error", Text),
+    _now("submitted_at"),
+    Column("started_at", DateTime(timezone=True)),
+    Column("finished_at", DateTime(timezone=True)),
+    CheckConstraint(f"status IN ('queued', 'running') OR {_ENDED}", "status"),
+    CheckConstraint("(status = 'running') = (worker IS NOT NULL)", "one_worker_while_running"),
+    CheckConstraint(f"({_ENDED}) = (queue_id IS NULL)", "in_the_queue_until_ended"),
+    CheckConstraint(f"({_ENDED}) = (finished_at IS NOT NULL)", "finished_when_ended"),
+    CheckConstraint("status <> 'succeeded' OR value_us IS NOT NULL", "success_has_a_schedule"),
+    CheckConstraint("attempt >= 0 AND lost BETWEEN 0 AND attempt AND revision >= 0", "counts"),
+    CheckConstraint("reason IN ('optimal', 'feasible', 'infeasible', 'no_solution')", "reason"),
+    CheckConstraint("stopped_by IN ('time', 'gap', 'memory', 'interrupted')", "stopped_by"),
+    Index("ix_jobs_owner_newest", "owner", text("submitted_at DESC"), text("id DESC")),
+    Index("ix_jobs_finished_at", "finished_at"),
+    Index("ix_jobs_status", "status"),
+    Index("ix_jobs_tags", "tags", postgresql_using="gin"),
+)
+
+incumbents = Table(
+    "incumbents",
+    metadata,
+    _of_job(),
+    Column("revision", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("value_us", Double, nullable=False),
+    Column("bound_us", Double, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("seconds", Double, nullable=False),
+    Column("orders", Text, nullable=False),
+)
+
+schedules = Table(
+    "schedules",
+    metadata,
+    _of_job(),
+    Column("revision", Integer, nullable=False),
+    Column("document", Text, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    _of_job(),
+    Column("revision", Integer, primary_key=True),
+    Column("kind", Text, nullable=False),
+    _now("at"),
+    Column("attempt", Integer, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("value_us", Double),
+    Column("bound_us", Double),
+    Column("method", Text),
+    Column("seconds", REAL),
+    CheckConstraint("kind IN ('incumbent', 'bound', 'status')", "kind"),
+    CheckConstraint("revision >= 1", "revision"),
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("owner", Uuid, ForeignKey("api_keys.id")),
+    Column("key", Text, nullable=False),
+    Column("body_hash", LargeBinary, nullable=False),
+    _of_job(primary_key=False, index=True),
+    # Callers without a key are one owner too: NULL equals NULL here.
+    UniqueConstraint("owner", "key", postgresql_nulls_not_distinct=True),
+)
+
+solved_problems = Table(
+    "solved_problems",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("asked", Text, nullable=False),
+    Column("worker_s", Double, nullable=False),
+    Column("value", Double, nullable=False),
+    Column("bound", Double, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("solve_seconds", Double, nullable=False),
+    Column("orders", Text, nullable=False),
+    _now("used_at"),
+    Index("ix_solved_problems_used_at", "used_at"),
+)

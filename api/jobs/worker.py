@@ -1,0 +1,148 @@
+"""A worker: takes up jobs, has them solved in child processes, and looks after the tables now and then.
+
+Any number of workers share a database, on any host. One that is silent for `heartbeat_s` is given up by the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from uuid import UUID, uuid4
+
+import structlog
+
+from api.jobs import leases, queue
+from api.jobs.database import make_engine
+from api.jobs.ending import end_tasks
+from api.jobs.errors import DatabaseGoneError
+from api.jobs.history import CANCEL
+from api.jobs.listener import Listener
+from api.jobs.patience import Patience
+from api.jobs.retention import remove_old
+from api.jobs.runs import Run, Workplace
+from api.jobs.solving import Solve
+from api.jobs.worker_metrics import WorkerMetrics
+from api.settings import Settings
+from solver.process import available_bytes
+
+MEMORY_SHARE = 0.8
+"""How much of the memory that is free when a worker starts its solves may take together."""
+
+STOP_S = 8.0
+"""A worker that is told to stop has so long to end or give back its jobs; the others find what it could not."""
+
+REMOVE_EVERY_S = 60.0
+
+_log = structlog.get_logger("optpipe.worker")
+
+
+class Worker:
+    """One worker, in the event loop that runs it."""
+
+    def __init__(self, settings: Settings, solve: Solve, prepare: Callable[[], None] = lambda: None) -> None:
+        """`solve` is called in threads; `prepare`, in the loop's own, whenever there is room for another solve."""
+        assert settings.database_url is not None
+        url = settings.database_url.get_secret_value()
+        self.id = uuid4()
+        self.settings = settings
+        self.metrics = WorkerMetrics()
+        self._engine = make_engine(url)
+        self._executor = ThreadPoolExecutor(settings.solves, "solve")
+        self._wake = asyncio.Event()
+        self._patience = Patience(settings.heartbeat_s)
+        self._place = Workplace(
+            self._engine, self._executor, solve, _memory_limit_bytes(settings), self.metrics, self._patience
+        )
+        channels = {queue.NEW_WORK: lambda _: self._wake.set(), CANCEL: self._cancel}
+        self._listener = Listener(url, channels, missed=self._wake.set)
+        self._prepare = prepare
+        self._runs: dict[Run, asyncio.Task[None]] = {}
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End or give back all jobs, then return from `run`."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Work until `stop`."""
+        _log.info("worker begun", worker=str(self.id), solves=self.settings.solves)
+        caretaker = asyncio.create_task(self._care(), name="caretaker")
+        try:
+            async with self._listener:
+                while not self._stopping:
+                    await self._take_up()
+                    if len(self._runs) < self.settings.solves:
+                        self._prepare()
+                    await self._rest()
+                await self._leave()
+        finally:
+            await end_tasks(caretaker)
+            await self._engine.dispose()
+            self._executor.shutdown()
+        _log.info("worker ended", worker=str(self.id))
+
+    async def _take_up(self) -> None:
+        """Begin as many jobs as there is room for."""
+        free = self.settings.solves - len(self._runs)
+        if free == 0:
+            return
+        try:
+            silence_s = leases.FOREVER_S if self._patience.asked_for else self.settings.heartbeat_s
+            mine = {run.lease.job_id for run in self._runs}
+            claimed = await leases.claim(self._engine, self.id, free, self.settings.solves, silence_s, mine)
+        except DatabaseGoneError:
+            self._patience.lost()
+            return
+        self._patience.seen()
+        for lease in claimed:
+            run = Run(self._place, lease)
+            self._runs[run] = task = asyncio.create_task(run.run(), name=f"run {lease.job_id}")
+            task.add_done_callback(partial(self._done, run))
+        self.metrics.solving.set(len(self._runs))
+
+    def _done(self, run: Run, task: asyncio.Task[None]) -> None:
+        del self._runs[run]
+        self.metrics.solving.set(len(self._runs))
+        self._wake.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a bug ended a run", job=str(run.lease.job_id), exc_info=error)
+
+    async def _rest(self) -> None:
+        """Until there may be work, or a worker may have been lost."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(1.0, self.settings.heartbeat_s / 4)):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def _cancel(self, payload: str) -> None:
+        for run in self._runs:
+            if run.lease.job_id == UUID(payload):
+                run.cancel()
+
+    async def _leave(self) -> None:
+        tasks = list(self._runs.values())
+        for run in self._runs:
+            run.leave()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=STOP_S)
+            await end_tasks(*late)
+
+    async def _care(self) -> None:
+        while True:
+            with suppress(DatabaseGoneError):
+                removed = await remove_old(self._engine, self.settings)
+                if removed:
+                    _log.info("old jobs removed", jobs=removed)
+            await asyncio.sleep(REMOVE_EVERY_S)
+
+
+def _memory_limit_bytes(settings: Settings) -> int | None:
+    """What one solve may hold."""
+    free = available_bytes()
+    if settings.job_memory_bytes is not None or free is None:
+        return settings.job_memory_bytes
+    return int(MEMORY_SHARE * free / settings.solves)

@@ -1,0 +1,70 @@
+"""What Prometheus is told: requests of this process as they are answered, jobs of the whole service when it asks.
+
+Labels take values from short fixed lists alone, whatever clients send: a route's template, a method, a status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from api.jobs.records import Counts
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 30)
+
+
+class Metrics:
+    """The figures of one process; each application has its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "optpipe_http_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "optpipe_http_request_seconds",
+            "Seconds from a request to the end of its answer, event streams apart.",
+            ("method", "route"),
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self._connections = Gauge(
+            "optpipe_http_open_connections", "Event streams and waiting requests.", registry=self.registry
+        )
+
+    def count_open_connections(self, count: Callable[[], int]) -> None:
+        """Ask `count` for them from now on."""
+        self._connections.set_function(count)
+
+    def count_request(self, method: str, route: str, status: int, seconds: float | None) -> None:
+        """Note an answer; `seconds` is None for one that lasts as long as the client likes."""
+        self._requests.labels(method, route, str(status)).inc()
+        if seconds is not None:
+            self._seconds.labels(method, route).observe(seconds)
+
+    def text(self, counts: Counts) -> bytes:
+        """All figures in Prometheus' text format, those of the jobs as they stand in the database."""
+        jobs = CollectorRegistry()
+        jobs.register(_JobFigures(counts))
+        return generate_latest(self.registry) + generate_latest(jobs)
+
+
+class _JobFigures(Collector):
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self.counts
+        jobs = GaugeMetricFamily("optpipe_jobs", "Jobs on record by status.", labels=["status"])
+        for status, count in counts.jobs.items():
+            jobs.add_metric([status], count)
+        yield jobs
+        yield GaugeMetricFamily("optpipe_queue_age_seconds", "How long the first job has waited.", counts.queue_age_s)
+        yield GaugeMetricFamily(
+            "optpipe_heartbeat_age_seconds", "Silence of the quietest running job.", counts.silence_s
+        )
+        yield GaugeMetricFamily("optpipe_busy_workers", "Workers that run a job.", counts.workers)
+        yield GaugeMetricFamily("optpipe_lost_workers", "Workers lost, over the jobs on record.", counts.lost)

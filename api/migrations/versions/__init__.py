@@ -1,0 +1,1 @@
+"""Revisions, oldest first. One that has been released is never edited."""

@@ -1,0 +1,139 @@
+"""Every error of the service as `application/problem+json` (RFC 9457), those of the framework too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
+
+from api.faults import Fault, ProblemError, passing, problem, problem_of_input
+from api.jobs.errors import (
+    BadCursorError,
+    ConflictError,
+    DatabaseGoneError,
+    IdempotencyMismatchError,
+    JobError,
+    NoScheduleError,
+    NotFoundError,
+    TooManyError,
+)
+from optpipe.errors import InputError
+
+MEDIA_TYPE = "application/problem+json"
+LONGEST_ECHO = 100
+"""Characters of a path or parameter that an error repeats."""
+
+
+class ProblemDetails(BaseModel):
+    """An error (RFC 9457)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str = Field(description="Always about:blank: `status` and the codes of `errors` tell errors apart.")
+    title: str = Field(description="The status in words.")
+    status: int = Field(ge=400, le=599)
+    detail: str = Field(description="All that is wrong, a line each.")
+    errors: list[Fault] = Field(description="Each thing that is wrong, with its place.")
+    request_id: str = Field(description="Names this request in the server's log.")
+
+
+def problem_response(error: ProblemError, request_id: str) -> JSONResponse:
+    """The answer to a request that failed."""
+    details = ProblemDetails(
+        type="about:blank",
+        title=error.status.phrase,
+        status=error.status,
+        detail=str(error),
+        errors=list(error.faults),
+        request_id=request_id,
+    )
+    return JSONResponse(details.model_dump(), error.status, dict(error.headers or {}), MEDIA_TYPE)
+
+
+def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None:
+    """Have `app` answer its own errors, those of the framework and those of documents and jobs in this one way.
+
+    `routes` are all that have a method: the framework names only those of the first route at a path.
+    """
+    allowed: dict[str, set[str]] = defaultdict(set)
+    for route in routes:
+        allowed[getattr(route, "path", "")] |= getattr(route, "methods", None) or set()
+
+    def answer(request: Request, error: ProblemError) -> JSONResponse:
+        return problem_response(error, request.scope["optpipe.request_id"])
+
+    @app.exception_handler(ProblemError)
+    async def of_request(request: Request, error: ProblemError) -> JSONResponse:
+        return answer(request, error)
+
+    @app.exception_handler(InputError)
+    async def of_input(request: Request, error: InputError) -> JSONResponse:
+        return answer(request, problem_of_input(error))
+
+    @app.exception_handler(JobError)
+    async def of_job(request: Request, error: JobError) -> JSONResponse:
+        return answer(request, problem_of_job(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def of_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(request, _problem_of_parameters(error))
+
+    @app.exception_handler(HTTPException)
+    async def of_framework(request: Request, error: HTTPException) -> JSONResponse:
+        return answer(request, _problem_of_framework(request, error, allowed))
+
+
+_STATUS_OF: dict[type[JobError], tuple[HTTPStatus, str]] = {
+    NotFoundError: (HTTPStatus.NOT_FOUND, "not_found"),
+    NoScheduleError: (HTTPStatus.NOT_FOUND, "no_schedule"),
+    ConflictError: (HTTPStatus.CONFLICT, "wrong_status"),
+    IdempotencyMismatchError: (HTTPStatus.UNPROCESSABLE_ENTITY, "idempotency_mismatch"),
+    BadCursorError: (HTTPStatus.UNPROCESSABLE_ENTITY, "bad_cursor"),
+}
+
+
+def problem_of_job(error: JobError) -> ProblemError:
+    """What an error of the jobs is to a caller."""
+    if isinstance(error, TooManyError):
+        return passing(HTTPStatus.TOO_MANY_REQUESTS, error.code, str(error), error.retry_after_s)
+    if isinstance(error, DatabaseGoneError):
+        return passing(HTTPStatus.SERVICE_UNAVAILABLE, "database_gone", str(error), error.retry_after_s)
+    status, code = _STATUS_OF[type(error)]
+    return problem(status, code, str(error))
+
+
+def _problem_of_parameters(error: RequestValidationError) -> ProblemError:
+    """Parameters stand outside the body: the detail names them, the pointer is empty.
+
+    A job's id that is no id at all names no job, like one that is made up.
+    """
+    faults = []
+    for entry in error.errors():
+        kind, *name = entry["loc"]
+        if kind == "path":
+            return problem(HTTPStatus.NOT_FOUND, "not_found", "there is no such job.")
+        message = entry["msg"][:1].lower() + entry["msg"][1:]
+        given = str(entry["input"])[:LONGEST_ECHO]
+        detail = f"the {kind} parameter {'.'.join(map(str, name))} is {given!a}: {message}."
+        faults.append(Fault(pointer="", code="bad_parameter", detail=detail))
+    return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, faults)
+
+
+def _problem_of_framework(request: Request, error: HTTPException, allowed: Mapping[str, Iterable[str]]) -> ProblemError:
+    status = HTTPStatus(error.status_code)
+    path = ascii(request.url.path[:LONGEST_ECHO])
+    if status == HTTPStatus.NOT_FOUND:
+        return problem(status, "not_found", f"there is nothing at {path}. Maybe see /openapi.json.")
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        route = getattr(request.scope.get("route"), "path", "")
+        methods = ", ".join(sorted(allowed.get(route, ("GET",))))
+        detail = f"{path} does not take {request.method[:LONGEST_ECHO]!a}. Maybe use {methods}."
+        return problem(status, "method_not_allowed", detail, headers={"Allow": methods})
+    return problem(status, status.name.lower(), f"{error.detail}".rstrip(".") + ".", headers=error.headers)

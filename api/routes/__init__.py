@@ -1,0 +1,1 @@
+"""The calls of the service, one file a resource."""

@@ -1,0 +1,77 @@
+"""For those who run the service: alive, ready, metrics, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from anyio import fail_after, to_thread
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from api.faults import passing
+from api.models import HealthAnswer
+from api.routes.responses import errors
+from api.service import TheService
+from optpipe.problem import Problem
+from solver.portfolio import solve
+
+router = APIRouter(tags=["operations"])
+
+READY_S = 5.0
+"""How long a server that is ready takes at most to solve a toy."""
+
+_STAGE = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+_MEMORY = {"activation_bytes": 1, "backward_weight_bytes": 1}
+TOY = Problem.from_data(
+    {
+        "format": "optpipe.problem/1",
+        "microbatches": 2,
+        "devices": [{"memory_bytes": 2}] * 2,
+        "stages": [{"device": d, **_STAGE, **_MEMORY} for d in range(2)],
+    }
+)
+TOY_VALUE_US = 9.0
+"""1F1B on two devices with two microbatches: the first device waits for one F, B and W of the second."""
+
+
+@router.get("/healthz", responses=errors())
+async def alive() -> HealthAnswer:
+    """The process answers."""
+    return HealthAnswer(status="alive")
+
+
+@router.get("/readyz", responses=errors())
+async def ready(service: TheService) -> HealthAnswer:
+    """The database answers, and a toy problem is solved as it must be."""
+    await service.store.ping()
+    try:
+        with fail_after(READY_S):
+            value_us = await to_thread.run_sync(_solve_toy, abandon_on_cancel=True)
+    except TimeoutError:
+        value_us = None
+    if value_us != TOY_VALUE_US:
+        raise passing(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the toy problem was not solved as it must be.", 1)
+    return HealthAnswer(status="ready")
+
+
+def _solve_toy() -> float:
+    return solve(TOY, "1f1b").value_us
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **errors()},
+)
+async def metrics(service: TheService) -> Response:
+    """Figures for Prometheus."""
+    text = service.metrics.text(await service.store.counts())
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", response_model=dict[str, Any], responses=errors())
+async def openapi(request: Request) -> JSONResponse:
+    """This interface, in OpenAPI 3.1."""
+    return JSONResponse(request.app.openapi())

@@ -1,0 +1,52 @@
+"""What the routes share: one of each a process, made when it starts and closed when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from api.heavy import Pool
+from api.jobs.store import Store
+from api.metrics import Metrics
+from api.settings import Settings
+from api.shares import Shares
+from api.submissions import Caps
+from solver.limits import available_cores
+
+MOST_CONNECTIONS = 1000
+MOST_CONNECTIONS_OF_ONE = 100
+"""Event streams and waiting requests that are open at once, in all and of one key."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """The parts of a running service."""
+
+    settings: Settings
+    store: Store
+    pool: Pool
+    metrics: Metrics
+    caps: Caps
+    connections: Shares
+
+
+@asynccontextmanager
+async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Service]:
+    """All parts, open within this context."""
+    connections = Shares("open_connections", MOST_CONNECTIONS, MOST_CONNECTIONS_OF_ONE)
+    metrics.count_open_connections(lambda: connections.held)
+    async with Store(settings) as store, Pool(available_cores()) as pool:
+        yield Service(settings, store, pool, metrics, Caps.of(settings), connections)
+
+
+def service_of(request: Request) -> Service:
+    """The service that a request was sent to."""
+    service: Service = request.app.state.service
+    return service
+
+
+TheService = Annotated[Service, Depends(service_of)]

@@ -1,0 +1,118 @@
+"""Settings of the service: from a TOML file, from the environment, from the command line; the later ones win.
+
+``OPTPIPE_MAX_OPS=50000`` in the environment is ``max_ops = 50000`` in the file that ``OPTPIPE_CONFIG_FILE`` names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from optpipe.errors import InputError, Issue
+from solver.limits import available_cores
+
+CONFIG_FILE = "OPTPIPE_CONFIG_FILE"
+"""The environment variable that names the TOML file."""
+
+
+class Settings(BaseSettings):
+    """Everything that can be set, with its range. Load it with `Settings.load`."""
+
+    model_config = SettingsConfigDict(env_prefix="OPTPIPE_", extra="forbid", frozen=True)
+
+    database_url: SecretStr | None = None
+    """``postgresql://user:password@host/database``; None: a PostgreSQL of its own under `data_folder`."""
+    data_folder: Path = Field(default_factory=lambda: default_data_folder())
+    """Where the embedded PostgreSQL keeps its files."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    require_keys: bool = False
+    """Ask for bearer keys on a loopback address too (behind a proxy); elsewhere they are always asked for."""
+
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Larger requests are refused before they are read to the end."""
+    max_ops: int = Field(default=50_000, ge=1)
+    """Ops of a problem (`solver.size.count_ops`): larger ones are refused before anything is built."""
+    max_time_limit_s: float = Field(default=3600.0, gt=0)
+    max_workers: int = Field(default_factory=available_cores, ge=1)
+    """Threads that one job may ask for."""
+    max_queued_jobs: int = Field(default=1000, ge=1)
+    """Jobs of one key that may wait or run at a time."""
+    max_submissions_a_minute: int = Field(default=600, ge=1)
+    """Jobs that one key may submit in any sixty seconds."""
+
+    keep_jobs_days: float = Field(default=30.0, gt=0)
+    """Ended jobs are removed after this many days,"""
+    keep_jobs: int = Field(default=10_000, ge=0)
+    """and the oldest of them where there are more than this many."""
+
+    solves: int = Field(default_factory=available_cores, ge=1, le=256)
+    """Jobs that one worker solves at a time."""
+    job_memory_bytes: int | None = Field(default=None, ge=2**20)
+    """Memory of one solve; None: an equal share of 80 % of what is free when the worker starts."""
+    heartbeat_s: float = Field(default=5.0, ge=1.0, le=600.0)
+    """A worker that is silent for so long is given up, and its jobs run again elsewhere."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Where a worker answers with its metrics, on `host`; None: nowhere."""
+    log_json: bool = False
+    """Log one JSON object a line instead of text."""
+
+    @classmethod
+    def load(cls, **given: Any) -> Self:
+        """Settings of this process; `given` wins, except where it is None. Raises InputError."""
+        try:
+            return cls(**{name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            # The values stay out of the message: one of them may be a password.
+            issues = [
+                Issue(".".join(map(str, entry["loc"])), "bad_setting", _sentence(entry["msg"]))
+                for entry in error.errors(include_input=False, include_url=False)
+            ]
+            raise InputError(issues, "settings") from None
+
+    @property
+    def keys_required(self) -> bool:
+        """Whether every request but the one for `/healthz` must bring a key."""
+        return self.require_keys or not _is_loopback(self.host)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = os.environ.get(CONFIG_FILE)
+        from_file = [TomlConfigSettingsSource(settings_cls, Path(file))] if file else []
+        return (init_settings, env_settings, *from_file)
+
+
+def default_data_folder() -> Path:
+    """Where data of this user belongs. For root, where a system's services keep theirs: PostgreSQL never runs as root,
+    and the user that it runs as has no way into root's home."""
+    if hasattr(os, "geteuid") and os.geteuid() == 0 and not os.environ.get("XDG_DATA_HOME"):
+        return Path("/var/lib/optpipe")
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "optpipe"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _sentence(message: str) -> str:
+    return f"is not as it should be: {message[:1].lower()}{message[1:]}."

@@ -1,0 +1,110 @@
+"""Routes of the page and the headers it is sent with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path, PurePosixPath
+
+from fastapi import FastAPI
+from fastapi.exceptions import HTTPException
+from fastapi.responses import HTMLResponse, Response
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from optpipe.plot.colours import (
+    BUDGET,
+    FAINT_INK,
+    GRID,
+    IDLE,
+    INK,
+    LIGHTEST,
+    MEMORY_EDGE,
+    MEMORY_FILL,
+    OP_LOOKS,
+)
+from solver.methods import METHODS
+
+STATIC = Path(__file__).parent / "static"
+TEMPLATES = Path(__file__).parent / "templates"
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+)
+"""Own files only. The last directive makes the browser refuse any text that would become markup (promise S11)."""
+
+PAGE_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""What the page must be sent with; harmless on every other answer."""
+
+
+def is_page_path(path: str) -> bool:
+    """Whether a path is the page or one of its files: the same for everyone, without data, and where a key is typed."""
+    return path == "/" or path.startswith("/static/")
+
+
+def mount_page(app: FastAPI) -> None:
+    """Serve the page at ``/`` and its files under ``/static/DIGEST/``; none of them stands in the OpenAPI document.
+
+    The files are read once: no request leads to a path on disk. The digest lets browsers keep them for good and never
+    mix two versions.
+    """
+    sources = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in STATIC.rglob("*.*")}
+    folder = f"/static/{_digest(sources)}"
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    modules = sorted(path for path in sources if path.endswith(".js"))
+    page = environment.get_template("index.html").render(folder=folder, modules=modules, methods=METHODS.values())
+    palette = environment.get_template("palette.css").render(colours=_palette())
+    files = sources | {"palette.css": palette.encode()}
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> HTMLResponse:
+        return HTMLResponse(page, headers={**PAGE_HEADERS, "Cache-Control": "no-cache"})
+
+    @app.get(f"{folder}/{{path:path}}", include_in_schema=False)
+    async def file(path: str) -> Response:
+        if path not in files:
+            raise HTTPException(HTTPStatus.NOT_FOUND)
+        return Response(files[path], media_type=_MEDIA_TYPES[PurePosixPath(path).suffix], headers=_KEPT)
+
+
+_MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_KEPT = {"Cache-Control": "public, max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
+
+
+def _palette() -> dict[str, str]:
+    """The colours of `optpipe.plot` as custom properties, so that page and pictures look alike."""
+    colours = {
+        "idle": IDLE,
+        "grid": GRID,
+        "ink": INK,
+        "faint-ink": FAINT_INK,
+        "memory-fill": MEMORY_FILL,
+        "memory-edge": MEMORY_EDGE,
+        "budget": BUDGET,
+        "lightest": f"{LIGHTEST:g}",
+    }
+    return colours | {f"op-{kind.lower()}": look.colour for kind, look in OP_LOOKS.items()}
+
+
+def _digest(sources: Mapping[str, bytes]) -> str:
+    """A digest over the files, and over the colours that are written into one more."""
+    content = sorted(sources.items()), sorted(_palette().items())
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

@@ -1,0 +1,170 @@
+/** Requests to the service, with the key where there is one, and its errors as they are documented. */
+
+import { askForKey, keyHeader } from "./key.js";
+
+/** @typedef {import("./types.js").Job} Job */
+/** @typedef {import("./types.js").Problem} Problem */
+/** @typedef {import("./types.js").Schedule} Schedule */
+
+/** An answer that is no success; `faults` point into the body that was sent. */
+export class ApiError extends Error {
+  /**
+   * @param {number} status 0: there was no answer at all
+   * @param {string} message
+   * @param {import("./types.js").Fault[]} faults
+   */
+  constructor(status, message, faults = []) {
+    super(message);
+    this.status = status;
+    this.faults = faults;
+  }
+}
+
+/**
+ * Send a request; where the server wants a key, ask for one and send it again.
+ *
+ * @param {string} method
+ * @param {string} path
+ * @param {{body?: string, headers?: Record<string, string>, signal?: AbortSignal}} [options]
+ * @returns {Promise<Response>} a success
+ */
+export async function request(method, path, { body, headers = {}, signal } = {}) {
+  const key = keyHeader();
+  const answer = await fetch(path, {
+    method,
+    signal,
+    headers: { ...key, ...headers, ...(body === undefined ? {} : { "Content-Type": "application/json" }) },
+    body,
+  }).catch((error) => {
+    if (signal?.aborted) throw error;
+    throw new ApiError(0, "The server does not answer. Maybe it was stopped, or the network is gone.");
+  });
+  if (answer.ok) return answer;
+  if (answer.status === 401 && (await askForKey("Authorization" in key))) {
+    return request(method, path, { body, headers, signal });
+  }
+  throw await errorOf(answer);
+}
+
+/** @param {Response} answer */
+async function errorOf(answer) {
+  const problem = await answer.json().catch(() => ({}));
+  const message = problem.detail || problem.title || `The server answered ${answer.status}.`;
+  return new ApiError(answer.status, message, problem.errors ?? []);
+}
+
+/**
+ * @template T
+ * @param {string} method
+ * @param {string} path
+ * @param {Parameters<typeof request>[2]} [options]
+ * @returns {Promise<T>}
+ */
+async function json(method, path, options) {
+  return (await request(method, path, options)).json();
+}
+
+/** @param {string} id */
+export function jobPath(id) {
+  return `/v1/schedules/${encodeURIComponent(id)}`;
+}
+
+/**
+ * @param {string} id
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<Job>}
+ */
+export function getJob(id, signal) {
+  return json("GET", jobPath(id), { signal });
+}
+
+/**
+ * @param {string} id
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<Schedule>} the best so far
+ */
+export function getSchedule(id, signal) {
+  return json("GET", `${jobPath(id)}/schedule`, { signal });
+}
+
+/**
+ * @param {{status?: string, tag?: string, cursor?: string, limit?: number}} filter
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<{jobs: Job[], cursor: string | null}>}
+ */
+export function listJobs(filter, signal) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(filter)) if (value) query.set(name, String(value));
+  return json("GET", `/v1/schedules?${query}`, { signal });
+}
+
+/**
+ * @param {string} body JSON with a problem and its config
+ * @param {string} idempotencyKey
+ * @returns {Promise<Job>}
+ */
+export function submit(body, idempotencyKey) {
+  return json("POST", "/v1/schedules", { body, headers: { "Idempotency-Key": idempotencyKey } });
+}
+
+/**
+ * Only check: returns for a body that could be submitted, throws an ApiError with faults otherwise.
+ *
+ * @param {string} body
+ * @param {AbortSignal} signal
+ * @returns {Promise<import("./types.js").Checked>}
+ */
+export function validate(body, signal) {
+  return json("POST", "/v1/schedules?operation=validate", { body, signal });
+}
+
+/**
+ * @param {string} id
+ * @param {"cancel" | "retry"} action
+ * @returns {Promise<Job>}
+ */
+export function act(id, action) {
+  return json("POST", `${jobPath(id)}/${action}`);
+}
+
+/** @param {string} id */
+export async function remove(id) {
+  await request("DELETE", jobPath(id));
+}
+
+/**
+ * One published schedule of a problem, or why there is none.
+ *
+ * @typedef {object} Compared
+ * @property {string} method
+ * @property {string} summary
+ * @property {string | null} why_not
+ * @property {Schedule | null} schedule
+ */
+
+/**
+ * @param {Problem} problem
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<Compared[]>}
+ */
+export async function comparePublished(problem, signal) {
+  const path = "/v1/compare?schedules=true";
+  /** @type {{methods: Compared[]}} */
+  const { methods } = await json("POST", path, { body: JSON.stringify({ problem }), signal });
+  return methods;
+}
+
+/** @returns {Promise<{name: string, about: string}[]>} */
+export async function listPresets() {
+  /** @type {{demo_data: {name: string, about: string}[]}} */
+  const { demo_data: presets } = await json("GET", "/v1/demo-data");
+  return presets;
+}
+
+/**
+ * @param {string} name
+ * @returns {Promise<{problem: Problem, config?: Partial<import("./types.js").JobConfig>}>}
+ */
+export function getPreset(name) {
+  return json("GET", `/v1/demo-data/${encodeURIComponent(name)}`);
+}

@@ -1,0 +1,112 @@
+/** Ops as boxes on their lanes, and microbatch numbers in those that have room for them. */
+
+import { lastAtOrBefore } from "../memory.js";
+import { asSource, picture, pixelOf } from "./pixels.js";
+import { FONT } from "./scene.js";
+
+/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Row} Row */
+/** @typedef {import("./model.js").Lane} Lane */
+
+const LARGEST_NUMBER_PX = { compute: 12, offload: 10, reload: 10 };
+const SMALLEST_NUMBER_PX = 8;
+/** Width of a digit as a share of the font size, and the share of a box that a number may fill. */
+const DIGIT_WIDTH = 0.62;
+const ROOM = 0.82;
+/** Boxes from this width on are told apart by a gap. */
+const ROOM_FOR_GAP_PX = 4;
+
+/**
+ * Draw all lanes of `rows`. A lane is one row of pixels, stretched to its height: that costs the same however many
+ * ops there are.
+ *
+ * @param {CanvasRenderingContext2D} context whose origin is the top of the content
+ * @param {Scene} scene
+ * @param {Row[]} rows
+ */
+export function drawBoxes(context, scene, rows) {
+  const { layout } = scene;
+  const width = Math.round((layout.right - layout.left) * devicePixelRatio);
+  const lanes = rows.flatMap((row) => row.device.lanes.map((lane, place) => ({ row, lane, strip: row.lanes[place] })));
+  const made = picture(width, lanes.length);
+  made.pixels.fill(pixelOf(scene.theme.idle));
+  lanes.forEach(({ row, lane }, line) => {
+    paintLane(made.pixels.subarray(line * width, (line + 1) * width), scene, lane, scene.looks[row.device.index].pixels);
+  });
+  const source = asSource(made);
+  context.imageSmoothingEnabled = false;
+  lanes.forEach(({ strip }, line) => {
+    context.drawImage(source, 0, line, width, 1, layout.left, strip.top, layout.right - layout.left, strip.height);
+  });
+  for (const { row, lane, strip } of lanes) drawNumbers(context, scene, row, lane, strip);
+}
+
+/**
+ * @param {Uint32Array} pixels of one lane, from left to right
+ * @param {Scene} scene
+ * @param {Lane} lane
+ * @param {Uint32Array} colours by look
+ */
+function paintLane(pixels, { time }, lane, colours) {
+  const { startUs, endUs, look } = lane;
+  const width = pixels.length;
+  const scale = width / time.spanUs;
+  const roomForGap = ROOM_FOR_GAP_PX * devicePixelRatio;
+  const gap = Math.round(devicePixelRatio);
+  for (let place = Math.max(0, lastAtOrBefore(startUs, time.fromUs)); place < startUs.length; place += 1) {
+    const begin = Math.round((startUs[place] - time.fromUs) * scale);
+    if (begin >= width) return;
+    const end = Math.round((endUs[place] - time.fromUs) * scale);
+    if (end < 0) continue;
+    const to = end - begin >= roomForGap ? end - gap : Math.max(end, begin + 1);
+    pixels.fill(colours[look[place]], Math.max(0, begin), to);
+  }
+}
+
+/**
+ * Microbatch numbers: all boxes of a kind and stage have theirs or none has.
+ *
+ * @param {CanvasRenderingContext2D} context
+ * @param {Scene} scene
+ * @param {Row} row
+ * @param {Lane} lane
+ * @param {import("./layout.js").Strip} strip
+ */
+function drawNumbers(context, scene, row, lane, strip) {
+  const { time, layout } = scene;
+  const scale = (layout.right - layout.left) / time.spanUs;
+  const sizes = numberSizes(scene, lane, strip, scale);
+  if (!sizes.some(Boolean)) return;
+  const { ink } = scene.looks[row.device.index];
+  const middle = strip.top + strip.height / 2 + 0.5;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  let font = 0;
+  for (let place = Math.max(0, lastAtOrBefore(lane.startUs, time.fromUs)); place < lane.ops.length; place += 1) {
+    const start = lane.startUs[place];
+    if (start > time.toUs) return;
+    const size = sizes[lane.look[place]];
+    if (!size || lane.endUs[place] < time.fromUs) continue;
+    if (size !== font) context.font = `${(font = size)}px ${FONT}`;
+    context.fillStyle = ink[lane.look[place]];
+    const x = layout.left + ((start + lane.endUs[place]) / 2 - time.fromUs) * scale - 0.5;
+    context.fillText(String(lane.ops[place].microbatch), x, middle);
+  }
+}
+
+/**
+ * The font size of each look's numbers in CSS pixels, 0 where its narrowest box has no room.
+ *
+ * @param {Scene} scene
+ * @param {Lane} lane
+ * @param {import("./layout.js").Strip} strip
+ * @param {number} pxPerUs
+ */
+function numberSizes({ model }, lane, strip, pxPerUs) {
+  const largest = Math.min(LARGEST_NUMBER_PX[lane.stream], Math.floor(strip.height * 0.78));
+  const digits = String(model.schedule.problem.microbatches - 1).length;
+  return lane.shortestUs.map((shortestUs) => {
+    const size = Math.min(largest, Math.floor((shortestUs * pxPerUs * ROOM) / (digits * DIGIT_WIDTH)));
+    return size >= SMALLEST_NUMBER_PX ? size : 0;
+  });
+}

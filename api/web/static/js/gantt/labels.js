@@ -1,0 +1,78 @@
+/** What stands beside the rows: the device and its stages to the left, its figures to the right. */
+
+import { bytesText, memoryUnit, percentText } from "../units.js";
+import { FONT } from "./scene.js";
+
+/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Row} Row */
+
+/** Between the labels and the chart. */
+const GAP_PX = 14;
+const LOWEST_LANE_PX = 10;
+const LOWEST_STRIP_PX = 12;
+/** Lanes below this height have smaller labels. */
+const LOW_PX = 24;
+
+/**
+ * @param {CanvasRenderingContext2D} context
+ * @param {Scene} scene
+ * @param {Row} row
+ */
+export function drawLabels(context, scene, row) {
+  const { layout, theme } = scene;
+  const { device } = row;
+  const right = layout.left - GAP_PX;
+  const isLow = row.lanes[0].height < LOW_PX;
+  const name = layout.labels === "narrow" ? shortName(device) : device.name;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  context.fillStyle = theme.plain.ink;
+  context.font = `600 ${isLow ? 11 : 13}px ${FONT}`;
+  context.fillText(name, right, middleOf(row.lanes[0]), right - 8);
+  context.fillStyle = theme.plain.faintInk;
+  context.font = `${isLow ? 10 : 11}px ${FONT}`;
+  if (row.memory && row.memory.height >= LOWEST_STRIP_PX && layout.labels !== "narrow") {
+    context.fillText(stagesText(device.stages), right, middleOf(row.memory), right - 8);
+  }
+  device.lanes.forEach(({ stream }, place) => {
+    const strip = row.lanes[place];
+    if (stream !== "compute" && strip.height >= LOWEST_LANE_PX) context.fillText(stream, right, middleOf(strip), right - 4);
+  });
+  if (layout.labels === "wide") drawFigures(context, scene, row, isLow ? 11 : 12);
+}
+
+/**
+ * @param {CanvasRenderingContext2D} context
+ * @param {Scene} scene
+ * @param {Row} row
+ * @param {number} size of the font
+ */
+function drawFigures(context, { layout, theme, model, width }, row, size) {
+  const { plan, budgetBytes } = row.device;
+  const left = layout.right + GAP_PX;
+  context.textAlign = "left";
+  context.font = `${size}px ${FONT}`;
+  context.fillText(`bubble ${percentText(plan.bubble)}`, left, middleOf(row.lanes[0]));
+  if (!row.memory) return;
+  if (budgetBytes !== null && plan.peak_bytes > budgetBytes) context.fillStyle = theme.plain.budget;
+  const unit = memoryUnit(model.topBytes);
+  const limit = budgetBytes === null ? "" : ` of ${bytesText(budgetBytes, unit)}`;
+  context.fillText(`peak ${bytesText(plan.peak_bytes, unit)}${limit}`, left, middleOf(row.memory), width - left);
+}
+
+/** @param {import("./layout.js").Strip} strip */
+function middleOf({ top, height }) {
+  return top + height / 2;
+}
+
+/** @param {import("./model.js").Device} device */
+function shortName({ name, index }) {
+  return name.length <= 5 ? name : `dev ${index}`;
+}
+
+/** @param {number[]} stages */
+function stagesText(stages) {
+  if (!stages.length) return "no stage";
+  if (stages.length > 3) return `${stages.length} stages`;
+  return `${stages.length > 1 ? "stages" : "stage"} ${stages.join(", ")}`;
+}

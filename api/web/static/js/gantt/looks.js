@@ -1,0 +1,46 @@
+/** Ready colours for every kind of op and place of a stage, so that drawing looks nothing up. */
+
+import { KINDS, inkOn, opColour } from "../palette.js";
+import { lookOf } from "./model.js";
+import { pixelOf } from "./pixels.js";
+
+/**
+ * @typedef {object} Looks
+ * @property {Uint32Array} pixels colour by look
+ * @property {string[]} ink colour of what is written on it, by look
+ */
+
+/**
+ * @param {import("../palette.js").Theme} theme
+ * @param {number} stages on the device whose looks these are
+ * @returns {Looks}
+ */
+function looksFor(theme, stages) {
+  /** @type {Looks} */
+  const looks = { pixels: new Uint32Array(lookOf("F", Math.max(1, stages))), ink: [] };
+  for (let rank = 0; rank < Math.max(1, stages); rank += 1) {
+    for (const kind of KINDS) {
+      const colour = opColour(theme, kind, rank, stages);
+      looks.pixels[lookOf(kind, rank)] = pixelOf(colour);
+      looks.ink[lookOf(kind, rank)] = inkOn(colour);
+    }
+  }
+  return looks;
+}
+
+/**
+ * The looks of each device: devices with equally many stages share theirs.
+ *
+ * @param {import("./model.js").Model} model
+ * @param {import("../palette.js").Theme} theme
+ * @returns {Looks[]}
+ */
+export function looksOf(model, theme) {
+  /** @type {Map<number, Looks>} */
+  const byStages = new Map();
+  return model.devices.map(({ stages }) => {
+    const looks = byStages.get(stages.length) ?? looksFor(theme, stages.length);
+    byStages.set(stages.length, looks);
+    return looks;
+  });
+}

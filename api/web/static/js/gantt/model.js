@@ -1,0 +1,126 @@
+/** A schedule as columns that can be searched and drawn quickly. */
+
+import { KINDS } from "../palette.js";
+import { plannedMemory } from "../memory.js";
+
+/** @typedef {import("../types.js").Schedule} Schedule */
+/** @typedef {import("../types.js").PlannedOp} PlannedOp */
+
+/**
+ * The ops of one stream of a device in order of time. `look` is the place of an op's colour: see `lookOf`.
+ *
+ * @typedef {object} Lane
+ * @property {import("../types.js").StreamName} stream
+ * @property {PlannedOp[]} ops
+ * @property {Float64Array} startUs
+ * @property {Float64Array} endUs
+ * @property {Uint16Array} look
+ * @property {number[]} shortestUs the least duration by look, 0 where there is none
+ *
+ * @typedef {object} Device
+ * @property {number} index
+ * @property {string} name
+ * @property {number[]} stages
+ * @property {Lane[]} lanes
+ * @property {import("../memory.js").Curve} memory
+ * @property {number | null} budgetBytes
+ * @property {import("../types.js").DevicePlan} plan
+ *
+ * @typedef {object} Model
+ * @property {Schedule} schedule
+ * @property {Device[]} devices
+ * @property {number} beginUs first start on any stream
+ * @property {number} endUs last end on any stream
+ * @property {number} ops how many there are
+ * @property {Set<import("../types.js").Kind>} kinds
+ * @property {number} mostStages on one device
+ * @property {number} topBytes what stands at the top of every memory strip
+ */
+
+/** Streams with the name of each, in the order in which they are drawn. */
+const STREAMS = /** @type {const} */ (["compute", "offload", "reload"]);
+/** Room above the highest peak, as in the pictures. */
+const HEADROOM = 1.06;
+/** A budget beyond this many times the highest peak is named but not drawn: the curves would be flat. */
+const FARTHEST_BUDGET = 3;
+
+/**
+ * @param {Schedule} schedule
+ * @returns {Model}
+ */
+export function modelOf(schedule) {
+  const stagesOf = schedule.problem.devices.map((_, device) =>
+    schedule.problem.stages.flatMap((stage, index) => (stage.device === device ? [index] : [])),
+  );
+  const devices = schedule.devices.map((_, device) => deviceOf(schedule, device, stagesOf[device]));
+  const lanes = devices.flatMap((device) => device.lanes);
+  return {
+    schedule,
+    devices,
+    beginUs: lanes.reduce((least, lane) => Math.min(least, lane.startUs[0] ?? least), Infinity),
+    endUs: lanes.reduce((most, lane) => Math.max(most, lane.endUs[lane.endUs.length - 1] ?? most), 0),
+    ops: lanes.reduce((sum, lane) => sum + lane.ops.length, 0),
+    kinds: new Set(lanes.flatMap((lane) => lane.ops.map((op) => op.op))),
+    mostStages: Math.max(...stagesOf.map((stages) => stages.length)),
+    topBytes: topOf(devices),
+  };
+}
+
+/**
+ * The place of a colour among all: kinds side by side, the stages of a device within.
+ *
+ * @param {import("../types.js").Kind} kind
+ * @param {number} rank of the stage on its device
+ */
+export function lookOf(kind, rank) {
+  return rank * KINDS.length + KINDS.indexOf(kind);
+}
+
+/**
+ * @param {Schedule} schedule
+ * @param {number} index
+ * @param {number[]} stages
+ * @returns {Device}
+ */
+function deviceOf(schedule, index, stages) {
+  const plan = schedule.devices[index];
+  const { name, memory_bytes: budgetBytes } = schedule.problem.devices[index];
+  const rank = new Map(stages.map((stage, place) => [stage, place]));
+  const streams = STREAMS.filter((stream) => stream === "compute" || plan[stream]?.length);
+  return {
+    index,
+    name: name || `device ${index}`,
+    stages,
+    plan,
+    lanes: streams.map((stream) => laneOf(stream, plan[stream] ?? [], rank)),
+    memory: plannedMemory(schedule, index),
+    budgetBytes: budgetBytes ?? null,
+  };
+}
+
+/**
+ * @param {import("../types.js").StreamName} stream
+ * @param {PlannedOp[]} ops
+ * @param {Map<number, number>} rank
+ * @returns {Lane}
+ */
+function laneOf(stream, ops, rank) {
+  const startUs = Float64Array.from(ops, (op) => op.start_us);
+  const endUs = Float64Array.from(ops, (op) => op.end_us);
+  const look = Uint16Array.from(ops, (op) => lookOf(op.op, rank.get(op.stage) ?? 0));
+  const shortestUs = new Array(lookOf("F", Math.max(1, rank.size))).fill(0);
+  look.forEach((at, place) => {
+    const duration = endUs[place] - startUs[place];
+    shortestUs[at] = shortestUs[at] ? Math.min(shortestUs[at], duration) : duration;
+  });
+  return { stream, ops, startUs, endUs, look, shortestUs };
+}
+
+/** @param {Device[]} devices */
+function topOf(devices) {
+  const peak = Math.max(...devices.map((device) => device.plan.peak_bytes));
+  const drawn = devices.flatMap(({ budgetBytes }) =>
+    budgetBytes !== null && budgetBytes <= FARTHEST_BUDGET * peak ? [budgetBytes] : [],
+  );
+  return HEADROOM * Math.max(peak, 1, ...drawn);
+}

@@ -1,0 +1,73 @@
+/** Tells about one op: beside the pointer, and in words for the live region. */
+
+import { element } from "../elements.js";
+import { levelAt } from "../memory.js";
+import { KIND_NAMES } from "../palette.js";
+import { bytesText, timeText, timeUnit } from "../units.js";
+import { opAt } from "./highlight.js";
+
+/** @typedef {import("./scene.js").Scene} Scene */
+
+/** From the pointer to the tooltip, and from the tooltip to the edge of the chart. */
+const GAP_PX = 14;
+
+/**
+ * What is known of an op, as pairs of a name and a value.
+ *
+ * @param {Scene} scene
+ * @param {import("./hit.js").Spot} spot
+ * @returns {{title: string, facts: [string, string][]}}
+ */
+export function describe(scene, spot) {
+  const op = opAt(scene, spot);
+  const { device } = scene.layout.rows[spot.row];
+  const beginUs = scene.time.beginUs;
+  const unit = timeUnit(scene.time.endUs - beginUs);
+  const budget = device.budgetBytes === null ? "" : ` of ${bytesText(device.budgetBytes)}`;
+  /** @type {[string, string][]} */
+  const facts = [
+    ["on", op.stage === undefined ? device.name : `stage ${op.stage}, ${device.name}`],
+    ["from", timeText(op.start_us - beginUs, unit)],
+    ["to", timeText(op.end_us - beginUs, unit)],
+    ["takes", timeText(op.end_us - op.start_us)],
+    ["memory in it", `${bytesText(levelAt(device.memory, op.start_us))}${budget}`],
+    ["memory after", bytesText(levelAt(device.memory, op.end_us))],
+  ];
+  if (op.waits?.length) facts.push(["waits for", waitsText(op.waits)]);
+  return { title: `${op.op} ${op.microbatch}: ${KIND_NAMES[op.op]} of microbatch ${op.microbatch}`, facts };
+}
+
+/**
+ * @param {Scene} scene
+ * @param {import("./hit.js").Spot} spot
+ */
+export function spokenText(scene, spot) {
+  const { title, facts } = describe(scene, spot);
+  return `${title}; ${facts.map(([name, value]) => `${name} ${value}`).join(", ")}`;
+}
+
+/**
+ * Fill the tooltip and place it beside a point where it covers neither the pointer nor the chart's edge.
+ *
+ * @param {HTMLElement} tooltip
+ * @param {Scene} scene
+ * @param {import("./hit.js").Spot} spot
+ * @param {{x: number, y: number}} at
+ */
+export function showTooltip(tooltip, scene, spot, { x, y }) {
+  const { title, facts } = describe(scene, spot);
+  const list = element("dl");
+  for (const [name, value] of facts) list.append(element("dt", name), element("dd", value));
+  tooltip.replaceChildren(element("strong", title), list);
+  tooltip.hidden = false;
+  const { offsetWidth, offsetHeight } = tooltip;
+  const left = x + GAP_PX + offsetWidth <= scene.width ? x + GAP_PX : Math.max(0, x - GAP_PX - offsetWidth);
+  const top = y + GAP_PX + offsetHeight <= scene.height ? y + GAP_PX : Math.max(0, y - GAP_PX - offsetHeight);
+  tooltip.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
+}
+
+/** @param {string[]} waits */
+function waitsText(waits) {
+  const shown = waits.slice(0, 3).join(", ");
+  return waits.length > 3 ? `${shown} and ${waits.length - 3} more` : shown;
+}

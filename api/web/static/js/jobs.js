@@ -1,0 +1,84 @@
+/** A job in words. */
+
+import { NONE, countText } from "./units.js";
+import { element } from "./elements.js";
+
+/** @typedef {import("./types.js").Job} Job */
+
+export const OBJECTIVES = { makespan: "makespan", device_span: "device span" };
+
+/** @type {Record<import("./types.js").Status, string>} */
+export const STATUSES = {
+  queued: "queued",
+  running: "running",
+  succeeded: "succeeded",
+  failed: "failed",
+  cancelled: "cancelled",
+};
+
+const LIMITS = {
+  time: "time limit reached",
+  gap: "asked-for gap reached",
+  memory: "memory limit reached",
+  interrupted: "interrupted",
+};
+
+const REASONS = {
+  optimal: "proved optimal",
+  feasible: "best found",
+  infeasible: "proved infeasible",
+  no_solution: "nothing found",
+};
+
+/** @param {Job} job */
+export function nameOf(job) {
+  return job.name || `job ${job.id.slice(0, 8)}`;
+}
+
+/**
+ * What there is to say of a job's state beside its status.
+ *
+ * @param {Job} job
+ */
+export function stateText(job) {
+  if (job.status === "queued") return job.queue_place === null ? "" : placeText(job.queue_place);
+  if (job.status === "running") return job.attempt > 1 ? `attempt ${job.attempt}` : "";
+  if (!job.termination) return "";
+  const { reason, limit } = job.termination;
+  return limit ? `${REASONS[reason]}, ${LIMITS[limit]}` : REASONS[reason];
+}
+
+/** @param {number} place */
+function placeText(place) {
+  return place === 1 ? "next in line" : `${countText(place - 1, "job")} before it`;
+}
+
+/**
+ * A status with its colour and, for those who see none, its name.
+ *
+ * @param {HTMLElement} chip
+ * @param {import("./types.js").Status} status
+ */
+export function fillStatus(chip, status) {
+  chip.className = `status status-${status}`;
+  chip.textContent = STATUSES[status];
+}
+
+/**
+ * When it was, in the reader's own zone; the day only where it is not today.
+ *
+ * @param {string | null} instant
+ * @returns {HTMLElement}
+ */
+export function instantElement(instant) {
+  if (!instant) return element("span", NONE);
+  const date = new Date(instant);
+  const today = date.toDateString() === new Date().toDateString();
+  /** @type {Intl.DateTimeFormatOptions} */
+  const time = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
+  /** @type {Intl.DateTimeFormatOptions} */
+  const day = { year: "numeric", month: "short", day: "numeric" };
+  const shown = element("time", date.toLocaleString("en-GB", today ? time : { ...day, ...time }));
+  shown.dateTime = instant;
+  return shown;
+}

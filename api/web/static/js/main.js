@@ -1,0 +1,13 @@
+/** The page begins here. */
+
+import { startKey } from "./key.js";
+import { startRouter } from "./router.js";
+import { startTheme } from "./theme.js";
+import { compareView } from "./views/compare.js";
+import { jobView } from "./views/job.js";
+import { listView } from "./views/list.js";
+import { newView } from "./views/new.js";
+
+startTheme();
+startKey();
+startRouter({ new: newView, jobs: listView, job: jobView, compare: compareView });

@@ -1,0 +1,109 @@
+/**
+ * The documents of the service, as far as the page reads them. Times are microseconds, sizes bytes.
+ *
+ * @typedef {"F" | "B" | "W" | "BW" | "O" | "R"} Kind
+ * @typedef {"compute" | "offload" | "reload"} StreamName
+ *
+ * @typedef {object} Stage
+ * @property {number} device
+ * @property {number} forward_us
+ * @property {number} backward_input_us
+ * @property {number} backward_weight_us
+ * @property {number} activation_bytes
+ * @property {number} backward_weight_bytes
+ * @property {Partial<Record<"F" | "B" | "W" | "BW", number>> | null} [workspace_bytes]
+ * @property {{bytes: number, offload_us: number, reload_us: number} | null} [offload]
+ *
+ * @typedef {object} Problem
+ * @property {string} format
+ * @property {string} [name]
+ * @property {number} microbatches
+ * @property {"makespan" | "device_span"} objective
+ * @property {unknown} [transfer_us]
+ * @property {{memory_bytes?: number | null, name?: string}[]} devices
+ * @property {Stage[]} stages
+ * @property {string} [source]
+ *
+ * @typedef {object} PlannedOp
+ * @property {Kind} op
+ * @property {number} stage
+ * @property {number} microbatch
+ * @property {number} start_us
+ * @property {number} end_us
+ * @property {string[]} [waits]
+ *
+ * @typedef {object} DevicePlan
+ * @property {PlannedOp[]} compute
+ * @property {PlannedOp[]} [offload]
+ * @property {PlannedOp[]} [reload]
+ * @property {number} peak_bytes
+ * @property {number} peak_bytes_any_timing
+ * @property {number} busy_us
+ * @property {number} bubble
+ *
+ * @typedef {object} Schedule
+ * @property {Problem} problem
+ * @property {"optimal" | "feasible"} status
+ * @property {"makespan" | "device_span"} objective
+ * @property {number} value_us
+ * @property {number} bound_us
+ * @property {number} gap
+ * @property {string} method
+ * @property {number} solve_seconds
+ * @property {DevicePlan[]} devices
+ *
+ * @typedef {"queued" | "running" | "succeeded" | "failed" | "cancelled"} Status
+ *
+ * @typedef {object} JobConfig
+ * @property {string} method
+ * @property {number} time_limit_s
+ * @property {number} gap
+ * @property {number} workers
+ * @property {number} seed
+ * @property {number} priority
+ * @property {string} name
+ * @property {string[]} tags
+ *
+ * @typedef {object} Job
+ * @property {string} id
+ * @property {string} name
+ * @property {string[]} tags
+ * @property {string} method
+ * @property {Status} status
+ * @property {"makespan" | "device_span"} objective
+ * @property {number | null} value_us
+ * @property {number | null} bound_us
+ * @property {number | null} gap
+ * @property {{reason: "optimal" | "feasible" | "infeasible" | "no_solution", limit: "time" | "gap" | "memory" | "interrupted" | null} | null} termination
+ * @property {string | null} error
+ * @property {number} revision
+ * @property {number} attempt
+ * @property {number | null} queue_place
+ * @property {string} submitted_at
+ * @property {string | null} started_at
+ * @property {string | null} finished_at
+ *
+ * @typedef {object} JobEvent
+ * @property {"incumbent" | "bound" | "status"} kind
+ * @property {number} revision
+ * @property {string} at
+ * @property {number} attempt
+ * @property {Status} status
+ * @property {number | null} value_us
+ * @property {number | null} bound_us
+ * @property {string | null} method
+ * @property {number | null} seconds since the attempt began
+ *
+ * @typedef {object} Checked a submission that would be taken
+ * @property {number} devices
+ * @property {number} stages
+ * @property {number} microbatches
+ * @property {number} ops
+ *
+ * @typedef {object} Fault
+ * @property {string} pointer JSON pointer into the body that was sent
+ * @property {string} code
+ * @property {string} detail
+ */
+
+export {};

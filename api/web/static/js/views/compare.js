@@ -1,0 +1,257 @@
+/** Several schedules at one time scale: jobs that were chosen, or the published schedules of one problem. */
+
+import { ApiError, comparePublished, getJob, getSchedule, listJobs } from "../api.js";
+import { element, fromTemplate, part } from "../elements.js";
+import { GanttChart } from "../gantt/chart.js";
+import { TimeWindow } from "../gantt/time_window.js";
+import { OBJECTIVES, instantElement, nameOf } from "../jobs.js";
+import { NONE, bytesText, percentText, timeText } from "../units.js";
+
+/** @typedef {import("../types.js").Schedule} Schedule */
+/** @typedef {import("../types.js").Problem} Problem */
+
+/**
+ * @typedef {object} Compared
+ * @property {string} name
+ * @property {string} note
+ * @property {string} [href]
+ * @property {Schedule | null} schedule
+ */
+
+const PROBLEM = "optpipe.compare";
+/** Charts side by side beyond this many hide more than they show. */
+const MOST = 12;
+
+/**
+ * Keep the problem whose published schedules are to be compared, for this tab.
+ *
+ * @param {Problem} problem
+ */
+export function rememberProblem(problem) {
+  sessionStorage.setItem(PROBLEM, JSON.stringify(problem));
+}
+
+/** @type {import("../router.js").View} */
+export function compareView(place, { query }) {
+  place.append(fromTemplate("template-compare"));
+  const ending = new AbortController();
+  const view = new Comparison(place, ending.signal);
+  const ids = (query.get("ids") ?? "").split(",").filter(Boolean);
+  view.start(ids);
+  return () => {
+    ending.abort();
+    view.stop();
+  };
+}
+
+class Comparison {
+  /** @type {GanttChart[]} */
+  #charts = [];
+
+  /**
+   * @param {HTMLElement} place
+   * @param {AbortSignal} signal
+   */
+  constructor(place, signal) {
+    this.place = place;
+    this.signal = signal;
+    this.message = part(place, "message", HTMLElement);
+    this.picker = part(place, "picker", HTMLFormElement);
+  }
+
+  /** @param {string[]} ids of jobs; none: the problem kept in this tab */
+  async start(ids) {
+    this.#fillPicker(ids);
+    if (ids.length > MOST) this.message.textContent = `The first ${MOST} of ${ids.length} are shown.`;
+    const stored = sessionStorage.getItem(PROBLEM);
+    try {
+      if (ids.length) this.#show(await this.#jobs(ids.slice(0, MOST)));
+      else if (stored) this.#show(await this.#published(JSON.parse(stored)));
+      else part(this.place, "empty", HTMLElement).hidden = false;
+    } catch (error) {
+      this.#tell(error);
+    }
+  }
+
+  stop() {
+    for (const chart of this.#charts) chart.destroy();
+  }
+
+  /**
+   * @param {string[]} ids
+   * @returns {Promise<Compared[]>}
+   */
+  #jobs(ids) {
+    return Promise.all(
+      ids.map(async (id) => {
+        const job = await getJob(id, this.signal);
+        if (job.value_us === null) return { name: nameOf(job), note: `${job.status}, no schedule`, schedule: null };
+        const schedule = await getSchedule(id, this.signal);
+        return { name: nameOf(job), note: schedule.method, href: `#/jobs/${id}`, schedule };
+      }),
+    );
+  }
+
+  /**
+   * @param {Problem} problem
+   * @returns {Promise<Compared[]>}
+   */
+  async #published(problem) {
+    part(this.place, "title", HTMLElement).textContent = `Published schedules of ${problem.name || "this problem"}`;
+    const methods = await comparePublished(problem, this.signal);
+    return methods.map(({ method, summary, why_not: whyNot, schedule }) => ({
+      name: method,
+      note: whyNot ?? summary,
+      schedule,
+    }));
+  }
+
+  /** @param {Compared[]} compared */
+  #show(compared) {
+    const there = compared.filter(({ schedule }) => schedule);
+    const problems = new Set(there.map(({ schedule }) => schedule && workOf(schedule.problem)));
+    part(this.place, "different", HTMLElement).hidden = problems.size < 2;
+    const comparable = there.length > 1 && problems.size === 1;
+    const best = comparable ? Math.min(...there.map(({ schedule }) => schedule?.value_us ?? Infinity)) : null;
+    part(this.place, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => rowOf(entry, best)));
+    this.#showMissing(compared.filter(({ schedule }) => !schedule));
+    part(this.place, "table", HTMLElement).hidden = false;
+    const endUs = Math.max(...there.map(({ schedule }) => (schedule ? spanOf(schedule) : 0)));
+    const time = new TimeWindow(0, endUs);
+    const host = part(this.place, "charts", HTMLElement);
+    for (const { name, note, schedule } of there) {
+      if (!schedule) continue;
+      const section = element("section", "", "panel");
+      const chartHost = element("div");
+      const heading = element("h2", `${name} `);
+      heading.append(element("span", note, "faint note"));
+      section.append(heading, chartHost);
+      host.append(section);
+      const chart = new GanttChart(chartHost, { name, time, memory: false });
+      chart.show(fromZero(schedule), false);
+      this.#charts.push(chart);
+    }
+  }
+
+  /** @param {Compared[]} missing those without a schedule, and why */
+  #showMissing(missing) {
+    part(this.place, "missing", HTMLElement).hidden = !missing.length;
+    part(this.place, "missing-count", HTMLElement).textContent =
+      missing.length === 1 ? "1 without a schedule, and why" : `${missing.length} without a schedule, and why`;
+    part(this.place, "reasons", HTMLElement).replaceChildren(
+      ...missing.flatMap(({ name, note }) => [element("dt", name), element("dd", note)]),
+    );
+  }
+
+  /** @param {string[]} chosen */
+  async #fillPicker(chosen) {
+    const { jobs } = await listJobs({ limit: 50 }, this.signal).catch(() => ({ jobs: [] }));
+    const options = part(this.place, "choices", HTMLElement);
+    for (const job of jobs.filter((other) => other.value_us !== null)) {
+      const label = element("label");
+      const box = element("input");
+      box.type = "checkbox";
+      box.value = job.id;
+      box.checked = chosen.includes(job.id);
+      const note = element("span", `${job.method}, ${timeText(job.value_us)}, `, "faint");
+      note.append(instantElement(job.submitted_at));
+      label.append(box, ` ${nameOf(job)} `, note);
+      options.append(label);
+    }
+    this.picker.hidden = !options.childElementCount;
+    this.picker.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const ids = [...options.querySelectorAll("input")].filter((box) => box.checked).map((box) => box.value);
+      if (ids.length) location.hash = `#/compare?ids=${ids.join(",")}`;
+    });
+  }
+
+  /** @param {unknown} error */
+  #tell(error) {
+    if (this.signal.aborted) return;
+    if (error instanceof ApiError && error.status === 404) {
+      this.message.textContent = "One of these jobs is not there. Maybe it was deleted, or belongs to another key.";
+    } else this.message.textContent = error instanceof Error ? error.message : String(error);
+  }
+}
+
+/**
+ * @param {Compared} compared
+ * @param {number | null} bestUs null: the values are not of one problem
+ */
+function rowOf({ name, note, href, schedule }, bestUs) {
+  const row = element("tr");
+  const heading = element("th");
+  heading.scope = "row";
+  if (href) {
+    const link = element("a", name);
+    link.href = href;
+    heading.append(link, " ", element("span", note, "faint"));
+  } else heading.textContent = name;
+  row.append(heading);
+  if (!schedule) return row;
+  const { value_us: value, bound_us: bound, gap, devices, objective } = schedule;
+  const busiest = devices.reduce((most, plan) => (plan.busy_us > most.busy_us ? plan : most));
+  const peak = Math.max(...devices.map((plan) => plan.peak_bytes));
+  if (value === bestUs) row.className = "best";
+  const texts = [
+    timeText(value),
+    toBestText(value, bestUs),
+    percentText(busiest.bubble),
+    bytesText(peak),
+    timeText(bound),
+    percentText(gap),
+  ];
+  row.append(...texts.map((text) => element("td", text)));
+  row.title = `${OBJECTIVES[objective]}, ${note}`;
+  return row;
+}
+
+/**
+ * What there is to do, without the memory that there is for it: values of the same work can be compared.
+ *
+ * @param {Problem} problem
+ */
+function workOf({ microbatches, objective, stages, transfer_us }) {
+  return JSON.stringify([microbatches, objective, transfer_us, stages]);
+}
+
+/**
+ * @param {number} valueUs
+ * @param {number | null} bestUs
+ */
+function toBestText(valueUs, bestUs) {
+  if (bestUs === null) return NONE;
+  return valueUs === bestUs ? "best" : `+${percentText(valueUs / bestUs - 1)}`;
+}
+
+/** @param {Schedule} schedule */
+function beginOf(schedule) {
+  return Math.min(...schedule.devices.map(({ compute }) => compute[0]?.start_us ?? Infinity));
+}
+
+/** @param {Schedule} schedule */
+function spanOf(schedule) {
+  const ends = schedule.devices.map(({ compute }) => compute[compute.length - 1]?.end_us ?? 0);
+  return Math.max(...ends) - beginOf(schedule);
+}
+
+/**
+ * The schedule moved so that its first op begins at 0: all charts share one scale.
+ *
+ * @param {Schedule} schedule
+ * @returns {Schedule}
+ */
+function fromZero(schedule) {
+  const begin = beginOf(schedule);
+  if (!begin) return schedule;
+  /** @param {import("../types.js").PlannedOp[]} ops */
+  const moved = (ops) => ops.map((op) => ({ ...op, start_us: op.start_us - begin, end_us: op.end_us - begin }));
+  const devices = schedule.devices.map((plan) => ({
+    ...plan,
+    compute: moved(plan.compute),
+    offload: moved(plan.offload ?? []),
+    reload: moved(plan.reload ?? []),
+  }));
+  return { ...schedule, devices };
+}

@@ -1,0 +1,315 @@
+/** One job: how it stands, how it got there, and its schedule. */
+
+import { announce } from "../announce.js";
+import { ApiError, act, getJob, getSchedule, remove } from "../api.js";
+import { drawCurve } from "../curve.js";
+import { confirmed } from "../dialog.js";
+import { FORMATS, download } from "../download.js";
+import { element, fromTemplate, part } from "../elements.js";
+import { follow, hasEnded } from "../events.js";
+import { GanttChart } from "../gantt/chart.js";
+import { OBJECTIVES, fillStatus, instantElement, nameOf, stateText } from "../jobs.js";
+import { Progress } from "../progress.js";
+import { NONE, bytesText, percentText, timeText } from "../units.js";
+
+/** @typedef {import("../types.js").Job} Job */
+/** @typedef {import("../types.js").Schedule} Schedule */
+
+/** Between two schedules that are fetched while a search finds better ones. */
+const SCHEDULE_PAUSE_MS = 700;
+const CURVE_PAUSE_MS = 500;
+
+/** @type {import("../router.js").View} */
+export function jobView(place, { argument }) {
+  place.append(fromTemplate("template-job"));
+  const view = new JobView(place, argument);
+  view.start();
+  return () => view.stop();
+}
+
+class JobView {
+  #ending = new AbortController();
+  #following = new AbortController();
+  /** @type {Job | null} */
+  #job = null;
+  #progress = new Progress();
+  /** @type {import("../events.js").Position} */
+  #position = { lastId: "", known: 0 };
+  /** @type {GanttChart | null} */
+  #chart = null;
+  /** Revision that the schedule on the page is at least as new as. */
+  #shown = 0;
+  #fetching = false;
+  #offloads = false;
+  #curveTimer = 0;
+
+  /**
+   * @param {HTMLElement} place
+   * @param {string} id
+   */
+  constructor(place, id) {
+    this.place = place;
+    this.id = id;
+    this.curve = part(place, "curve", SVGSVGElement);
+    this.message = part(place, "message", HTMLElement);
+    this.connection = part(place, "connection", HTMLElement);
+    this.buttons = {
+      cancel: part(place, "cancel", HTMLButtonElement),
+      retry: part(place, "retry", HTMLButtonElement),
+      delete: part(place, "delete", HTMLButtonElement),
+    };
+  }
+
+  start() {
+    this.buttons.cancel.addEventListener("click", () => this.#act("cancel"));
+    this.buttons.retry.addEventListener("click", () => this.#act("retry"));
+    this.buttons.delete.addEventListener("click", () => this.#delete());
+    for (const name of /** @type {(keyof typeof FORMATS)[]} */ (Object.keys(FORMATS))) {
+      part(this.place, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
+    }
+    const observer = new ResizeObserver(() => this.#drawCurve());
+    observer.observe(this.curve);
+    this.#ending.signal.addEventListener("abort", () => observer.disconnect());
+    this.#curveTimer = window.setInterval(() => this.#isRunning && this.#drawCurve(), CURVE_PAUSE_MS);
+    this.#follow();
+  }
+
+  stop() {
+    this.#ending.abort();
+    this.#following.abort();
+    clearInterval(this.#curveTimer);
+    this.#chart?.destroy();
+  }
+
+  get #isRunning() {
+    return this.#job?.status === "running";
+  }
+
+  async #follow() {
+    this.#following.abort();
+    this.#following = new AbortController();
+    const { signal } = this.#following;
+    if (!(await this.#refresh())) return;
+    this.#position.known = this.#job?.revision ?? 0;
+    await follow(
+      this.id,
+      this.#position,
+      {
+        onEvent: (event) => this.#onEvent(event),
+        onOpen: () => this.#tellConnection(""),
+        onLost: (pauseS) =>
+          this.#tellConnection(`The connection to the server is lost; next try in ${Math.ceil(pauseS)} s.`),
+        onRefused: (error) => this.#tell(error),
+      },
+      signal,
+    );
+  }
+
+  /** @param {import("../types.js").JobEvent} event */
+  #onEvent(event) {
+    this.#progress.add(event);
+    if (!this.#job) return;
+    const { status } = this.#job;
+    // Events that were there before the job was read are old news.
+    if (event.revision >= this.#job.revision) {
+      const { value_us = null, bound_us = null } = event;
+      Object.assign(this.#job, { revision: event.revision, status: event.status, attempt: event.attempt });
+      if (value_us !== null) this.#job.value_us = value_us;
+      if (bound_us !== null) this.#job.bound_us = bound_us;
+      this.#job.gap = gapOf(this.#job);
+      if (event.kind === "incumbent") announce(`better schedule: ${timeText(value_us)}, gap ${percentText(this.#job.gap)}`);
+      this.#showJob(this.#job);
+      if (event.status !== status || event.kind === "status") this.#refresh();
+    }
+    if (event.kind === "incumbent") this.#fetchSchedule();
+    this.#drawCurve();
+  }
+
+  /**
+   * Read the job anew.
+   *
+   * @returns {Promise<boolean>} whether there may be anything to follow
+   */
+  async #refresh() {
+    try {
+      const before = this.#job?.status;
+      const job = await getJob(this.id, this.#ending.signal);
+      if (this.#job && job.revision < this.#job.revision) return true;
+      this.#job = job;
+      this.#showJob(job);
+      this.#drawCurve();
+      if (before && before !== job.status) announce(`${nameOf(job)}: ${job.status} ${stateText(job)}`);
+      if (job.value_us !== null) this.#fetchSchedule();
+      return true;
+    } catch (error) {
+      this.#tell(error);
+      return error instanceof ApiError && error.status !== 404;
+    }
+  }
+
+  /** @param {Job} job */
+  #showJob(job) {
+    const heading = part(this.place, "title", HTMLElement);
+    heading.textContent = nameOf(job);
+    document.title = `${nameOf(job)} · OptPipe`;
+    fillStatus(part(this.place, "status", HTMLElement), job.status);
+    part(this.place, "state", HTMLElement).textContent = stateText(job);
+    this.#setFigure("value", timeText(job.value_us));
+    this.#setFigure("bound", timeText(job.bound_us));
+    this.#setFigure("gap", percentText(job.gap));
+    part(this.place, "objective", HTMLElement).textContent = OBJECTIVES[job.objective];
+    part(this.place, "method", HTMLElement).textContent = job.method;
+    part(this.place, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));
+    part(this.place, "elapsed", HTMLElement).textContent = elapsedText(job);
+    part(this.place, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
+    this.#showActions(job);
+    const error = part(this.place, "error", HTMLElement);
+    error.textContent = job.error ?? "";
+    error.hidden = !job.error;
+    this.#showWaiting(job);
+  }
+
+  /** @param {Job} job */
+  #showActions(job) {
+    const ended = hasEnded(job.status);
+    this.buttons.cancel.hidden = ended;
+    this.buttons.retry.hidden = !ended;
+    this.buttons.delete.disabled = job.status === "running";
+    this.buttons.delete.title = job.status === "running" ? "Cancel it first" : "";
+    const compare = part(this.place, "compare", HTMLAnchorElement);
+    compare.href = `#/compare?ids=${job.id}`;
+    compare.hidden = job.value_us === null;
+    part(this.place, "downloads", HTMLElement).hidden = job.value_us === null;
+  }
+
+  /** @param {Job} job */
+  #showWaiting(job) {
+    const waiting = part(this.place, "waiting", HTMLElement);
+    waiting.hidden = job.value_us !== null;
+    if (job.status === "queued") waiting.textContent = "Waiting for a worker. This page follows by itself.";
+    else if (job.status === "running") waiting.textContent = "Searching for a first schedule.";
+    else waiting.textContent = "There is no schedule.";
+  }
+
+  /**
+   * @param {string} name
+   * @param {string} text
+   */
+  #setFigure(name, text) {
+    part(this.place, name, HTMLElement).textContent = text;
+  }
+
+  /** Fetch the best schedule unless one is on its way; what was found meanwhile follows after a pause. */
+  async #fetchSchedule() {
+    if (this.#fetching || !this.#job || this.#shown >= this.#job.revision) return;
+    this.#fetching = true;
+    const revision = this.#job.revision;
+    let failed = false;
+    try {
+      this.#showSchedule(await getSchedule(this.id, this.#ending.signal));
+      this.#shown = revision;
+      await new Promise((resolve) => setTimeout(resolve, SCHEDULE_PAUSE_MS));
+    } catch (error) {
+      failed = true;
+      this.#tell(error);
+    } finally {
+      this.#fetching = false;
+    }
+    if (!failed && !this.#ending.signal.aborted) this.#fetchSchedule();
+  }
+
+  /** @param {Schedule} schedule */
+  #showSchedule(schedule) {
+    const host = part(this.place, "chart-host", HTMLElement);
+    const name = schedule.problem.name || "this job's schedule";
+    this.#chart ??= new GanttChart(host, { name });
+    this.#chart.show(schedule);
+    this.#offloads = schedule.devices.some((plan) => plan.offload?.length);
+    const torch = part(this.place, "download-torch-csv", HTMLButtonElement);
+    torch.textContent = this.#offloads ? "Torch CSV, without offloads" : "Torch CSV";
+    torch.title = this.#offloads ? "Torch's runtime knows no offload; devices need more memory without it" : "";
+    const busiest = schedule.devices.reduce((most, plan) => (plan.busy_us > most.busy_us ? plan : most));
+    this.#setFigure("bubble", percentText(busiest.bubble));
+    this.#setFigure("peak", bytesText(Math.max(...schedule.devices.map((plan) => plan.peak_bytes))));
+    part(this.place, "found-by", HTMLElement).textContent = schedule.method;
+    part(this.place, "source", HTMLElement).textContent = schedule.problem.source || NONE;
+  }
+
+  #drawCurve() {
+    const { points, nowS } = this.#progress;
+    part(this.place, "progress", HTMLElement).hidden = !points.length;
+    drawCurve(this.curve, points, nowS);
+    const found = points.filter(({ valueUs }, index) => valueUs !== null && valueUs !== points[index - 1]?.valueUs);
+    part(this.place, "curve-text", HTMLElement).textContent = found.length
+      ? `${found.length === 1 ? "One schedule" : `${found.length} schedules`} found, the last after ` +
+        `${found[found.length - 1].seconds.toFixed(2)} s.`
+      : "";
+  }
+
+  /** @param {"cancel" | "retry"} action */
+  async #act(action) {
+    const button = this.buttons[action];
+    button.disabled = true;
+    try {
+      this.#tell(null);
+      this.#job = await act(this.id, action);
+      this.#showJob(this.#job);
+      announce(action === "cancel" ? "cancel requested; the best schedule is kept" : "queued again");
+      if (action === "retry") this.#follow();
+    } catch (error) {
+      this.#tell(error);
+    } finally {
+      button.disabled = false;
+    }
+  }
+
+  async #delete() {
+    const name = this.#job ? nameOf(this.#job) : "this job";
+    if (!(await confirmed(`Delete ${name}?`, "Its schedule and history are removed for good.", "Delete"))) return;
+    try {
+      await remove(this.id);
+      announce(`${name} deleted`);
+      location.hash = "#/jobs";
+    } catch (error) {
+      this.#tell(error);
+    }
+  }
+
+  /** @param {keyof typeof FORMATS} name */
+  async #download(name) {
+    if (!this.#job) return;
+    try {
+      await download(this.#job, name, this.#offloads);
+    } catch (error) {
+      this.#tell(error);
+    }
+  }
+
+  /** @param {unknown} error null: all is well */
+  #tell(error) {
+    if (this.#ending.signal.aborted) return;
+    if (error === null) this.message.textContent = "";
+    else if (error instanceof ApiError && error.status === 404) {
+      this.message.textContent = "There is no such job. Maybe it was deleted, or belongs to another key.";
+    } else this.message.textContent = error instanceof Error ? error.message : String(error);
+  }
+
+  /** @param {string} text empty: it is there */
+  #tellConnection(text) {
+    this.connection.textContent = text;
+    this.connection.hidden = !text;
+  }
+}
+
+/** @param {Job} job */
+function gapOf({ value_us: value, bound_us: bound }) {
+  if (value === null || bound === null) return null;
+  return value ? (value - bound) / value : 0;
+}
+
+/** @param {Job} job */
+function elapsedText({ status, started_at: started, finished_at: finished }) {
+  if (!started) return status === "succeeded" ? "no time: an equal problem was solved before" : NONE;
+  if (!finished) return "running";
+  return timeText(1000 * (Date.parse(finished) - Date.parse(started)));
+}

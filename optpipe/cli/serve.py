@@ -1,0 +1,109 @@
+"""`optpipe serve`: the HTTP service with its page, one worker, and a PostgreSQL of its own unless one is given."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe.errors import ServiceError
+
+if TYPE_CHECKING:
+    from api.settings import Settings
+
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(help="postgresql://user:password@host/database, or OPTPIPE_DATABASE_URL.", metavar="URL"),
+]
+
+OPEN_STREAMS_S = 3
+"""How long those who follow a job are let go on when the service stops: they come back to the next one."""
+
+
+def command(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.", show_default="8000")] = None,
+    database_url: DatabaseUrl = None,
+) -> int:
+    """Run the HTTP service with its page and one worker.
+
+    Without a database URL it starts a PostgreSQL of its own, which keeps its files in a folder of this user. On any
+    address but a loopback one every caller needs a key (`optpipe keys create`). Settings: OPTPIPE_* in the
+    environment, or a TOML file that OPTPIPE_CONFIG_FILE names.
+    """
+    with service_installed():
+        import structlog
+        import uvicorn
+
+        from api.app import create_app
+        from api.jobs.migrate import migrate
+        from api.jobs.process import kept_worker
+        from api.logs import configure_logs
+        from api.settings import Settings
+
+    settings = Settings.load(host=host, port=port, database_url=database_url)
+    configure_logs(settings.log_json)
+    with ExitStack() as parts:
+        parts.enter_context(suppress(KeyboardInterrupt))
+        parts.enter_context(_signals_interrupt())
+        settings = parts.enter_context(with_database(settings))
+        assert settings.database_url is not None
+        url = settings.database_url.get_secret_value()
+        migrate(url)
+        if settings.keys_required:
+            structlog.get_logger("optpipe.serve").info("every caller needs a key; 'optpipe keys create NAME' makes one")
+        parts.enter_context(kept_worker(url))
+        uvicorn.run(
+            create_app(settings),
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=OPEN_STREAMS_S,
+        )
+    return 0
+
+
+@contextmanager
+def with_database(settings: Settings, shared: bool = False) -> Iterator[Settings]:
+    """Settings with a database URL: the given one, or that of a PostgreSQL that runs within this context.
+
+    `shared`: one that runs already will do. Raises InputError, DatabaseGoneError.
+    """
+    if settings.database_url is not None:
+        yield settings
+        return
+    from pydantic import SecretStr
+
+    from api.jobs.embedded import embedded_postgresql, shared_postgresql
+
+    start = shared_postgresql if shared else embedded_postgresql
+    with start(settings.data_folder) as url:
+        yield settings.model_copy(update={"database_url": SecretStr(url)})
+
+
+@contextmanager
+def service_installed() -> Iterator[None]:
+    """Turn a missing package of the service into an error that says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ServiceError(f"the service needs {error.name}. Maybe pip install 'optpipe[serve]'.") from None
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and the end of the terminal stop the service like Ctrl-C, with all that it has started."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""The calls of a server from Python, and `solve`: submit, follow, fetch, whatever happens to the connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from optpipe.client.connection import MOST_WAIT_S, SILENCE_S, Connection, Pauses
+from optpipe.client.events import Event, read_events
+from optpipe.client.jobs import JobState, OnProgress, Progress, ServerResult
+from optpipe.errors import ServiceError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+
+PATIENCE_S = 60.0
+"""How long a server may be out of reach, or busy, before a call fails."""
+
+CANCEL_S = 10.0
+"""How long a job may take to end after it was cancelled; it should take a second."""
+
+
+class Client:
+    """An OptPipe server. Use it from one thread at a time; as a context it closes its connections.
+
+    `url` such as ``http://localhost:8000``; `key`: a bearer key, where the server asks for one. Every call is repeated
+    for `patience_s` seconds while the server is out of reach or busy. All raise InputError where the request is wrong,
+    with the server's words, and ServiceError where the server cannot be reached or refuses.
+    """
+
+    def __init__(self, url: str, key: str | None = None, patience_s: float = PATIENCE_S) -> None:
+        self._connection = Connection(url, key, patience_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._connection.close()
+
+    def solve(
+        self,
+        problem: Problem,
+        method: str = "auto",
+        time_limit_s: float = 30.0,
+        *,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+        **config: Any,
+    ) -> Schedule:
+        """The best schedule that the server finds within `time_limit_s` seconds of search.
+
+        `config`: gap, workers, seed, priority, name, tags, as in POST /v1/schedules. `on_progress` is called with every
+        better value or bound. After `timeout_s` seconds in all, time in the queue included, the job is cancelled and
+        its best schedule returned; on KeyboardInterrupt it is cancelled and the interrupt goes on. Raises
+        InfeasibleError and NoSolutionError as a solve on this machine would.
+        """
+        job = self.submit(problem, method, time_limit_s, **config)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self.follow(job.id, on_progress, until)
+        except KeyboardInterrupt:
+            self.cancel(job.id)
+            raise
+        except TimeoutError:
+            self.cancel(job.id)
+        return self.result(job.id).schedule_or_error()
+
+    def submit(self, problem: Problem, method: str = "auto", time_limit_s: float = 30.0, **config: Any) -> JobState:
+        """Queue a job, once however often the connection breaks; it may have ended, if an equal one was solved."""
+        body = {"problem": problem.to_data(), "config": {"method": method, "time_limit_s": time_limit_s, **config}}
+        headers = {"Idempotency-Key": str(uuid4())}
+        return JobState.of(self._connection.request("POST", "/v1/schedules", json=body, headers=headers).json())
+
+    def follow(self, job_id: str, on_progress: OnProgress | None = None, until: float | None = None) -> None:
+        """Return when the job has ended, and call `on_progress` on the way.
+
+        Raises TimeoutError when `time.monotonic` is past `until`.
+        """
+        for event in self.events(job_id, until):
+            if on_progress and event.kind in ("incumbent", "bound") and event.data["value_us"] is not None:
+                data = event.data
+                on_progress(Progress(data["seconds"] or 0.0, data["value_us"], data["bound_us"], data["method"] or ""))
+
+    def events(self, job_id: str, until: float | None = None) -> Iterator[Event]:
+        """Every event of a job once and in order, up to its terminal status, through any number of connections."""
+        seen = 0
+        pauses = Pauses(self._connection.patience_s)
+        while True:
+            silence_s = SILENCE_S if until is None else max(0.0, min(SILENCE_S, until - time.monotonic()))
+            try:
+                with self._connection.lines(f"/v1/schedules/{job_id}/events", seen, silence_s) as lines:
+                    pauses.reset()
+                    for event in read_events(_until(lines, until)):
+                        seen = event.revision
+                        yield event
+                if self.job(job_id).ended:
+                    return
+            except ServiceError as error:
+                if until is not None and time.monotonic() > until:
+                    raise TimeoutError from None
+                if not error.passing:
+                    raise
+                pauses.pause(error)
+
+    def job(self, job_id: str) -> JobState:
+        """The job as it stands."""
+        return JobState.of(self._connection.request("GET", f"/v1/schedules/{job_id}").json())
+
+    def wait(self, job_id: str, seconds: float) -> JobState:
+        """The job once it has ended, or as it stands after some seconds (at most a minute)."""
+        options = {"wait": min(seconds, MOST_WAIT_S)}
+        return JobState.of(self._connection.request("GET", f"/v1/schedules/{job_id}", params=options).json())
+
+    def cancel(self, job_id: str) -> JobState:
+        """Stop a job; its best schedule is kept."""
+        return JobState.of(self._connection.request("POST", f"/v1/schedules/{job_id}/cancel").json())
+
+    def schedule(self, job_id: str) -> Schedule:
+        """The best schedule of a job so far."""
+        answer = self._connection.request("GET", f"/v1/schedules/{job_id}/schedule")
+        return Schedule.from_json(answer.content, str(answer.url))
+
+    def result(self, job_id: str) -> ServerResult:
+        """How a job ended, with its best schedule; one that was cancelled just now is given some seconds to end."""
+        job = self.wait(job_id, CANCEL_S)
+        return ServerResult(job, self.schedule(job_id) if job.value_us is not None else None)
+
+
+def _until(lines: Iterator[str], until: float | None) -> Iterator[str]:
+    """The lines that come in time. Raises TimeoutError."""
+    for line in lines:
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError
+        yield line

@@ -1,0 +1,7 @@
+"""Fixtures of the service."""
+
+from __future__ import annotations
+
+from tests.postgresql import database_url, postgresql, settings
+
+__all__ = ["database_url", "postgresql", "settings"]

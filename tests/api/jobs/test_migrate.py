@@ -1,0 +1,84 @@
+"""The tables: as the program describes them, and refused at another revision."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psycopg
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from pgqueuer.queries import Queries
+from sqlalchemy import create_engine, make_url
+
+from api.jobs.database import listening_connection, sqlalchemy_url
+from api.jobs.errors import DatabaseGoneError
+from api.jobs.migrate import check_revision, migrate
+from api.jobs.store import Store
+from api.jobs.tables import metadata
+from api.settings import Settings
+from optpipe.errors import InputError
+from tests.postgresql import with_store
+
+
+def test_the_revisions_make_what_the_tables_say(database_url: str) -> None:
+    engine = create_engine(sqlalchemy_url(database_url))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"include_name": lambda name, *_: _is_ours(name)})
+        assert compare_metadata(context, metadata) == []
+    engine.dispose()
+
+
+def _is_ours(name: str | None) -> bool:
+    return name is None or not name.startswith("pgqueuer")
+
+
+def test_pgqueuer_finds_its_tables_as_it_wants_them(database_url: str) -> None:
+    async def plan() -> list[str]:
+        async with await listening_connection(database_url) as connection:
+            return list((await Queries.from_psycopg_connection(connection).plan_upgrade()).statements)
+
+    assert asyncio.run(plan()) == []  # else a new revision must bring them there
+
+
+def test_another_revision_is_refused(settings: Settings, database_url: str) -> None:
+    migrate(database_url)
+    check_revision(database_url)
+    _run(database_url, "UPDATE alembic_version SET version_num = '9999'")
+    for refuse in (check_revision, migrate):
+        with pytest.raises(InputError, match=r"at revision 9999.*Maybe update this program"):
+            refuse(database_url)
+
+    async def scenario(store: Store) -> None:
+        with pytest.raises(DatabaseGoneError, match="9999"):
+            await store.ping()
+
+    with_store(settings, scenario)
+    _run(database_url, "DROP TABLE alembic_version")
+    with pytest.raises(InputError, match=r"without OptPipe's tables.*optpipe serve"):
+        check_revision(database_url)
+
+
+def _run(url: str, statement: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("mysql://root:secret@localhost/x", "only PostgreSQL"),
+        ("secret", "is not an address"),
+        ("postgresql://u:secret@localhost:1/x", "cannot be reached"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_said_without_it(url: str, said: str) -> None:
+    with pytest.raises((InputError, DatabaseGoneError), match=said) as raised:
+        migrate(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_database_that_is_not_there(database_url: str) -> None:
+    elsewhere = make_url(database_url).set(database="nowhere").render_as_string(hide_password=False)
+    with pytest.raises(DatabaseGoneError, match='"nowhere" does not exist'):
+        migrate(elsewhere)

@@ -1,0 +1,108 @@
+"""`optpipe serve` alone: its PostgreSQL, its worker, and what is left when parts of it are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import psycopg
+import pytest
+
+from tests.postgresql import server_folder
+from tests.problems import uniform
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    with server_folder() as folder:
+        yield os.environ | {"OPTPIPE_DATA_FOLDER": str(folder), "OPTPIPE_HEARTBEAT_S": "1", "PYTHONPATH": os.getcwd()}
+
+
+def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> None:
+    with _serving(environment, free_tcp_port) as (service, client):
+        first = _solved(client, microbatches=3)
+        made = json.loads(_command(environment, "keys", "create", "ci", "--json").stdout)
+        assert made["secret"].startswith("optpipe_")
+
+        worker = _worker_of(service)
+        worker.kill()
+        _solved(client, microbatches=4)  # by the next one
+
+        worker = _worker_of(service)
+        service.kill()
+        worker.wait(PATIENCE_S)  # without its parent it ends by itself
+    with _serving(environment, free_tcp_port) as (service, client):
+        assert client.get(first).json()["status"] == "succeeded"
+        _solved(client, microbatches=5)
+        worker = _worker_of(service)
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(PATIENCE_S) == 0
+        worker.wait(1)
+    keys = json.loads(_command(environment, "keys", "list", "--json").stdout)  # starts the database for itself
+    assert [key["name"] for key in keys] == ["ci"]
+    folder = Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql"
+    with pytest.raises(psycopg.OperationalError):
+        psycopg.connect(f"postgresql://postgres:@/postgres?host={folder}")
+
+
+@contextmanager
+def _serving(environment: dict[str, str], port: int) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """A service that answers, and a client of it."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "optpipe", "serve", "--port", str(port)],
+            env=environment,
+        ) as service,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+        try:
+            _until(lambda: _answers(client))
+            yield service, client
+        finally:
+            service.terminate()
+            service.wait(PATIENCE_S)
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/healthz").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _solved(client: httpx.Client, microbatches: int) -> str:
+    """Post a problem and wait for its schedule; where the job is."""
+    body = {"problem": uniform(2, microbatches).to_data(), "config": {"method": "zb-h1"}}
+    answer = client.post("/v1/schedules", json=body)
+    assert answer.status_code == 202
+    path = answer.headers["location"]
+    _until(lambda: client.get(path).json()["status"] == "succeeded")
+    return str(path)
+
+
+def _worker_of(service: subprocess.Popen[bytes]) -> psutil.Process:
+    (worker,) = [child for child in psutil.Process(service.pid).children() if "worker" in child.cmdline()]
+    return worker
+
+
+def _command(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "optpipe", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+
+
+def _until(state: Callable[[], bool]) -> None:
+    patience_s = time.monotonic() + PATIENCE_S
+    while not state():
+        assert time.monotonic() < patience_s
+        time.sleep(0.1)

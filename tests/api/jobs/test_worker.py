@@ -1,0 +1,114 @@
+"""A worker as a process and in a loop: real children, cancel, SIGTERM, and bugs that are not its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from api.jobs.config import JobConfig
+from api.jobs.solving import ChildSolver, OnEvent, Solve, Task
+from api.jobs.store import Store
+from api.jobs.worker import Worker
+from api.settings import Settings
+from optpipe.schedule import Schedule
+from optpipe.verify import verify
+from solver.process import ChildResult
+from tests.postgresql import with_store
+from tests.problems import HALF, uniform
+from tests.promises.scripted import PATIENCE_S, job_named, scripted, submitted, until, workers_on
+
+
+@asynccontextmanager
+async def working(settings: Settings, solve: Solve) -> AsyncIterator[Worker]:
+    worker = Worker(settings, solve)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        await running
+
+
+def test_a_child_solves_it(settings: Settings) -> None:
+    async def scenario(store: Store) -> None:
+        solver = ChildSolver()
+        solver.prepare()
+        problem = uniform(3, 6, budget=4, offload=HALF)
+        async with working(settings, solver):
+            done = await store.wait_until_ended(
+                (await store.submit(problem, JobConfig(gap=0.5))).job.id, wait_s=PATIENCE_S
+            )
+        solver.close()
+        assert done.status == "succeeded"
+        assert done.limit in (None, "gap")
+        schedule = Schedule.from_json((await store.best_schedule(done.id)).text)
+        assert verify(schedule).ok
+        assert schedule.problem == problem
+        assert (await store.submit(problem, JobConfig(gap=0.5))).job.status == "succeeded"
+
+    with_store(settings, scenario)
+
+
+def test_a_method_that_cannot_says_why(settings: Settings) -> None:
+    async def scenario(store: Store) -> None:
+        solver = ChildSolver()
+        async with working(settings, solver):
+            job = (await store.submit(uniform(2, 2, v_shape=True), JobConfig(method="gpipe"))).job
+            done = await store.wait_until_ended(job.id, wait_s=PATIENCE_S)
+        assert (done.status, done.reason, done.limit) == ("failed", "no_solution", None)
+        assert done.error is not None
+        assert "gpipe" in done.error
+
+    with_store(settings, scenario)
+
+
+def test_cancel(settings: Settings) -> None:
+    async def scenario(store: Store) -> None:
+        async with working(settings, scripted):
+            job_id = await submitted(store, "long", seconds=60)
+            await until(store, job_id, lambda job: job.value_us is not None)
+            await store.cancel(job_id)
+            done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
+        assert (done.status, done.reason, done.limit) == ("cancelled", "feasible", "interrupted")
+        assert (await store.best_schedule(job_id)).final
+
+    with_store(settings, scenario)
+
+
+def test_a_bug_in_a_solve_ends_the_job_alone(settings: Settings) -> None:
+    def broken(task: Task, on_event: OnEvent) -> ChildResult:
+        if task.problem.name == "broken":
+            raise ZeroDivisionError
+        return scripted(task, on_event)
+
+    async def scenario(store: Store) -> None:
+        async with working(settings, broken):
+            bad = (await store.submit(job_named("broken"), JobConfig())).job.id
+            assert (await store.wait_until_ended(bad, wait_s=PATIENCE_S)).error == (
+                "a bug in the service ended the solve (ZeroDivisionError)."
+            )
+            good = await submitted(store, "good", seconds=0.1)
+            assert (await store.wait_until_ended(good, wait_s=PATIENCE_S)).status == "succeeded"
+
+    with_store(settings, scenario)
+
+
+def test_sigterm_gives_jobs_back(settings: Settings) -> None:
+    with workers_on(settings) as workers:
+
+        async def scenario(store: Store) -> None:
+            leaving = workers.start()
+            job_id = await submitted(store, "long", seconds=60)
+            found = await until(store, job_id, lambda job: job.value_us is not None)
+            leaving.terminate()
+            waits = await until(store, job_id, lambda job: job.status == "queued")
+            assert waits.value_us == found.value_us
+            await asyncio.to_thread(leaving.join, PATIENCE_S)
+            assert leaving.exitcode == 0
+            async with working(settings, scripted):
+                done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
+            assert (done.status, done.attempt) == ("succeeded", 2)
+            assert (await store.counts()).lost == 0
+
+        with_store(settings, scenario)

@@ -1,0 +1,136 @@
+"""Analyzing schedules and comparing published ones."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from httpx import Client
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+
+from api.analysis import MOST_VIOLATIONS, Analysis
+from api.comparison import Comparison
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.verify import verify
+from solver.methods import METHODS
+from solver.portfolio import solve
+from tests.api.solves import PROBLEM
+from tests.problems import HALF, KNOWN_OPTIMA, instance, problems, uniform
+
+
+def analysis(client: Client, schedule: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post("/v1/analyze", json=schedule)
+    assert answer.status_code == 200, answer.text
+    Analysis.model_validate(answer.json())
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_valid_schedule(client: Client) -> None:
+    schedule = solve(uniform(2, 4, budget=2, offload=HALF), "ada-offload")
+    found = analysis(client, schedule.to_data())
+    verdict = verify(schedule)
+    assert found["valid"] is True
+    assert found["violations"] == []
+    assert (found["value_us"], found["makespan_us"]) == (schedule.value_us, verdict.makespan_us)
+    assert found["bubble"] == schedule.bubble
+    assert found["host_peak_bytes"] == verdict.host_peak_bytes
+    for device, plan in zip(found["devices"], schedule.devices, strict=True):
+        assert device["peak_bytes"] == plan.peak_bytes == max(device["memory"]["bytes"])
+        assert device["peak_bytes_any_timing"] == plan.peak_bytes_any_timing
+        assert device["memory_bytes"] == 2
+        assert device["memory"]["times_us"] == sorted(device["memory"]["times_us"])
+
+
+def test_broken_rules_are_told_with_op_and_time(client: Client) -> None:
+    schedule = solve(PROBLEM, "zb-h1").to_data()
+    ops = schedule["devices"][1]["compute"]
+    ops[0]["start_us"], ops[0]["end_us"] = 0.0, 10.0
+    found = analysis(client, schedule)
+    assert found["valid"] is False
+    assert {"rule": "dependency", "where": "F1.0", "time_us": 0.0} in [
+        {name: broken[name] for name in ("rule", "where", "time_us")} for broken in found["violations"]
+    ]
+
+
+def test_a_schedule_that_breaks_everything_is_still_analyzed(client: Client) -> None:
+    schedule = solve(uniform(2, 600), "gpipe").to_data()
+    for device in schedule["devices"]:
+        for op in device["compute"]:
+            op["start_us"], op["end_us"] = 1e30, -1e30
+    found = analysis(client, schedule)
+    assert found["valid"] is False
+    assert len(found["violations"]) == MOST_VIOLATIONS < found["violation_count"]
+
+
+def test_an_empty_schedule(client: Client) -> None:
+    schedule = solve(PROBLEM, "zb-h1").to_data()
+    for device in schedule["devices"]:
+        device["compute"] = []
+    assert analysis(client, schedule)["valid"] is False
+
+
+def test_the_published_schedules_side_by_side(client: Client) -> None:
+    answer = client.post("/v1/compare", json={"problem": PROBLEM.to_data()})
+    assert answer.status_code == 200
+    rows = Comparison.model_validate(answer.json()).methods
+    assert {row.method for row in rows} == {method.name for method in METHODS.values() if method.kind == "published"}
+    values = [row.value_us for row in rows if row.value_us is not None]
+    assert values == sorted(values)
+    assert values[0] == 131
+    assert all((row.value_us is None) == (row.why_not is not None) for row in rows)
+    assert all(row.schedule is None for row in rows)
+
+
+def test_compared_schedules_whole(client: Client) -> None:
+    answer = client.post("/v1/compare", params={"schedules": True}, json={"problem": PROBLEM.to_data()})
+    rows = [row for row in answer.json()["methods"] if row["why_not"] is None]
+    assert len(rows) > 4
+    for row in rows:
+        schedule = Schedule.from_data(row["schedule"])
+        assert verify(schedule).ok
+        assert schedule.value_us == row["value_us"]
+
+
+def test_a_measured_problem(client: Client) -> None:
+    answer = client.post("/v1/compare", json={"problem": instance("zb-1.5b-p8-m24-mem1").to_data()})
+    found = {row["method"]: row["value_us"] for row in answer.json()["methods"] if row["why_not"] is None}
+    assert found["zb-auto"] <= found["1f1b"]
+
+
+@hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_any_problem_can_be_compared(client: Client, problem: Problem) -> None:
+    answer = client.post("/v1/compare", json={"problem": problem.to_data()})
+    assert answer.status_code == 200, answer.text
+
+
+def test_the_server_answers_while_it_compares(client: Client, service_url: str) -> None:
+    """Heavy work leaves the event loop alone: quick calls go on beside it."""
+    problem = instance("po-18.1b-16k-d16-v3-m128-mem0.25").to_data()
+    with httpx.Client(base_url=service_url, headers=client.headers, timeout=60) as other:
+        answers: list[int] = []
+        heavy = threading.Thread(
+            target=lambda: answers.append(other.post("/v1/compare", json={"problem": problem}).status_code)
+        )
+        heavy.start()
+        beside = 0
+        while heavy.is_alive():
+            assert client.get("/healthz").status_code == 200
+            beside += 1
+        heavy.join()
+    assert answers == [200]
+    assert beside > 20
+
+
+@pytest.mark.parametrize("name", KNOWN_OPTIMA)
+def test_optima_are_below_what_is_published(client: Client, name: str) -> None:
+    problem, optimum = KNOWN_OPTIMA[name]
+    rows = client.post("/v1/compare", json={"problem": problem.to_data()}).json()["methods"]
+    values = [row["value_us"] for row in rows if row["why_not"] is None]
+    assert values
+    assert min(values) >= optimum

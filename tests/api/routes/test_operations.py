@@ -1,0 +1,117 @@
+"""For those who run the service, and for browsers that come by."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+
+import httpx
+import pytest
+from httpx import Client
+
+from api.app import create_app
+from api.jobs.errors import DatabaseGoneError
+from api.jobs.store import Store
+from api.settings import Settings
+from api.submissions import SubmissionBody
+from tests.api.server import listening
+from tests.api.solves import body
+
+
+def test_alive_and_ready(client: Client) -> None:
+    assert client.get("/healthz").json() == {"status": "alive"}
+    assert client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_not_ready_without_the_database(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone(_: Store) -> None:
+        raise DatabaseGoneError("the database does not answer.")
+
+    monkeypatch.setattr(Store, "ping", gone)
+    with listening(create_app(settings)) as url:
+        answer = httpx.get(f"{url}/readyz")
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+
+def test_metrics(client: Client) -> None:
+    client.post("/v1/schedules", params={"wait": 20}, json=body())
+    text = client.get("/metrics").text
+    assert 'optpipe_http_requests_total{method="POST",route="/v1/schedules",status="200"}' in text
+    assert 'optpipe_jobs{status="succeeded"}' in text
+    assert "optpipe_queue_age_seconds" in text
+
+
+def test_demo_data_can_be_posted_as_they_are(client: Client) -> None:
+    entries = client.get("/v1/demo-data").json()["demo_data"]
+    assert len(entries) >= 4
+    for entry in entries:
+        demo = client.get(entry["url"])
+        SubmissionBody.from_json(demo.content)
+        answer = client.post("/v1/schedules?operation=validate", content=demo.content, headers=JSON)
+        assert answer.status_code == 200, answer.text
+    assert client.get("/v1/demo-data/none").status_code == 404
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_errors_are_problem_documents(client: Client) -> None:
+    for method, path, status in (("GET", "/none", 404), ("PUT", "/v1/schedules", 405), ("POST", "/", 405)):
+        answer = client.request(method, path)
+        problem = answer.json()
+        assert answer.status_code == problem["status"] == status
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert problem["title"] == HTTPStatus(status).phrase
+        assert problem["request_id"] == answer.headers["x-request-id"]
+    assert client.put("/v1/schedules").headers["allow"] == "GET, POST"
+
+
+def test_a_mistake_of_the_server_tells_nothing_of_its_inside(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("secret of the inside")
+
+    monkeypatch.setattr(Store, "list_jobs", broken)
+    with listening(create_app(settings)) as url:
+        answer = httpx.get(f"{url}/v1/schedules", headers={"X-Request-ID": "my-request-1"})
+    assert answer.status_code == 500
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+    assert answer.json()["request_id"] == "my-request-1"
+
+
+def test_the_openapi_document(client: Client) -> None:
+    document = client.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1.")
+    text = json.dumps(document)
+    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert references <= set(document["components"]["schemas"])
+    assert set(document["paths"]) >= {"/v1/schedules", "/v1/analyze", "/v1/compare", "/healthz", "/metrics"}
+
+
+def test_answers_are_safe_in_a_browser(client: Client) -> None:
+    for path in ("/v1/schedules", "/healthz", "/none"):
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["content-security-policy"].startswith("default-src 'none'")
+        assert headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:8000", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("localhost.evil.example:8000", 421),
+    ],
+)
+def test_a_local_server_answers_to_local_names(settings: Settings, host: str, status: int) -> None:
+    with listening(create_app(settings)) as url:
+        assert httpx.get(f"{url}/v1/schedules", headers={"Host": host}).status_code == status

@@ -1,0 +1,184 @@
+"""Jobs over HTTP: submit, look, list, cancel, retry, remove; the schedule in every format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from httpx import Client
+
+from optpipe.schedule import Schedule
+from optpipe.verify import verify
+from solver.portfolio import solve
+from tests.api.solves import PROBLEM, STEPS, body
+from tests.problems import HALF, uniform
+
+
+def solved(client: Client, **config: Any) -> dict[str, Any]:
+    """A job that has ended."""
+    answer = client.post("/v1/schedules", params={"wait": 20}, json=body(**config))
+    assert answer.status_code == 200, answer.text
+    job: dict[str, Any] = answer.json()
+    return job
+
+
+def test_a_job_is_queued(idle: Client) -> None:
+    answer = idle.post("/v1/schedules", json=body(name="mine", tags=["a", "b"]))
+    job = answer.json()
+    assert answer.status_code == 202
+    assert answer.headers["location"] == f"/v1/schedules/{UUID(job['id'])}"
+    assert (job["status"], job["name"], job["tags"]) == ("queued", "mine", ["a", "b"])
+    assert job["queue_place"] >= 1
+    assert job["termination"] is job["value_us"] is job["finished_at"] is None
+    assert idle.get(answer.headers["location"]).json() == job
+
+
+def test_a_job_is_solved(client: Client) -> None:
+    problem = uniform(2, 4, budget=8, transfer_us=2)
+    expected = solve(problem, STEPS[-1])
+    job = client.post("/v1/schedules", params={"wait": 20}, json=body(problem)).json()
+    assert job["status"] == "succeeded"
+    assert job["termination"] == {"reason": expected.status, "limit": None}
+    assert (job["value_us"], job["bound_us"]) == (expected.value_us, expected.bound_us)
+    assert (job["gap"], job["attempt"], job["queue_place"]) == (expected.gap, 1, None)
+    schedule = Schedule.from_json(client.get(f"/v1/schedules/{job['id']}/schedule").content)
+    assert verify(schedule).ok
+    assert schedule.problem == problem
+    assert schedule.value_us == expected.value_us
+
+
+def test_an_equal_problem_is_answered_at_once(client: Client) -> None:
+    first = solved(client)
+    again = client.post("/v1/schedules", json=body())
+    assert again.status_code == 200
+    assert again.json()["id"] != first["id"]
+    assert again.json()["attempt"] == 0
+    assert again.json()["value_us"] == first["value_us"]
+
+
+def test_validate_only_checks(idle: Client) -> None:
+    answer = idle.post("/v1/schedules", params={"operation": "validate"}, json=body())
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "valid": True,
+        "name": "two devices",
+        "objective": "makespan",
+        "devices": 2,
+        "stages": 2,
+        "microbatches": 4,
+        "ops": 24,
+    }
+    assert idle.get("/v1/schedules").json()["jobs"] == []
+
+
+def test_idempotency_key(idle: Client) -> None:
+    headers = {"Idempotency-Key": "once"}
+    first = idle.post("/v1/schedules", json=body(), headers=headers).json()
+    reordered = dict(reversed(body().items()))
+    assert idle.post("/v1/schedules", json=reordered, headers=headers).json()["id"] == first["id"]
+    other = idle.post("/v1/schedules", json=body(seed=1), headers=headers)
+    assert other.status_code == 422
+    assert other.json()["errors"][0]["code"] == "idempotency_mismatch"
+    bad = idle.post("/v1/schedules", json=body(), headers={"Idempotency-Key": "x" * 201})
+    assert bad.status_code == 422
+
+
+def test_list_in_pages_newest_first(idle: Client) -> None:
+    ids = [idle.post("/v1/schedules", json=body(name=f"job {k}", tags=[f"tag{k % 2}"])).json()["id"] for k in range(5)]
+    found, cursor = [], None
+    for _ in range(3):
+        params: dict[str, Any] = {"limit": 2} | ({"cursor": cursor} if cursor else {})
+        page = idle.get("/v1/schedules", params=params).json()
+        found += [job["id"] for job in page["jobs"]]
+        cursor = page["cursor"]
+    assert found == ids[::-1]
+    assert cursor is None
+    tagged = idle.get("/v1/schedules", params={"tag": "tag1", "status": "queued"}).json()["jobs"]
+    assert [job["name"] for job in tagged] == ["job 3", "job 1"]
+    assert idle.get("/v1/schedules", params={"status": "failed"}).json()["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=201", "limit=0", "status=done", "cursor=nonsense", "tag=%00", "tag=", "limit=nan", "limit=1e400"]
+)
+def test_bad_queries_are_refused(idle: Client, query: str) -> None:
+    answer = idle.get(f"/v1/schedules?{query}")
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["errors"][0]["code"] in ("bad_parameter", "bad_cursor")
+
+
+def test_cancel_retry_remove(idle: Client) -> None:
+    path = idle.post("/v1/schedules", json=body()).headers["location"]
+    assert idle.post(f"{path}/retry").status_code == 409
+    cancelled = idle.post(f"{path}/cancel").json()
+    assert (cancelled["status"], cancelled["termination"]["limit"]) == ("cancelled", "interrupted")
+    retried = idle.post(f"{path}/retry")
+    assert (retried.status_code, retried.json()["status"]) == (202, "queued")
+    idle.post(f"{path}/cancel")
+    assert idle.delete(path).status_code == 204
+    assert idle.get(path).status_code == 404
+    assert idle.delete(path).status_code == 404
+
+
+def test_no_schedule_yet(idle: Client) -> None:
+    path = idle.post("/v1/schedules", json=body()).headers["location"]
+    answer = idle.get(f"{path}/schedule")
+    assert answer.status_code == 404
+    assert answer.json()["errors"][0]["code"] == "no_schedule"
+
+
+@pytest.mark.parametrize("path", ["", "/schedule", "/events", "/cancel", "/retry"])
+@pytest.mark.parametrize("job_id", [str(uuid4()), "no-id", "..", "%00", "0" * 32])
+def test_what_is_not_there(idle: Client, job_id: str, path: str) -> None:
+    method = "POST" if path in ("/cancel", "/retry") else "GET"
+    answer = idle.request(method, f"/v1/schedules/{job_id}{path}")
+    assert answer.status_code == 404
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_formats(client: Client) -> None:
+    path = f"/v1/schedules/{solved(client)['id']}/schedule"
+    csv = client.get(path, params={"format": "torch-csv"})
+    assert csv.headers["content-type"].startswith("text/csv")
+    assert [line[:7] for line in csv.text.splitlines()] == ["0F0,0F1", "1F0,1I0"]
+    trace = client.get(path, params={"format": "chrome-trace"}).json()
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 24
+    svg = client.get(path, params={"format": "svg"})
+    assert svg.headers["content-type"] == "image/svg+xml"
+    assert "<svg" in svg.text
+    png = client.get(path, params={"format": "png"})
+    assert png.content.startswith(b"\x89PNG")
+    assert png.headers["content-disposition"].endswith('.png"')
+    assert client.get(path, params={"format": "html"}).status_code == 422
+
+
+def test_what_a_format_cannot_hold(client: Client) -> None:
+    problem = uniform(2, 4, budget=8, offload=HALF)
+    job = client.post("/v1/schedules", params={"wait": 20}, json=body(problem)).json()
+    path = f"/v1/schedules/{job['id']}/schedule"
+    assert client.get(path, params={"format": "svg", "drop_offload": True}).status_code == 422
+    assert client.get(path, params={"format": "torch-csv", "drop_offload": True}).status_code == 200
+
+
+def test_a_schedule_that_is_known_is_not_sent_again(client: Client) -> None:
+    path = f"/v1/schedules/{solved(client)['id']}/schedule"
+    first = client.get(path)
+    assert client.get(path, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
+    other = client.get(path, params={"format": "svg"}, headers={"If-None-Match": first.headers["etag"]})
+    assert other.status_code == 200
+
+
+def test_large_bodies_are_read_elsewhere(idle: Client) -> None:
+    stage = PROBLEM.stages[0].to_data()
+    large = body(uniform(2, 1)) | {}
+    large["problem"] = {**large["problem"], "stages": [stage] * 1000}
+    assert len(json.dumps(large)) > 100_000
+    answer = idle.post("/v1/schedules", params={"operation": "validate"}, json=large)
+    assert answer.json()["ops"] == 3000
+    large["problem"]["stages"][999] = stage | {"forward_us": -1}
+    refused = idle.post("/v1/schedules", params={"operation": "validate"}, json=large)
+    assert refused.status_code == 422
+    assert [fault["pointer"] for fault in refused.json()["errors"]] == ["/problem/stages/999/forward_us"]

@@ -1,0 +1,69 @@
+"""Fixtures: Chromium for the tests of the page; `service_url` solves at once, `slow` a step at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from api.app import create_app
+from api.settings import Settings
+from tests.api.server import listening, working
+from tests.api.services import idle_settings, idle_url, new_key, service_settings, service_url
+from tests.api.solves import Stepwise
+from tests.browser import open_page, running_browser
+
+__all__ = ["idle_settings", "idle_url", "service_settings", "service_url"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser for the tests of one file: while it runs, asyncio takes the main thread's loop as running."""
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def key(service_settings: Settings) -> str:
+    """A key of this test alone, and so its own jobs."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(new_key, service_settings).result()
+
+
+@pytest.fixture
+def page(browser: Browser, service_url: str, key: str) -> Iterator[Page]:
+    """The page of a service that solves within milliseconds."""
+    with open_page(browser, service_url, key) as page:
+        yield page
+
+
+@dataclass(frozen=True)
+class SlowService:
+    """A service without keys whose worker finds one schedule at once, and the next one at each `step`."""
+
+    url: str
+    steps: threading.Semaphore
+
+    def step(self) -> None:
+        """Let the worker find one more."""
+        self.steps.release()
+
+
+@pytest.fixture
+def slow(settings: Settings) -> Iterator[SlowService]:
+    """See SlowService."""
+    steps = threading.Semaphore(0)
+    solve = Stepwise(lambda: steps.acquire(blocking=False))
+    with working(settings, solve), listening(create_app(settings)) as url:
+        yield SlowService(url, steps)
+
+
+@pytest.fixture
+def slow_page(browser: Browser, slow: SlowService) -> Iterator[Page]:
+    """The page of that service."""
+    with open_page(browser, slow.url) as page:
+        yield page

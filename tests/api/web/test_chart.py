@@ -1,0 +1,169 @@
+"""The chart: what can be done with it by pointer, wheel, touch and keys, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.api.web.jobs import posted
+from tests.browser import open_page
+from tests.problems import uniform
+
+PROBLEM = uniform(4, 8, name="four devices")
+
+
+@pytest.fixture
+def surface(page: Page, service_url: str, key: str) -> Locator:
+    return opened(page, posted(service_url, key, PROBLEM))
+
+
+def opened(page: Page, job: str) -> Locator:
+    page.goto(f"/#/jobs/{job}")
+    expect(page.locator("figure[data-magnification='1.000']")).to_be_visible()
+    return page.locator("[data-part=surface]")
+
+
+def magnification(page: Page) -> float:
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    return float(page.get_attribute("figure", "data-magnification") or 0)
+
+
+def picture(page: Page) -> str:
+    """What is drawn on the canvas."""
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    return str(page.locator("[data-part=base]").evaluate("canvas => canvas.toDataURL()"))
+
+
+def test_ops_are_drawn_in_their_colours(page: Page, surface: Locator) -> None:
+    count = """canvas => {
+      const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+      const counts = {};
+      for (let i = 0; i < data.length; i += 4) {
+        const colour = `${data[i]} ${data[i + 1]} ${data[i + 2]}`;
+        counts[colour] = (counts[colour] ?? 0) + 1;
+      }
+      return counts;
+    }"""
+    pixels = page.locator("[data-part=base]").evaluate(count)
+    forward, backward, weight = (pixels.get(colour, 0) for colour in ("0 114 178", "230 159 0", "0 158 115"))
+    # Every F, B and W takes 10 us here; numbers cover a part of each.
+    assert forward > 10_000
+    assert backward == pytest.approx(forward, rel=0.1)
+    assert weight == pytest.approx(forward, rel=0.1)
+
+
+def test_keys_zoom_move_and_fit(page: Page, surface: Locator) -> None:
+    whole = picture(page)
+    surface.focus()
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    assert magnification(page) == pytest.approx(2.25)
+    middle = picture(page)
+    assert middle != whole
+    page.keyboard.press("ArrowLeft")
+    assert picture(page) != middle
+    page.keyboard.press("-")
+    assert magnification(page) == pytest.approx(1.5)
+    page.keyboard.press("0")
+    assert magnification(page) == 1
+    assert picture(page) == whole
+
+
+def test_the_wheel_scrolls_the_page_until_the_chart_has_the_focus(page: Page, surface: Locator) -> None:
+    surface.hover()
+    page.mouse.wheel(0, -300)
+    assert magnification(page) == 1
+    surface.click()
+    page.mouse.wheel(0, -300)
+    expect(page.locator("figure[data-magnification='1.000']")).to_have_count(0)
+    zoomed = magnification(page)
+    assert zoomed > 1
+    page.mouse.wheel(0, 300)
+    page.wait_for_function("Number(document.querySelector('figure').dataset.magnification) === 1")
+
+
+def test_dragging_moves(page: Page, surface: Locator) -> None:
+    page.get_by_role("button", name="Zoom in").click()
+    before = picture(page)
+    box = surface.bounding_box()
+    assert box
+    x, y = box["x"] + box["width"] / 2, box["y"] + 60
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 120, y, steps=4)
+    page.mouse.up()
+    assert picture(page) != before
+    page.mouse.move(x, y, steps=2)
+    assert magnification(page) == pytest.approx(1.5)
+
+
+def test_pointing_at_an_op_tells_about_it(page: Page, surface: Locator) -> None:
+    box = surface.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 130, box["y"] + 46)
+    tooltip = page.locator("[data-part=tooltip]")
+    expect(tooltip).to_contain_text("F 0: forward of microbatch 0")
+    expect(tooltip).to_contain_text("stage 0, device 0")
+    expect(tooltip).to_contain_text("10.00\u00a0µs")
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    expect(tooltip).to_be_hidden()
+
+
+def test_a_pinch_zooms(browser: Browser, service_url: str, key: str) -> None:
+    job = posted(service_url, key, PROBLEM)
+    with open_page(browser, service_url, key, has_touch=True, viewport={"width": 390, "height": 844}) as page:
+        surface = opened(page, job)
+        surface.scroll_into_view_if_needed()
+        box = surface.bounding_box()
+        assert box
+        fingers = page.context.new_cdp_session(page)
+        x, y = box["x"] + 200, box["y"] + 80
+
+        def touch(kind: str, *xs: float) -> None:
+            points = [{"x": finger, "y": y, "id": number} for number, finger in enumerate(xs)]
+            fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+        touch("touchStart", x - 20)
+        touch("touchStart", x - 20, x + 20)
+        for spread in (40, 60, 80):
+            touch("touchMove", x - spread, x + spread)
+        touch("touchEnd")
+        page.wait_for_function("Number(document.querySelector('figure').dataset.magnification) > 2")
+
+
+def test_the_table_says_what_the_chart_shows(page: Page, surface: Locator) -> None:
+    page.get_by_text("The chart as a table").click()
+    rows = page.locator("[data-part=table] tr")
+    expect(rows).to_have_count(4)
+    expect(rows.first).to_contain_text("device 0")
+    expect(rows.first).to_contain_text("24")
+    expect(rows.first).to_contain_text("no limit")
+
+
+def test_memory_can_be_left_out(page: Page, surface: Locator) -> None:
+    expect(page.locator(".chart .legend")).to_contain_text("memory")
+    before = surface.bounding_box()
+    page.get_by_label("Memory", exact=True).uncheck()
+    after = surface.bounding_box()
+    assert before
+    assert after
+    assert after["height"] < before["height"]
+    expect(page.locator(".chart .legend")).not_to_contain_text("memory")
+
+
+@pytest.fixture
+def dark(browser: Browser, service_url: str, key: str) -> Iterator[Page]:
+    with open_page(browser, service_url, key, color_scheme="dark") as page:
+        yield page
+
+
+def test_the_chart_follows_the_theme(dark: Page, service_url: str, key: str) -> None:
+    opened(dark, posted(service_url, key, PROBLEM))
+    in_the_dark = picture(dark)
+    dark.get_by_role("button", name="Theme: auto").click()
+    expect(dark.get_by_role("button", name="Theme: light")).to_be_visible()
+    assert picture(dark) != in_the_dark
+    dark.reload()
+    expect(dark.get_by_role("button", name="Theme: light")).to_be_visible()

@@ -1,0 +1,56 @@
+"""Several schedules at one time scale, moving together."""
+
+from __future__ import annotations
+
+import json
+
+from playwright.sync_api import Page, expect
+
+from tests.api.solves import PROBLEM
+from tests.api.web.jobs import posted
+from tests.problems import uniform
+
+ROWS = "[data-part=rows] tr"
+
+
+def test_jobs_chosen_in_the_list(page: Page, service_url: str, key: str) -> None:
+    for name in ("first", "second"):
+        posted(service_url, key, name=name)
+    page.goto("/#/jobs")
+    button = page.get_by_role("button", name="Compare")
+    expect(button).to_be_disabled()
+    for name in ("first", "second"):
+        page.get_by_label(f"compare {name}").check()
+    button.click()
+    expect(page.locator("figure[data-magnification='1.000']")).to_have_count(2)
+    expect(page.locator(ROWS)).to_have_count(2)
+    page.get_by_role("button", name="Zoom in").first.click()
+    expect(page.locator("figure[data-magnification='1.500']")).to_have_count(2)
+    page.locator("[data-part=surface]").last.focus()
+    page.keyboard.press("0")
+    expect(page.locator("figure[data-magnification='1.000']")).to_have_count(2)
+
+
+def test_published_schedules_of_a_new_problem(page: Page) -> None:
+    page.goto("/#/new")
+    page.fill("#problem", json.dumps(PROBLEM.to_data()))
+    page.get_by_role("button", name="Compare published").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Published schedules of two devices")
+    best = page.locator(ROWS).first
+    expect(best).to_contain_text("131.0\u00a0µs")
+    expect(best).to_contain_text("best")
+    expect(page.locator(ROWS, has_text="1f1b").first).to_contain_text("+")
+    page.get_by_text("without a schedule, and why").click()
+    expect(page.locator("[data-part=reasons]")).to_contain_text("zb-v places 2 stages")
+
+
+def test_values_of_different_problems_are_not_compared(page: Page, service_url: str, key: str) -> None:
+    ids = [posted(service_url, key), posted(service_url, key, uniform(2, 3))]
+    page.goto(f"/#/compare?ids={','.join(ids)}")
+    expect(page.get_by_text("These schedules answer different problems")).to_be_visible()
+    expect(page.locator(".best")).to_have_count(0)
+
+
+def test_nothing_to_compare(page: Page) -> None:
+    page.goto("/#/compare")
+    expect(page.get_by_role("heading", name="Nothing to compare yet")).to_be_visible()

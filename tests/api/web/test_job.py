@@ -1,0 +1,108 @@
+"""One job, live: incumbents as they arrive, an interrupted connection, cancel, retry, delete, downloads."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Page, Route, expect
+
+from tests.api.solves import STEP_VALUES_US
+from tests.api.web.conftest import SlowService
+from tests.api.web.jobs import posted
+from tests.browser import WAIT_MS
+
+VALUE = "[data-part=value]"
+
+
+def value_text(step: int) -> str:
+    return f"{STEP_VALUES_US[step]}.0\u00a0µs"
+
+
+def test_incumbents_arrive_while_the_page_is_open(slow: SlowService, slow_page: Page) -> None:
+    job = posted(slow.url, None, wait=0)
+    slow_page.goto(f"/#/jobs/{job}")
+    expect(slow_page.locator(VALUE)).to_have_text(value_text(0))
+    expect(slow_page.locator(".status")).to_have_text("running")
+    expect(slow_page.locator(".curve-dot")).to_have_count(1)
+    slow.step()
+    expect(slow_page.locator(VALUE)).to_have_text(value_text(1))
+    expect(slow_page.locator("[data-part=live]")).to_contain_text("better schedule")
+    slow.step()
+    expect(slow_page.locator(VALUE)).to_have_text(value_text(2))
+    expect(slow_page.locator(".status")).to_have_text("succeeded")
+    expect(slow_page.locator(".curve-dot")).to_have_count(3)
+    expect(slow_page.locator("[data-part=found-by]")).to_have_text("zb-h2")
+    expect(slow_page.locator("[data-part=state]")).to_have_text("proved optimal")
+
+
+def test_cancel_keeps_the_best_and_retry_goes_on(slow: SlowService, slow_page: Page) -> None:
+    job = posted(slow.url, None, wait=0)
+    slow_page.goto(f"/#/jobs/{job}")
+    expect(slow_page.locator(VALUE)).to_have_text(value_text(0))
+    slow_page.click("[data-part=cancel]")
+    expect(slow_page.locator(".status")).to_have_text("cancelled")
+    expect(slow_page.locator(VALUE)).to_have_text(value_text(0))
+    expect(slow_page.locator("[data-part=cancel]")).to_be_hidden()
+    slow.step()
+    slow.step()
+    slow_page.click("[data-part=retry]")
+    expect(slow_page.locator(".status")).to_have_text("succeeded")
+    expect(slow_page.locator(VALUE)).to_have_text(value_text(2))
+
+
+def test_a_lost_connection_is_told_and_found_again(slow: SlowService, slow_page: Page) -> None:
+    job = posted(slow.url, None, wait=0)
+    requests: list[str | None] = []
+
+    def cut_after_the_first(route: Route) -> None:
+        request = route.request
+        requests.append(request.headers.get("last-event-id"))
+        if len(requests) == 1:
+            text = 'id: 1\ndata: {"kind": "status", "revision": 1, "status": "queued", "attempt": 0}\n\n'
+            route.fulfill(status=200, content_type="text/event-stream", body=text)
+        elif len(requests) == 2:
+            route.abort()
+        else:
+            route.continue_()
+
+    slow_page.route("**/events", cut_after_the_first)
+    slow_page.goto(f"/#/jobs/{job}")
+    expect(slow_page.locator("[data-part=connection]")).to_contain_text("The connection to the server is lost")
+    slow.step()
+    slow.step()
+    expect(slow_page.locator(".status")).to_have_text("succeeded")
+    expect(slow_page.locator("[data-part=connection]")).to_be_hidden()
+    assert requests == [None, "1", "1"]
+
+
+def test_delete_asks_first(page: Page, service_url: str, key: str) -> None:
+    job = posted(service_url, key, name="short-lived")
+    page.goto(f"/#/jobs/{job}")
+    page.click("[data-part=delete]")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Delete short-lived?")
+    dialog.get_by_role("button", name="Keep").click()
+    expect(page.locator("h1")).to_have_text("short-lived")
+    page.click("[data-part=delete]")
+    dialog.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("No jobs yet")).to_be_visible()
+
+
+def test_downloads(page: Page, service_url: str, key: str) -> None:
+    page.goto(f"/#/jobs/{posted(service_url, key, name='../my job')}")
+    expected = {
+        "json": (b'{\n  "format": "optpipe.schedule/1"', "my-job.schedule.json"),
+        "chrome-trace": (b"{", "my-job.trace.json"),
+        "svg": (b"<?xml", "my-job.svg"),
+        "png": (b"\x89PNG", "my-job.png"),
+        "torch-csv": (b"0F0,", "my-job.torch.csv"),
+    }
+    for name, (beginning, filename) in expected.items():
+        with page.expect_download(timeout=3 * WAIT_MS) as download:
+            page.click(f"[data-part=download-{name}]")
+        assert download.value.suggested_filename == filename
+        content = download.value.path().read_bytes()
+        assert content.startswith(beginning), content[:60]
+
+
+def test_a_job_that_is_not_there_is_said_to_be(page: Page) -> None:
+    page.goto("/#/jobs/00000000-0000-4000-8000-000000000000")
+    expect(page.get_by_role("alert")).to_contain_text("There is no such job")

@@ -1,0 +1,67 @@
+"""The list of jobs: what it says when it is empty, order, filters, pages, and that it keeps up."""
+
+from __future__ import annotations
+
+import pytest
+from httpx import Client
+from playwright.sync_api import Page, expect
+
+from tests.api.services import client_of
+from tests.api.web.conftest import SlowService
+from tests.api.web.jobs import post, posted
+
+NAMES = "[data-part=jobs] [data-part=name]"
+
+
+def test_an_empty_list_tells_what_to_do(page: Page) -> None:
+    page.goto("/")
+    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+    page.get_by_role("main").get_by_role("link", name="New problem").last.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("New problem")
+    expect(page).to_have_title("New problem · OptPipe")
+
+
+def test_newest_first_and_by_tag_and_status(page: Page, service_url: str, key: str) -> None:
+    posted(service_url, key, name="older", tags=["ci"])
+    posted(service_url, key, name="newer")
+    page.goto("/#/jobs")
+    expect(page.locator(NAMES)).to_have_text(["newer", "older"])
+    page.fill("#tag-filter", "ci")
+    page.press("#tag-filter", "Enter")
+    expect(page.locator(NAMES)).to_have_text(["older"])
+    assert page.url.endswith("#/jobs?tag=ci")
+    page.select_option("#status-filter", "failed")
+    expect(page.get_by_text("No job matches")).to_be_visible()
+    page.get_by_role("link", name="Show all jobs").click()
+    expect(page.locator(NAMES)).to_have_text(["newer", "older"])
+
+
+@pytest.fixture
+def many(service_url: str, key: str) -> None:
+    with client_of(service_url, key) as client:
+        _post_many(client)
+
+
+def _post_many(client: Client) -> None:
+    for number in range(53):
+        post(client, wait=0, name=f"job {number:02}")
+
+
+def test_more_jobs_than_a_page(page: Page, many: None) -> None:
+    page.goto("/#/jobs")
+    expect(page.locator(NAMES)).to_have_count(50)
+    expect(page.locator(NAMES).first).to_have_text("job 52")
+    page.get_by_role("button", name="Show more").click()
+    expect(page.locator(NAMES)).to_have_count(53)
+    expect(page.locator(NAMES).last).to_have_text("job 00")
+    expect(page.get_by_role("button", name="Show more")).to_be_hidden()
+
+
+def test_it_keeps_up_with_running_jobs(slow: SlowService, slow_page: Page) -> None:
+    posted(slow.url, None, wait=0)
+    slow_page.goto("/#/jobs")
+    expect(slow_page.locator("[data-part=jobs] .status")).to_have_text("running")
+    slow.step()
+    slow.step()
+    expect(slow_page.locator("[data-part=jobs] .status")).to_have_text("succeeded")
+    expect(slow_page.locator("[data-part=jobs] [data-part=gap]")).to_have_text("0.0\u00a0%")

@@ -1,0 +1,122 @@
+"""What the page computes itself is what Python computes: memory, colours, numbers in words, places in a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from matplotlib.colors import to_rgb
+from playwright.sync_api import Browser, Page
+
+from optpipe.memory import planned_memory
+from optpipe.plot import units
+from optpipe.plot.colours import LIGHTEST, OP_LOOKS, ink_on, op_colour
+from optpipe.problem import Problem
+from solver.portfolio import solve
+from tests.api.web.modules import call
+from tests.browser import open_page
+from tests.problems import instance, uniform
+
+NO_BREAK_SPACE = "\u00a0"
+
+
+@pytest.fixture(scope="module")
+def anywhere(browser: Browser, idle_url: str) -> Iterator[Page]:
+    """The page of some service; the functions under test ask it for nothing."""
+    with open_page(browser, idle_url) as page:
+        page.goto("/#/new")
+        yield page
+
+
+CURVES = {
+    "offload": (uniform(3, 6, budget=5, offload={"bytes": 2, "offload_us": 7, "reload_us": 9}), "ada-offload"),
+    "fused backward": (uniform(4, 6), "1f1b"),
+    "more after B than before": (uniform(2, 4, activation_bytes=2, backward_weight_bytes=3), "zb-h1"),
+    "two stages a device": (uniform(2, 4, v_shape=True), "v-zb"),
+    "measured": (instance("zb-1.5b-p8-m24-mem1"), "zb-auto"),
+}
+
+
+@pytest.mark.parametrize(("problem", "method"), CURVES.values(), ids=CURVES.keys())
+def test_memory_over_time(anywhere: Page, problem: Problem, method: str) -> None:
+    _same_memory(anywhere, problem, method)
+
+
+def test_memory_with_workspace(anywhere: Page) -> None:
+    data = uniform(2, 3).to_data()
+    for stage in data["stages"]:
+        stage["workspace_bytes"] = {"F": 5, "B": 3, "W": 1, "BW": 4}
+    for method in ("1f1b", "zb-h1"):
+        _same_memory(anywhere, Problem.from_data(data), method)
+
+
+def _same_memory(page: Page, problem: Problem, method: str) -> None:
+    schedule = solve(problem, method)
+    for device in range(len(problem.devices)):
+        expected = planned_memory(schedule, device)
+        curve = call(page, "memory.js", "plannedMemory", schedule.to_data(), device)
+        drawn = dict(zip(_values(curve["timesUs"]), _values(curve["bytes"]), strict=True))
+        levels = dict(zip(expected.times_us.tolist(), expected.bytes.tolist(), strict=True))
+        # The page leaves out instants at which nothing changes.
+        assert drawn == {time: levels[time] for time in drawn}
+        assert max(drawn.values()) == schedule.devices[device].peak_bytes
+        assert list(drawn) == sorted(drawn)
+
+
+def _values(typed_array: object) -> list[float]:
+    """A typed array, which playwright hands over as an object of indices or as a list."""
+    return list(typed_array.values()) if isinstance(typed_array, dict) else list(typed_array)  # type: ignore[call-overload]
+
+
+def test_colours(anywhere: Page) -> None:
+    theme = {"kinds": {kind: to_rgb(look.colour) for kind, look in OP_LOOKS.items()}, "lightest": LIGHTEST}
+    for kind in OP_LOOKS:
+        for stages in (1, 2, 5):
+            for rank in range(stages):
+                expected = op_colour(kind, rank, stages)
+                colour = call(anywhere, "palette.js", "opColour", theme, kind, rank, stages)
+                assert colour == pytest.approx(expected)
+                ink = {"white": "#fff", "black": "#000"}[ink_on(expected)]
+                assert call(anywhere, "palette.js", "inkOn", colour) == ink
+
+
+@pytest.mark.parametrize("time_us", [0, 0.5, 3, 1999, 2000, 18522, 1310405, 1999999, 2e6, 6800885, 3.6e9])
+def test_times_in_words(anywhere: Page, time_us: float) -> None:
+    expected = units.time_text(time_us, units.time_unit(time_us)).replace(" ", NO_BREAK_SPACE)
+    assert call(anywhere, "units.js", "timeText", time_us) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 24000, 1609728, 6442450944, 2**43])
+def test_sizes_in_words(anywhere: Page, size: int) -> None:
+    expected = units.bytes_text(size, units.memory_unit(size)).replace(" ", NO_BREAK_SPACE)
+    assert call(anywhere, "units.js", "bytesText", size) == expected
+
+
+@pytest.mark.parametrize("share", [0, 0.00001, 0.0004, 0.0099, 0.01, 0.172, 1])
+def test_shares_in_words(anywhere: Page, share: float) -> None:
+    assert call(anywhere, "units.js", "percentText", share) == units.percent_text(share).replace(" ", NO_BREAK_SPACE)
+
+
+def test_places_in_a_text(anywhere: Page) -> None:
+    value = {"a/b": [1, {"~": 'x]"}'}, [], [[2], 3.5e1]], "last": None}
+    for text in (json.dumps(value), json.dumps(value, indent=3)):
+        for pointer, expected in (
+            ("", value),
+            ("/a~1b/0", 1),
+            ("/a~1b/1/~0", 'x]"}'),
+            ("/a~1b/3/0", [2]),
+            ("/a~1b/3/1", 35),
+            ("/last", None),
+            ("/a~1b/2/7", []),
+            ("/last/missing", None),
+        ):
+            span = call(anywhere, "form/json_place.js", "spanOf", text, pointer)
+            assert json.loads(text[span["start"] : span["end"]]) == expected, pointer
+
+
+def test_a_problem_as_text_is_that_problem(anywhere: Page) -> None:
+    data = instance("d-p4-m8-o1-mo1-b1o2-linear-make").to_data() | {"name": 'quotes " and \\'}
+    text = call(anywhere, "form/problem_text.js", "problemText", data)
+    assert json.loads(text) == data
+    assert max(map(len, text.splitlines())) < 250

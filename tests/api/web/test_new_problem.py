@@ -1,0 +1,130 @@
+"""The form: presets, the problem as text, faults at their fields, and what is sent in the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from httpx import Client
+from playwright.sync_api import Page, Route, expect
+
+from tests.api.services import client_of
+from tests.api.solves import PROBLEM
+
+
+@pytest.fixture
+def form(page: Page) -> Page:
+    page.goto("/#/new")
+    return page
+
+
+@pytest.fixture
+def own(service_url: str, key: str) -> Iterator[Client]:
+    """A client with the key that the page has."""
+    with client_of(service_url, key) as client:
+        yield client
+
+
+def test_a_preset_fills_the_form_and_is_valid(form: Page) -> None:
+    form.select_option("#preset", "offload")
+    expect(form.locator("#microbatches")).to_have_value("12")
+    expect(form.locator("[data-part=check]")).to_have_text("Valid: 4 devices, 4 stages, 12 microbatches, 216 ops.")
+
+
+def test_faults_stand_at_their_fields(form: Page) -> None:
+    form.select_option("#preset", "tiny")
+    form.fill("#microbatches", "-3")
+    form.fill("#time-limit", "soon")
+    expect(form.locator("#microbatches-fault")).to_contain_text("Microbatches is -3 but must be")
+    expect(form.locator("#time-limit-fault")).to_contain_text("'soon'")
+    expect(form.locator("#microbatches")).to_have_attribute("aria-invalid", "true")
+    form.fill("#microbatches", "3")
+    form.fill("#time-limit", "5")
+    expect(form.locator("[data-part=check]")).to_contain_text("Valid: 2 devices")
+    expect(form.locator("[aria-invalid]")).to_have_count(0)
+
+
+def test_a_fault_inside_the_problem_leads_to_its_place(form: Page) -> None:
+    data = PROBLEM.to_data()
+    data["stages"][1]["forward_us"] = -10
+    form.fill("#problem", json.dumps(data))
+    form.get_by_role("button", name="/stages/1/forward_us").click()
+    selected = "document.activeElement.value.slice(problem.selectionStart, problem.selectionEnd)"
+    assert form.evaluate(selected) == "-10"
+
+
+def test_text_that_is_no_json_says_so(form: Page) -> None:
+    form.fill("#problem", '{"format": ')
+    expect(form.locator("#problem-fault")).to_contain_text("This is not JSON yet")
+    expect(form.locator("[data-part=submit]")).to_be_disabled()
+
+
+def test_a_field_that_stands_there_twice_is_refused(form: Page) -> None:
+    form.fill("#problem", json.dumps(PROBLEM.to_data())[:-1] + ', "microbatches": 5}')
+    expect(form.locator("[data-part=check], .fault")).to_contain_text(["twice"])
+
+
+def test_fields_and_text_are_one_problem(form: Page) -> None:
+    form.fill("#problem", json.dumps(PROBLEM.to_data()))
+    form.fill("#budget-factor", "2.5")
+    form.fill("#microbatches", "6")
+    form.select_option("#objective", "device_span")
+    written = json.loads(form.input_value("#problem"))
+    assert [device["memory_bytes"] for device in written["devices"]] == [20, 20]
+    assert (written["microbatches"], written["objective"]) == (6, "device_span")
+    form.fill("#problem", json.dumps({**written, "microbatches": 9}))
+    expect(form.locator("#microbatches")).to_have_value("9")
+    expect(form.locator("#budget-factor")).to_have_value("1")
+
+
+def test_a_schedule_file_brings_its_problem(form: Page) -> None:
+    content = json.dumps({"format": "optpipe.schedule/1", "problem": PROBLEM.to_data()}).encode()
+    form.set_input_files(
+        "[data-part=file]", {"name": "schedule.json", "mimeType": "application/json", "buffer": content}
+    )
+    expect(form.locator("[data-part=check]")).to_contain_text("Valid: 2 devices")
+
+
+def test_what_is_submitted(form: Page, own: Client) -> None:
+    form.fill("#problem", json.dumps(PROBLEM.to_data()))
+    for field, text in (("#name", "nightly"), ("#tags", "ci, night "), ("#time-limit", "7.5")):
+        form.fill(field, text)
+    form.select_option("#method", "search")
+    with form.expect_request(
+        lambda request: request.method == "POST" and request.url.endswith("/v1/schedules")
+    ) as sent:
+        form.click("[data-part=submit]")
+    assert sent.value.headers["idempotency-key"]
+    assert sent.value.post_data_json["config"] == {
+        "method": "search",
+        "time_limit_s": 7.5,
+        "gap": 0,
+        "workers": 1,
+        "seed": 0,
+        "priority": 0,
+        "name": "nightly",
+        "tags": ["ci", "night"],
+    }
+    expect(form.locator("h1")).to_have_text("nightly")
+    (job,) = own.get("/v1/schedules").json()["jobs"]
+    assert form.url.endswith(f"#/jobs/{job['id']}")
+
+
+def test_an_answer_that_was_lost_makes_no_second_job(form: Page, own: Client) -> None:
+    form.fill("#problem", json.dumps(PROBLEM.to_data()))
+    answers = iter(["lost"])
+
+    def lose_the_first(route: Route) -> None:
+        response = route.fetch()
+        if next(answers, None):
+            route.abort()
+        else:
+            route.fulfill(response=response)
+
+    form.route("**/v1/schedules", lose_the_first)
+    form.click("[data-part=submit]")
+    expect(form.locator("[data-part=check]")).to_contain_text("does not answer")
+    form.click("[data-part=submit]")
+    expect(form.locator("h1")).to_have_text("two devices")
+    assert len(own.get("/v1/schedules").json()["jobs"]) == 1

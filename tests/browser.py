@@ -1,0 +1,68 @@
+"""Chromium for tests of the page: Debian's, driven by playwright."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+WAIT_MS = 20_000
+"""A page answers within a fraction of it, unless the machine does much else."""
+KEY_NAME = "optpipe.key"
+"""Where the page keeps the key."""
+
+
+@contextmanager
+def running_browser() -> Iterator[Browser]:
+    """A Chromium without windows; the test fails with the way to install it where there is none."""
+    if not CHROMIUM.exists():
+        pytest.fail(f"{CHROMIUM} is missing. Maybe apt-get install -y chromium.", pytrace=False)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def open_page(browser: Browser, url: str, key: str | None = None, **options: Any) -> Iterator[Page]:
+    """A page of its own with the service at `url` as its base, which knows `key` already.
+
+    `options` are those of a playwright context. Errors that the page does not handle fail the test.
+    """
+    context = browser.new_context(**{"base_url": url, "viewport": {"width": 1280, "height": 800}, **options})
+    context.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
+    if key is not None:
+        # An empty page has no storage.
+        context.add_init_script(f"if (location.host) sessionStorage.setItem('{KEY_NAME}', '{key}')")
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.extend(_breach(message)))
+    try:
+        yield page
+    finally:
+        context.close()
+    assert errors == []
+
+
+def _breach(message: ConsoleMessage) -> list[str]:
+    """What the browser says when the content policy stops something."""
+    breaches = "Content Security Policy" in message.text or "TrustedHTML" in message.text
+    return [message.text] if message.type == "error" and breaches else []

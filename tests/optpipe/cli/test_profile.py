@@ -1,0 +1,182 @@
+"""`optpipe profile` from the outside, and every command of its documentation."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from optpipe.layers import LayerProfile
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.verify import verify
+from tests.optpipe.cli.conftest import Cli
+from tests.torchrun import torchrun
+
+ROOT = Path(__file__).parents[3]
+TABLE = ROOT / "examples" / "problems" / "gpt-320b-1000-gpus.toml"
+DOCUMENTATION = (ROOT / "docs" / "profile.md").read_text()
+QUICK: tuple[str, ...] = ("--model", "tiny", "--sequence", "8", "--microbatch-size", "1", "--rounds", "2")
+
+
+def test_a_table_becomes_layers_that_can_be_planned(cli: Cli, tmp_path: Path) -> None:
+    """1,000 GPUs, planned on whatever runs this test."""
+    layers, schedule = tmp_path / "layers.json", tmp_path / "schedule.json"
+    run = cli("profile", "--from-table", TABLE, "-o", layers)
+    assert run.code == 0
+    assert "k = 0.52" in run.out
+    assert "Matrix products run at 400 TFLOP/s" in run.out
+    profile = LayerProfile.load(layers)
+    assert sum(layer.repeat for layer in profile.layers) == 102
+    assert "400 TFLOP/s reached" in profile.source
+    options = ("--global-batch", 50, "--microbatch-sizes", 1, "--placements", "linear", "--offload", "no")
+    run = cli("plan", layers, "--devices", 25, *options, "--time-limit", "2", "-o", schedule, "--json")
+    assert run.code == 0
+    planned = Schedule.load(schedule)
+    assert verify(planned).ok
+    assert len(planned.devices) == 25
+    assert all(device.peak_bytes_any_timing < 72e9 for device in planned.devices)
+
+
+def test_a_table_with_stages_becomes_a_problem(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "problem.json"
+    options = ("--stages", 20, "--placement", "interleaved-2", "--microbatches", 30)
+    run = cli("profile", "--from-table", TABLE, *options, "-o", out, "--json")
+    assert run.code == 0
+    assert run.document["copy_to_compute_ratio"] == pytest.approx(0.521, abs=1e-3)
+    assert any("shared" in sentence or "divided by 8" in sentence for sentence in run.document["assumptions"])
+    problem = Problem.load(out)
+    assert (problem.microbatches, [stage.device for stage in problem.stages]) == (30, [*range(10)] * 2)
+    block = run.document["layers"][1]["forward_us"]
+    assert sum(stage.forward_us for stage in problem.stages) == pytest.approx(
+        100 * block + run.document["layers"][2]["forward_us"]
+    )
+    assert all(stage.offload for stage in problem.stages)
+
+
+def test_a_model_becomes_a_problem_that_is_solved(cli: Cli, tmp_path: Path) -> None:
+    out, schedule = tmp_path / "problem.json", tmp_path / "schedule.json"
+    options = ("--layers", 3, "--devices", 2, "--microbatches", 4, "--memory", "4MiB")
+    run = cli("profile", *QUICK, *options, "-o", out, "--json")
+    assert run.code == 0
+    problem = Problem.load(out)
+    stages = run.document["stages"]
+    for stage, found, device in zip(problem.stages, stages, problem.devices, strict=True):
+        assert stage.forward_us == round(found["times"]["F"]["median_us"], 1)
+        assert stage.activation_bytes == found["sizes"]["activation_bytes"]
+        assert device.memory_bytes == 4 * 2**20 - found["parameter_bytes"]
+    assert "round    1 of 4" in run.err
+    assert cli("solve", out, "--method", "1f1b", "-o", schedule).code == 0
+    assert verify(Schedule.load(schedule)).ok
+
+
+def test_the_text_shows_every_stage_and_the_check(cli: Cli, tmp_path: Path) -> None:
+    options = ("--stages", 2, "--microbatches", 2, "--check")
+    run = cli("profile", *QUICK, *options, "-o", tmp_path / "problem.json")
+    assert run.code == 0
+    assert "tiny GPT, 2 layers, 1 x 8, float32" in run.out
+    assert "mailbox copies within one process" in run.out
+    peaks = re.findall(r"device (\d): peak ([\d,]+) bytes, predicted ([\d,]+)", run.out)
+    assert [device for device, _, _ in peaks] == ["0", "1"]
+    assert all(measured == predicted for _, measured, predicted in peaks)
+
+
+def test_a_check_in_json_has_both_predictions(cli: Cli, tmp_path: Path) -> None:
+    options = ("--devices", 2, "--placement", "v", "--microbatches", 2, "--check", "--json")
+    check = cli("profile", *QUICK, *options, "-o", tmp_path / "problem.json").document["check"]
+    assert check["measured_over_predicted"] == check["step"]["median_us"] / check["predicted_serial_us"]
+    assert check["trace"]["basis"] == "re-timed"
+
+
+def test_layers_of_a_model(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "layers.json"
+    assert cli("profile", *QUICK, "--layers", 3, "--format", "layers", "-o", out).code == 0
+    profile = LayerProfile.load(out)
+    assert (len(profile.layers), profile.microbatch_size) == (3, 1)
+    assert profile.copies is not None
+    assert all(layer.output_bytes == 4 * 8 * 32 for layer in profile.layers[:-1])
+
+
+BAD = [
+    (("--from-table", TABLE, "--model", "small"), "--model has no meaning here: --from-table measures nothing"),
+    ((), "--model is missing. Maybe --model small"),
+    (("--model", "smal", "--devices", 2), "--model is 'smal' but must be one of tiny, small, medium, or package"),
+    (("--model", "a:b", "--layers", 3), "--layers has no meaning here: --model is a:b, whose callable decides"),
+    (("--model", "no_such_module:b"), "model no_such_module:b: cannot be imported"),
+    (("--model", "tiny"), "--devices is missing. Maybe --devices 4"),
+    (("--model", "tiny", "--devices", 4, "--layers", 3), "--layers is 3, but there are 4 stages, and each needs one"),
+    (("--model", "tiny", "--devices", 2, "--sequence", 33), "--sequence is 33, but the tiny model takes at most 32"),
+    (("--model", "tiny", "--stages", 3, "--placement", "v"), "--stages is 3, but placement v puts 2 on each device"),
+    (("--model", "tiny", "--stages", 3, "--devices", 2), "--stages is 3, but placement linear puts 1 on each of 2 dev"),
+    (("--model", "tiny", "--stages", 2, "--placement", "x"), "--placement 'x' is not a placement. Maybe one of linear"),
+    (("--model", "tiny", "--format", "layers"), "--layers is missing: a layer profile needs to know how many"),
+    (("--model", "tiny", "--format", "layers", "--layers", 2, "--check"), "--check needs a problem to schedule"),
+    (("--from-table", TABLE, "--stages", 200), "--placement gives 200 stages on 200 devices, into which 102 layers"),
+    (("--from-table", TABLE, "--stages", 2), "the parameters of a device's stages at most 72,000,000,000 bytes"),
+    (("--from-table", TABLE, "--format", "problem"), "--devices is missing"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_options(cli: Cli, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    out = tmp_path / "out.json"
+    run = cli("profile", *options, "-o", out)
+    assert run.code == 2
+    assert message in run.err
+    assert not out.exists()
+
+
+def test_ctrl_c_leaves_no_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("optpipe.profile.measured.measure_op_times", interrupted)
+    out = tmp_path / "problem.json"
+    run = cli("profile", *QUICK, "--devices", 2, "-o", out)
+    assert run.code == 130
+    assert "Traceback" not in run.err
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.torchrun
+def test_two_processes_measure_a_stage_each(tmp_path: Path) -> None:
+    out = tmp_path / "problem.json"
+    torchrun(Path(__file__).parent / "main_worker.py", 2, "profile", *QUICK, "--layers", "3", "-o", str(out))
+    problem = Problem.load(out)
+    assert [stage.device for stage in problem.stages] == [0, 1]
+    assert "transfers: gloo between processes" in problem.source
+    assert problem.transfer_us[0] > 0  # type: ignore[index, operator]
+    assert problem.stages[0].activation_bytes > problem.stages[1].activation_bytes > 0, "two layers of three, and one"
+
+
+FENCE = "`" * 3
+
+
+def blocks(language: str) -> list[str]:
+    """The documentation's blocks of that language."""
+    return re.findall(rf"^{FENCE}{language}\n(.*?)^{FENCE}$", DOCUMENTATION, re.DOTALL | re.MULTILINE)
+
+
+def test_every_command_of_the_documentation_works(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, from one folder; only with a smaller model, fewer rounds and shorter searches."""
+    [model] = blocks("python")
+    assert len(model.splitlines()) <= 30
+    (tmp_path / "my_model.py").write_text(model)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    commands = "".join(blocks("sh")).splitlines()
+    assert len(commands) == 9
+    for command in commands:
+        words = shlex.split(command.replace("--model small", "--model tiny --sequence 8"))
+        assert words.pop(0) == "optpipe"
+        if words[0] == "profile" and "--model" in words:
+            words += ["--rounds", "1"]
+        elif words[0] in ("solve", "plan"):
+            words += ["--time-limit", "1"]
+        run = cli(*words)
+        assert run.code == 0, f"{command}\n{run.err}"
+    assert verify(Schedule.load("schedule.json")).ok

@@ -1,0 +1,180 @@
+"""Workers whose solves follow a script, so that a test knows what they do and when; never reachable over HTTP.
+
+A solve finds GPipe's schedule at once and ends at the time limit of its job. One that is given a start goes on from
+that, says so, and ends at once. So does one whose config is named like a file, as soon as the file is there. A job
+named "kills" kills its worker at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Thread
+from uuid import UUID
+
+from api.jobs.config import JobConfig
+from api.jobs.ending import end_tasks
+from api.jobs.process import run_worker
+from api.jobs.records import Job
+from api.jobs.solving import OnEvent, Task
+from api.jobs.store import Store
+from api.settings import Settings
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from solver.finish import finish
+from solver.methods import METHODS, published_orders
+from solver.orders_text import orders_data
+from solver.process import ChildResult, Heartbeat, Incumbent
+from solver.process.messages import Limit
+from tests.problems import uniform
+
+PATIENCE_S = 120.0
+"""How long a test waits for what comes much sooner on a machine that is not overloaded."""
+
+LOOK_S = 0.05
+
+CONTINUED = "continued"
+"""The method of a schedule that was given as a start."""
+
+FIRST = "gpipe"
+
+
+def scripted(task: Task, on_event: OnEvent) -> ChildResult:
+    """The script."""
+    limits = task.limits()
+    method = CONTINUED if task.starts else FIRST
+    orders = task.starts[0] if task.starts else published_orders(METHODS[FIRST], task.problem)
+    on_event(found(task.problem, orders, method, limits.seconds))
+    signal_file = Path(task.config.name or "/nowhere")
+    while limits.seconds < limits.time_limit_s and not (task.starts or limits.cancel.requested or signal_file.exists()):
+        on_event(Heartbeat(limits.seconds, None))
+        time.sleep(0.02)
+    if task.problem.name == "kills":
+        os.kill(os.getpid(), signal.SIGKILL)
+    limit: Limit = "interrupted" if limits.cancel.requested else "time"
+    return ChildResult(finish(task.problem, orders, 0.0, method, limits.seconds), "feasible", limit)
+
+
+def found(problem: Problem, orders: Orders, method: str, seconds: float) -> Incumbent:
+    """An incumbent as a child tells it."""
+    schedule = finish(problem, orders, 0.0, method, seconds)
+    return Incumbent(seconds, schedule.value_us, schedule.bound_us, method, orders_data(orders))
+
+
+def job_named(name: str, microbatches: int = 4) -> Problem:
+    """A small problem; each number of microbatches is another problem."""
+    return uniform(2, microbatches, name=name)
+
+
+class Workers:
+    """Worker processes on one database, made quickly by forking one that has loaded everything."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.running: list[BaseProcess] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+
+    def start(self) -> BaseProcess:
+        """One more."""
+        worker = self._context.Process(target=_work, args=(_environment(self.settings),))
+        worker.start()
+        self.running.append(worker)
+        return worker
+
+    def kill(self, worker: BaseProcess) -> None:
+        """Kill -9, at once."""
+        worker.kill()
+        worker.join()
+        self.running.remove(worker)
+
+    def revive(self) -> None:
+        """Start another one for each that has died."""
+        for worker in [worker for worker in self.running if not worker.is_alive()]:
+            self.running.remove(worker)
+            self.start()
+
+
+def _work(environment: dict[str, str]) -> None:
+    Thread(target=_end_with_the_tests, daemon=True).start()
+    os.environ.update(environment)
+    run_worker(Settings.load(), solve=scripted)
+
+
+def _end_with_the_tests() -> None:
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    assert settings.database_url is not None
+    return {
+        "OPTPIPE_DATABASE_URL": settings.database_url.get_secret_value(),
+        "OPTPIPE_HEARTBEAT_S": str(settings.heartbeat_s),
+        "OPTPIPE_SOLVES": str(settings.solves),
+    }
+
+
+@contextmanager
+def workers_on(settings: Settings) -> Iterator[Workers]:
+    """Workers that end with the test."""
+    workers = Workers(settings)
+    try:
+        yield workers
+    finally:
+        for worker in workers.running:
+            worker.kill()
+            worker.join()
+            worker.close()
+
+
+class Lateness:
+    """How late this machine is: the longest time that looking at the database and a short sleep took beyond it."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+
+    async def watch(self, store: Store) -> None:
+        """Look until cancelled."""
+        while True:
+            began_s = time.monotonic()
+            await store.ping()
+            await asyncio.sleep(LOOK_S)
+            self.worst_s = max(self.worst_s, time.monotonic() - began_s - LOOK_S)
+
+
+@asynccontextmanager
+async def lateness(store: Store) -> AsyncIterator[Lateness]:
+    """What a promise in seconds is allowed on top, because the machine was busy with something else."""
+    late = Lateness()
+    watching = asyncio.create_task(late.watch(store))
+    try:
+        yield late
+    finally:
+        await end_tasks(watching)
+
+
+async def submitted(store: Store, name: str, seconds: float, microbatches: int = 4, file: Path | None = None) -> UUID:
+    """The id of a new job that takes so long, or until the file is there."""
+    config = JobConfig(time_limit_s=seconds, name=str(file or ""))
+    return (await store.submit(job_named(name, microbatches), config)).job.id
+
+
+async def until(store: Store, job_id: UUID, state: Callable[[Job], bool]) -> Job:
+    """The job as soon as it is as it should be."""
+    patience_s = time.monotonic() + PATIENCE_S
+    job = await store.get(job_id)
+    while not state(job):
+        assert time.monotonic() < patience_s, f"still {job}"
+        await store.events(job_id, after=job.revision, wait_s=1)
+        job = await store.get(job_id)
+    return job

@@ -1,0 +1,35 @@
+"""R1: after kill -9 of a worker its job runs again elsewhere within the heartbeat + 2 s, from its best incumbent."""
+
+from __future__ import annotations
+
+import time
+
+from api.jobs.store import Store
+from api.settings import Settings
+from tests.postgresql import with_store
+from tests.promises.scripted import CONTINUED, FIRST, lateness, submitted, until, workers_on
+
+
+def test_the_job_goes_on_elsewhere(settings: Settings) -> None:
+    settings = settings.model_copy(update={"solves": 1})
+    with workers_on(settings) as workers:
+
+        async def scenario(store: Store) -> None:
+            first = workers.start()
+            job_id = await submitted(store, "long", seconds=60)
+            before = await until(store, job_id, lambda job: job.value_us is not None)
+            workers.start()
+            await until(store, await submitted(store, "short", seconds=0.1, microbatches=5), lambda job: job.ended)
+            async with lateness(store) as late:
+                workers.kill(first)
+                killed_s = time.monotonic()
+                again = await until(store, job_id, lambda job: job.attempt == 2)
+                assert time.monotonic() - killed_s < settings.heartbeat_s + 2 + late.worst_s
+            assert again.value_us == before.value_us
+            done = await until(store, job_id, lambda job: job.ended)
+            assert (done.status, done.attempt) == ("succeeded", 2)
+            told = await store.events(job_id)
+            assert [event.method for event in told if event.kind == "incumbent"] == [FIRST]
+            assert told[-1].method == CONTINUED
+
+        with_store(settings, scenario)

@@ -1,0 +1,38 @@
+"""R5: a job that kills its worker three times ends as failed, and the queue goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from api.jobs.store import Store
+from api.settings import Settings
+from tests.postgresql import with_store
+from tests.promises.scripted import Workers, submitted, until, workers_on
+
+
+def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
+    one_at_a_time = settings.model_copy(update={"solves": 1})
+    with workers_on(one_at_a_time) as workers:
+
+        async def scenario(store: Store) -> None:
+            killer = await submitted(store, "kills", seconds=0.1)
+            others = [await submitted(store, "peaceful", seconds=0.1) for _ in range(3)]
+            workers.start()
+            reviving = asyncio.create_task(_revive(workers))
+            failed = await until(store, killer, lambda job: job.ended)
+            assert (failed.status, failed.attempt) == ("failed", 3)
+            assert failed.error is not None
+            assert "lost 3 times" in failed.error
+            for other in others:
+                done = await until(store, other, lambda job: job.ended)
+                assert (done.status, done.attempt) == ("succeeded", 1)
+            reviving.cancel()
+
+        with_store(one_at_a_time, scenario)
+
+
+async def _revive(workers: Workers) -> None:
+    """What a supervisor does."""
+    while True:
+        workers.revive()
+        await asyncio.sleep(0.1)

@@ -1,0 +1,76 @@
+"""R9: heartbeats less than 1 s apart while a job is solved; an incumbent is stored within 1 s."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime
+
+from api.jobs.config import JobConfig
+from api.jobs.solving import OnEvent, Task
+from api.jobs.store import Store
+from api.jobs.worker import Worker
+from api.settings import Settings
+from optpipe.problem import Problem
+from solver.finish import finish
+from solver.methods import METHODS, published_orders
+from solver.process import ChildResult
+from tests.postgresql import with_store
+from tests.problems import uniform
+from tests.promises.scripted import found, lateness, until
+
+BETTER_AND_BETTER = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+APART_S = 0.7
+PROBLEM = uniform(4, 8)
+
+STEPS = 4
+"""From the solver's thread to the loop, to the verifier's thread and back, and to the database."""
+
+
+def test_it_is_seen_at_once(settings: Settings) -> None:
+    found_at: dict[str, datetime] = {}
+
+    def solve(task: Task, on_event: OnEvent) -> ChildResult:
+        limits = task.limits()
+        for method in BETTER_AND_BETTER:
+            orders = published_orders(METHODS[method], task.problem)
+            found_at[method] = datetime.now(UTC)
+            on_event(found(task.problem, orders, method, limits.seconds))
+            time.sleep(APART_S)
+        return ChildResult(finish(task.problem, orders, 0.0, method, limits.seconds), "feasible", "time")
+
+    better = _each_better(PROBLEM)
+
+    async def scenario(store: Store) -> None:
+        worker = Worker(settings, solve)
+        working = asyncio.create_task(worker.run())
+        job_id = (await store.submit(PROBLEM, JobConfig())).job.id
+        await until(store, job_id, lambda job: job.status == "running")
+        silences_s = []
+        async with lateness(store) as late:
+            while (await store.get(job_id)).status == "running":
+                silences_s.append((await store.counts()).silence_s)
+                await asyncio.sleep(0.05)
+        worker.stop()
+        await working
+        late_s = STEPS * late.worst_s
+        assert max(silences_s) < 1.0 + late_s
+        assert len(silences_s) > 10
+        incumbents = [event for event in await store.events(job_id) if event.kind == "incumbent"]
+        assert [event.method for event in incumbents] == better
+        for event in incumbents:
+            assert event.method is not None
+            assert (event.at - found_at[event.method]).total_seconds() < 1.0 + late_s
+
+    with_store(settings, scenario)
+
+
+def _each_better(problem: Problem) -> list[str]:
+    """The methods whose schedules are better than all before them."""
+    best_us, better = float("inf"), []
+    for method in BETTER_AND_BETTER:
+        value_us = finish(problem, published_orders(METHODS[method], problem), 0.0, method, 0.0).value_us
+        if value_us < best_us:
+            best_us = value_us
+            better.append(method)
+    return better

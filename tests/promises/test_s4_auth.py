@@ -1,0 +1,125 @@
+"""S4: off loopback every route but /healthz needs a bearer key, which is stored hashed; a key has its caps."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from httpx import Client
+
+from api.app import create_app
+from api.jobs import keys
+from api.jobs.store import Store
+from api.settings import Settings
+from tests.api.server import listening
+from tests.api.services import client_of, new_key
+from tests.api.solves import body
+
+
+@pytest.mark.parametrize(
+    ("host", "required"),
+    [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("solver.lan", True)],
+)
+def test_keys_are_asked_for_wherever_others_can_reach_it(host: str, required: bool) -> None:
+    assert Settings.load(host=host).keys_required is required
+    assert Settings.load(host=host, require_keys=True).keys_required
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic abc", "Bearer", "Bearer " + "x" * 5000])
+def test_every_route_needs_a_key(client: Client, service_url: str, header: str | None) -> None:
+    paths: dict[str, Any] = client.get("/openapi.json").json()["paths"]
+    calls = [(method, path) for path, methods in paths.items() for method in methods] + [("GET", "/nothing-here")]
+    assert len(calls) > 15
+    for method, path in calls:
+        filled = re.sub(r"{\w+}", "9d5d1ba0-4ff3-4f6b-95b3-0f3e9b0fd5b1", path)
+        headers = {"Authorization": header} if header else {}
+        answer = httpx.request(method, service_url + filled, headers=headers)
+        if path == "/healthz":
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 401, (method, path)
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_the_page_is_there_for_the_key_to_be_typed_in(service_url: str) -> None:
+    with client_of(service_url, None) as anybody:
+        assert anybody.get("/").status_code == 200
+
+
+def test_a_revoked_key_opens_nothing(service_settings: Settings, service_url: str) -> None:
+    secret = new_key(service_settings)
+
+    async def revoke() -> None:
+        async with Store(service_settings) as store:
+            key = await store.verify_key(secret)
+            assert key is not None
+            await store.revoke_key(key.id)
+
+    with client_of(service_url, secret) as client:
+        assert client.get("/v1/schedules").status_code == 200
+        asyncio.run(revoke())
+        refused = client.get("/v1/schedules")
+    assert (refused.status_code, refused.json()["errors"][0]["code"]) == (401, "bad_key")
+
+
+def test_the_database_holds_no_secret(settings: Settings) -> None:
+    secret = new_key(settings)
+    assert settings.database_url is not None
+    with psycopg.connect(settings.database_url.get_secret_value()) as connection:
+        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+        rows = [
+            str(row)
+            for (table,) in tables
+            for row in connection.execute(f'SELECT row_to_json("{table}".*)::text FROM "{table}"').fetchall()
+        ]
+    assert any("test" in row for row in rows)  # the key's name
+    random_part = secret.rpartition("_")[2]
+    assert not any(random_part in row for row in rows)
+
+
+def test_secrets_are_compared_in_constant_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is sent, two digests of one length are compared, by the function that is made for it."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    secret = new_key(settings)
+    monkeypatch.setattr(keys, "hmac", type("spy", (), {"compare_digest": staticmethod(compare)}))
+    sent = [secret, secret[:-1] + ("A" if secret[-1] != "A" else "B"), "optpipe_" + "0" * 32 + "_" + "x" * 43, "", "x"]
+
+    async def verify() -> list[bool]:
+        async with Store(settings) as store:
+            return [await store.verify_key(one) is not None for one in sent]
+
+    assert asyncio.run(verify()) == [True, False, False, False, False]
+    assert compared == [(32, 32)] * len(sent)
+
+
+def test_a_key_has_its_caps(settings: Settings) -> None:
+    capped = settings.model_copy(update={"require_keys": True, "max_queued_jobs": 2, "max_submissions_a_minute": 4})
+    with listening(create_app(capped)) as url:
+        with client_of(url, new_key(capped)) as client:
+            paths = [client.post("/v1/schedules", json=body(seed=k)).headers["location"] for k in range(2)]
+            _check_capped(client, "queued_jobs")
+            for path in paths:
+                client.post(f"{path}/cancel")
+            for k in range(2):
+                client.post(client.post("/v1/schedules", json=body(seed=k + 2)).headers["location"] + "/cancel")
+            _check_capped(client, "submissions")
+        with client_of(url, new_key(capped)) as other:
+            assert other.post("/v1/schedules", json=body()).status_code == 202
+
+
+def _check_capped(client: Client, code: str) -> None:
+    answer = client.post("/v1/schedules", json=body(seed=99))
+    assert answer.status_code == 429
+    assert answer.json()["errors"][0]["code"] == code
+    assert int(answer.headers["retry-after"]) >= 1

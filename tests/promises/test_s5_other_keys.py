@@ -1,0 +1,48 @@
+"""S5: the job of another key is not there, on any route."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from httpx import Client
+
+from api.settings import Settings
+from tests.api.services import client_of, new_key
+from tests.api.solves import body
+
+
+@pytest.fixture
+def other(service_url: str, service_settings: Settings) -> Iterator[Client]:
+    """A client with another key."""
+    with client_of(service_url, new_key(service_settings)) as client:
+        yield client
+
+
+def test_another_keys_job_is_not_there(client: Client, other: Client) -> None:
+    job = client.post("/v1/schedules", params={"wait": 20}, json=body(name="mine", tags=["mine"])).json()
+    assert job["status"] == "succeeded"
+    paths = client.get("/openapi.json").json()["paths"]
+    calls = [(method, path) for path, methods in paths.items() if "{job_id}" in path for method in methods]
+    assert len(calls) >= 6
+    for method, path in calls:
+        answer = other.request(method, re.sub(r"{job_id}", job["id"], path))
+        assert answer.status_code == 404, (method, path)
+        assert answer.json()["errors"][0]["code"] == "not_found"
+    assert client.get(f"/v1/schedules/{job['id']}").json() == job
+
+
+def test_lists_hold_the_keys_own_jobs(client: Client, other: Client) -> None:
+    client.post("/v1/schedules", json=body(tags=["mine"]))
+    assert len(client.get("/v1/schedules", params={"tag": "mine"}).json()["jobs"]) == 1
+    assert other.get("/v1/schedules").json()["jobs"] == []
+    assert other.get("/v1/schedules", params={"tag": "mine"}).json()["jobs"] == []
+
+
+def test_the_same_idempotency_key_of_two_keys_is_two_jobs(client: Client, other: Client) -> None:
+    ids = {
+        caller.post("/v1/schedules", json=body(), headers={"Idempotency-Key": "same"}).json()["id"]
+        for caller in (client, other)
+    }
+    assert len(ids) == 2
