@@ -46,7 +46,38 @@ def profile_of(table: SizeTable) -> LayerProfile:
         memory_bytes=int(machine.memory_gb * 1e9),
         link=Link(latency_us=machine.link_latency_us, bytes_per_us=machine.link_gb_per_s * 1e3),
         copies=copies,
-        source="cost model of optpipe.profile.cost_model from a table of sizes",
+        source=" ".join(filter(None, (table.source, "By formula from a table of sizes, nothing measured."))),
+    )
+
+
+def assumptions(table: SizeTable) -> list[str]:
+    """What the figures of a table rest on, a sentence each, with its numbers."""
+    machine, precision, parallel, kept = table.machine, table.precision, table.parallel, table.kept
+    optimizer_bytes = precision.optimizer_bytes / (parallel.data if parallel.sharded_optimizer else 1)
+    scores = (
+        "with the attention matrix" if kept.attention_scores else "attention fused, so that no matrix of it is kept"
+    )
+    units = f"{HELD_RECOMPUTED if kept.recomputed else HELD} bytes at 16 bit a token and hidden unit"
+    return [
+        f"Matrix products run at {machine.teraflops:g} TFLOP/s, the same for every layer; nothing else takes time but "
+        f"{machine.launch_us:g} us a layer and pass.",
+        "Attention is counted in full: nothing is saved for a causal mask.",
+        f"A layer keeps {units}, {scores}; norms and GeLU "
+        f"{'are computed again in B' if kept.recomputed else 'are kept'}.",
+        f"A parameter takes {precision.weight_bytes} bytes for its weight, {precision.gradient_bytes} for its gradient "
+        f"and {optimizer_bytes:g} for the optimizer.",
+        f"All of a layer is divided by {parallel.tensor} (tensor and sequence parallelism), whose communication is "
+        "free unless teraflops says otherwise.",
+        _copies_text(table),
+    ]
+
+
+def _copies_text(table: SizeTable) -> str:
+    if table.machine.copy_gb_per_s is None:
+        return "No copy_gb_per_s is given, so nothing leaves to the host."
+    return (
+        f"Copies to and from the host run at {table.machine.copy_gb_per_s:g} GB/s each way and do not slow compute; "
+        f"{MOVED} of the bytes of a token and hidden unit may leave."
     )
 
 

@@ -87,9 +87,10 @@ class Kept(Document):
 
 
 class SizeTable(Document):
-    """A model and a machine in numbers that people have at hand."""
+    """A model and a machine in numbers that people have at hand; `source` says where they come from."""
 
     name: str = Field(default="", max_length=200)
+    source: str = Field(default="", max_length=1000)
     model: Model
     machine: Machine
     precision: Precision = Precision()

@@ -1,0 +1,114 @@
+"""`optpipe profile`: what a model costs, by formula from a table of sizes or measured on this hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optpipe.cli.output import AsJson, check_writable
+from optpipe.cli.size import parse_size
+from optpipe.cli.train import Precision
+from optpipe.errors import InputError, Issue
+
+
+class Format(StrEnum):
+    """The document that is written."""
+
+    PROBLEM = "problem"
+    LAYERS = "layers"
+
+
+class ClockChoice(StrEnum):
+    """What times the ops on the CPU."""
+
+    WALL = "wall"
+    CPU = "cpu"
+
+
+def command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile goes.", metavar="FILE.json")],
+    from_table: Annotated[
+        Path | None, typer.Option(help="Nothing is measured: sizes and rates are read here.", metavar="TABLE.toml")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="tiny, small or medium (our GPT), or package.module:callable.", metavar="MODEL")
+    ] = None,
+    form: Annotated[
+        Format | None, typer.Option("--format", help="Default: a problem where it is known how many stages there are.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, max=4096, help="Devices of the pipeline.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, max=4096, help="Stages, instead of devices.")] = None,
+    placement: Annotated[str, typer.Option(help="linear, interleaved-N, v or v-N.")] = "linear",
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="In a step; default: two a device.")
+    ] = None,
+    memory: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, help="Of a device, parameters included; default: no limit.", metavar="SIZE"),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=2000, help="Blocks of our GPT; default: one a stage.")
+    ] = None,
+    microbatch_size: Annotated[int | None, typer.Option(min=1, max=4096, help="Sequences; default: 4.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Bytes of text in one; default: the longest.")] = None,
+    dtype: Annotated[Precision | None, typer.Option(help="Precision of our GPT; default: float32.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="How often each op is timed, after warm-up.")] = 10,
+    clock: Annotated[
+        ClockChoice, typer.Option(help="cpu: the computing thread's time, which a busy machine does not lengthen.")
+    ] = ClockChoice.WALL,
+    check: Annotated[bool, typer.Option("--check", help="Run steps and compare them with what is predicted.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Find out what a model's stages cost: times, memory, transfers. Writes a problem to solve, or layers to plan.
+
+    From a table of sizes (--from-table) by formula, for machines that are not at hand; or measured here (--model), with
+    the code that runs in training. Under torchrun each process measures the stages of its device.
+    """
+    check_writable(output)
+    own = {"--layers": layers, "--microbatch-size": microbatch_size, "--sequence": sequence, "--dtype": dtype}
+    if from_table is not None:
+        _refuse(
+            "--from-table",
+            "measures nothing and has all from its table",
+            own | {"--model": model, "--memory": memory, "--check": check or None},
+        )
+        from optpipe.cli.profile_table import profile_table
+
+        return profile_table(from_table, output, form, devices, stages, placement, microbatches, as_json)
+    if model is None:
+        raise InputError([Issue("--model", "missing", "is missing. Maybe --model small, or --from-table TABLE.toml.")])
+    if ":" in model:
+        _refuse("--model", f"is {model}, whose callable decides that", own)
+    from optpipe.cli.profile_model import Options, profile_model
+
+    options = Options(
+        devices=devices,
+        stages=stages,
+        placement=placement,
+        microbatches=microbatches,
+        as_layers=form is Format.LAYERS,
+        memory_bytes=memory,
+        layers=layers,
+        microbatch_size=microbatch_size or 4,
+        sequence=sequence,
+        dtype=(dtype or Precision.FLOAT32).value,
+        rounds=rounds,
+        clock=clock.value,
+        check=check,
+    )
+    return profile_model(model, options, output, as_json)
+
+
+def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:
+    """Raise InputError about the options that were given but mean nothing beside `option`."""
+    issues = [
+        Issue(name, "meaningless", f"has no meaning here: {option} {why}. Maybe leave it out.")
+        for name, value in others.items()
+        if value is not None
+    ]
+    if issues:
+        raise InputError(issues)

@@ -1,0 +1,229 @@
+"""What was measured of a model, and the documents that say it: a Problem, or a layer profile."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from optpipe.errors import InputError, Issue
+from optpipe.layers import LayerProfile
+from optpipe.problem import Problem
+from optpipe.profile.chain import Chain
+from optpipe.profile.contention import Contention, contention_of_all
+from optpipe.profile.op_sizes import measure_op_sizes
+from optpipe.profile.op_times import OnRound, measure_op_times
+from optpipe.profile.subject import Subject
+from optpipe.profile.timing import ClockName, Spread
+from optpipe.profile.transfers import Transfers, measure_transfers
+from optpipe.runtime.messages import size_bytes
+from optpipe.runtime.stage import Stage
+from optpipe.runtime.stage_sizes import StageSizes
+
+COPIES_OF_A_PARAMETER = 4
+"""The weight, its gradient, and the two moments of Adam, all in the parameter's precision."""
+
+Gather = Callable[[Any], list[Any]]
+"""Given a JSON value by each process, returns those of all processes, in every process."""
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """One stage: the times of its ops by kind (F, B, W, BW, O, R), what a microbatch takes, and what stays.
+
+    A compiled stage has no B and W.
+    """
+
+    times: Mapping[str, Spread]
+    sizes: StageSizes
+    parameter_bytes: int
+
+    @property
+    def splits(self) -> bool:
+        """Whether B and W can run apart."""
+        return "B" in self.times
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """The figures that `asdict` made these values of."""
+        times = {kind: Spread(**spread) for kind, spread in data["times"].items()}
+        return cls(times, StageSizes(**data["sizes"]), data["parameter_bytes"])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model on this hardware. `message_bytes[b]` crosses the boundary between stages b and b + 1."""
+
+    name: str
+    microbatch_size: int
+    placement: Sequence[int]
+    stages: Sequence[StageFigures]
+    message_bytes: Sequence[int]
+    transfers: Transfers
+    contention: Contention
+    hardware: str
+    clock: ClockName
+
+    @property
+    def source(self) -> str:
+        """Where the numbers come from."""
+        compiled = [s for s, stage in enumerate(self.stages) if not stage.splits]
+        times = f"medians of {min(stage.times['BW'].count for stage in self.stages)} rounds ({self.clock} clock)"
+        parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.way}", self.contention.how]
+        if compiled:
+            parts.append(f"stages {compiled} are compiled, so their B stands for BW and their W for nothing")
+        return "; ".join(parts)[:2000]
+
+    @property
+    def copy_to_compute_ratio(self) -> float:
+        """k of PipeOffload (section 3): offload and reload over F, B and W, of all stages."""
+        compute = sum(
+            f.times[kind].median_us for f in self.stages for kind in (("F", "B", "W") if f.splits else ("F", "BW"))
+        )
+        copies = sum(f.times[kind].median_us for f in self.stages for kind in "OR")
+        return copies / compute if compute else 0.0
+
+    @property
+    def fused_over_split(self) -> float | None:
+        """BW over B and W, of the stages that have both; None where none has."""
+        both = [f.times for f in self.stages if f.splits]
+        split = sum(times[kind].median_us for times in both for kind in "BW")
+        return sum(times["BW"].median_us for times in both) / split if split else None
+
+    def problem(self, microbatches: int, memory_bytes: int | None = None) -> Problem:
+        """The scheduling problem. `memory_bytes` is a device's whole memory that the model may use, None: no limit.
+
+        Raises InputError where parameters alone take more.
+        """
+        return Problem.from_data(
+            {
+                "format": "optpipe.problem/1",
+                "name": self.name[:200],
+                "microbatches": microbatches,
+                "transfer_us": [_us(spread) if spread else 0 for spread in self.transfers.spreads] or 0,
+                "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes)],
+                "stages": [{"device": d} | _stage(f) for d, f in zip(self.placement, self.stages, strict=True)],
+                "copy_channels": self.contention.channels.to_data(),
+                "source": self.source,
+            }
+        )
+
+    def layers(self, memory_bytes: int | None = None) -> LayerProfile:
+        """The same as a layer profile, each stage a layer."""
+        outputs = [*self.message_bytes, 0]
+        return LayerProfile.from_data(
+            {
+                "format": "optpipe.layers/1",
+                "name": self.name[:200],
+                "microbatch_size": self.microbatch_size,
+                "layers": [_layer(s, f, outputs[s]) for s, f in enumerate(self.stages)],
+                "memory_bytes": memory_bytes,
+                "link": {"latency_us": 0, "bytes_per_us": self.transfers.bytes_per_us(self.message_bytes)},
+                "copies": self._copies(),
+                "source": self.source,
+            }
+        )
+
+    def _budgets_bytes(self, memory_bytes: int | None) -> list[int | None]:
+        budgets: list[int | None] = []
+        for device in range(max(self.placement) + 1):
+            held = sum(f.parameter_bytes for d, f in zip(self.placement, self.stages, strict=True) if d == device)
+            if memory_bytes is not None and held > memory_bytes:
+                detail = (
+                    f"is {memory_bytes:,} bytes, but parameters, gradients and Adam's moments alone take {held:,} on "
+                    f"device {device}. Maybe spread the model over more devices."
+                )
+                raise InputError([Issue("--memory", "too_small", detail)])
+            budgets.append(None if memory_bytes is None else memory_bytes - held)
+        return budgets
+
+    def _copies(self) -> dict[str, Any] | None:
+        """Rates over all stages; None where nothing can leave."""
+        moved = sum(f.sizes.offload_bytes for f in self.stages)
+        times_us = [sum(f.times[kind].median_us for f in self.stages) for kind in "OR"]
+        if not moved or not all(times_us):
+            return None
+        channels = self.contention.channels.to_data()
+        rates = {"offload_bytes_per_us": moved / times_us[0], "reload_bytes_per_us": moved / times_us[1]}
+        return rates | {"channels": channels}
+
+
+def measure(
+    subject: Subject,
+    chain: Chain,
+    placement: Sequence[int],
+    device: torch.device,
+    rounds: int,
+    *,
+    clock: ClockName = "wall",
+    gather: Gather = lambda value: [value],
+    on_round: OnRound = lambda _round, _rounds: None,
+) -> Measured:
+    """Measure the stages of `chain`; under torchrun called by all processes together, with the same answer."""
+    sizes = measure_op_sizes(chain, device)
+    times = measure_op_times(chain, device, rounds, clock, on_round)
+    mine = {str(s): asdict(StageFigures(times[s], sizes[s], _held_bytes(chain.stages[s]))) for s in chain.stages}
+    figures = {int(s): StageFigures.from_data(data) for part in gather(mine) for s, data in part.items()}
+    return Measured(
+        name=subject.name,
+        microbatch_size=subject.microbatch_size,
+        placement=placement,
+        stages=[figures[s] for s in range(chain.count)],
+        message_bytes=[size_bytes(spec) for spec in chain.messages],
+        transfers=measure_transfers(placement, chain.messages, device, clock, gather),
+        contention=contention_of_all(device, max(placement) + 1, gather),
+        hardware=_hardware(device),
+        clock=clock,
+    )
+
+
+def _held_bytes(stage: Stage) -> int:
+    """What a stage keeps for good: frozen parameters and buffers once."""
+    parameters, buffers = [*stage.module.parameters()], [*stage.module.buffers()]
+    trained = sum(p.numel() * p.itemsize for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() * p.itemsize for p in [*parameters, *buffers] if not p.requires_grad)
+    return COPIES_OF_A_PARAMETER * trained + frozen
+
+
+def _hardware(device: torch.device) -> str:
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
+    return f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} threads{load}"
+
+
+def _us(spread: Spread) -> float:
+    """To a tenth of a microsecond: more digits say nothing."""
+    return round(spread.median_us, 1)
+
+
+def _times_us(figures: StageFigures) -> dict[str, float]:
+    if not figures.splits:
+        backward = {"backward_input_us": _us(figures.times["BW"]), "backward_weight_us": 0.0}
+    else:
+        backward = {"backward_input_us": _us(figures.times["B"]), "backward_weight_us": _us(figures.times["W"])}
+    return {"forward_us": _us(figures.times["F"])} | backward
+
+
+def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
+    sizes = figures.sizes
+    return {
+        "activation_bytes": sizes.activation_bytes,
+        "backward_weight_bytes": sizes.backward_weight_bytes,
+        "workspace_bytes": {"B": sizes.workspace_bytes["BW"]} | sizes.workspace_bytes,
+    }
+
+
+def _stage(figures: StageFigures) -> dict[str, Any]:
+    times, moved = figures.times, figures.sizes.offload_bytes
+    offload = {"bytes": moved, "offload_us": _us(times["O"]), "reload_us": _us(times["R"])} if moved else None
+    return _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
+
+
+def _layer(number: int, figures: StageFigures, output_bytes: int) -> dict[str, Any]:
+    kept = {"offload_bytes": figures.sizes.offload_bytes, "parameter_bytes": figures.parameter_bytes}
+    named = {"name": f"layer {number}", "output_bytes": output_bytes}
+    return named | _times_us(figures) | _memory_bytes(figures) | kept

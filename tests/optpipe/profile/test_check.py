@@ -1,0 +1,49 @@
+"""The prediction beside real steps. What is compared is checked here; how close it is, depends on the machine."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from optpipe.compile import compile_schedule
+from optpipe.profile.check import STEPS, check_prediction, serial_us
+from solver.portfolio import solve
+from tests.optpipe.profile.subjects import CPU, measured, perceptron
+
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize("method", ["1f1b", "ada-offload"])
+def test_a_step_is_predicted_as_the_sum_of_its_ops_and_messages(method: str) -> None:
+    found, _ = measured(perceptron(), [0, 1])
+    schedule = solve(found.problem(MICROBATCHES), method)
+    expected = 2 * MICROBATCHES * sum(spread.median_us for spread in found.transfers.spreads if spread)
+    for device in schedule.devices:
+        for _, ops in device.streams():
+            expected += sum(found.stages[op.stage].times[op.kind].median_us for op in ops.ops)
+    assert serial_us(found, compile_schedule(schedule)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("clock", ["wall", "cpu"])
+def test_the_schedule_really_runs(clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, chain = measured(perceptron((16, 32, 16)), [0, 1])
+    object.__setattr__(found, "clock", clock)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    schedule = solve(found.problem(MICROBATCHES), "1f1b")
+    check = check_prediction(found, chain, schedule, CPU)
+    assert check.step.count == STEPS
+    assert check.ratio == check.step.median_us / check.serial_us
+    assert check.comparison.basis == "re-timed"
+    assert check.trace.schedule == schedule
+    by_kind = {share.kind: share for share in check.shares}
+    assert by_kind["F"].actions == by_kind["BW"].actions == 2 * MICROBATCHES
+    assert by_kind["RECV_F"].predicted_us is None
+    assert sum(share.predicted_us or 0.0 for share in check.shares) == pytest.approx(check.serial_us)
+    recorded = [action for device in check.trace.devices for action in device.actions]
+    assert sum(share.recorded_us for share in check.shares) == pytest.approx(sum(a.duration_us for a in recorded))
+    for device in check.comparison.devices:
+        assert device.peak_bytes == device.planned_peak_bytes
+    for device in check.trace.devices:
+        assert all(a.end_us <= b.end_us for a, b in pairwise(device.actions))
+    assert all(parameter.grad is not None for stage in chain.stages.values() for parameter in stage.module.parameters())

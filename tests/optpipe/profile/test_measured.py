@@ -1,0 +1,158 @@
+"""Measured stages: their figures are those of a real run, and become documents that hold together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.compile import compile_schedule
+from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.errors import InputError
+from optpipe.layers import LayerProfile
+from optpipe.problem import Problem
+from optpipe.profile.chain import chain_of
+from optpipe.profile.measured import Measured, StageFigures
+from optpipe.profile.op_times import WARM_UP_ROUNDS, measure_op_times
+from optpipe.profile.timing import Spread
+from optpipe.profile.transfers import Transfers, measure_transfers
+from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
+from optpipe.runtime.stage_sizes import StageSizes, measure_stage
+from optpipe.verify import verify
+from solver.portfolio import solve
+from tests.optpipe.profile.subjects import CPU, ROWS, WIDTH, measured, perceptron
+
+BYTES = 4 * ROWS * WIDTH
+"""Of one activation."""
+
+
+def spread(time_us: float, count: int = 3) -> Spread:
+    return Spread(time_us, time_us - 1, time_us + 1, count)
+
+
+def figures(**times: float) -> StageFigures:
+    """A stage of a microbatch of 100 bytes."""
+    sizes = StageSizes(100, 120, 80, {"F": 5, "B": 6, "W": 7, "BW": 8})
+    return StageFigures({kind: spread(time_us) for kind, time_us in times.items()}, sizes, 1000)
+
+
+SPLIT = figures(F=10.04, B=11.0, W=12.0, BW=20.0, O=4.0, R=2.0)
+COMPILED = figures(F=10.0, BW=20.0, O=4.0, R=2.0)
+
+
+def made(stages: list[StageFigures], placement: list[int]) -> Measured:
+    """Measured figures of the test's choice, half a microsecond a boundary between devices."""
+    measured_on, _ = measured(perceptron((3, 3)), [0], rounds=1)
+    boundaries = len(stages) - 1
+    crossings = [spread(0.5) if placement[b] != placement[b + 1] else None for b in range(boundaries)]
+    return replace(
+        measured_on,
+        placement=placement,
+        stages=stages,
+        message_bytes=[50] * boundaries,
+        transfers=Transfers("mailbox", crossings),
+    )
+
+
+def test_every_kind_is_timed_as_often_as_asked() -> None:
+    subject = perceptron()
+    chain = chain_of(subject, CPU, 4, [0, 1])
+    told: list[tuple[int, int]] = []
+    times = measure_op_times(chain, CPU, 3, on_round=lambda number, rounds: told.append((number, rounds)))
+    total = 3 + WARM_UP_ROUNDS
+    assert told == [(number, total) for number in range(total)]
+    for stage in times.values():
+        assert {kind: found.count for kind, found in stage.items()} == {"F": 6} | dict.fromkeys(
+            ("B", "W", "BW", "O", "R"), 3
+        )
+        assert all(found.lower_us <= found.median_us <= found.upper_us for found in stage.values())
+
+
+def test_a_compiled_stage_is_timed_without_b_and_w() -> None:
+    subject = perceptron()
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    whole._modules["_orig_mod"] = nn.Identity()
+    whole.forward = lambda x: whole[0](x)  # type: ignore[method-assign]
+    found, _ = measured(replace(subject, stages=[subject.stages[0], whole]), [0, 1])
+    assert [set(stage.times) for stage in found.stages] == [{"F", "B", "W", "BW", "O", "R"}, {"F", "BW", "O", "R"}]
+    assert "stages [1] are compiled" in found.source
+    assert found.problem(4).stages[1].backward_weight_us == 0
+
+
+@pytest.mark.parametrize("method", ["1f1b", "zb-h1", "ada-offload"])
+def test_bytes_are_the_meter_s_own_in_a_real_run(method: str) -> None:
+    found, chain = measured(perceptron((WIDTH, 64, 32, WIDTH)), [0, 1, 2])
+    schedule = solve(found.problem(6), method)
+    assert verify(schedule).ok
+    program, meter = compile_schedule(schedule), MemoryMeter()
+    pipeline = Pipeline(program, chain.stages, range(3), Mailbox(), chain.messages)
+    for _ in range(2):  # gradients are allocated, slabs take on their sizes
+        pipeline.run([chain.inputs] * 6, [chain.targets] * 6, meter)
+    planned = planned_peaks_bytes(program, schedule.problem, found.message_bytes)
+    assert [meter.peak_bytes[d] for d in range(3)] == planned
+
+
+def test_sizes_of_a_stage_by_hand() -> None:
+    """A linear layer keeps its input, a GELU its own; B replaces that by the gradient of the linear layer's output."""
+    found, chain = measured(perceptron(), [0, 1])
+    sizes = found.stages[1].sizes
+    assert sizes == measure_stage(chain.stages[1], (chain.inputs, chain.targets), chain.messages[0], None)
+    assert found.stages[0].sizes.activation_bytes == BYTES, "the batch is the caller's, the GELU's input is kept"
+    assert found.stages[0].parameter_bytes == 4 * 4 * (WIDTH * WIDTH + WIDTH)
+    assert found.message_bytes == [BYTES]
+
+
+def test_offloading_a_real_stage_frees_what_the_problem_says() -> None:
+    found, _ = measured(perceptron(), [0, 1])
+    stage = found.problem(4).stages[0]
+    assert stage.offload is not None
+    assert stage.offload.bytes == BYTES
+
+
+def test_the_problem_holds_medians_and_sizes() -> None:
+    problem = made([SPLIT, SPLIT, SPLIT], [0, 1, 1]).problem(4, memory_bytes=5000)
+    assert problem.transfer_us == [0.5, 0]
+    assert [device.memory_bytes for device in problem.devices] == [4000, 3000]
+    stage = problem.stages[0]
+    assert (stage.forward_us, stage.backward_input_us, stage.backward_weight_us) == (10.0, 11.0, 12.0)
+    assert (stage.activation_bytes, stage.backward_weight_bytes) == (100, 120), "more may be held after B than before"
+    assert stage.workspace_bytes.to_data() == {"F": 5, "B": 6, "W": 7, "BW": 8}
+    assert stage.offload is not None
+    assert stage.offload.to_data() == {"bytes": 80, "offload_us": 4.0, "reload_us": 2.0}
+    assert Problem.from_json(problem.to_json()) == problem
+
+
+def test_a_compiled_stage_s_b_stands_for_both() -> None:
+    stage = made([COMPILED], [0]).problem(4).stages[0]
+    assert (stage.backward_input_us, stage.backward_weight_us) == (20.0, 0)
+
+
+def test_parameters_beyond_memory_are_refused() -> None:
+    with pytest.raises(InputError, match=r"--memory is 1,999 bytes, but .* alone take 2,000 on device 1"):
+        made([SPLIT, SPLIT, SPLIT], [0, 1, 1]).problem(4, memory_bytes=1999)
+
+
+def test_layers_hold_the_same() -> None:
+    layers = made([SPLIT, SPLIT], [0, 1]).layers(memory_bytes=5000)
+    assert LayerProfile.from_json(layers.to_json()) == layers
+    assert [layer.output_bytes for layer in layers.layers] == [50, 0]
+    assert [layer.parameter_bytes for layer in layers.layers] == [1000, 1000]
+    assert layers.link.bytes_per_us == 100
+    assert layers.copies is not None
+    assert (layers.copies.offload_bytes_per_us, layers.copies.reload_bytes_per_us) == (20, 40)
+
+
+def test_ratios() -> None:
+    found = made([SPLIT, COMPILED], [0, 1])
+    assert found.copy_to_compute_ratio == pytest.approx(12 / (33.04 + 30))
+    assert found.fused_over_split == pytest.approx(20 / 23)
+    assert made([COMPILED], [0]).fused_over_split is None
+
+
+def test_only_boundaries_between_devices_are_measured() -> None:
+    chain = chain_of(perceptron((4, 4, 4, 4)), CPU, 1, range(3))
+    found = measure_transfers([0, 1, 1], chain.messages, torch.device("cpu"))
+    assert found.way == "mailbox copies within one process"
+    assert [one is None for one in found.spreads] == [False, True]
