@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from optpipe.problem import Problem
+    from optpipe.profile.chain import Chain
+    from optpipe.profile.check import Check
     from optpipe.profile.measured import Measured
     from optpipe.profile.subject import Subject
     from optpipe.schedule import Schedule
@@ -55,7 +57,6 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
     except ModuleNotFoundError as error:
         raise TrainingError(f"measuring needs {error.name}. Maybe pip install 'optpipe[train]'.") from None
     from optpipe.cli.profile_report import figures, print_figures
-    from optpipe.profile.check import check_prediction
     from optpipe.profile.measured import measure
     from optpipe.train.launch import launched, leads, one_core_left
 
@@ -78,24 +79,25 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
                 gather=launch.gather,
                 on_round=on_round,
             )
-        document = (
-            measured.layers(options.memory_bytes)
-            if options.as_layers
-            else measured.problem(microbatches, options.memory_bytes)
-        )
+        problem = None if options.as_layers else measured.problem(microbatches, options.memory_bytes)
+        document = problem or measured.layers(options.memory_bytes)
         if not leads():
             return 0
         write_whole(output, document.to_json() + "\n")
-        check = None
-        if options.check:
-            schedule = _quick_schedule(measured, measured.problem(microbatches, options.memory_bytes))
-            with stderr().status(f"running steps of {schedule.method}"):
-                check = check_prediction(measured, chain, schedule, device)
+        check = _check(measured, chain, problem, device) if options.check and problem else None
     if as_json:
         print_json(figures(measured, check, output, document.format))
     else:
         print_figures(measured, check, output, document.format)
     return 0
+
+
+def _check(measured: Measured, chain: Chain, problem: Problem, device: torch.device) -> Check:
+    from optpipe.profile.check import check_prediction
+
+    schedule = _quick_schedule(measured, problem)
+    with stderr().status(f"running steps of {schedule.method}"):
+        return check_prediction(measured, chain, schedule, device)
 
 
 def _refuse_what_does_not_go_together(options: Options) -> None:

@@ -192,7 +192,7 @@ def _held_bytes(stage: Stage) -> int:
 def _hardware(device: torch.device) -> str:
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
-    return f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} threads{load}"
+    return f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} thread(s){load}"
 
 
 def _us(spread: Spread) -> float:

@@ -12,6 +12,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+
+_DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_DRAWING_WITHIN = (nn.RNNBase, nn.MultiheadAttention)
+"""These draw in their own forward where their dropout is not 0."""
+
+
+def never_draws(module: nn.Module) -> bool:
+    """Whether the forward surely draws no random numbers: all parts are torch's own layers, and none is one that does.
+
+    A class of the user's may draw in its forward, by a function that nobody sees, so it counts as drawing. What hooks
+    draw is not seen.
+    """
+    return all(_never_draws(part) for part in module.modules())
+
+
+def _never_draws(part: nn.Module) -> bool:
+    if not type(part).__module__.startswith("torch.nn.modules.") or "forward" in vars(part):
+        return False
+    if isinstance(part, _DRAWING_WITHIN):
+        return not part.dropout
+    return not isinstance(part, _DRAWING)
 
 
 class RandomNumbers:

@@ -14,9 +14,9 @@ from optpipe.errors import TrainingError
 from optpipe.runtime.activations import ActivationStore
 from optpipe.runtime.host_slabs import HostSlab
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
-from optpipe.runtime.random_numbers import RandomNumbers
+from optpipe.runtime.random_numbers import RandomNumbers, never_draws
 from optpipe.runtime.stage_edges import Entry, Exit, enter
-from optpipe.runtime.weight_gradients import WeightGradients, compiled_part, defer_weight_gradients
+from optpipe.runtime.weight_gradients import Splitting, WeightGradients, compiled_part, defer_weight_gradients
 
 Loss = Callable[[Any, Any], Tensor]
 """Mean loss of one microbatch from the model's output and the target."""
@@ -30,6 +30,10 @@ class _Graph:
     exit: Exit
     activations: ActivationStore | None
     loss_kind: tuple[torch.dtype, torch.device] | None
+    splitting: Splitting
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Stage:
@@ -48,7 +52,8 @@ class Stage:
 
     `seed` and the stage's number give each step and microbatch random numbers of its own (`RandomNumbers`), so that
     dropout does not depend on the schedule; None: the seed of torch at this moment. With `own_random_numbers` false,
-    layers draw from torch's generators as they run.
+    layers draw from torch's generators as they run. A stage of torch's own layers of which none draws spares the
+    switch (`never_draws`).
 
     Raises TrainingError where autocast is of another dtype.
     """
@@ -69,9 +74,11 @@ class Stage:
         self._first, self._loss, self._gradient_scale, self._autocast = first, loss, gradient_scale, autocast
         self._weight_gradients = WeightGradients()
         self._compiled = compiled_part(module)
+        draws = loss is not None or not never_draws(module)
         if self.splits:
             defer_weight_gradients(module, self._weight_gradients)
         self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
+        self._draws = own_random_numbers and draws
         self._graphs: dict[int, _Graph] = {}
         self._own: frozenset[int] | None = None
         self._device = self.device
@@ -111,19 +118,24 @@ class Stage:
         if self.random:
             self.random.step += 1
 
-    def forward(self, microbatch: int, received: Tree, target: Tree | None, offloads: bool) -> Tree:
+    def forward(
+        self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
+    ) -> Tree:
         """F. `received` is the activation of the stage before, or the batch; `target` is for the last stage.
 
         Returns the activation for the next stage, or the loss; neither is kept here. `offloads` says that the
-        activations will leave to the host.
+        activations will leave to the host, `fused` that the backward will be BW: then small layers are left to
+        autograd, which costs the host less.
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
+        # Under autocast autograd would keep a cast copy of every weight until the backward.
+        splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
         with (
             torch.enable_grad(),
-            self._weight_gradients.forward(),
-            self.random.of(microbatch, self._device) if self.random else nullcontext(),
+            self._weight_gradients.forward(splitting),
+            self.random.of(microbatch, self._device) if self._draws and self.random else _NOTHING,
             self._autocasting(),
-            activations.hooks() if activations else nullcontext(),
+            activations.hooks() if activations else _NOTHING,
         ):
             entry, loss_kind = None, None
             if not self._first:
@@ -133,7 +145,7 @@ class Stage:
                 assert target is not None, "the last stage has a target"
                 output = self._loss(output, target)
                 loss_kind = (output.dtype, output.device)
-        self._graphs[microbatch] = _Graph(entry, Exit(output), activations, loss_kind)
+        self._graphs[microbatch] = _Graph(entry, Exit(output), activations, loss_kind, splitting)
         return output.detach() if isinstance(output, Tensor) else _detached(output)
 
     def evaluate(self, received: Tree, target: Tree | None) -> Tree:
@@ -166,8 +178,9 @@ class Stage:
         """
         if not self.splits:
             raise TrainingError(self._cannot_split())
-        with self._weight_gradients.backward_input(microbatch):
-            return self._backward(microbatch, gradient)
+        graph = self._graphs.pop(microbatch)
+        with self._weight_gradients.backward_input(microbatch, graph.splitting):
+            return self._backward(graph, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: adds the weight gradients that B left to `.grad`."""
@@ -175,8 +188,9 @@ class Stage:
 
     def backward(self, microbatch: int, gradient: Gradient) -> Gradient:
         """BW: `backward_input` with the weight gradients added at once."""
-        with self._weight_gradients.backward():
-            return self._backward(microbatch, gradient)
+        graph = self._graphs.pop(microbatch)
+        with self._weight_gradients.backward(graph.splitting):
+            return self._backward(graph, gradient)
 
     def clear(self) -> None:
         """Drop all that microbatches have left, host memory included: after an error."""
@@ -186,8 +200,7 @@ class Stage:
         self._graphs.clear()
         self._weight_gradients.clear()
 
-    def _backward(self, microbatch: int, gradient: Gradient) -> Gradient:
-        graph = self._graphs.pop(microbatch)
+    def _backward(self, graph: _Graph, gradient: Gradient) -> Gradient:
         if graph.activations:
             graph.activations.hand_over()
         if graph.loss_kind is not None:
@@ -197,7 +210,7 @@ class Stage:
         return graph.entry.gradient() if graph.entry else None
 
     def _autocasting(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext()
+        return torch.autocast(self._device.type, self._autocast) if self._autocast else _NOTHING
 
     def _cannot_split(self) -> str:
         part = f"module.{self._compiled}" if self._compiled else "module"

@@ -43,12 +43,14 @@ def measure_stage(stage: Stage, batch: tuple[Tree, Tree], before: Spec | None, a
 
 def _measured(stage: Stage, probe: _Probe) -> StageSizes:
     with probe.meter, probe.meter.on(0):
-        activation, work_f = probe.forward()
+        activation, work_f = probe.forward(fused=True)
         offload = probe.offload_and_reload()
         kept, work_bw = probe.backward(fused=True)
         workspace = {"F": work_f, "BW": work_bw}
         if stage.splits:
-            probe.forward()
+            split_activation, split_work_f = probe.forward(fused=False)
+            # the larger where a layer's split keeps more or less than autograd: F may come before either
+            activation, workspace["F"] = max(activation, split_activation), max(work_f, split_work_f)
             kept, workspace["B"] = probe.backward(fused=False)
             workspace["W"] = probe.backward_weight()
     return StageSizes(activation, kept, offload, workspace)
@@ -83,10 +85,10 @@ class _Probe:
     def _peak(self) -> int:
         return self.meter.peak_bytes[0]
 
-    def forward(self) -> tuple[int, int]:
+    def forward(self, *, fused: bool) -> tuple[int, int]:
         self.meter.restart_peak()
-        received = self.batch[0] if self.before is None else map_leaves(_zeros, self.before)
-        self.stage.forward(0, received, self.batch[1] if self.after is None else None, offloads=True)
+        received = self.batch[0] if self.before is None else map_leaves(self._zeros, self.before)
+        self.stage.forward(0, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
         del received
         return self._live, self._peak - self._live
 
@@ -103,7 +105,7 @@ class _Probe:
     def backward(self, *, fused: bool) -> tuple[int, int]:
         held = self._live
         self.meter.restart_peak()
-        gradient = None if self.after is None else map_leaves(_zero_gradient, self.after)
+        gradient = None if self.after is None else map_leaves(self._zero_gradient, self.after)
         (self.stage.backward if fused else self.stage.backward_input)(0, gradient)
         del gradient
         return self._live, self._peak - held
@@ -114,13 +116,11 @@ class _Probe:
         self.stage.backward_weight(0)
         return self._peak - held
 
+    def _zeros(self, spec: MessageSpec) -> Tensor:
+        return spec.empty(self.stage.device).zero_()
 
-def _zeros(spec: MessageSpec) -> Tensor:
-    return spec.empty().zero_()
-
-
-def _zero_gradient(spec: MessageSpec) -> Tensor | None:
-    return _zeros(spec) if spec.has_gradient else None
+    def _zero_gradient(self, spec: MessageSpec) -> Tensor | None:
+        return self._zeros(spec) if spec.has_gradient else None
 
 
 def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:

@@ -106,6 +106,8 @@ class StepBuilder:
         self._parts = parts
         self._last_stage = len(parts.program.placement) - 1
         self._cells: dict[Message, Cell] = {}
+        actions = parts.program.devices[parts.device]
+        self._fused = {(action.stage, action.microbatch) for action in actions if action.kind == "BW"}
         self._work: Mapping[str, Callable[[Action], Work]] = {
             "F": self._forward,
             "B": lambda action: self._backward(action, self._stage(action).backward_input),
@@ -164,20 +166,20 @@ class StepBuilder:
         s, i = action.stage, action.microbatch
         forward, batch = self._forward_of(self._stage(action)), self._parts.batch
         used, made = self._used(action), self._cell("F", s, i)
-        offloads = (s, i) in self._parts.program.offloaded
+        offloads, fused = (s, i) in self._parts.program.offloaded, (s, i) in self._fused
 
         def work() -> None:
             received = used.take() if used is not None else batch.inputs[i]
             if made is not None:
-                made.tree = forward(i, received, None, offloads)
+                made.tree = forward(i, received, None, offloads, fused)
             else:
-                batch.losses[i].copy_(forward(i, received, batch.targets[i], offloads))
+                batch.losses[i].copy_(forward(i, received, batch.targets[i], offloads, fused))
 
         return work
 
-    def _forward_of(self, stage: Stage) -> Callable[[int, Tree, Tree | None, bool], Tree]:
+    def _forward_of(self, stage: Stage) -> Callable[[int, Tree, Tree | None, bool, bool], Tree]:
         if self._parts.evaluates:
-            return lambda _microbatch, received, target, _offloads: stage.evaluate(received, target)
+            return lambda _microbatch, received, target, _offloads, _fused: stage.evaluate(received, target)
         return stage.forward
 
     def _backward(self, action: Action, backward: Callable[[int, Tree], Tree]) -> Work:

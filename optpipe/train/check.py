@@ -12,7 +12,7 @@ from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
 from optpipe.train.gpt import byte_loss
-from optpipe.train.model import Batch, Model
+from optpipe.train.model import Batch, Model, moved
 from optpipe.train.plain import gradient_error, plain_step
 from optpipe.train.result import CheckResult, DeviceMemory
 
@@ -20,12 +20,13 @@ from optpipe.train.result import CheckResult, DeviceMemory
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
     """Run one batch twice through the schedule and once through `plain_modules`, which have equal weights.
 
+    These are on the hardware of the model.
     In every process of the run, with the same answer.
     """
     planned = planned_peaks(model, batch)
     runs = [_metered_run(model, batch) for _ in range(2)]
     loss = model.mean_loss(runs[1][1])
-    plain_loss = plain_step(plain_modules, byte_loss, *batch)
+    plain_loss = plain_step(plain_modules, byte_loss, *moved(batch, model.hardware), model.config.torch_autocast)
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
     found = model.launch.gather({"worst": worst, "devices": _memory(model, planned, [meter for meter, _ in runs])})
     error, parameter = max(tuple(entry["worst"]) for entry in found)
@@ -39,7 +40,8 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
 
 def planned_peaks(model: Model, batch: Batch) -> list[int]:
     """For each device, the peak of the program's order with the sizes of this model's stages, measured one by one."""
-    first = (batch[0][0], batch[1][0])
+    inputs, targets = model.own_part(batch)
+    first = (inputs[0], targets[0])
     mine = {s: asdict(measure_stage(stage, first, *model.messages_at(s))) for s, stage in model.stages.items()}
     sizes: dict[int, dict[str, Any]] = {}
     for entry in model.launch.gather({str(s): size for s, size in mine.items()}):

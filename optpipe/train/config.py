@@ -10,8 +10,10 @@ import torch
 from optpipe.errors import TrainingError
 from optpipe.schedule import Schedule
 from optpipe.train.gpt import SIZES, GPTShape
+from optpipe.train.hardware import DEVICE_CHOICES, DeviceChoice
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+AUTOCASTS = {None: None, "bfloat16": torch.bfloat16}
 MAX_SEED = 2**63 - 1
 
 
@@ -28,8 +30,13 @@ class TrainingConfig:
     steps: int = 20
     """optimizer steps"""
     seed: int = 0
-    """of the weights and of the order of the data"""
+    """of the weights, of the order of the data and of what layers draw"""
     dtype: Literal["float32", "float64"] = "float32"
+    """of weights and of what is not cast"""
+    autocast: Literal["bfloat16"] | None = None
+    """what matrix products are computed in, under torch.autocast; None: in `dtype`, which else must be float32"""
+    device: DeviceChoice = "auto"
+    """what to compute on; "auto": on CUDA where there is any"""
     learning_rate: float = 1e-3
     sequence: int | None = None
     """bytes of text in a sequence; None: the model's longest"""
@@ -57,6 +64,11 @@ class TrainingConfig:
         self._check_range("sequence", self.shape.sequence, 1, SIZES[self.model].sequence)
         self._check_positive("learning_rate", self.learning_rate)
         self._check_positive("timeout_seconds", self.timeout_seconds)
+        if self.autocast and self.dtype != "float32":
+            raise TrainingError(
+                f"dtype is {self.dtype!r} with autocast to {self.autocast}, but autocast leaves all but float32 alone. "
+                "Maybe leave one of them out."
+            )
         stages = len(self.schedule.problem.stages)
         if self.shape.layers < stages:
             raise TrainingError(
@@ -80,10 +92,19 @@ class TrainingConfig:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def torch_autocast(self) -> torch.dtype | None:
+        return AUTOCASTS[self.autocast]
+
     def _check_choices(self) -> None:
-        for field, value, known in (("model", self.model, SIZES), ("dtype", self.dtype, DTYPES)):
+        for field, value, known in (
+            ("model", self.model, SIZES),
+            ("dtype", self.dtype, DTYPES),
+            ("autocast", self.autocast, AUTOCASTS),
+            ("device", self.device, DEVICE_CHOICES),
+        ):
             if value not in known:
-                raise TrainingError(f"{field} is {value!r} but must be one of {', '.join(known)}.")
+                raise TrainingError(f"{field} is {value!r} but must be one of {', '.join(map(str, known))}.")
 
     @staticmethod
     def _check_range(field: str, value: int, least: int, most: int) -> None:

@@ -1,6 +1,6 @@
-"""One process or many: under torchrun each process runs the device of its rank, and they talk over gloo.
+"""One process or many: under torchrun each process runs the device of its rank.
 
-Between processes go tensors and JSON, nothing pickled.
+Processes talk over gloo, and between GPUs over NCCL. Between them go tensors and JSON, nothing pickled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import TrainingError
+from optpipe.train.hardware import CPU
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Launch:
 
     Rank `replica * devices + device` runs one device of one replica. `pipeline` is the group of the processes of this
     replica, `same_device` that of the processes that run this device in every replica; None where it is not needed.
+    `hardware` is what this process computes on.
     """
 
     devices: int
@@ -34,6 +36,7 @@ class Launch:
     distributed: bool = False
     pipeline: dist.ProcessGroup | None = None
     same_device: dist.ProcessGroup | None = None
+    hardware: torch.device = CPU
 
     @property
     def world(self) -> int:
@@ -53,6 +56,11 @@ class Launch:
         """Processes of one replica."""
         return self.devices if self.distributed else 1
 
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each replica, by device."""
+        return _pipelines(self.devices, self.replicas)
+
     def ranks_of(self, device: int) -> list[int]:
         """The ranks that run a device, one in each replica."""
         return [replica * self.devices + device for replica in range(self.replicas)] if self.distributed else [0]
@@ -70,7 +78,8 @@ class Launch:
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes of equally shaped tensors."""
+        """The sum over all processes of equally shaped tensors, on the CPU."""
+        values = values.cpu()
         if self.distributed:
             dist.all_reduce(values)
         return values
@@ -104,24 +113,27 @@ def one_core_left() -> Iterator[None]:
 
 
 @contextmanager
-def launched(devices: int, timeout_seconds: float, replicas: int = 1) -> Iterator[Launch]:
-    """The launch for a schedule of so many devices, in so many replicas.
+def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: torch.device = CPU) -> Iterator[Launch]:
+    """The launch for a schedule of so many devices, in so many replicas, of which this process runs on `hardware`.
 
-    Starts a process group under torchrun, and ends it at exit; one that the caller has started is used and left.
+    Starts a process group under torchrun, and ends it at exit; one that the caller has started is used and left, and
+    for GPUs must have both gloo and NCCL.
     Raises TrainingError where the number of processes is not the number of devices times the replicas.
     """
     if not under_torchrun():
         _refuse_replicas(replicas)
-        yield Launch(devices)
+        yield Launch(devices, hardware=hardware)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != devices * replicas:
         raise TrainingError(_wrong_world(world, devices, replicas))
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        if hardware.type == "cuda":
+            torch.cuda.set_device(hardware)  # where NCCL looks for it
+        dist.init_process_group(backends(hardware), timeout=timedelta(seconds=timeout_seconds))
     try:
-        yield Launch(devices, replicas, rank, True, *_groups(devices, replicas))
+        yield Launch(devices, replicas, rank, True, *_groups(devices, replicas), hardware)
         if own:
             dist.barrier()  # nobody takes the group down while another still talks
     finally:
@@ -130,11 +142,20 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1) -> Iterato
             gc.collect()  # works in circles of references keep gloo's threads alive into the interpreter's end
 
 
+def backends(hardware: torch.device) -> str:
+    """What carries tensors between processes: GPUs need gloo beside NCCL, for what is gathered on the host."""
+    return "cpu:gloo,cuda:nccl" if hardware.type == "cuda" else "gloo"
+
+
+def _pipelines(devices: int, replicas: int) -> list[list[int]]:
+    return [list(range(replica * devices, (replica + 1) * devices)) for replica in range(replicas)]
+
+
 def _groups(devices: int, replicas: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """This process's groups along the pipeline and across replicas; all processes make all groups, in one order."""
     if replicas == 1:
         return None, None
-    ranks = [list(range(r * devices, (r + 1) * devices)) for r in range(replicas)]
+    ranks = _pipelines(devices, replicas)
     return _own_group(ranks), _own_group([list(column) for column in zip(*ranks, strict=True)])
 
 

@@ -13,6 +13,7 @@ from optpipe.trace import Trace
 from optpipe.train.check import check_step
 from optpipe.train.config import TrainingConfig
 from optpipe.train.gpt import build_stages, tied_weights
+from optpipe.train.hardware import own_device
 from optpipe.train.launch import Launch, launched, one_core_left
 from optpipe.train.model import Model
 from optpipe.train.plain import tie_parameters
@@ -30,7 +31,8 @@ def train(config: TrainingConfig, report: Report | None = None) -> TrainingResul
     OrderError or DeadlockError if the schedule cannot run, and TrainingError if it cannot be trained as asked.
     """
     program = compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
-    with one_core_left(), launched(len(program.devices), config.timeout_seconds, config.data_parallel) as launch:
+    devices, hardware = len(program.devices), own_device(config.device)
+    with one_core_left(), launched(devices, config.timeout_seconds, config.data_parallel, hardware) as launch:
         _agree(config, program, launch)
         model = Model(config, program, launch)
         batches = Batches(
@@ -48,7 +50,7 @@ def train(config: TrainingConfig, report: Report | None = None) -> TrainingResul
 def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
     """Refuse processes that were started with different schedules or options: they would wait for one another."""
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "schedule"}
-    found = launch.gather(options | {"program": program.digest})
+    found = launch.gather(options | {"program": program.digest, "device": launch.hardware.type})
     for rank, theirs in enumerate(found):
         for field, value in found[0].items():
             if theirs[field] != value:
@@ -61,6 +63,8 @@ def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
 def _check(config: TrainingConfig, model: Model, batches: Batches) -> CheckResult:
     stages = len(config.schedule.problem.stages)
     plain_modules = build_stages(config.shape, stages, config.seed, config.torch_dtype, tied=config.tied)
+    for module in plain_modules:
+        module.to(model.hardware)
     if config.tied:
         first, last = tied_weights(plain_modules)
         tie_parameters(plain_modules, first, last)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from optpipe.compile import Program
 from optpipe.problem import Problem
-from optpipe.runtime import Gloo, Mailbox, MessageSpec, Pipeline, Stage
+from optpipe.runtime import Gloo, MessageSpec, Nccl, Pipeline, Stage, Transport, local_transport
 from optpipe.runtime.gradient_sync import GradientSync, TiedWeights, tie_groups
 from optpipe.train.config import TrainingConfig
 from optpipe.train.gpt import build_stages, byte_loss, tied_weights
@@ -25,27 +25,35 @@ class Model:
     def __init__(self, config: TrainingConfig, program: Program, launch: Launch) -> None:
         self.config, self.program, self.launch = config, program, launch
         self.problem: Problem = config.schedule.problem
-        self.devices = launch.own_devices
+        self.devices, self.hardware = launch.own_devices, launch.hardware
         modules = build_stages(config.shape, len(program.placement), config.seed, config.torch_dtype, tied=config.tied)
         self.parameters = sum(p.numel() for module in modules for p in module.parameters())
         last = len(modules) - 1
         self.stages = {
             s: Stage(
-                module,
+                module.to(self.hardware),
                 first=s == 0,
                 loss=byte_loss if s == last else None,
                 gradient_scale=1 / (launch.replicas * program.microbatches),
+                autocast=config.torch_autocast,
+                seed=config.seed + launch.replica,
             )
             for s, module in enumerate(modules)
             if program.placement[s] in self.devices
         }
         activation = (config.microbatch_size, config.shape.sequence, config.shape.width)
         self.messages = [MessageSpec(activation, config.torch_dtype)] * last
-        transport = Gloo(launch.pipeline) if launch.distributed else Mailbox()
         sync = self._gradient_sync(modules) if config.sums_gradients else None
-        self.pipeline = Pipeline(program, self.stages, self.devices, transport, self.messages, sync=sync)
+        self.pipeline = Pipeline(program, self.stages, self.devices, self._transport(), self.messages, sync=sync)
         mine = [p for stage in self.stages.values() for p in stage.module.parameters()]
         self._optimizer = torch.optim.AdamW(mine, lr=config.learning_rate) if mine else None
+
+    def _transport(self) -> Transport:
+        if not self.launch.distributed:
+            return local_transport(self.hardware)
+        if self.hardware.type == "cuda":
+            return Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
+        return Gloo(self.launch.pipeline)
 
     def _gradient_sync(self, modules: Sequence[nn.Module]) -> GradientSync:
         launch, placement = self.launch, self.program.placement
@@ -72,11 +80,17 @@ class Model:
         return self.mean_loss(losses)
 
     def own_part(self, batch: Batch) -> Batch:
-        """The microbatches of this replica."""
+        """The microbatches of this replica, on this process's hardware."""
         m = self.program.microbatches
         mine = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
-        return batch[0][mine], batch[1][mine]
+        return moved((batch[0][mine], batch[1][mine]), self.hardware)
 
     def mean_loss(self, losses: Tensor) -> float:
         """Of the sum of all processes' losses, shape (microbatches,)."""
         return float(losses.mean()) / self.launch.replicas
+
+
+def moved(batch: Batch, hardware: torch.device) -> Batch:
+    """The batch on a device; nothing is copied where it is there."""
+    inputs, targets = ([part.to(hardware) for part in parts] for parts in batch)
+    return inputs, targets

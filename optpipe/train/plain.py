@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +12,22 @@ from torch import Tensor, nn
 from optpipe.runtime.stage import Loss
 
 
-def plain_step(modules: Sequence[nn.Module], loss: Loss, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
+def plain_step(
+    modules: Sequence[nn.Module],
+    loss: Loss,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    autocast: torch.dtype | None = None,
+) -> float:
     """Set `.grad` of all parameters to the gradient of the mean loss over the microbatches; returns that loss."""
     for module in modules:
         module.zero_grad()
     total = 0.0
     for x, target in zip(inputs, targets, strict=True):
-        for module in modules:
-            x = module(x)
-        value = loss(x, target) / len(inputs)
+        with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
+            for module in modules:
+                x = module(x)
+            value = loss(x, target) / len(inputs)
         torch.autograd.backward(value)
         total += value.item()
     return total

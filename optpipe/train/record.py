@@ -11,13 +11,15 @@ from optpipe.trace import Trace
 from optpipe.trace.assemble import Part, assemble
 from optpipe.train.check import planned_peaks
 from optpipe.train.config import TrainingConfig
+from optpipe.train.hardware import hardware_name
 from optpipe.train.model import Batch, Model
 
 
 def record_trace(config: TrainingConfig, model: Model, batch: Batch, step: int) -> Trace:
     """Run the batch apart from training and record its first replica. In every process, with the same answer."""
     planned = planned_peaks(model, batch)
-    part = record_step(model.pipeline, *model.own_part(batch), process=model.launch.rank)
+    own, rank = model.own_part(batch), model.launch.rank
+    part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
     of_all = model.launch.gather(part.to_data())
     parts = [Part.from_data(data) for data in of_all[: model.launch.pipeline_processes]]
     return assemble(
@@ -34,6 +36,11 @@ def _source(config: TrainingConfig, model: Model) -> str:
     shape = config.shape
     return (
         f"GPT of {shape.layers} layers {shape.width} wide, {config.microbatch_size} sequences of {shape.sequence} "
-        f"bytes a microbatch, {config.dtype}; torch {torch.__version__} on {platform.machine()}, "
+        f"bytes a microbatch, {_precision(config)}; torch {torch.__version__} on "
+        f"{hardware_name(model.hardware, platform.machine())}, "
         f"{torch.get_num_threads()} threads in each of {model.launch.world} process(es)"
     )
+
+
+def _precision(config: TrainingConfig) -> str:
+    return f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype

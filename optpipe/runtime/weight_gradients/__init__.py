@@ -7,7 +7,7 @@ registered, and the parameters of any other module get their gradient in B.
 
 from optpipe.runtime.weight_gradients.embedding import SplitEmbedding
 from optpipe.runtime.weight_gradients.linear import SplitLinear
-from optpipe.runtime.weight_gradients.pending import WeightGradients
+from optpipe.runtime.weight_gradients.pending import Splitting, WeightGradients
 from optpipe.runtime.weight_gradients.registry import compiled_part, defer_weight_gradients, register_deferred
 from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate
 
@@ -15,6 +15,7 @@ __all__ = [
     "SplitBackward",
     "SplitEmbedding",
     "SplitLinear",
+    "Splitting",
     "WeightGradients",
     "accumulate",
     "compiled_part",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 
 import torch
 
@@ -14,48 +15,57 @@ Task = Callable[[], None]
 """Adds the weight gradients of one call of one layer to `.grad`."""
 
 
+class Splitting(Enum):
+    """Which layers split their backward now."""
+
+    NONE = 0
+    """Outside of F and backwards, in evaluation for instance: they are the layers that they were."""
+    LARGE = 1
+    """Those that save memory by it, though nothing waits for W."""
+    ALL = 2
+
+
 class WeightGradients:
     """What the layers of one stage have left, by microbatch.
 
-    Layers split their backward only while `recording`: in F, and in B where a checkpoint runs a part of F again.
-    Outside, in evaluation for instance, they are the layers that they were.
+    `splitting` is what a layer goes by in F, and in B where a checkpoint runs a part of F again.
     """
 
     def __init__(self) -> None:
-        self.recording = False
+        self.splitting = Splitting.NONE
         self._kept: dict[int, deque[Task]] = {}
         self._put: Callable[[Task], None] = _refuse
         self._lost = False
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, splitting: Splitting = Splitting.ALL) -> Iterator[None]:
         """F: layers record how to split their backward. Raises TrainingError if another stage has taken one of them."""
         if self._lost:
             raise TrainingError(
                 "a layer of this stage belongs to another Stage that was made later. "
                 "Maybe hand each Stage modules of its own; they may share parameters."
             )
-        self.recording = True
+        self.splitting = splitting
         try:
             yield
         finally:
-            self.recording = False
+            self.splitting = Splitting.NONE
 
-    def backward_input(self, microbatch: int) -> AbstractContextManager[None]:
-        """B: weight gradients wait for `compute`."""
-        return self._backward(self._kept.setdefault(microbatch, deque()).append)
+    def backward_input(self, microbatch: int, splitting: Splitting = Splitting.ALL) -> AbstractContextManager[None]:
+        """B: weight gradients wait for `compute`. `splitting` is that of the microbatch's F."""
+        return self._backward(self._kept.setdefault(microbatch, deque()).append, splitting)
 
-    def backward(self) -> AbstractContextManager[None]:
-        """BW: weight gradients are computed at once."""
-        return self._backward(_run)
+    def backward(self, splitting: Splitting = Splitting.ALL) -> AbstractContextManager[None]:
+        """BW: weight gradients are computed at once. `splitting` is that of the microbatch's F."""
+        return self._backward(_run, splitting)
 
     @contextmanager
-    def _backward(self, put: Callable[[Task], None]) -> Iterator[None]:
-        self._put, self.recording = put, True
+    def _backward(self, put: Callable[[Task], None], splitting: Splitting) -> Iterator[None]:
+        self._put, self.splitting = put, splitting
         try:
             yield
         finally:
-            self._put, self.recording = _refuse, False
+            self._put, self.splitting = _refuse, Splitting.NONE
 
     def add(self, task: Task) -> None:
         """Called by a layer's backward."""

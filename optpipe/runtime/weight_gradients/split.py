@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
-from optpipe.runtime.weight_gradients.pending import WeightGradients
+from optpipe.runtime.weight_gradients.pending import Splitting, WeightGradients
 
 Layer = TypeVar("Layer", bound=nn.Module)
 Saved = tuple[Tensor, ...]
+
+LARGE_BYTES = 2**16
+"""From this size on a layer splits its backward in BW too: autograd needs room for the gradient of all its weights."""
 
 
 class SplitBackward(ABC, Generic[Layer]):
@@ -72,7 +75,10 @@ class Deferred(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """As ever where there is nothing to defer, and for any other call than that with one tensor."""
-        if not self._weight_gradients.recording or named or len(inputs) != 1 or torch.compiler.is_compiling():
+        splitting = self._weight_gradients.splitting
+        if splitting is Splitting.NONE or (splitting is Splitting.LARGE and not _is_large(self)):
+            return super().forward(*inputs, **named)
+        if named or len(inputs) != 1 or torch.compiler.is_compiling():
             return super().forward(*inputs, **named)
         parameters = [p for p in _parameters(self) if p is not None]
         if not _may_split(parameters):
@@ -89,6 +95,11 @@ class Deferred(nn.Module):
 
 def _parameters(layer: nn.Module) -> Iterable[nn.Parameter | None]:
     return layer.parameters() if layer._modules else layer._parameters.values()
+
+
+def _is_large(layer: nn.Module) -> bool:
+    """Whether the layer's largest parameter is. For smaller ones the split's 40 us on the host are too many."""
+    return any(p is not None and p.numel() * p.itemsize >= LARGE_BYTES for p in _parameters(layer))
 
 
 def _may_split(parameters: Iterable[nn.Parameter]) -> bool:

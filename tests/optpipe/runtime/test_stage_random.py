@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from optpipe.runtime import Stage
+from optpipe.runtime.random_numbers import never_draws
 from tests.optpipe.runtime.stages import F_B_W, F_BW, F_O_R_B_W, WAYS, Run, run_one, run_step
 
 M = 3
@@ -139,3 +140,42 @@ def test_it_can_be_left_to_the_generators_of_torch() -> None:
     expected = nn.functional.dropout(torch.ones(1000), 0.5) > 0
     torch.manual_seed(3)
     assert torch.equal(masks(stage)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "never"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)), True),
+        (nn.TransformerEncoderLayer(8, 2, dropout=0.0), False),  # of torch, but it holds Dropout
+        (nn.MultiheadAttention(8, 2), True),
+        (nn.MultiheadAttention(8, 2, dropout=0.1), False),
+        (nn.LSTM(4, 4, num_layers=2, dropout=0.1), False),
+        (nn.LSTM(4, 4, num_layers=2), True),
+        (nn.Sequential(nn.Linear(4, 4), nn.Dropout1d(0.1)), False),
+        (nn.Sequential(nn.RReLU()), False),
+        (nn.FractionalMaxPool2d(2, output_size=2), False),
+    ],
+)
+def test_layers_of_torch_are_known_to_draw_or_not(module: nn.Module, never: bool) -> None:
+    assert never_draws(module) is never
+
+
+def test_a_class_or_forward_of_ones_own_counts_as_drawing() -> None:
+    """A function such as nn.functional.dropout in it is seen by nobody."""
+    assert not never_draws(Block())
+    patched = nn.Linear(4, 4)
+    patched.forward = nn.functional.dropout  # type: ignore[method-assign]
+    assert not never_draws(patched)
+
+
+def test_what_draws_in_a_loss_is_the_same_in_every_order() -> None:
+    def loss(y: Tensor, _target: Tensor) -> Tensor:
+        return nn.functional.dropout(y).sum()
+
+    def losses(order: tuple[int, ...]) -> dict[int, Tensor]:
+        stage = Stage(nn.Identity(), loss=loss, seed=5)
+        stage.zero_gradients()
+        return {i: stage.forward(i, torch.ones(100), torch.ones(1), False) for i in order}
+
+    forwards, backwards = losses((0, 1)), losses((1, 0))
+    assert all(torch.equal(forwards[i], backwards[i]) for i in range(2))

@@ -23,10 +23,21 @@ def sizes(module: nn.Module, before: Tree = SPEC, after: Tree = SPEC, **options:
 
 
 def test_a_linear_layer_holds_its_input_and_then_the_output_gradient_too() -> None:
-    """F keeps x and makes y. B uses the message, and makes the input gradient. W has one row of sums for the bias."""
+    """F keeps x and makes y. B uses the message, and makes the input gradient. W has one row of sums for the bias.
+
+    BW is autograd's for so small a layer: it makes the gradients of weight and bias too.
+    """
     found = sizes(nn.Linear(C, C))
     assert (found.activation_bytes, found.backward_weight_bytes, found.offload_bytes) == (ROWS, 2 * ROWS, ROWS)
-    assert found.workspace_bytes == {"F": ROWS, "B": 2 * ROWS, "W": 4 * C, "BW": 2 * ROWS}
+    assert found.workspace_bytes == {"F": ROWS, "B": 2 * ROWS, "W": 4 * C, "BW": 2 * ROWS + 4 * (C + 1) * C}
+
+
+def test_bw_of_a_large_layer_needs_no_room_for_the_gradient_of_its_weight() -> None:
+    """Which would be 64 KiB; the row of sums for the bias is gone when the input gradient is made."""
+    width = 128
+    spec = MessageSpec((N, width), torch.float32)
+    found = sizes(nn.Linear(width, width), spec, spec)
+    assert found.workspace_bytes["BW"] <= 2 * 4 * N * width + 4 * width
 
 
 def test_what_autograd_keeps_is_gone_after_b() -> None:

@@ -18,6 +18,9 @@ SCHEDULE = one_f_one_b(3, 2)
     [
         ({"model": "huge"}, r"model is 'huge' but must be one of tiny, small, medium\."),
         ({"dtype": "float8"}, r"dtype is 'float8' but must be one of float32, float64\."),
+        ({"autocast": "float16"}, r"autocast is 'float16' but must be one of None, bfloat16\."),
+        ({"autocast": "bfloat16", "dtype": "float64"}, r"dtype is 'float64' with autocast to bfloat16.*Maybe leave"),
+        ({"device": "tpu"}, r"device is 'tpu' but must be one of auto, cpu, cuda\."),
         ({"steps": 0}, r"steps is 0 but must be from 1 to 1000000000\."),
         ({"seed": -1}, r"seed is -1 but must be from 0 to 9223372036854775807\."),
         ({"microbatch_size": 0}, r"microbatch_size is 0 but must be from 1 to 4096\."),
