@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import psycopg
 import pytest
@@ -23,6 +24,7 @@ from tests.api.server import listening, working
 from tests.api.solves import at_once
 
 NewClient = Callable[[], Client]
+_numbers = count()
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +83,11 @@ def new_key(settings: Settings) -> str:
 
 
 def _settings(postgresql: str, database: str) -> Settings:
-    """Settings of a service on a database of its own, which asks for keys."""
+    """Settings of a service on a database of its own, which asks for keys.
+
+    Every folder of tests that imports these fixtures has services of its own, hence the number.
+    """
+    database = f"{database}_{next(_numbers)}"
     with psycopg.connect(postgresql, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {database}".encode())
     url = make_url(postgresql).set(database=database).render_as_string(hide_password=False)
