@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     keep_jobs: int = Field(default=10_000, ge=0)
     """and the oldest of them where there are more than this many."""
 
+    serve_workers: int = Field(default=1, ge=0, le=1)
+    """Workers that `optpipe serve` brings: 0 where all of them run elsewhere. One worker solves several jobs."""
     solves: int = Field(default_factory=available_cores, ge=1, le=256)
     """Jobs that one worker solves at a time."""
     job_memory_bytes: int | None = Field(default=None, ge=2**20)

@@ -22,6 +22,7 @@ from sqlalchemy import (
     ColumnElement,
     Double,
     Integer,
+    Subquery,
     and_,
     case,
     cast,
@@ -123,7 +124,7 @@ async def remove(connection: AsyncConnection, queue_id: int, outcome: Outcome) -
 
 
 def place() -> ColumnElement[int | None]:
-    """For a select from `jobs`: how many waiting jobs are taken up to this one; NULL for one that does not wait."""
+    """For a select of one of `jobs`: how many waiting jobs are taken up to it; NULL for one that does not wait."""
     priority = jobs.c.config["priority"].astext.cast(Integer)
     before = or_(_rows.c.priority > priority, and_(_rows.c.priority == priority, _rows.c.id <= jobs.c.queue_id))
     in_order = (
@@ -134,6 +135,12 @@ def place() -> ColumnElement[int | None]:
         .scalar_subquery()
     )
     return case((jobs.c.status == "queued", in_order), else_=None)
+
+
+def places() -> Subquery:
+    """For a join to many of `jobs`: the `id` of each row that waits with the same `place`, all counted at once."""
+    place = func.row_number().over(order_by=(_rows.c.priority.desc(), _rows.c.id))
+    return select(_rows.c.id, place.label("place")).where(_rows.c.status == _QUEUED).subquery("places")
 
 
 async def ages_s(connection: AsyncConnection) -> tuple[float, float]:

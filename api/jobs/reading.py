@@ -33,14 +33,20 @@ def not_found(job_id: UUID) -> NotFoundError:
     return NotFoundError(f"there is no job {job_id}. Maybe it was removed after its time, or belongs to another key.")
 
 
-def _jobs() -> Select[Any]:
-    columns = [column for column in jobs.c if column.name != "problem"]  # it may be large, and is not shown
-    return select(*columns, queue.place().label("queue_place"))
+_SHOWN = [column for column in jobs.c if column.name != "problem"]
+"""A problem may be large, and is not shown."""
+
+
+def _some_jobs() -> Select[Any]:
+    places = queue.places()
+    with_places = jobs.outerjoin(places, places.c.id == jobs.c.queue_id)
+    return select(*_SHOWN, places.c.place.label("queue_place")).select_from(with_places)
 
 
 async def job(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> Job:
     """One job. Raises NotFoundError."""
-    row = (await connection.execute(_jobs().where(owned(job_id, owner)))).one_or_none()
+    query = select(*_SHOWN, queue.place().label("queue_place"))
+    row = (await connection.execute(query.where(owned(job_id, owner)))).one_or_none()
     if row is None:
         raise not_found(job_id)
     return _job(row)
@@ -91,7 +97,7 @@ async def page(
     cursor: str | None,
 ) -> Page:
     """Some jobs, newest first. Raises BadCursorError."""
-    query = _jobs().where(of_owner(owner)).order_by(jobs.c.submitted_at.desc(), jobs.c.id.desc()).limit(limit + 1)
+    query = _some_jobs().where(of_owner(owner)).order_by(jobs.c.submitted_at.desc(), jobs.c.id.desc()).limit(limit + 1)
     if status is not None:
         query = query.where(jobs.c.status == status)
     if tag is not None and not tag.isprintable():

@@ -1,4 +1,5 @@
-"""`optpipe serve`: the HTTP service with its page, one worker, and a PostgreSQL of its own unless one is given."""
+"""`optpipe serve`: the HTTP service with its page, a worker unless told otherwise, and a PostgreSQL of its own unless
+one is given."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ def command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.", show_default="8000")] = None,
     database_url: DatabaseUrl = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, max=1, help="0: workers run elsewhere (optpipe worker).", show_default="1")
+    ] = None,
 ) -> int:
-    """Run the HTTP service with its page and one worker.
+    """Run the HTTP service with its page and a worker.
 
     Without a database URL it starts a PostgreSQL of its own, which keeps its files in a folder of this user. On any
     address but a loopback one every caller needs a key (`optpipe keys create`). Settings: OPTPIPE_* in the
@@ -44,7 +48,7 @@ def command(
         from api.logs import configure_logs
         from api.settings import Settings
 
-    settings = Settings.load(host=host, port=port, database_url=database_url)
+    settings = Settings.load(host=host, port=port, database_url=database_url, serve_workers=workers)
     configure_logs(settings.log_json)
     with ExitStack() as parts:
         parts.enter_context(suppress(KeyboardInterrupt))
@@ -55,7 +59,8 @@ def command(
         migrate(url)
         if settings.keys_required:
             structlog.get_logger("optpipe.serve").info("every caller needs a key; 'optpipe keys create NAME' makes one")
-        parts.enter_context(kept_worker(url))
+        if settings.serve_workers:
+            parts.enter_context(kept_worker(url))
         uvicorn.run(
             create_app(settings),
             host=settings.host,

@@ -56,12 +56,21 @@ def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> 
         psycopg.connect(f"postgresql://postgres:@/postgres?host={folder}")
 
 
+def test_it_brings_no_worker_where_told(environment: dict[str, str], free_tcp_port: int) -> None:
+    with _serving(environment, free_tcp_port, "--workers", "0") as (service, client):
+        assert _workers_of(service) == []
+        answer = client.post("/v1/schedules", json={"problem": uniform(2, 3).to_data()})
+        assert answer.json()["status"] == "queued"
+
+
 @contextmanager
-def _serving(environment: dict[str, str], port: int) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+def _serving(
+    environment: dict[str, str], port: int, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """A service that answers, and a client of it."""
     with (
         subprocess.Popen(
-            [sys.executable, "-m", "optpipe", "serve", "--port", str(port)],
+            [sys.executable, "-m", "optpipe", "serve", "--port", str(port), *options],
             env=environment,
         ) as service,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
@@ -92,8 +101,12 @@ def _solved(client: httpx.Client, microbatches: int) -> str:
 
 
 def _worker_of(service: subprocess.Popen[bytes]) -> psutil.Process:
-    (worker,) = [child for child in psutil.Process(service.pid).children() if "worker" in child.cmdline()]
+    (worker,) = _workers_of(service)
     return worker
+
+
+def _workers_of(service: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [child for child in psutil.Process(service.pid).children() if "worker" in child.cmdline()]
 
 
 def _command(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
