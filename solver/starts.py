@@ -1,10 +1,15 @@
-"""The published schedules as starts of a search: all that fit, the quick ones first."""
+"""The published schedules as starts of a search: all that fit, the quick ones first.
+
+Where there are many microbatches, schedules made for a few and repeated come before them: they are as good in most
+cases, and there at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
-from optpipe.errors import MethodError
+from optpipe.errors import DeadlockError, MethodError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -13,6 +18,7 @@ from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Answer
 from solver.methods import METHODS, published_orders
+from solver.repeated import repeated_published
 from solver.size import count_ops
 
 SLOW = ("v-min", "v-half", "ada-offload", "po-h", "po-f")
@@ -27,10 +33,20 @@ SMALL_OPS = 20_000
 
 def offer_published(problem: Problem, board: Board) -> None:
     """Offer every published schedule that fits to the board; where none does, the floor."""
-    for name, orders in _candidates(problem, board):
+    _offer_repeated(problem, board)
+    for name, orders in () if board.stop.requested else _candidates(problem, board):
         offer_orders(problem, board, orders, name)
         if board.stop.requested:
             return
+
+
+def _offer_repeated(problem: Problem, board: Board) -> None:
+    """Offer repeated steady states, as long as one promises to be better than the best."""
+    for repeated in repeated_published(problem, board.best.bound_us):
+        if board.stop.requested or repeated.promise_us >= board.best.value_us:
+            return
+        with suppress(DeadlockError):
+            offer_orders(problem, board, repeated.orders, f"{repeated.method}, repeated")
 
 
 def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> None:

@@ -61,19 +61,8 @@ class Wish:
     lead: float
 
 
-def plan_transfers(
-    problem: Problem, compute: Sequence[Sequence[Op]], wish: Wish, budgets: Sequence[int | None]
-) -> Orders | None:
-    """Orders with the compute orders given (of F, B and W) and the transfers wished for.
-
-    They stay within `budgets` (bytes a device). What lives shorter than its round trip stays. Returns None where a
-    device has no room for its next op and nothing left to offload.
-    """
-    return TransferPlanner(problem, compute).plan(wish, budgets)
-
-
 class TransferPlanner:
-    """Plans transfers for one set of compute orders, as often as asked: see `plan_transfers`."""
+    """Plans transfers for one set of compute orders (of F, B and W), as often as asked."""
 
     def __init__(self, problem: Problem, compute: Sequence[Sequence[Op]]) -> None:
         self.problem = problem
@@ -86,7 +75,11 @@ class TransferPlanner:
         self.course = self._course()
 
     def plan(self, wish: Wish, budgets: Sequence[int | None]) -> Orders | None:
-        """Orders with the transfers wished for within budgets, or None."""
+        """Orders with the compute orders given and the transfers wished for, within `budgets` (bytes a device).
+
+        What lives shorter than its round trip stays. Returns None where a device has no room for its next op and
+        nothing left to offload.
+        """
         state = self._begin(self._due(wish), budgets)
         copies = play(self.course, state)
         finished = np.array_equal(state.device[NEXT], self.course.device[FIRST, 1:])

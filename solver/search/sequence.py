@@ -15,12 +15,18 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.orders import KINDS as ORDER_KINDS
+from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
 from solver.search.loops import copy
-from solver.search.table import KINDS, NONE, B, Codes, Flags, Floats, Ints, Table
+from solver.search.table import KINDS, NONE, B, Codes, Flags, Floats, Ints, Table, W
+
+FUSED = ORDER_KINDS.index("BW")
+
+KIND_OF_PART = np.array([KINDS.index("B" if kind == "BW" else kind) for kind in ORDER_KINDS])
+"""For each kind of op its kind here, for a fused backward that of its first part."""
 
 
 class Merged(NamedTuple):
@@ -68,22 +74,21 @@ def merge(table: Table, simulation: Simulation) -> Merged | None:
 
 def _numbered(table: Table, simulation: Simulation) -> tuple[Codes, Floats, Ints]:
     """All ops as numbers, the time at which each stands, and the bounds of their lanes (a device's streams)."""
-    numbers: list[int] = []
-    key_us: list[float] = []
-    lanes: dict[tuple[int, str], int] = {}
-    releases_only = (table.classes["releases"] > table.classes["acquires"]).tolist()
-    backward_us = table.classes["duration_us"][B * table.stages :].tolist()
-    times = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
-    for op, d, (start, end) in zip(simulation.ops, simulation.device.tolist(), times, strict=True):
-        lanes.setdefault((d, op.stream), len(numbers))
-        between = start + backward_us[op.stage]
-        parts = [("B", start, between), ("W", between, end)] if op.kind == "BW" else [(op.kind, start, end)]
-        for kind, begin, close in parts:
-            of_class = KINDS.index(kind) * table.stages + op.stage
-            numbers.append(of_class << table.shift | op.microbatch)
-            key_us.append(close if releases_only[of_class] else begin)
-    bounds = np.array([*lanes.values(), len(numbers)], np.int64)
-    return np.array(numbers, np.int32), np.array(key_us, np.float64), bounds
+    ops = simulation.ops
+    fused = ops.kind == FUSED
+    part = np.repeat(np.arange(len(ops)), 1 + fused)
+    second = np.diff(part, prepend=-1) == 0
+    kind, stage, first = KIND_OF_PART[ops.kind[part]], ops.stage[part], fused[part] & ~second
+    kind[second] = W
+    of_class = kind * table.stages + stage
+    begin, close = simulation.start_us[part], simulation.end_us[part]
+    between = begin + table.classes["duration_us"][B * table.stages + stage]
+    begin[second], close[first] = between[second], between[first]
+    lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
+    bounds = np.concatenate([[0], 1 + np.flatnonzero(np.diff(lane)), [len(lane)]])
+    releases_only = table.classes["releases"] > table.classes["acquires"]
+    numbers = of_class << table.shift | ops.microbatch[part]
+    return numbers.astype(np.int32), np.where(releases_only[of_class], close, begin), bounds
 
 
 @njit(cache=True)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from optpipe.orders import Op, Orders
+from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
-from solver.search.pattern.passes import KINDS, Floats, Ints, Passes
+from solver.search.pattern.passes import Floats, Ints, Passes
 
 TOLERANCE = 1e-7
 """Times that differ by less than this share of the period are equal."""
@@ -135,11 +135,7 @@ class Plan(NamedTuple):
 def orders_of(problem: Problem, compute: Iterable[tuple[Ints, Ints]]) -> Orders:
     """Orders of compute ops given for each device as passes and microbatches."""
     count = len(problem.stages)
-    names = [(kind, s) for kind in KINDS for s in range(count)]
-    return Orders.of_compute(
-        [Op(names[p][0], names[p][1], i) for p, i in zip(passes.tolist(), microbatches.tolist(), strict=True)]
-        for passes, microbatches in compute
-    )
+    return Orders.of_compute(OpArray(passes // count, passes % count, which) for passes, which in compute)
 
 
 @njit(cache=True)

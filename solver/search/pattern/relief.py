@@ -8,6 +8,7 @@ room set aside was too small.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
-from solver.published.transfers import Wish, plan_transfers
+from solver.published.transfers import TransferPlanner, Wish
 from solver.search.pattern.passes import Ints, Passes
 
 LEADS = (1.0, 3.0)
@@ -45,16 +46,19 @@ class Relief:
         largest = [max((int(moved[s]) for s in here), default=0) for here in problem.stages_of]
         return budgets - self.margin * np.array(largest, np.int64)
 
-    def orders(self, problem: Problem, compute: list[list[Op]]) -> list[Orders]:
-        """The compute orders with transfers, in as many ways as can be played."""
+    def orders(self, problem: Problem, compute: Sequence[Sequence[Op]]) -> Iterator[Orders]:
+        """The compute orders with transfers, in as many ways as can be played, each made when it is asked for."""
         leaving = {
             (s, i)
             for (s, stage), i in product(enumerate(problem.stages), range(problem.microbatches))
             if stage.offload and stage.offload.bytes
         }
         budgets = [device.memory_bytes for device in problem.devices]
-        played = [plan_transfers(problem, compute, Wish(leaving, lead), budgets) for lead in LEADS]
-        return [orders for orders in played if orders is not None]
+        planner = TransferPlanner(problem, compute)
+        for lead in LEADS:
+            orders = planner.plan(Wish(leaving, lead), budgets)
+            if orders is not None:
+                yield orders
 
 
 def _moved_bytes(problem: Problem) -> Ints:

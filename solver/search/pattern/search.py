@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -39,6 +38,9 @@ FIRST_WIDTH, MOST_WIDTH = 24, 1000
 MARGINS = (2, 1, 4)
 """Activations for which room is set aside where copies run beside the compute ops, tried in turn."""
 
+BEGIN_SHARE = 0.5
+"""Most of the time for the first patterns of all searches, where there are several: then the most promising goes on."""
+
 TRIED_ENDS = 12
 """Patterns of one period whose ends are compared."""
 
@@ -65,15 +67,19 @@ def pattern_search(problem: Problem, limits: Limits, start: Start, on_answer: Ca
     """
     best = Answer(start.orders, start.value_us, start.bound_us)
     reliefs = [Relief(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
-    runs = [None, *reliefs]
-    for k, relief in enumerate(runs):
-        known = replace(start, orders=best.orders, value_us=best.value_us)
-        counted = limits.deterministic_limit is not None
-        share = 1 / len(runs) if counted else 1 / (len(runs) - k)
-        search = PatternSearch(problem, limits.part(share), known, on_answer, relief)
-        search.run()
-        best = search.best
+    searches = [PatternSearch(problem, limits, start, on_answer, relief) for relief in (None, *reliefs)]
+    for part, search in _shared(limits.part(BEGIN_SHARE) if reliefs else limits, searches):
+        best = search.begin(part, best)
+    for part, search in _shared(limits, sorted(searches, key=lambda search: search.period_us)):
+        best = search.go_on(part, best)
     return best
+
+
+def _shared(limits: Limits, searches: list[PatternSearch]) -> Iterator[tuple[Limits, PatternSearch]]:
+    """Each search with its part: of all the work, or of the time that is left when its turn comes."""
+    counted = limits.deterministic_limit is not None
+    for k, search in enumerate(searches):
+        yield limits.part(1 / len(searches) if counted else 1 / (len(searches) - k)), search
 
 
 def budgets_bytes(problem: Problem) -> Ints:
@@ -133,13 +139,22 @@ class PatternSearch:
         self.ops = 3 * len(problem.stages) * problem.microbatches
         self.offer_s = self.ops / WRITTEN_PER_SECOND  # what the last offer took: the next must have as much time
 
-    def run(self) -> None:
-        """Quickly to some pattern, then to better ones as long as there is time."""
-        if not self.least_us:
-            return
-        for period_us in self._ladder():
+    @property
+    def period_us(self) -> float:
+        """The smallest period found so far, infinity before there is one."""
+        return self.pattern.period_us if self.pattern else np.inf
+
+    def begin(self, limits: Limits, best: Answer) -> Answer:
+        """Quickly to some pattern, from the best that is known. Returns the best after it."""
+        self._resume(limits, best)
+        for period_us in self._ladder() if self.least_us else ():
             if self._done() or self._try(1, period_us, FIRST_WIDTH, LEANS[0]):
                 break
+        return self.best
+
+    def go_on(self, limits: Limits, best: Answer) -> Answer:
+        """To better patterns as long as there is time, from the best that is known. Returns the best after it."""
+        self._resume(limits, best)
         width = FIRST_WIDTH
         while self.pattern is not None and width <= MOST_WIDTH and not self._done():
             self._stretch()
@@ -149,6 +164,11 @@ class PatternSearch:
         while self.choice is not None and not self._done():
             self._stretch()
             self._tune()
+        return self.best
+
+    def _resume(self, limits: Limits, best: Answer) -> None:
+        self.limits = self.effort.limits = limits
+        self.best = best
 
     def _done(self) -> bool:
         return self.effort.spent() or self.limits.reached(self.best.value_us, self.best.bound_us)
@@ -279,7 +299,7 @@ class PatternSearch:
         orders = orders_of(self.problem, filler.orders(choice.ends))
         try:
             if self.relief:
-                compute = [list(device.compute) for device in orders.devices]
+                compute = [device.compute for device in orders.devices]
                 for moving in self.relief.orders(self.problem, compute):
                     self._report(moving)
             else:

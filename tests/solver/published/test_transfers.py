@@ -14,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from solver.finish import over_budget, within_budgets
 from solver.published.in_flight import in_flight_orders
-from solver.published.transfers import Activation, TransferPlanner, Wish, plan_transfers
+from solver.published.transfers import Activation, TransferPlanner, Wish
 from tests.problems import HALF, WHOLE, problems, uniform
 
 
@@ -42,7 +42,7 @@ def round_trip_us(problem: Problem, stage: int) -> float:
 
 
 def played(problem: Problem, compute: list[Sequence[Op]], wish: Wish) -> Orders | None:
-    return plan_transfers(problem, compute, wish, [device.memory_bytes for device in problem.devices])
+    return TransferPlanner(problem, compute).plan(wish, [device.memory_bytes for device in problem.devices])
 
 
 def test_without_a_wish_compute_orders_stay_as_they_are() -> None:
