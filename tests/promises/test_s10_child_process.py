@@ -58,7 +58,7 @@ def test_no_shell_and_its_own_session(child: Child) -> None:
 
 
 def test_its_own_folder_which_does_not_outlive_it(child: Child) -> None:
-    environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    environment = _environment(child.pid).split(b"\0")
     assert f"TMPDIR={child.folder}".encode() in environment
     assert os.readlink(f"/proc/{child.pid}/cwd") == os.path.realpath(child.folder)
     assert os.listdir(child.folder) == ["stderr.txt"]
@@ -66,6 +66,15 @@ def test_its_own_folder_which_does_not_outlive_it(child: Child) -> None:
         pass
     assert not os.path.exists(child.folder)
     assert not _alive(child.pid)
+
+
+def _environment(pid: int) -> bytes:
+    """The environment of a process; it reads as empty while the process is still taking on its program."""
+    for _ in range(200):
+        if found := Path(f"/proc/{pid}/environ").read_bytes():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("the child never began")
 
 
 @pytest.mark.parametrize("program", [HANGS, WAITS], ids=["solving", "waiting"])
