@@ -11,10 +11,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import executor, milp_accelerations, pattern_curve, seconds_by_size, suites, value_over_time
+from benchmarks import (
+    executor,
+    milp_accelerations,
+    pattern_curve,
+    seconds_by_size,
+    service_load,
+    suites,
+    value_over_time,
+)
 from benchmarks.section import SIZES, Section, say
 
-MODULES = (value_over_time, milp_accelerations, pattern_curve, seconds_by_size, suites, executor)
+MODULES = (value_over_time, milp_accelerations, pattern_curve, seconds_by_size, suites, executor, service_load)
 SECTIONS = {section.name: section for module in MODULES for section in module.SECTIONS}
 DOCUMENTS = {"quick": Path("out/benchmarks/benchmarks.md"), "full": Path("docs/benchmarks.md")}
 

@@ -1,31 +1,38 @@
 """What a running service bears: answers a second and their latencies, and how soon a first schedule is there.
 
-`python -m benchmarks.service_load http://localhost:8000` prints a Markdown table. It needs wrk
-(``apt-get install wrk``) and a service with a worker; OPTPIPE_KEY holds a key where the service asks for one.
-Submitting is refused beyond OPTPIPE_MAX_SUBMISSIONS_A_MINUTE: set it high for the service that is measured.
+`python -m benchmarks.service_load service-load` prints a Markdown table of a service that it starts in an empty folder.
+It needs wrk (``apt-get install wrk``).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
+import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+import httpx
+
 from benchmarks.markdown import Row, machine, table
-from benchmarks.section import say
+from benchmarks.section import Section, Size, main, say
 from optpipe.client import Client
 from optpipe.problem import Problem
 from tests.problems import instance, uniform
 
-FIRST_SCHEDULES = 20
+COMMAND = "python -m benchmarks.service_load service-load"
+CONNECTIONS = 4
+SECONDS = {"quick": 2, "full": 10}
+READY_S = 60
+FIRST_SCHEDULES = {"quick": 3, "full": 12}
 """Problems of which the first schedule is timed,"""
 REST_S = 3.0
 """with so much time between them that the worker has a process ready for the next one."""
@@ -65,20 +72,44 @@ def _latency_ms(output: str, per_cent: int) -> float:
     return float(found[1]) * _UNIT_MS[found[2]]
 
 
-def main() -> None:
-    """Parse the options, measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", help="address of the service")
-    parser.add_argument("--seconds", type=int, default=10, help="how long each call is repeated")
-    parser.add_argument("--connections", type=int, default=8, help="that ask again as soon as they are answered")
-    options = parser.parse_args()
-    key = os.environ.get("OPTPIPE_KEY")
-    with Client(options.url, key) as client:
-        loads = cached_loads(client, options.url, key, options.seconds, options.connections)
-        first_ms = [first_schedule_ms(client, k) for k in range(FIRST_SCHEDULES)]
-    print(table(("call", "answers a second", "p50 ms", "p99 ms", "refused"), [load.row for load in loads], 1))
-    print(f"\nwrk, 1 thread, {options.connections} connections, {options.seconds} s a call; {machine()}.")
-    print(f"Submit to first valid schedule, {len(first_ms)} problems: {_spread(first_ms)}.")
+def measure(size: Size, pictures: Path) -> str:
+    """The table, of a service of its own."""
+    del pictures  # nothing is drawn
+    with own_service() as url, Client(url, None) as client:
+        loads = cached_loads(client, url, None, SECONDS[size], CONNECTIONS)
+        first_ms = [first_schedule_ms(client, k) for k in range(FIRST_SCHEDULES[size])]
+    rows = table(("call", "answers a second", "p50 ms", "p99 ms", "refused"), [load.row for load in loads], 1)
+    return (
+        f"{rows}\n\nFrom submitting to the first valid schedule, {len(first_ms)} problems one after the other: "
+        f"{_spread(first_ms)}.\n\n`{COMMAND} --size {size}`: wrk with {CONNECTIONS} connections that ask again as soon "
+        f"as they are answered, {SECONDS[size]} s a call, on the machine of the service; {machine()}."
+    )
+
+
+@contextmanager
+def own_service() -> Iterator[str]:
+    """The address of `optpipe serve` in a folder of its own, once it is ready."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        os.chmod(folder, 0o755)  # for root PostgreSQL runs as another user
+        port = free.getsockname()[1]
+        free.close()
+        more = {"XDG_DATA_HOME": folder, "OPTPIPE_MAX_SUBMISSIONS_A_MINUTE": "1000000"}
+        command = [sys.executable, "-m", "optpipe", "serve", "--port", str(port)]
+        log = Path(folder) / "log"
+        with log.open("w") as out, subprocess.Popen(command, env=os.environ | more, stdout=out, stderr=out) as service:
+            try:
+                yield _when_ready(f"http://127.0.0.1:{port}", log)
+            finally:
+                service.terminate()
+
+
+def _when_ready(url: str, log: Path) -> str:
+    for _ in range(READY_S):
+        time.sleep(1)
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/readyz").is_success:
+                return url
+    raise TimeoutError(f"the service was not ready after {READY_S} s:\n{log.read_text()[-2000:]}")
 
 
 def cached_loads(client: Client, url: str, key: str | None, seconds: int, connections: int) -> Sequence[Load]:
@@ -146,5 +177,16 @@ def _spread(times_ms: Sequence[float]) -> str:
     return f"p50 {median(times_ms):.0f} ms, p10 {low:.0f} ms, p90 {high:.0f} ms"
 
 
+SECTIONS = (
+    Section(
+        "service-load",
+        "What the service bears",
+        "A job and a schedule that are there, and a problem submitted again that was solved before; and how soon a new "
+        "problem has a schedule.",
+        COMMAND,
+        measure,
+    ),
+)
+
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", SECTIONS)
