@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+
+from api.settings import Settings
+from tests.api.services import new_key
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = (
@@ -24,6 +28,20 @@ WAIT_MS = 20_000
 """A page answers within a fraction of it, unless the machine does much else."""
 KEY_NAME = "optpipe.key"
 """Where the page keeps the key."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser for the tests of one file: while it runs, asyncio takes the main thread's loop as running."""
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def key(service_settings: Settings) -> str:
+    """A key of this test alone, and so its own jobs; made in a thread whose loop is free."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(new_key, service_settings).result()
 
 
 @contextmanager

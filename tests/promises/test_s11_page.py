@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from api.settings import Settings
-from tests.api.services import client_of, new_key
+from tests.api.services import client_of
 from tests.api.solves import PROBLEM, body
-from tests.browser import open_page, running_browser
+from tests.browser import browser, key, open_page
+
+__all__ = ["browser", "key"]
 
 MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script><b>bold</b>"
 TAG = "<i>&lt;tag&gt;</i>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def key(service_settings: Settings) -> str:
-    with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(new_key, service_settings).result()
 
 
 @pytest.fixture

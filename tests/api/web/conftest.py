@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -13,25 +12,11 @@ from playwright.sync_api import Browser, Page
 from api.app import create_app
 from api.settings import Settings
 from tests.api.server import listening, working
-from tests.api.services import idle_settings, idle_url, new_key, service_settings, service_url
+from tests.api.services import idle_settings, idle_url, service_settings, service_url
 from tests.api.solves import Stepwise
-from tests.browser import open_page, running_browser
+from tests.browser import browser, key, open_page
 
-__all__ = ["idle_settings", "idle_url", "service_settings", "service_url"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A browser for the tests of one file: while it runs, asyncio takes the main thread's loop as running."""
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def key(service_settings: Settings) -> str:
-    """A key of this test alone, and so its own jobs."""
-    with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(new_key, service_settings).result()
+__all__ = ["browser", "idle_settings", "idle_url", "key", "service_settings", "service_url"]
 
 
 @pytest.fixture
