@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit bench bench-tables gpu-check browser page-types clean
+.PHONY: demo test test-slow lint unit docs pictures dist bench bench-tables gpu-check browser page-types clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo --out out/demo
 
-test: lint unit
+test: lint docs unit
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -19,6 +19,22 @@ lint: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# What takes minutes: the wheel in clean environments, the promises at full size.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m 'slow or chaos'
+
+# The site, from docs/ and the docstrings; a warning is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d out/doctrees docs out/docs
+
+# Every picture of docs/concepts, drawn anew.
+pictures: $(READY)
+	$(BIN)/python -m examples.pictures --out docs/pictures/concepts
+
+# The sdist, and the wheel built from it.
+dist: $(READY)
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name

@@ -2,6 +2,7 @@
 
     OptPipeError
     ├── InputError            the caller's documents or options are wrong (exit code 2)
+    ├── MissingExtraError     a command needs packages that come with an extra (exit code 2)
     ├── OrderError            orders that name unknown, repeated or misplaced ops
     ├── DeadlockError         orders in which ops wait for one another in a circle
     ├── BudgetError           a compiled program holds more memory than a budget allows
@@ -12,6 +13,7 @@
     ├── SolverDiedError       the process of a solve ended without an answer
     ├── ServiceError          a server cannot be reached, refuses, or failed at a job
     └── TrainingError         a schedule cannot be trained as asked
+        └── CheckpointError   a checkpoint cannot be written, read or resumed
 
 Messages name the field, the value and the limit, and end with "Maybe ..." where a likely fix is known.
 """
@@ -53,6 +55,10 @@ class InputError(OptPipeError):
         self.issues = tuple(issues)
         self.source = source
         super().__init__("\n".join(str(issue) for issue in self.issues))
+
+
+class MissingExtraError(OptPipeError):
+    """A command needs a package that comes with an extra, such as ``optpipe[serve]``, and it is not installed."""
 
 
 class OrderError(OptPipeError):
@@ -124,3 +130,7 @@ class ServiceError(OptPipeError):
 
 class TrainingError(OptPipeError):
     """A schedule cannot be trained on this model, device or launch."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be written, is damaged, or is of another run; in every process alike."""

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Count, TimeUs, reject
 from optpipe.problem import CopyChannels, Workspace
@@ -75,7 +76,7 @@ class HostCopies(Document):
     host_memory_bytes: Bytes | None = None
 
 
-class LayerProfile(Document):
+class LayerProfile(Displayed, Document):
     """The layers of a model in order, and what one device of the machine has.
 
     `memory_bytes` is the whole memory of a device that the model may use, parameters included (None: no limit).

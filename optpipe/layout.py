@@ -19,6 +19,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
+        """How many devices the stages sit on."""
         return max(self.placement) + 1
 
     def cut(self, layers: Sequence[Layer]) -> list[Sequence[Layer]]:

@@ -62,6 +62,7 @@ class Curve(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
+        """The most that is in use at any time; 0 where there is nothing."""
         return int(self.bytes.max(initial=0))
 
 

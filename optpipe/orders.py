@@ -28,7 +28,10 @@ STREAM_OF_KIND = (0, 0, 0, 0, 1, 2)
 
 _CODE = {kind: code for code, kind in enumerate(KINDS)}
 
-_NAME = re.compile(r"(F|BW|B|W|O|R)(0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})", re.ASCII)
+_OP = r"(F|BW|B|W|O|R)(0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})"
+_NAME = re.compile(_OP, re.ASCII)
+_NAMES = re.compile(f"(?:{_OP}(?: {_OP})*+)?", re.ASCII)
+_DOTS_AS_SPACES = bytes.maketrans(b".", b" ")
 
 
 class Op(NamedTuple):
@@ -46,7 +49,7 @@ class Op(NamedTuple):
         """Read a name such as ``B2.7``. Raises ValueError."""
         match = _NAME.fullmatch(name)
         if not match:
-            raise ValueError(f"{name!r} is not the name of an op. Maybe write it as kind, stage, microbatch: B2.7")
+            raise _no_name(name)
         return cls(match[1], int(match[2]), int(match[3]))
 
     @property
@@ -58,6 +61,10 @@ class Op(NamedTuple):
 def is_op_name(text: str) -> bool:
     """Whether `Op.parse` reads this text."""
     return _NAME.fullmatch(text) is not None
+
+
+def _no_name(text: str) -> ValueError:
+    return ValueError(f"{text!r} is not the name of an op. Maybe write it as kind, stage, microbatch: B2.7")
 
 
 class OpArray(Sequence[Op]):
@@ -80,9 +87,25 @@ class OpArray(Sequence[Op]):
         return cls.of_columns(kind, stage, microbatch)
 
     @classmethod
-    def of_columns(cls, kind: Iterable[str], stage: Sequence[int], microbatch: Sequence[int]) -> OpArray:
+    def of_columns(cls, kind: Iterable[str], stage: ArrayLike, microbatch: ArrayLike) -> OpArray:
         """Ops from columns with the kinds by name. Raises KeyError where one is none of KINDS."""
         return cls([_CODE[name] for name in kind], stage, microbatch)
+
+    @classmethod
+    def parse(cls, names: str) -> OpArray:
+        """Read names with a space between each two, as `names` writes them. Raises ValueError or TypeError."""
+        if not _NAMES.fullmatch(names):
+            raise _no_name(next(name for name in names.split(" ") if not is_op_name(name)))
+        text = names.encode()
+        kinds = text.translate(None, b"0123456789.").decode().split()
+        numbers = np.fromstring(text.translate(_DOTS_AS_SPACES, b"FBWOR"), np.int64, sep=" ")
+        return cls.of_columns(kinds, *numbers.reshape(-1, 2).T)
+
+    @property
+    def names(self) -> str:
+        """The names of the ops with a space between each two."""
+        places = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True)
+        return " ".join([f"{KINDS[kind]}{stage}.{microbatch}" for kind, stage, microbatch in places])
 
     @classmethod
     def joined(cls, parts: Sequence[OpArray]) -> OpArray:

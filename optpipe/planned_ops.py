@@ -48,6 +48,7 @@ class ScheduledOp(Document):
 
     @property
     def key(self) -> Op:
+        """The op itself, without its times."""
         return Op(self.op, self.stage, self.microbatch)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Count, Index, TimeUs, reject
 
@@ -117,7 +118,7 @@ class CopyChannels(Document):
     shared_by: list[list[Index]] = []
 
 
-class Problem(Document):
+class Problem(Displayed, Document):
     """A scheduling problem. Frozen; unknown fields are refused; `to_json` gives back what was read."""
 
     format: Literal["optpipe.problem/1"]

@@ -11,6 +11,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Instant, Share, TimeUs, reject
 from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders, StreamName
@@ -44,7 +45,7 @@ class DevicePlan(Document):
             yield name, getattr(self, name)
 
 
-class Schedule(Document):
+class Schedule(Displayed, Document):
     """A schedule with the problem that it answers. `verify` judges it; this class only reads it.
 
     `value_us` is the objective, `bound_us` a proved lower bound on it, ``gap = (value - bound) / value``.

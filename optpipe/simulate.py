@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numba import njit
@@ -26,7 +25,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 F, B, W, BW, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
-_CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,15 @@ class _Network:
         self.edges = self._edges(orders)
 
     def _check_inside(self) -> None:
-        stages, microbatches = len(self.problem.stages), self.problem.microbatches
-        outside = (self.stage < 0) | (self.stage >= stages)
-        outside |= (self.microbatch < 0) | (self.microbatch >= microbatches)
-        if outside.any():
-            op = self.ops[int(np.argmax(outside))]
-            raise OrderError(f"{op} is not in a problem of {stages} stages and {microbatches} microbatches")
+        inside = self._inside(self.ops)
+        if not inside.all():
+            size = f"{len(self.problem.stages)} stages and {self.problem.microbatches} microbatches"
+            raise OrderError(f"{self.ops[int(np.argmin(inside))]} is not in a problem of {size}")
+
+    def _inside(self, ops: OpArray) -> NDArray[np.bool_]:
+        """Whether the problem has the stage and the microbatch of each op."""
+        stages = (ops.stage >= 0) & (ops.stage < len(self.problem.stages))
+        return stages & (ops.microbatch >= 0) & (ops.microbatch < self.problem.microbatches)
 
     def _positions(self, stream: Ints) -> Ints:
         """Node of each (kind, stage, microbatch), -1 where absent. Checks that each op is there once, in its place."""
@@ -200,22 +201,21 @@ class _Network:
 
     def _order_edges(self, orders: Orders) -> Iterator[tuple[Ints, Ints, Floats]]:
         """Waits, and the order of transfers on channels that serve several streams."""
-        pairs = [(self._node(before), self._node(op)) for op, waits in orders.waits.items() for before in waits]
+        pairs = [(before, op) for op, waits in orders.waits.items() for before in waits]
+        before, after = (self._nodes([pair[side] for pair in pairs]) for side in range(2))
+        yield before, after, np.zeros(len(pairs))
         for channel in orders.channels:
-            nodes = [self._node(op) for op in channel]
-            pairs += pairwise(nodes)
-        if pairs:
-            edges = np.asarray(pairs, np.int64)
-            yield edges[:, 0], edges[:, 1], np.zeros(len(edges))
+            nodes = self._nodes(channel)
+            yield nodes[:-1], nodes[1:], np.zeros(len(nodes[1:]))
 
-    def _node(self, op: Op) -> int:
-        try:
-            node = int(self.at[_CODE[op.kind], op.stage, op.microbatch])
-        except (IndexError, KeyError):
-            node = -1
-        if node < 0:
-            raise OrderError(f"a wait or a channel names {op}, which is in no stream")
-        return node
+    def _nodes(self, ops: Sequence[Op]) -> Ints:
+        named = _columns(ops)
+        inside = self._inside(named)
+        nodes = np.full(len(named), -1, np.int64)
+        nodes[inside] = self.at[named.kind[inside], named.stage[inside], named.microbatch[inside]]
+        if (nodes < 0).any():
+            raise OrderError(f"a wait or a channel names {named[int(np.argmin(nodes))]}, which is in no stream")
+        return nodes
 
 
 def _columns(ops: Sequence[Op]) -> OpArray:

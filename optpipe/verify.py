@@ -65,6 +65,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
+        """Whether no rule is broken."""
         return not self.violations
 
 

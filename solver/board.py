@@ -49,6 +49,7 @@ class Board:
         self._on_progress = on_progress
         self._split_suffices = split_backward_suffices(problem)
         self._lock = Lock()
+        self._closed = False
         self._best = Answer(None, float("inf"), lower_bound_us(problem))
 
     @property
@@ -64,13 +65,19 @@ class Board:
     def offer(self, answer: Answer, method: str) -> None:
         """Keep what is better than all before, and tell the caller of the solve."""
         with self._lock:
-            better = self._keep(answer, method)
+            better = not self._closed and self._keep(answer, method)
             best = self._best
             if better and best.orders is not None and self._on_progress:
                 progress = Progress(self.limits.seconds, best.value_us, best.bound_us, method, best.orders)
                 self._on_progress(progress)
         if self.infeasible or self.limits.reached(best.value_us, best.bound_us):
             self.stop.request()
+
+    def close(self) -> None:
+        """Stop all searches; nothing that they still find is taken."""
+        self.stop.request()
+        with self._lock:
+            self._closed = True
 
     def _keep(self, answer: Answer, method: str) -> bool:
         best = self._best

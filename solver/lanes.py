@@ -31,10 +31,15 @@ EARLY = 0.95
 """A search that ends before this share of its time has nothing more to try."""
 
 
+GRACE_S = 0.3
+"""Time over the limit in which searches may still end by themselves."""
+
+
 def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
     """Search until the board says stop, the limits are reached, or every lane has nothing more to do.
 
-    One lane runs in the caller's thread. An exception in a lane stops the others and is raised here.
+    A search that prepares or ends for long on a large problem is not waited for: the board is closed at the limit, and
+    what still runs is told to stop and heard no more. An exception in a lane stops the others and is raised here.
     """
     failures: list[BaseException] = []
 
@@ -45,14 +50,20 @@ def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
             failures.append(failure)
             board.stop.request()
 
-    threads = [Thread(target=run, args=(lane,), name="lane") for lane in lanes[1:]]
+    threads = [Thread(target=run, args=(lane,), name="lane", daemon=True) for lane in lanes]
     for thread in threads:
         thread.start()
-    run(lanes[0])
     for thread in threads:
-        thread.join()
+        thread.join(_patience_s(board))
+    board.close()
     if failures:
         raise failures[0]
+
+
+def _patience_s(board: Board) -> float | None:
+    """How long to wait for a lane; as long as it takes where work is counted and not time."""
+    limits = board.limits
+    return None if limits.deterministic_limit is not None else limits.time_left_s + GRACE_S
 
 
 def _run_lane(problem: Problem, board: Board, lane: Lane) -> None:

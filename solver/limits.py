@@ -27,6 +27,7 @@ class Cancel:
 
     @property
     def requested(self) -> bool:
+        """Whether a request was made."""
         return self._requested
 
     def request(self) -> None:

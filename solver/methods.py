@@ -10,7 +10,7 @@ from optpipe.errors import InputError, Issue, MethodError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from solver.exact.cp_sat.model import solve_cp_sat
-from solver.exact.milp.model import solve_milp
+from solver.exact.milp.model import refuse_too_large, solve_milp
 from solver.finish import over_budget
 from solver.lanes import Search
 from solver.published.ada_offload import ada_offload
@@ -28,7 +28,10 @@ from solver.search.pattern.search import pattern_search
 
 @dataclass(frozen=True)
 class Method:
-    """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all."""
+    """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all.
+
+    `refuse` raises MethodError for problems that the method cannot handle whatever the start, before there is one.
+    """
 
     name: str
     kind: Literal["published", "exact", "search", "portfolio"]
@@ -36,12 +39,14 @@ class Method:
     handles: str
     orders: Callable[[Problem], Orders] | None = None
     search: Search | None = None
+    refuse: Callable[[Problem], None] = lambda _: None
 
 
 _ONE_STAGE = "one stage a device, no offload"
 _CHUNKS = "stage s on device s mod p, two or more a device, no offload"
 _CHUNKS_OFFLOAD = "stage s on device s mod p, two or more a device, offload, budgets"
 _V = "two stages a device along a V, no offload"
+_HIGHS = "mixed-integer program, HiGHS, proves optimality"
 _ANY = "any placement, offload, budgets, shared channels"
 
 METHODS: dict[str, Method] = {
@@ -49,7 +54,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
         Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=solve_cp_sat),
-        Method("milp", "exact", "mixed-integer program, HiGHS, proves optimality", _ANY, search=solve_milp),
+        Method("milp", "exact", _HIGHS, _ANY, search=solve_milp, refuse=refuse_too_large),
         Method("search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=local_search),
         Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=pattern_search),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),

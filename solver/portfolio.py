@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
@@ -10,17 +11,18 @@ from optpipe.errors import InfeasibleError, NoSolutionError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
 from solver.auto import auto_lanes
 from solver.board import Board, OnProgress, Progress
 from solver.bounds import lower_bound_us
-from solver.finish import finish
+from solver.finish import finish, snapped_bound
 from solver.floor import impossible_budgets, known_budgets_bytes
 from solver.lanes import Lane, Turn, run_lanes
 from solver.limits import Limits
 from solver.methods import method_named, published_orders
 from solver.starts import offer_orders, offer_published
 
-__all__ = ["OnProgress", "Progress", "solve", "solve_until_interrupted"]
+__all__ = ["Found", "OnProgress", "Progress", "search", "solve", "solve_until_interrupted"]
 
 
 def solve(
@@ -36,10 +38,35 @@ def solve(
     search. A cancelled search returns the best schedule so far. Raises MethodError where the method cannot handle the
     problem, InfeasibleError where no schedule keeps the budgets, NoSolutionError where none was found in time.
     """
-    chosen, limits = method_named(method), limits or Limits()
+    limits = limits or Limits()
+    found = search(problem, method, limits, on_progress, starts)
+    return finish(problem, found.orders, found.bound_us, found.method, _solve_seconds(limits))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search ended with: orders that reach `value_us`, found by `method`; the bound holds for every schedule."""
+
+    orders: Orders
+    value_us: float
+    bound_us: float
+    method: str
+
+
+def search(
+    problem: Problem,
+    method: str,
+    limits: Limits,
+    on_progress: OnProgress | None = None,
+    starts: Sequence[Orders] = (),
+) -> Found:
+    """`solve` without its last step: the orders still have to be verified, as `solver.finish` does. Raises the same."""
+    chosen = method_named(method)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
-        return finish(problem, orders, lower_bound_us(problem), chosen.name, _solve_seconds(limits))
+        value_us = simulate(problem, orders).value_us
+        return Found(orders, value_us, snapped_bound(value_us, lower_bound_us(problem)), chosen.name)
+    chosen.refuse(problem)
     _refuse_impossible(problem)
     board = Board(problem, limits, on_progress)
     with limits.cancel.calling(board.stop.request):
@@ -52,7 +79,7 @@ def solve(
             lanes = auto_lanes(problem, limits.workers)
         if not board.stop.requested:
             run_lanes(problem, board, lanes)
-    return _schedule(problem, board, board.method if chosen.search is None else chosen.name)
+    return _found(problem, board, board.method if chosen.search is None else chosen.name)
 
 
 def _solve_seconds(limits: Limits) -> float:
@@ -70,11 +97,11 @@ def _refuse_impossible(problem: Problem) -> None:
         )
 
 
-def _schedule(problem: Problem, board: Board, method: str) -> Schedule:
-    """The best on the board, verified, or the error that says why there is none."""
+def _found(problem: Problem, board: Board, method: str) -> Found:
+    """The best on the board, or the error that says why there is none."""
     best = board.best
     if best.orders is not None:
-        return finish(problem, best.orders, best.bound_us, method, _solve_seconds(board.limits))
+        return Found(best.orders, best.value_us, best.bound_us, method)
     if board.infeasible:
         raise InfeasibleError("proved: no schedule keeps the memory budgets.", known_budgets_bytes(problem))
     raise NoSolutionError(

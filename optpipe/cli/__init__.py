@@ -7,7 +7,7 @@ nothing found; 130 interrupted.
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
@@ -29,7 +29,7 @@ from optpipe.cli import (
     worker,
 )
 from optpipe.cli.output import print_error, wants_json
-from optpipe.errors import InfeasibleError, InputError, NoSolutionError, OptPipeError, TrainingError
+from optpipe.errors import InfeasibleError, InputError, MissingExtraError, NoSolutionError, OptPipeError, TrainingError
 
 app = typer.Typer(
     name="optpipe",
@@ -39,6 +39,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"optpipe {version('optpipe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 for module in (solve, profile, plan, methods, verify, compare, plot, export, train, trace, bench, serve, worker):
     app.command(name=module.__name__.rsplit(".", 1)[-1])(module.command)
 app.add_typer(keys.app, name="keys")
@@ -91,4 +110,4 @@ def _exit_code(error: OptPipeError) -> int:
         return EXIT_INFEASIBLE
     if isinstance(error, NoSolutionError):
         return EXIT_NOTHING_FOUND
-    return EXIT_BAD_INPUT if isinstance(error, InputError | TrainingError) else EXIT_NO
+    return EXIT_BAD_INPUT if isinstance(error, InputError | MissingExtraError | TrainingError) else EXIT_NO

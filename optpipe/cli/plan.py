@@ -109,8 +109,8 @@ def _search(
     objective: str,
 ) -> Search:
     """What to choose from; everything wrong with the options at once."""
+    from optpipe.placements import USUAL, placement_named
     from solver.layout.candidates import Search
-    from solver.layout.placements import USUAL, placement_named
 
     issues: list[Issue] = []
     if objective not in ("makespan", "device_span"):

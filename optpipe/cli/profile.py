@@ -11,8 +11,14 @@ import typer
 
 from optpipe.cli.output import AsJson, check_writable
 from optpipe.cli.size import parse_size
-from optpipe.cli.train import Precision
 from optpipe.errors import InputError, Issue
+
+
+class Precision(StrEnum):
+    """Precision of weights and activations."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
 
 
 class Format(StrEnum):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from optpipe.cli.output import print_json, stderr, write_whole
-from optpipe.cli.profile_placement import devices_of_stages
-from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, TrainingError
+from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError
+from optpipe.extras import needs_extra
+from optpipe.placements import devices_of_stages
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +53,8 @@ class Options:
 
 def profile_model(model: str, options: Options, output: Path, as_json: bool) -> int:
     """Measure, write, and say what was found; under torchrun rank 0 alone writes and prints."""
-    try:
+    with needs_extra("train", "measuring"):
         from optpipe.profile.chain import chain_of
-    except ModuleNotFoundError as error:
-        raise TrainingError(f"measuring needs {error.name}. Maybe pip install 'optpipe[train]'.") from None
     from optpipe.cli.profile_report import figures, print_figures
     from optpipe.profile.measured import measure
     from optpipe.train.launch import launched, leads, one_core_left
@@ -154,7 +153,7 @@ def _world(stages: int | None) -> int | None:
 def _our_gpt(model: str, options: Options, stages: int) -> Subject:
     """Our GPT of that size, on a microbatch of text."""
     from optpipe.profile.subject import Subject
-    from optpipe.train.config import DTYPES
+    from optpipe.train.config import ModelConfig
     from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss
     from optpipe.train.text import Batches, standard_library_text
 
@@ -175,7 +174,7 @@ def _our_gpt(model: str, options: Options, stages: int) -> Subject:
     text = standard_library_text()
     batches = Batches(text, microbatches=1, size=options.microbatch_size, sequence=sequence, seed=0)
     [inputs], [targets] = batches.batch(0)
-    modules = build_stages(shape, stages, 0, DTYPES[options.dtype])
+    modules = build_stages(shape, stages, 0, ModelConfig(dtype=options.dtype).torch_dtype)
     name = f"{model} GPT, {layers} layers, {options.microbatch_size} x {sequence}, {options.dtype}"
     return Subject(name, modules, inputs, targets, byte_loss)
 

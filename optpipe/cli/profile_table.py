@@ -51,8 +51,8 @@ def _problem(
 
     Cut evenly where no balanced cut is found.
     """
-    from optpipe.cli.profile_placement import devices_of_stages
     from optpipe.layout import Batching, Layout, problem_of
+    from optpipe.placements import devices_of_stages
     from solver.layout.cutting import balanced_sizes, even_sizes
 
     placed = devices_of_stages(placement_name, devices, stages)

@@ -25,6 +25,7 @@ class MemoryScale:
 
     @classmethod
     def of(cls, schedule: Schedule) -> MemoryScale:
+        """The scale that shows every device's peak, and the budgets that are not far above the highest."""
         peak = max(plan.peak_bytes for plan in schedule.devices)
         budgets = [device.memory_bytes or 0 for device in schedule.problem.devices]
         drawn = [budget for budget in budgets if budget <= FARTHEST_BUDGET * peak]
@@ -32,6 +33,7 @@ class MemoryScale:
 
     @property
     def unit(self) -> Unit:
+        """What bytes are shown in."""
         return memory_unit(self.top_bytes / HEADROOM)
 
 

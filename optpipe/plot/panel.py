@@ -27,10 +27,12 @@ class Lane(NamedTuple):
 
     @property
     def middle(self) -> float:
+        """Its height's half, from the top of the picture."""
         return self.top + self.height / 2
 
     @property
     def bottom(self) -> float:
+        """Where it ends, from the top of the picture."""
         return self.top + self.height
 
 
@@ -82,6 +84,7 @@ class Panel:
 
     @property
     def points_per_us(self) -> float:
+        """The scale of time: typographic points a microsecond."""
         return self.width * POINTS_PER_INCH / (self.end_us - self.start_us)
 
     def text_left(self, y: float, text: str, **look: object) -> Text:

@@ -57,6 +57,7 @@ class InstanceCurves:
 
     @property
     def best_us(self) -> float:
+        """The least value at the end of any curve."""
         return min(curve.points[-1][1] for curve in self.curves)
 
     @property

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optpipe.profile.subject import Subject, check_tensors, refuse
+from optpipe.profile.callables import check_tensors, refuse
+from optpipe.profile.subject import Subject
 from optpipe.runtime.evaluation import evaluating
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, spec_of, spec_text
 from optpipe.runtime.stage import Stage

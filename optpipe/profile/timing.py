@@ -71,15 +71,18 @@ class HostStopwatch:
         self._samples_us: dict[Key, list[float]] = defaultdict(list)
 
     def time(self, key: Key, work: Callable[[], T]) -> T:
+        """What `work` answers, with its time kept under `key`."""
         begin_ns = self._clock_ns()
         result = work()
         self._samples_us[key].append((self._clock_ns() - begin_ns) / 1000)
         return result
 
     def restart(self) -> None:
+        """Forget all times so far."""
         self._samples_us.clear()
 
     def samples_us(self) -> Mapping[Key, Sequence[float]]:
+        """All times, by key."""
         return self._samples_us
 
 
@@ -93,6 +96,7 @@ class CudaStopwatch:
         self._marks: list[tuple[Key, torch.cuda.Event, torch.cuda.Event]] = []
 
     def time(self, key: Key, work: Callable[[], T]) -> T:
+        """What `work` answers, between two events on the current stream."""
         begin, end = _timing_event(), _timing_event()
         begin.record()
         result = work()
@@ -101,10 +105,12 @@ class CudaStopwatch:
         return result
 
     def restart(self) -> None:
+        """Forget all events so far, when they are done."""
         torch.cuda.synchronize()
         self._marks.clear()
 
     def samples_us(self) -> Mapping[Key, Sequence[float]]:
+        """All times by key, when the events are done."""
         torch.cuda.synchronize()
         samples: dict[Key, list[float]] = defaultdict(list)
         for key, begin, end in self._marks:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.compile.actions import SENDS, matching_receive
+from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.fields import Bytes, Index, Instant, TimeUs, reject
 from optpipe.memory import Curve
@@ -46,14 +47,17 @@ class MeasuredAction(Document):
 
     @property
     def key(self) -> Op:
+        """The action as an op."""
         return Op(self.action, self.stage, self.microbatch)
 
     @property
     def lane(self) -> Lane:
+        """The stream of an op, or the runtime's lane."""
         return self.key.stream if self.action in KINDS else "runtime"
 
     @property
     def duration_us(self) -> float:
+        """From the start of its work to the end."""
         return self.end_us - self.start_us
 
     @model_validator(mode="after")
@@ -85,6 +89,7 @@ class MemoryOverTime(Document):
 
     @property
     def curve(self) -> Curve:
+        """The same as arrays."""
         return Curve(np.asarray(self.times_us, np.float64), np.asarray(self.bytes, np.int64))
 
 
@@ -112,7 +117,7 @@ class MeasuredDevice(Document):
         return {action.key: action for action in self.actions if action.lane != "runtime"}
 
 
-class Trace(Document):
+class Trace(Displayed, Document):
     """A measured step with the schedule that it ran.
 
     `program` is the digest of the program that the schedule was compiled to. `clock_error_us`: times of one process

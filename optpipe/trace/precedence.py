@@ -25,6 +25,7 @@ class Span(NamedTuple):
 
     @property
     def duration_us(self) -> float:
+        """From start to end."""
         return self.end_us - self.start_us
 
 

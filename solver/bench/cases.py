@@ -27,10 +27,12 @@ class Case:
 
     @property
     def recorded(self) -> Recorded | None:
+        """What an earlier run reached; None where the case is new."""
         return self.entry.recorded if self.entry else None
 
     @property
     def tolerance(self) -> float:
+        """The share by which a value may be above its record."""
         return self.entry.tolerance if self.entry else 0.0
 
 

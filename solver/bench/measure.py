@@ -34,6 +34,7 @@ class Figures:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Figures:
+        """The figures of a schedule."""
         optimal = schedule.status == "optimal"
         value_us, bound_us, seconds = schedule.value_us, schedule.bound_us, schedule.solve_seconds
         return cls(value_us, bound_us, schedule.gap, schedule.bubble, seconds, optimal)

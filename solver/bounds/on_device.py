@@ -28,10 +28,12 @@ class OnDevice:
 
     @cached_property
     def stages(self) -> Sequence[Stage]:
+        """The stages of this device, first to last."""
         return [self.problem.stages[s] for s in self.numbers]
 
     @cached_property
     def budget(self) -> float:
+        """The bytes that can be used here; infinite without a budget."""
         return usable_bytes(self.problem, self.stages[0].device)
 
     def value_us(self, span_us: float, to_last_backward_us: float) -> float:

@@ -27,6 +27,7 @@ class Incumbent:
 
     @property
     def answer(self) -> Answer:
+        """The best schedule and bound so far."""
         return Answer(self.orders, self.value_us, self.bound_us)
 
     def offer(self, orders: Orders, bound_us: float) -> None:

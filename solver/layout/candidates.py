@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from optpipe.layers import LayerProfile
 from optpipe.layout import Batching, Layout, parameter_bytes, problem_of
+from optpipe.placements import USUAL, name_of, placement, placement_named
 from optpipe.problem import Objective, Problem
 from solver.layout.cutting import balanced_sizes, even_sizes
-from solver.layout.placements import USUAL, name_of, placement, placement_named
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Candidate:
 
     @property
     def sequences(self) -> int:
+        """Sequences of one training step: microbatches times the size of each."""
         return self.batching.microbatches * self.batching.microbatch_size
 
     @property

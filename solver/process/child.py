@@ -28,8 +28,7 @@ from solver.process.loading import load_verifier
 from solver.process.messages import Limit, Message
 
 if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
-    from solver.portfolio import Progress
+    from solver.portfolio import Found, Progress
 
 LEAST_SEARCH_S = 0.25
 """However long the start took, a search gets this much time, or its whole limit: enough for a published schedule."""
@@ -63,10 +62,11 @@ def main() -> None:
 
 
 def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox) -> Message:
-    from solver.portfolio import solve
+    """What was found; the parent verifies it."""
+    from solver.portfolio import search
 
     try:
-        schedule = solve(problem, method, limits, outbox.offer, starts)
+        found = search(problem, method, limits, outbox.offer, starts)
     except OptPipeError as error:
         return messages.error(error)
     except MemoryError:
@@ -74,23 +74,24 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
     return {
         "type": "answer",
         "seconds": limits.seconds,
-        "value_us": schedule.value_us,
-        "bound_us": schedule.bound_us,
-        "method": schedule.method,
-        "limit": _limit(schedule, method, limits),
-        "orders": orders_data(schedule.orders),
+        "value_us": found.value_us,
+        "bound_us": found.bound_us,
+        "method": found.method,
+        "limit": _limit(found, method, limits),
+        "orders": orders_data(found.orders),
     }
 
 
-def _limit(schedule: Schedule, method: str, limits: Limits) -> Limit | None:
+def _limit(found: Found, method: str, limits: Limits) -> Limit | None:
     """What ended the search; None where it was done."""
     from solver.methods import METHODS
 
-    if schedule.status == "optimal":
+    gap = (found.value_us - found.bound_us) / found.value_us if found.value_us else 0.0
+    if gap == 0:
         return None
     if limits.cancel.requested:
         return "interrupted"
-    if schedule.gap <= limits.gap:
+    if gap <= limits.gap:
         return "gap"
     if METHODS[method].kind == "published":
         return None

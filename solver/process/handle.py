@@ -57,6 +57,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The number of the process, which is that of its group and session as well."""
         return self._process.pid
 
     @property

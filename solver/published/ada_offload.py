@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import inf
 
 from optpipe.errors import MethodError
-from optpipe.orders import Orders
+from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.finish import within_budgets
@@ -34,11 +34,21 @@ def ada_offload(problem: Problem) -> Orders:
             if simulation.value_us < best_us and within_budgets(problem, orders, simulation):
                 best, best_us = orders, simulation.value_us
     if best is None:
-        raise MethodError(
-            "ada-offload finds no room even for one microbatch at a time. "
-            f"Maybe raise devices[].memory_bytes to {known_budgets_bytes(problem)}, which is known to do."
-        )
+        raise _no_room(problem)
     return best
+
+
+def _no_room(problem: Problem) -> MethodError:
+    known = known_budgets_bytes(problem)
+    short = [
+        f"device {d} has {device.memory_bytes}: {bytes_ - device.memory_bytes} too few"
+        for d, (device, bytes_) in enumerate(zip(problem.devices, known, strict=True))
+        if device.memory_bytes is not None and device.memory_bytes < bytes_
+    ]
+    return MethodError(
+        f"ada-offload finds no room even for one microbatch at a time ({'; '.join(short)}). "
+        f"Maybe raise devices[].memory_bytes to {known}, which is known to do."
+    )
 
 
 def _candidates(problem: Problem) -> Iterator[Orders | None]:
@@ -46,14 +56,20 @@ def _candidates(problem: Problem) -> Iterator[Orders | None]:
     yield serial_orders(problem)
     budgets = [device.memory_bytes for device in problem.devices]
     everything = _offloadable(problem)
-    played = 0
+    played, seen = 0, set()
     for in_flight, late_weights, lead in _choices(problem, bool(everything)):
         if played > PLAYED_OPS:
             return
-        compute = [device.compute for device in in_flight_orders(problem, in_flight, late_weights).devices]
-        planner = TransferPlanner(problem, compute)
-        for leaving in (set[Activation](), everything) if everything else (everything,):
-            orders = planner.plan(Wish(leaving, lead), budgets)
+        compute = [OpArray.of(device.compute) for device in in_flight_orders(problem, in_flight, late_weights).devices]
+        columns = b"".join(ops.kind.tobytes() + ops.stage.tobytes() + ops.microbatch.tobytes() for ops in compute)
+        planner: TransferPlanner | None = None
+        for wish in (Wish(set(), 0.0), Wish(everything, lead)):
+            candidate = (columns, bool(wish.leaving), wish.lead)
+            if candidate in seen:  # with few microbatches many choices come to the same
+                continue
+            seen.add(candidate)
+            planner = planner or TransferPlanner(problem, compute)
+            orders = planner.plan(wish, budgets)
             played += sum(map(len, compute)) // (2 if orders else 20)  # what finds no room ends early
             yield orders
 

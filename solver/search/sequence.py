@@ -9,14 +9,14 @@ with the place in the sequence as the planned time). Budgets are kept by looking
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from optpipe.orders import KINDS as ORDER_KINDS
-from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, Orders
+from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
@@ -27,6 +27,9 @@ FUSED = ORDER_KINDS.index("BW")
 
 KIND_OF_PART = np.array([KINDS.index("B" if kind == "BW" else kind) for kind in ORDER_KINDS])
 """For each kind of op its kind here, for a fused backward that of its first part."""
+
+KIND_OF_ORDERS = np.array([ORDER_KINDS.index(kind) for kind in KINDS])
+"""For each kind of op here its place among those of orders."""
 
 
 class Merged(NamedTuple):
@@ -91,7 +94,7 @@ def _numbered(table: Table, simulation: Simulation) -> tuple[Codes, Floats, Ints
     return numbers.astype(np.int32), np.where(releases_only[of_class], close, begin), bounds
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
     """Take, again and again, the earliest op at the head of a lane that depends on nothing still to come.
 
@@ -139,53 +142,39 @@ def _ready(table: Table, there: Flags, place: Codes, x: int) -> bool:
 
 def orders_of(problem: Problem, table: Table, merged: Merged) -> Orders:
     """The orders, channel orders and waits that sequences stand for."""
-    streams: list[tuple[list[Op], list[Op], list[Op]]] = [([], [], []) for _ in problem.devices]
+    groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
+    numbers = np.concatenate([merged.ops[first : first + length] for first, length in groups])
+    of_class = numbers >> table.shift
+    kind, stage = np.divmod(of_class, table.stages)
+    ops = OpArray(KIND_OF_ORDERS[kind], stage, numbers & ((1 << table.shift) - 1))
+    stream = np.asarray(STREAM_OF_KIND)[ops.kind]
+    lane = len(STREAMS) * table.classes["device"][of_class] + stream
+    lanes = len(STREAMS) * len(problem.devices)
+    by_lane = np.argsort(lane, kind="stable")
+    streams = [ops[places] for places in np.split(by_lane, np.cumsum(np.bincount(lane, minlength=lanes))[:-1])]
+    devices = [DeviceOrders(*streams[k : k + len(STREAMS)]) for k in range(0, lanes, len(STREAMS))]
+    channels = []
+    for served in shared_channels(problem):
+        mine = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
+        channels.append(ops[np.flatnonzero(mine)])
+    return Orders(devices, _waits(table, ops, of_class, lane), [channel for channel in channels if channel])
+
+
+def _waits(table: Table, ops: OpArray, of_class: Ints, lane: Ints) -> dict[Op, list[Op]]:
+    """Each op that takes memory waits for the last release of another stream that nothing before it waited for."""
     waits: dict[Op, list[Op]] = {}
-    transfers: list[list[Op]] = [[] for _ in table.first]
-    for g, members in enumerate(problem.channel_groups):
-        latest = {d: _Releases() for d in members}
-        for op, of_class in _listed(table, merged, g):
-            d = problem.stages[op.stage].device
-            stream = max(0, "OR".find(op.kind) + 1)
-            streams[d][stream].append(op)
-            if stream:
-                transfers[g].append(op)
-            if table.classes["acquires"][of_class]:
-                found = latest[d].before(op)
-                if found:
-                    waits[op] = found
-            if table.classes["releases"][of_class]:
-                latest[d].note(op)
-    channels = [
-        [op for ops in transfers for op in ops if (problem.stages[op.stage].device, op.stream) in lists]
-        for lists in map(set, shared_channels(problem))
-    ]
-    return Orders([DeviceOrders(*lists) for lists in streams], waits, [channel for channel in channels if channel])
-
-
-def _listed(table: Table, merged: Merged, g: int) -> Iterator[tuple[Op, int]]:
-    begin = int(table.first[g])
-    for x in merged.ops[begin : begin + int(merged.length[g])].tolist():
-        of_class = x >> table.shift
-        kind, s = divmod(of_class, table.stages)
-        yield Op(KINDS[kind], s, x & ((1 << table.shift) - 1)), of_class
-
-
-class _Releases:
-    """The last release of each stream of one device, and which of them each stream has waited for."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, Op] = {}
-        self.seen: dict[tuple[str, str], Op] = {}
-
-    def note(self, op: Op) -> None:
-        self.last[op.stream] = op
-
-    def before(self, op: Op) -> list[Op]:
-        """The releases of other streams that `op` waits for and nothing before it on its stream did."""
-        found = []
-        for stream, release in self.last.items():
-            if stream != op.stream and self.seen.get((op.stream, stream)) != release:
-                self.seen[op.stream, stream] = release
-                found.append(release)
-        return found
+    acquires, releases = (table.classes[name][of_class] > 0 for name in ("acquires", "releases"))
+    stream = lane % len(STREAMS)
+    for d in np.unique(lane[stream > 0] // len(STREAMS)):
+        mine = np.flatnonzero(lane // len(STREAMS) == d)
+        for of, others in product(range(len(STREAMS)), repeat=2):
+            taking = mine[(stream[mine] == of) & acquires[mine]]
+            freeing = mine[(stream[mine] == others) & releases[mine]]
+            if of == others or not len(freeing):
+                continue
+            last = np.searchsorted(freeing, taking) - 1
+            new = np.flatnonzero(np.diff(last, prepend=-1))
+            pairs = zip(ops[taking[new]], ops[freeing[last[new]]], strict=True)
+            for op, release in pairs:
+                waits.setdefault(op, []).append(release)
+    return waits

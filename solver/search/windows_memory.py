@@ -47,7 +47,7 @@ class Memory:
         begin = piece.first.expression if first is None else self.tasks.fixed(piece.first)
         end = piece.last.expression if last is None else self.tasks.fixed(piece.last)
         length = self.model.new_int_var(0, 2 * self.frame.far, f"{name}.length")
-        self.variables.lengths.append((length, piece.first, piece.last))
+        self.variables.lengths.append((length, piece.first, piece.last, 0))
         if piece.presence is None:
             return self.model.new_interval_var(begin, length, end, name)
         return self.model.new_optional_interval_var(begin, length, end, piece.presence, name)

@@ -110,9 +110,9 @@ class WindowModel:
             model.add_hint(self.tasks.of(k).start, start)
         for s, i in self.tasks.choices:
             model.add_hint(self.variables.leaves[s, i], bool(around.present[index[Op("O", s, i)]]))
-        for length, first, last in self.variables.lengths:
+        for length, first, last, least in self.variables.lengths:
             begin, end = (self._at(moment, starts) for moment in (first, last))
-            model.add_hint(length, max(end - begin, 0))
+            model.add_hint(length, max(end - begin, least))
 
     def _at(self, moment: Moment, starts: dict[int, int]) -> int:
         k = self.numbering.index[moment.task.op]

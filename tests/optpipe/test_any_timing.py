@@ -6,6 +6,7 @@ from functools import cache
 from random import Random
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,11 @@ from optpipe.orders import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.waits import derive_waits
-from tests.problems import problems, uniform
+from solver.published.in_flight import in_flight_orders
+from solver.published.transfers import TransferPlanner, Wish
+from tests.problems import WHOLE, problems, uniform
 from tests.random_plans import execute, peak_bytes, planned_durations, random_orders
+from tests.random_timings import random_peaks_bytes
 
 SEEDS = st.integers(0, 10**6)
 Event = tuple[Op, int]
@@ -106,6 +110,40 @@ def test_no_random_timing_exceeds_it(problem: Problem, seed: int) -> None:
         executed = execute(problem, orders, durations)
         for d, limit in enumerate(limits):
             assert peak_bytes(problem, executed, d) <= limit
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[Problem, Orders]:
+    """32 devices, 256 microbatches, most of whose activations leave within a quarter of the memory of 1F1B."""
+    problem = uniform(32, 256, budget=16, offload=WHOLE)
+    compute = [device.compute for device in in_flight_orders(problem, 32, 0).devices]
+    leaving = {(s, i) for s in range(31) for i in range(256)}
+    orders = TransferPlanner(problem, compute).plan(Wish(leaving, 3.0), [16] * 32)
+    assert orders is not None
+    assert sum(len(device.offload) for device in orders.devices) > 4000
+    return problem, orders
+
+
+@pytest.mark.parametrize("with_waits", [True, False])
+def test_no_random_timing_exceeds_it_on_a_large_schedule(large: tuple[Problem, Orders], with_waits: bool) -> None:
+    """And some timing reaches it on most devices, so it is not only safe but exact."""
+    problem, orders = large
+    chosen = orders if with_waits else Orders(orders.devices, {}, orders.channels)
+    limits = np.array([any_timing_peak_bytes(problem, streams_of(device), chosen.waits) for device in chosen.devices])
+    peaks = random_peaks_bytes(problem, chosen, timings=20, seed=0)
+    assert (peaks <= limits).all()
+    if with_waits:
+        assert (limits <= 16).all()
+        assert (peaks.max(axis=0) == limits).mean() > 0.5
+    else:
+        assert (limits > 16).any()
+
+
+def test_equals_a_minimum_cut_on_a_device_of_a_large_schedule(large: tuple[Problem, Orders]) -> None:
+    problem, orders = large
+    for waits in (orders.waits, {}):
+        graph = event_graph(problem, streams_of(orders.devices[3]), waits)
+        assert any_timing_peak_bytes(problem, streams_of(orders.devices[3]), waits) == peak_by_minimum_cut(graph)
 
 
 @settings(deadline=None, max_examples=200)

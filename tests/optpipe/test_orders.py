@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from optpipe.orders import Op, OpArray, Orders, is_op_name
+from optpipe.orders import KINDS, Op, OpArray, Orders, is_op_name
 
 OPS = [Op("F", 0, 0), Op("BW", 3, 1), Op("O", 2, 7), Op("R", 2, 7)]
 
@@ -42,3 +44,21 @@ def test_orders_hold_lists_and_columns_alike() -> None:
 @pytest.mark.parametrize(("text", "right"), [("B2.7", True), ("BW0.0", True), ("X0.0", False), ("F01.0", False)])
 def test_names_of_ops(text: str, right: bool) -> None:
     assert is_op_name(text) is right
+
+
+NAMES = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 9_999_999), st.integers(0, 9_999_999))
+
+
+@given(st.lists(NAMES, max_size=20))
+def test_names_are_read_as_they_are_written(ops: list[Op]) -> None:
+    names = OpArray.of(ops).names
+    assert names == " ".join(map(str, ops))
+    assert OpArray.parse(names) == ops
+
+
+@pytest.mark.parametrize(
+    "wrong", ["X0.0", "F0", "F00.1", "F1.2.3", "BF1.2", "F-1.2", "F1.12345678", "F1. 2", "F1.\u0662", " "]
+)
+def test_one_wrong_name_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="is not the name of an op"):
+        OpArray.parse(f"F0.0 {wrong} W0.0")

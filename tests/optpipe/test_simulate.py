@@ -105,6 +105,16 @@ def test_refuses_orders_that_are_none(first: str, second: str, message: str) -> 
         simulate(uniform(2, 1), Orders.of_compute([ops(first), ops(second)]))
 
 
+@pytest.mark.parametrize("absent", ["R0.0", "F0.1", "F9.0"])
+def test_refuses_waits_and_channels_of_ops_that_are_not_there(absent: str) -> None:
+    devices = [DeviceOrders(ops("F0.0 B0.0 W0.0")), DeviceOrders(ops("F1.0 B1.0 W1.0"))]
+    waiting = Orders(devices, waits={Op.parse("F1.0"): ops(absent)})
+    sharing = Orders(devices, channels=[ops(f"F0.0 {absent}")])
+    for orders in (waiting, sharing):
+        with pytest.raises(OrderError, match=f"names {absent}, which is in no stream"):
+            simulate(uniform(2, 1), orders)
+
+
 def test_refuses_microbatches_out_of_order() -> None:
     orders = Orders.of_compute([ops("F0.1 F0.0 B0.0 B0.1 W0.0 W0.1")])
     with pytest.raises(OrderError, match=r"F0.1 comes before F0.0"):

@@ -33,6 +33,7 @@ def add_weight_order(variables: Variables) -> None:
     model = variables.model
     for pairs in like_pairs(variables.problem):
         first = model.new_bool_var(f"{pairs[0][0]}first{pairs[0][1]}")
+        variables.firsts.append((first, *pairs[1]))
         for pair in pairs:
             one, other = (variables.tasks[op] for op in pair)
             model.add(other.start >= one.end).only_enforce_if(first)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.exact.cp_sat.constraints import Constraints
-from solver.exact.cp_sat.cuts import add_weight_order, add_work_that_memory_holds_back
+from solver.exact.cp_sat.cuts import SLACK, add_weight_order, add_work_that_memory_holds_back
 from solver.exact.cp_sat.objective import add_objective
 from solver.exact.cp_sat.options import DEFAULT, Options
 from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
@@ -130,7 +131,7 @@ class _Search(Incumbent):
     def _round(self, grid: Grid) -> cp_model.CpSolverStatus:
         variables = build(self.problem, grid, self.horizon_us, self.bound_us, self.options)
         if self.orders is not None:
-            _add_hint(variables, self.orders)
+            add_hint(variables, self.orders)
         solver = configured_solver(replace(self.limits, deterministic_limit=self.work_left))
         callback = _Callback(variables, self)
         status, work = solve_unless_cancelled(solver, variables.model, self.limits.cancel, callback)
@@ -140,37 +141,74 @@ class _Search(Incumbent):
         return status
 
 
-def _add_hint(variables: Variables, orders: Orders) -> None:
+def add_hint(variables: Variables, orders: Orders) -> None:
     """Give the solver a known schedule to begin with, whole, so that it need not search for the rest."""
     model, starts = variables.model, _hinted_starts(variables, orders)
+    placed = _with_absent(variables, starts)
     for op, task in variables.tasks.items():
-        model.add_hint(task.start, starts.get(op, 0))
+        model.add_hint(task.start, placed[op])
     for (s, i), leaves in variables.leaves.items():
         model.add_hint(leaves, Op("O", s, i) in starts)
-    for length, first, last in variables.lengths:
-        if first.task.op in starts and last.task.op in starts:
-            model.add_hint(length, _between(first, last, starts))
-    value = max(_between(begin, end, starts) for begin, end in variables.measured)
+    for length, first, last, least in variables.lengths:
+        there = first.task.op in starts and last.task.op in starts
+        model.add_hint(length, max(_between(first, last, placed), least) if there else least)
+    for literal, one, other in variables.firsts:
+        model.add_hint(literal, placed[one] < placed[other])
+    value = max(_between(begin, end, placed) for begin, end in variables.measured)
     model.add_hint(variables.objective, value)
 
 
-def _between(first: Moment, last: Moment, starts: dict[Op, int]) -> int:
+def _with_absent(variables: Variables, starts: Mapping[Op, int]) -> Mapping[Op, int]:
+    """`starts` with those of the transfers that are absent: after the one of the microbatch before, in no time."""
+    placed = dict(starts)
+    for op in variables.tasks:
+        if op not in starts:
+            before = op._replace(microbatch=op.microbatch - 1)
+            length = variables.tasks[before].ticks if before in starts else 0
+            placed[op] = placed[before] + length if op.microbatch else 0
+    return placed
+
+
+def _between(first: Moment, last: Moment, starts: Mapping[Op, int]) -> int:
     return last.at(starts[last.task.op]) - first.at(starts[first.task.op])
 
 
-def _hinted_starts(variables: Variables, orders: Orders) -> dict[Op, int]:
+TICK_US = 2.0**-10
+"""How long a tick is made to time known orders on the grid: sums of it are exact, and no op becomes too long."""
+
+
+def _hinted_starts(variables: Variables, orders: Orders) -> Mapping[Op, int]:
     """Start in ticks of each op of known orders; a fused backward is split, like W are sorted."""
-    simulation = simulate(variables.problem, orders)
-    origin_us = float(simulation.start_us.min())
+    simulation = simulate(_in_ticks(variables), orders)
+    starts_us = simulation.start_us - simulation.start_us.min()
+    ticks = np.ceil(starts_us / TICK_US - SLACK).astype(np.int64)  # the least span may have begins between two ticks
     starts = {}
-    for op, k in simulation.index.items():
-        at = variables.grid.ticks_up(float(simulation.start_us[k]) - origin_us)
+    for op, at in zip(simulation.ops, ticks.tolist(), strict=True):
         if op.kind == "BW":
             starts[Op("B", *op[1:])] = at
             starts[Op("W", *op[1:])] = at + variables.task("B", *op[1:]).ticks
         else:
             starts[op] = at
     return in_weight_order(variables.problem, starts)
+
+
+def _in_ticks(variables: Variables) -> Problem:
+    """The problem with the times that it has in the model, where nothing takes less than a tick."""
+    problem, length, ticks = variables.problem, variables.length, variables.grid.ticks
+    data = problem.to_data()
+    delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
+    data["transfer_us"] = [
+        {"forward": TICK_US * ticks(on), "backward": TICK_US * ticks(back)} for on, back in delays_us
+    ]
+    for s, stage in enumerate(data["stages"]):
+        stage.update({name: TICK_US * length(kind, s) for name, kind in zip(_COMPUTE_US, "FBW", strict=True)})
+        if stage.get("offload"):
+            stage["offload"] |= {name: TICK_US * length(kind, s) for name, kind in zip(_COPY_US, "OR", strict=True)}
+    return Problem.from_data(data)
+
+
+_COMPUTE_US = ("forward_us", "backward_input_us", "backward_weight_us")
+_COPY_US = ("offload_us", "reload_us")
 
 
 class _Callback(cp_model.CpSolverSolutionCallback):

@@ -23,6 +23,7 @@ class Task:
 
     @property
     def end(self) -> cp_model.LinearExpr:
+        """When it ends, in ticks."""
         return self.start + self.ticks
 
 
@@ -35,6 +36,7 @@ class Moment:
 
     @property
     def expression(self) -> cp_model.LinearExpr:
+        """When it is, in ticks."""
         return self.task.end if self.is_end else self.task.start
 
     def at(self, start: int) -> int:
@@ -46,8 +48,9 @@ class Variables:
     """Variables for a problem on a grid; no op ends later than `horizon` ticks.
 
     `tasks` holds every op that may run, `leaves` the literal of each (stage, microbatch) that may be offloaded,
-    `lengths` the time between two moments for which bytes are held, and `objective` the value in ticks, which is at
-    least the time between the two moments of each of `measured`.
+    `lengths` the time between two moments for which bytes are held, with the least that it can be, `firsts` literals
+    that say which of two ops is first, and `objective` the value in ticks, which is at least the time between the two
+    moments of each of `measured`.
     """
 
     def __init__(self, problem: Problem, grid: Grid, horizon: int) -> None:
@@ -57,7 +60,8 @@ class Variables:
         self.model = cp_model.CpModel()
         self.tasks: dict[Op, Task] = {}
         self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
-        self.lengths: list[tuple[cp_model.IntVar, Moment, Moment]] = []
+        self.lengths: list[tuple[cp_model.IntVar, Moment, Moment, int]] = []
+        self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
         self.measured: list[tuple[Moment, Moment]] = []
         self.objective = self.model.new_int_var(0, horizon, "objective")
         self.length = cache(self._length)
@@ -97,8 +101,9 @@ class Variables:
         self, name: str, first: Moment, last: Moment, presence: cp_model.BoolVarT | None, least: int = 0
     ) -> cp_model.IntervalVar:
         """The interval between two moments, there if `presence` is (None: always); no shorter than `least` ticks."""
-        length = self.model.new_int_var(min(least, self.horizon), self.horizon, f"{name}.length")
-        self.lengths.append((length, first, last))
+        least = min(least, self.horizon)
+        length = self.model.new_int_var(least, self.horizon, f"{name}.length")
+        self.lengths.append((length, first, last, least))
         if presence is None:
             return self.model.new_interval_var(first.expression, length, last.expression, name)
         return self.model.new_optional_interval_var(first.expression, length, last.expression, presence, name)

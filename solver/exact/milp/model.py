@@ -37,13 +37,14 @@ def solve_milp(
     Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility. Raises
     MethodError, before anything is built, where the model would be too large.
     """
-    _refuse_too_large(problem)
+    refuse_too_large(problem)
     search = _Search(problem, limits, start, on_answer, options)
     with limits.cancel.calling(search.stop):
         return search.run()
 
 
-def _refuse_too_large(problem: Problem) -> None:
+def refuse_too_large(problem: Problem) -> None:
+    """Raise MethodError with the size and the limit where the model would be too large."""
     ops = count_ops(problem)
     if ops > MOST_OPS:
         raise MethodError(

@@ -42,6 +42,7 @@ class Passes:
 
     @property
     def size(self) -> int:
+        """How many passes a microbatch has: F, B and W of each stage."""
         return 3 * self.stages
 
     @property

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from optpipe.layers import LayerProfile
 from optpipe.layout import work_us
+from optpipe.placements import placement, placement_named
 from solver.layout.cutting import TICKS, balanced_sizes, even_sizes
-from solver.layout.placements import placement, placement_named
 from tests.layer_profiles import BLOCK, profile
 
 

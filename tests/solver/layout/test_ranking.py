@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from optpipe.placements import placement, placement_named
 from optpipe.verify import verify
 from solver.layout.candidates import Search, candidates
-from solver.layout.placements import placement, placement_named
 from solver.layout.ranking import rank
 from solver.limits import Limits
 from tests.layer_profiles import profile

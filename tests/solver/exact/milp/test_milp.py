@@ -187,3 +187,12 @@ def test_sizes_in_bytes_are_kept_to_the_byte() -> None:
 
     size = 1_234_567_890
     assert value(3 * size) < value(3 * size - 1) == value(5 * size // 2 + 1)
+
+
+def test_is_refused_before_any_start_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a start was made")
+
+    monkeypatch.setattr("solver.portfolio.offer_published", never)
+    with pytest.raises(MethodError, match=r"its limit is 3000.*Maybe use auto"):
+        solved(instance("po-10.5b-4k-d8-v5-m64-mem0.25"))

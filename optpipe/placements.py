@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from optpipe.errors import InputError, Issue
+
 Kind = Literal["linear", "interleaved", "v"]
 
 
@@ -41,3 +43,22 @@ def placement_named(name: str) -> tuple[Kind, int]:
 
 USUAL: Sequence[str] = ("linear", "interleaved-2", "interleaved-4", "v")
 """What is tried unless the caller says otherwise."""
+
+
+def devices_of_stages(name: str, devices: int | None, stages: int | None, prefix: str = "--") -> tuple[int, ...]:
+    """The device of each stage in the placement of that name. One of both numbers is enough.
+
+    Raises InputError where the name is none or the numbers do not go together; it names the fields after `prefix`.
+    """
+    try:
+        kind, chunks = placement_named(name)
+    except ValueError as error:
+        raise InputError([Issue(f"{prefix}placement", "unknown", str(error))]) from None
+    if stages is None and devices is None:
+        raise InputError([Issue(f"{prefix}devices", "missing", f"is missing. Maybe 4, or {prefix}stages.")])
+    found = (stages or 0) // chunks if devices is None else devices
+    if stages is not None and stages != found * chunks:
+        of = f"{devices} devices" if devices is not None else "each device"
+        detail = f"is {stages}, but placement {name} puts {chunks} on {'each of ' if devices is not None else ''}{of}."
+        raise InputError([Issue(f"{prefix}stages", "wrong_count", detail)])
+    return placement(kind, found, chunks)

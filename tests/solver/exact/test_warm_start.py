@@ -1,0 +1,95 @@
+"""Exact searches begin with the best published schedule: it is a whole and valid point of their models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from ortools.sat.python import cp_model
+
+from optpipe.orders import Orders
+from optpipe.problem import Problem
+from solver.board import Board
+from solver.bounds import split_backward_suffices
+from solver.exact.cp_sat.model import add_hint
+from solver.exact.cp_sat.model import build as build_cp_sat
+from solver.exact.grid import Grid
+from solver.exact.milp.point import point_of_orders
+from solver.exact.milp.program import build as build_milp
+from solver.exact.milp.program import load
+from solver.limits import Limits, Start
+from solver.starts import offer_published
+from tests.placed_problems import placed_problems
+from tests.problems import KNOWN_OPTIMA
+
+FEASIBLE = 1e-6
+"""What HiGHS allows a row to be short of."""
+
+PROBLEMS = [problem for problem, _ in KNOWN_OPTIMA.values()]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A problem with the start that `solver.portfolio.solve` lets a search of it begin from."""
+
+    problem: Problem
+    start: Start
+    orders: Orders
+
+    @classmethod
+    def of(cls, problem: Problem) -> Known | None:
+        """None where no published schedule keeps the budgets."""
+        board = Board(problem, Limits(workers=1), None)
+        offer_published(problem, board)
+        start = board.start()
+        return cls(problem, start, start.orders) if start.orders is not None else None
+
+
+KNOWN = placed_problems(most_microbatches=3).filter(split_backward_suffices).map(Known.of).filter(bool)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(KNOWN)
+def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
+    start = known.start
+    program = build_milp(known.problem, start.horizon_us, start.bound_us, start.value_us)
+    point = point_of_orders(program.variables, known.orders)
+    assert (program.matrix @ point >= program.row_lower - FEASIBLE).all()
+    assert (program.lower - FEASIBLE <= point).all()
+    assert (point <= program.upper + FEASIBLE).all()
+    assert point[program.variables.objective] * program.variables.unit_us == pytest.approx(start.value_us)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(KNOWN)
+def test_a_point_of_the_constraint_model(known: Known) -> None:
+    """Nothing but the hint itself is left to CP-SAT."""
+    grid = Grid.of(known.problem, known.start.horizon_us)
+    variables = build_cp_sat(known.problem, grid, known.start.horizon_us, known.start.bound_us)
+    add_hint(variables, known.orders)
+    solver = cp_model.CpSolver()
+    solver.parameters.fix_variables_to_their_hinted_value = True
+    solver.parameters.num_workers = 1
+    assert solver.solve(variables.model) == cp_model.OPTIMAL
+    slack_us = grid.us(2 * grid.step)  # ops without length take a tick each, all of them less than a step
+    assert grid.us(int(solver.objective_value)) == pytest.approx(known.start.value_us, abs=slack_us)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_highs_takes_it_before_it_searches(problem: Problem) -> None:
+    known = Known.of(problem)
+    assert known is not None
+    program = build_milp(problem, known.start.horizon_us, 0.0, known.start.value_us)
+    highs = load(program)
+    for option in ("mip_heuristic_effort", "mip_max_nodes", "time_limit"):
+        highs.setOptionValue(option, 0)
+    solution = highspy.HighsSolution()
+    solution.col_value = point_of_orders(program.variables, known.orders)
+    highs.setSolution(solution)
+    highs.run()
+    assert highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    found = np.array(highs.getSolution().col_value)[program.variables.objective] * program.variables.unit_us
+    assert found == pytest.approx(known.start.value_us)
