@@ -38,6 +38,7 @@ class AccessLog:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass, and note how it went."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

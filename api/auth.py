@@ -29,6 +29,7 @@ class RequireKey:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass where it brings a key, or needs none."""
         if scope["type"] != "http" or _is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
@@ -59,7 +60,7 @@ def _refusal(code: str, detail: str) -> ProblemError:
     return problem(HTTPStatus.UNAUTHORIZED, code, detail, headers={"WWW-Authenticate": "Bearer"})
 
 
-def _owner(request: Request) -> UUID | None:
+async def _owner(request: Request) -> UUID | None:
     owner: UUID | None = request.scope.get("optpipe.owner")
     return owner
 

@@ -21,6 +21,7 @@ class BodyLimit:
         self.app, self.max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass, with no more of its body than is allowed."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

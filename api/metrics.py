@@ -5,14 +5,18 @@ Labels take values from short fixed lists alone, whatever clients send: a route'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api.jobs.records import Counts
+from api.jobs import totals
+from api.jobs.records import TERMINAL, Counts, Limit
 
+LIMITS: tuple[str, ...] = get_args(Limit)
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 30)
 
 
@@ -57,6 +61,7 @@ class _JobFigures(Collector):
         self.counts = counts
 
     def collect(self) -> Iterable[Metric]:
+        """Figures as they stand, then what was counted since the tables were made."""
         counts = self.counts
         jobs = GaugeMetricFamily("optpipe_jobs", "Jobs on record by status.", labels=["status"])
         for status, count in counts.jobs.items():
@@ -67,4 +72,28 @@ class _JobFigures(Collector):
             "optpipe_heartbeat_age_seconds", "Silence of the quietest running job.", counts.silence_s
         )
         yield GaugeMetricFamily("optpipe_busy_workers", "Workers that run a job.", counts.workers)
-        yield GaugeMetricFamily("optpipe_lost_workers", "Workers lost, over the jobs on record.", counts.lost)
+        yield self._counter("optpipe_heartbeats", "Heartbeats of all workers.", totals.HEARTBEATS)
+        yield self._counter("optpipe_lost_workers", "Workers lost, once for each job they solved.", totals.LOST)
+        yield self._counter("optpipe_solver_deaths", "Solves whose process ended by itself.", totals.DIED)
+        yield self._counter("optpipe_ended", "Jobs that workers ended.", totals.ENDED, ("status", TERMINAL))
+        stopped = "Solves stopped by a limit; memory: their process was killed."
+        yield self._counter("optpipe_stopped", stopped, totals.STOPPED, ("limit", LIMITS))
+        yield self._histogram("optpipe_solve_seconds", "Seconds of a solve.", "solve_seconds", totals.SOLVE_SECONDS)
+        yield self._histogram("optpipe_final_gap", "Gap at the end of a solve.", "final_gap", totals.FINAL_GAP)
+
+    def _counter(self, metric: str, text: str, name: str, label: tuple[str, Sequence[str]] | None = None) -> Metric:
+        if label is None:
+            return CounterMetricFamily(metric, text, self._total(name, ""))
+        family = CounterMetricFamily(metric, text, labels=[label[0]])
+        for value in label[1]:
+            family.add_metric([value], self._total(name, value))
+        return family
+
+    def _histogram(self, metric: str, text: str, name: str, ends: Sequence[float]) -> Metric:
+        labels = [*map(str, ends), totals.ABOVE]
+        up_to = accumulate(self._total(name, label) for label in labels)
+        buckets = list(zip(labels, up_to, strict=True))
+        return HistogramMetricFamily(metric, text, buckets, self._total(name, totals.SUM))
+
+    def _total(self, name: str, label: str) -> float:
+        return self.counts.totals.get((name, label), 0.0)

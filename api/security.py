@@ -33,6 +33,8 @@ class SecurityHeaders:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass, and its answer with the headers."""
+
         async def send_safe(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -51,6 +53,7 @@ class LocalNamesOnly:
         self.names = LOCAL_NAMES | {host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass where it was sent to a local name."""
         if scope["type"] != "http" or _name(Headers(scope=scope).get("host", "")) in self.names:
             await self.app(scope, receive, send)
             return

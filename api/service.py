@@ -43,8 +43,8 @@ async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator
         yield Service(settings, store, pool, metrics, Caps.of(settings), connections)
 
 
-def service_of(request: Request) -> Service:
-    """The service that a request was sent to."""
+async def service_of(request: Request) -> Service:
+    """The service that a request was sent to. Were this a plain function, FastAPI would call it in a thread."""
     service: Service = request.app.state.service
     return service
 

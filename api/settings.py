@@ -96,6 +96,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The order of the sources: what was given, the environment, the file."""
         file = os.environ.get(CONFIG_FILE)
         from_file = [TomlConfigSettingsSource(settings_cls, Path(file))] if file else []
         return (init_settings, env_settings, *from_file)

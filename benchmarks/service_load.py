@@ -62,6 +62,7 @@ class Load:
 
     @property
     def row(self) -> Row:
+        """The figures as cells of the table."""
         rate, p50, p99 = f"{self.answers_a_second:,.0f}", f"{self.p50_ms:.1f}", f"{self.p99_ms:.1f}"
         return (self.what, rate, p50, p99, str(self.refused))
 

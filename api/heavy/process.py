@@ -47,10 +47,12 @@ class HeavyProcess:
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
+        """Whether it has not ended."""
         return self._process.returncode is None
 
     async def run(self, task: str, options: dict[str, Any], body: bytes) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
 import sqlalchemy.exc
-from sqlalchemy import URL, make_url
+from psycopg.pq import ConnStatus
+from sqlalchemy import URL, event, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from api.jobs.errors import DatabaseGoneError
@@ -55,15 +57,38 @@ def psycopg_url(url: str) -> str:
 
 
 def make_engine(url: str) -> AsyncEngine:
-    """A pool of connections that are checked before use; it connects when it is first used."""
-    return create_async_engine(
+    """A pool of connections that are looked at before use; it connects when it is first used."""
+    engine = create_async_engine(
         sqlalchemy_url(url),
         pool_size=POOLED,
         max_overflow=EXTRA,
         pool_timeout=WAIT_S,
-        pool_pre_ping=True,
+        pool_use_lifo=True,  # few servers that have planned our statements, rather than many that each plan them anew
         connect_args={"connect_timeout": CONNECT_S, "application_name": "optpipe", **_KEEP_ALIVE},
     )
+    event.listen(engine.sync_engine, "checkout", _replace_if_closed)
+    return engine
+
+
+def for_reading(engine: AsyncEngine) -> AsyncEngine:
+    """The same pool, of which each statement is a transaction of its own: one way to the server and back."""
+    return engine.execution_options(isolation_level="AUTOCOMMIT")
+
+
+def _replace_if_closed(connection: Any, _record: object, _proxy: object) -> None:
+    """Have the pool connect anew where the server has hung up: then there is something to read, unasked.
+
+    SQLAlchemy's own check asks the server, which costs as much as most of our statements.
+    """
+    server: psycopg.AsyncConnection = connection.driver_connection
+    if server.pgconn.status != ConnStatus.OK or _readable(server.pgconn.socket):
+        raise sqlalchemy.exc.DisconnectionError
+
+
+def _readable(socket: int) -> bool:
+    look = select.poll()
+    look.register(socket, select.POLLIN)
+    return bool(look.poll(0))
 
 
 async def listening_connection(url: str) -> psycopg.AsyncConnection:
@@ -93,6 +118,7 @@ async def transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         sqlalchemy.exc.TimeoutError,
         psycopg.OperationalError,
         psycopg.InterfaceError,
+        psycopg.InternalError,
         TimeoutError,
         OSError,
     ) as error:

@@ -6,14 +6,16 @@ import hashlib
 import hmac
 import re
 import secrets
+from typing import Any
 from uuid import UUID, uuid4
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from api.jobs.direct import Statement
 from api.jobs.errors import NotFoundError
 from api.jobs.records import ApiKey, NewApiKey
-from api.jobs.tables import AnyRow, api_keys
+from api.jobs.tables import api_keys
 from optpipe.errors import InputError, Issue
 
 _SECRET = re.compile(r"optpipe_([0-9a-f]{32})_[A-Za-z0-9_-]{43}", re.ASCII)
@@ -48,11 +50,14 @@ async def revoke(connection: AsyncConnection, key_id: UUID) -> ApiKey:
     return _key(row)
 
 
+_KEY = Statement(select(api_keys).where(api_keys.c.id == bindparam("key_id")))
+
+
 async def verified(connection: AsyncConnection, secret: str) -> ApiKey | None:
     """The key of a secret, if there is one that is not revoked. How long it takes says nothing about the secret."""
     match = _SECRET.fullmatch(secret)
     key_id = UUID(match[1]) if match else UUID(int=0)
-    row = (await connection.execute(select(api_keys).where(api_keys.c.id == key_id))).one_or_none()
+    row = await _KEY.one_or_none(connection, key_id=key_id)
     same = hmac.compare_digest(row.hash if row else _NO_HASH, _hash(secret))
     return _key(row) if row is not None and same and row.revoked_at is None else None
 
@@ -61,5 +66,5 @@ def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="replace")).digest()
 
 
-def _key(row: AnyRow) -> ApiKey:
+def _key(row: Any) -> ApiKey:
     return ApiKey(row.id, row.name, row.created_at, row.revoked_at)

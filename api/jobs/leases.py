@@ -16,7 +16,7 @@ from uuid import UUID
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from api.jobs import best, queue, reading
+from api.jobs import best, queue, reading, totals
 from api.jobs.config import JobConfig
 from api.jobs.database import transaction
 from api.jobs.errors import LeaseLostError
@@ -65,6 +65,8 @@ class Outcome:
     reason: Reason | None
     limit: Limit | None
     error: str | None = None
+    died: bool = False
+    """The process of the solve ended by itself."""
 
 
 async def claim(
@@ -80,7 +82,9 @@ async def claim(
         picked = await queue.pick(connection, worker, free, slots, silence_s)
         # One of its own: it was too busy to say that it lives, and has said so just now.
         others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in mine]
+        lost = await _running(connection, [job_id for _, job_id in others])
         leases = [await _take(connection, worker, queue_id, job_id) for queue_id, job_id in others]
+        await totals.add(connection, {(totals.LOST, ""): lost})
     return [lease for lease in leases if lease is not None]
 
 
@@ -88,6 +92,12 @@ async def _just_started(connection: AsyncConnection, silence_s: float) -> bool:
     """Whether the database has been up for so short a time that nobody had the chance to be heard."""
     since = func.now() - func.pg_postmaster_start_time()
     return bool((await connection.execute(select(since < timedelta(seconds=silence_s)))).scalar())
+
+
+async def _running(connection: AsyncConnection, picked: Collection[UUID]) -> int:
+    """How many of the picked jobs ran: their workers are lost."""
+    running = select(func.count()).where(jobs.c.id.in_(picked), jobs.c.status == "running")
+    return (await connection.execute(running)).scalar_one() if picked else 0
 
 
 async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID) -> Lease | None:
@@ -123,16 +133,18 @@ def _failed(row: AnyRow, lost: int) -> dict[str, Any]:
     }
 
 
-async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None) -> bool:
+async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None, count: int = 0) -> bool:
     """Say that the worker lives, and store a verified schedule where it or its bound is better than what is known.
 
-    Returns whether the job is to be cancelled. Raises LeaseLostError, DatabaseGoneError.
+    `count`: heartbeats to add to the totals, now and then, because all workers add to the same row. Returns whether the
+    job is to be cancelled. Raises LeaseLostError, DatabaseGoneError.
     """
     async with transaction(engine) as connection:
         await queue.beat(connection, lease.queue_id)
         row = await _mine(connection, lease)
         if found is not None:
             await _improve(connection, lease, row, found)
+        await totals.add(connection, {(totals.HEARTBEATS, ""): count})
         return bool(row.cancel_requested)
 
 
@@ -170,8 +182,9 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
         await connection.execute(kept.values(bound_us=bound_us))
 
 
-async def end(engine: AsyncEngine, lease: Lease, outcome: Outcome) -> None:
-    """Store how the job ended, once. Raises LeaseLostError, DatabaseGoneError."""
+async def end(engine: AsyncEngine, lease: Lease, outcome: Outcome, heartbeats: int = 0) -> None:
+    """Store how the job ended, once, after so many heartbeats that were not counted yet. Raises LeaseLostError,
+    DatabaseGoneError."""
     schedule = outcome.schedule
     text = await asyncio.to_thread(schedule_text, schedule) if schedule else ""
     values: dict[str, Any] = {"status": outcome.status, "worker": None, "queue_id": None, "finished_at": func.now()}
@@ -179,14 +192,14 @@ async def end(engine: AsyncEngine, lease: Lease, outcome: Outcome) -> None:
     async with transaction(engine) as connection:
         await queue.remove(connection, lease.queue_id, "canceled" if outcome.status == "cancelled" else "successful")
         row = await _mine(connection, lease)
-        if schedule is None:
-            await change(connection, lease.job_id, "status", **values)
-            return
-        await _improve(connection, lease, row, schedule)
-        values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us}
+        if schedule is not None:
+            await _improve(connection, lease, row, schedule)
+            values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us}
         ended = await change(connection, lease.job_id, "status", schedule, **values)
-        await best.keep_orders(connection, ended, schedule)
-        await best.keep_document(connection, ended, text)
+        if schedule is not None:
+            await best.keep_orders(connection, ended, schedule)
+            await best.keep_document(connection, ended, text)
+        await totals.add(connection, {**totals.of_end(outcome), (totals.HEARTBEATS, ""): heartbeats})
 
 
 async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -> None:

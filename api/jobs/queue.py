@@ -21,6 +21,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Double,
+    FromClause,
     Integer,
     Subquery,
     and_,
@@ -36,6 +37,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from api.jobs.direct import driver_of
 from api.jobs.tables import jobs
 
 ENTRYPOINT = QueueEntrypoint("solve")
@@ -69,9 +71,7 @@ class _InTransaction(PsycopgDriver):
 
 
 async def _queries(connection: AsyncConnection) -> Queries:
-    driver = (await connection.get_raw_connection()).driver_connection
-    assert isinstance(driver, psycopg.AsyncConnection)
-    return Queries(_InTransaction(driver))
+    return Queries(_InTransaction(await driver_of(connection)))
 
 
 async def enqueue(connection: AsyncConnection, job_id: UUID, priority: int) -> int:
@@ -123,18 +123,18 @@ async def remove(connection: AsyncConnection, queue_id: int, outcome: Outcome) -
     await queries.driver.execute(queries.qbq.build_log_job_query(), [queue_id], [outcome], [None])
 
 
-def place() -> ColumnElement[int | None]:
+def place(job: FromClause = jobs) -> ColumnElement[int | None]:
     """For a select of one of `jobs`: how many waiting jobs are taken up to it; NULL for one that does not wait."""
-    priority = jobs.c.config["priority"].astext.cast(Integer)
-    before = or_(_rows.c.priority > priority, and_(_rows.c.priority == priority, _rows.c.id <= jobs.c.queue_id))
+    priority = job.c.config["priority"].astext.cast(Integer)
+    before = or_(_rows.c.priority > priority, and_(_rows.c.priority == priority, _rows.c.id <= job.c.queue_id))
     in_order = (
         select(func.count())
         .select_from(_rows)
         .where(_rows.c.status == _QUEUED, before)
-        .correlate(jobs)
+        .correlate(job)
         .scalar_subquery()
     )
-    return case((jobs.c.status == "queued", in_order), else_=None)
+    return case((job.c.status == "queued", in_order), else_=None).label("queue_place")
 
 
 def places() -> Subquery:

@@ -8,19 +8,18 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Select, func, select, tuple_
+from sqlalchemy import ColumnElement, Select, bindparam, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from api.jobs import queue
+from api.jobs import queue, totals
 from api.jobs.config import JobConfig
+from api.jobs.direct import Statement
 from api.jobs.errors import BadCursorError, NotFoundError
 from api.jobs.records import STATUSES, Counts, Event, Job, Page, Status
 from api.jobs.tables import AnyRow, events, jobs
 
-
-def owned(job_id: UUID, owner: UUID | None) -> ColumnElement[bool]:
-    """The condition for a job of this owner."""
-    return (jobs.c.id == job_id) & of_owner(owner)
+OWNED = (jobs.c.id == bindparam("job_id")) & jobs.c.owner.is_not_distinct_from(bindparam("owner"))
+"""The condition for the job `job_id` of `owner`."""
 
 
 def of_owner(owner: UUID | None) -> ColumnElement[bool]:
@@ -33,31 +32,34 @@ def not_found(job_id: UUID) -> NotFoundError:
     return NotFoundError(f"there is no job {job_id}. Maybe it was removed after its time, or belongs to another key.")
 
 
-_SHOWN = [column for column in jobs.c if column.name != "problem"]
+SHOWN = [column for column in jobs.c if column.name != "problem"]
 """A problem may be large, and is not shown."""
 
 
 def _some_jobs() -> Select[Any]:
     places = queue.places()
     with_places = jobs.outerjoin(places, places.c.id == jobs.c.queue_id)
-    return select(*_SHOWN, places.c.place.label("queue_place")).select_from(with_places)
+    return select(*SHOWN, places.c.place.label("queue_place")).select_from(with_places)
+
+
+_JOB = Statement(select(*SHOWN, queue.place()).where(OWNED))
 
 
 async def job(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> Job:
     """One job. Raises NotFoundError."""
-    query = select(*_SHOWN, queue.place().label("queue_place"))
-    row = (await connection.execute(query.where(owned(job_id, owner)))).one_or_none()
+    row = await _JOB.one_or_none(connection, job_id=job_id, owner=owner)
     if row is None:
         raise not_found(job_id)
-    return _job(row)
+    return job_of(row, row.queue_place)
 
 
 async def locked(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> AnyRow:
     """The row of a job, which nobody else changes until the end of the transaction. Raises NotFoundError."""
-    queue_id = (await connection.execute(select(jobs.c.queue_id).where(owned(job_id, owner)))).scalar_one_or_none()
+    which = {"job_id": job_id, "owner": owner}
+    queue_id = (await connection.execute(select(jobs.c.queue_id).where(OWNED), which)).scalar_one_or_none()
     if queue_id is not None:
         await queue.lock(connection, queue_id)
-    row = (await connection.execute(select(jobs).where(owned(job_id, owner)).with_for_update())).one_or_none()
+    row = (await connection.execute(select(jobs).where(OWNED).with_for_update(), which)).one_or_none()
     if row is None:
         raise not_found(job_id)
     return row
@@ -106,7 +108,7 @@ async def page(
         query = query.where(jobs.c.tags.contains([tag]))
     if cursor is not None:
         query = query.where(tuple_(jobs.c.submitted_at, jobs.c.id) < _place_of(cursor))
-    found = [_job(row) for row in await connection.execute(query)]
+    found = [job_of(row, row.queue_place) for row in await connection.execute(query)]
     more = len(found) > limit
     return Page(found[:limit], _cursor_of(found[limit - 1]) if more else None)
 
@@ -126,7 +128,8 @@ def _place_of(cursor: str) -> tuple[datetime, UUID]:
     return place
 
 
-def _job(row: AnyRow) -> Job:
+def job_of(row: AnyRow, queue_place: int | None = None) -> Job:
+    """A row of `jobs` as the store answers with it."""
     return Job(
         id=row.id,
         status=row.status,
@@ -140,7 +143,7 @@ def _job(row: AnyRow) -> Job:
         error=row.error,
         revision=row.revision,
         attempt=row.attempt,
-        queue_place=row.queue_place,
+        queue_place=queue_place,
         submitted_at=row.submitted_at,
         started_at=row.started_at,
         finished_at=row.finished_at,
@@ -149,33 +152,35 @@ def _job(row: AnyRow) -> Job:
 
 async def problem_text(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> str:
     """The problem of a job as JSON. Raises NotFoundError."""
-    text = (await connection.execute(select(jobs.c.problem).where(owned(job_id, owner)))).scalar_one_or_none()
+    query = select(jobs.c.problem).where(OWNED)
+    text = (await connection.execute(query, {"job_id": job_id, "owner": owner})).scalar_one_or_none()
     if text is None:
         raise not_found(job_id)
     return str(text)
 
 
+_EVENTS = Statement(
+    select(*(events.c[name] for name in Event.__dataclass_fields__))
+    .select_from(jobs.outerjoin(events, (events.c.job_id == jobs.c.id) & (events.c.revision > bindparam("after"))))
+    .where(OWNED)
+    .order_by(events.c.revision)
+)
+
+
 async def events_after(connection: AsyncConnection, job_id: UUID, owner: UUID | None, after: int) -> list[Event]:
     """The events of higher revisions. Raises NotFoundError."""
-    columns = [events.c[name] for name in Event.__dataclass_fields__]
-    rows = await connection.execute(
-        select(*columns)
-        .select_from(jobs.outerjoin(events, (events.c.job_id == jobs.c.id) & (events.c.revision > after)))
-        .where(owned(job_id, owner))
-        .order_by(events.c.revision)
-    )
-    found = rows.all()
+    found = await _EVENTS.all(connection, job_id=job_id, owner=owner, after=after)
     if not found:
         raise not_found(job_id)
-    return [Event(**row._mapping) for row in found if row.revision is not None]
+    return [Event(**row._asdict()) for row in found if row.revision is not None]
 
 
 async def counts(connection: AsyncConnection) -> Counts:
     """Figures over all jobs."""
     by_status = await connection.execute(select(jobs.c.status, func.count()).group_by(jobs.c.status))
     found: dict[Status, int] = {row[0]: row[1] for row in by_status}
-    lost, workers = (
-        await connection.execute(select(func.coalesce(func.sum(jobs.c.lost), 0), func.count(jobs.c.worker.distinct())))
-    ).one()
+    workers = (await connection.execute(select(func.count(jobs.c.worker.distinct())))).scalar_one()
     age_s, silence_s = await queue.ages_s(connection)
-    return Counts({status: found.get(status, 0) for status in STATUSES}, age_s, silence_s, workers, lost)
+    return Counts(
+        {status: found.get(status, 0) for status in STATUSES}, age_s, silence_s, workers, await totals.read(connection)
+    )

@@ -54,6 +54,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
+        """Whether its status is a terminal one."""
         return self.status in TERMINAL
 
 
@@ -131,11 +132,11 @@ class Counts:
 
     `jobs` has every status. `queue_age_s`: how long the job that waits longest has waited (0: none waits).
     `silence_s`: how long the quietest running job has been without a heartbeat. `workers`: those that run a job now.
-    `lost`: how often a worker was lost, over the jobs that are still recorded.
+    `totals`: what all workers have counted, by name and label (`api.jobs.totals`).
     """
 
     jobs: Mapping[Status, int]
     queue_age_s: float
     silence_s: float
     workers: int
-    lost: int
+    totals: Mapping[tuple[str, str], float]

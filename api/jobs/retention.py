@@ -1,15 +1,16 @@
-"""Removing what is old: jobs that ended long ago or are too many, and answers that nobody asked for in a long time."""
+"""Removing what is old: jobs that ended long ago or are too many, answers that nobody asked for in a long time, and
+documents that belong to neither."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from sqlalchemy import delete, func, select, text
+from sqlalchemy import delete, exists, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from api.jobs import queue
 from api.jobs.database import transaction
-from api.jobs.tables import jobs, solved_problems
+from api.jobs.tables import answers, documents, jobs, schedules, solved_problems
 from api.settings import Settings
 
 LOCK = 0x6F70747069706532
@@ -17,6 +18,9 @@ LOCK = 0x6F70747069706532
 
 AT_ONCE = 500
 """Jobs removed in one transaction: the rest follows the next time."""
+
+KEEP_DOCUMENTS = timedelta(hours=1)
+"""So long after it was written, whoever wrote a document has said whose it is."""
 
 KEEP_ANSWERS = timedelta(days=90)
 MOST_ANSWERS = 10_000
@@ -36,6 +40,7 @@ async def remove_old(engine: AsyncEngine, settings: Settings) -> int:
             result = await connection.execute(delete(jobs).where(jobs.c.id.in_(which.limit(AT_ONCE))))
             removed += result.rowcount
         await _remove_answers(connection)
+        await _remove_documents(connection)
         await queue.forget(connection)
     return removed
 
@@ -45,3 +50,9 @@ async def _remove_answers(connection: AsyncConnection) -> None:
     beyond = select(solved_problems.c.key).order_by(used.desc()).offset(MOST_ANSWERS)
     old = used < func.now() - KEEP_ANSWERS
     await connection.execute(delete(solved_problems).where(old | solved_problems.c.key.in_(beyond)))
+
+
+async def _remove_documents(connection: AsyncConnection) -> None:
+    old = documents.c.written_at < func.now() - KEEP_DOCUMENTS
+    used = [exists().where(table.c.document == documents.c.digest) for table in (schedules, answers)]
+    await connection.execute(delete(documents).where(old, *(~each for each in used)))

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -33,6 +33,9 @@ from solver.process import ChildResult, Heartbeat, Incumbent
 
 BEAT_S = 0.3
 """Between two heartbeats: a cancel request comes back with one."""
+
+COUNTED_TOGETHER = 32
+"""Heartbeats that are added to the totals at once, some ten seconds of them; fewer at the end of a job."""
 
 TRY_AGAIN_S = 0.5
 """Between two tries to reach a database that is away."""
@@ -97,6 +100,7 @@ class Run:
         self._cancelled = False
         self._heard: Incumbent | None = None
         self._best: Schedule | None = None
+        self._beats = 0
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._log = _log.bind(job=str(lease.job_id), attempt=lease.attempt)
@@ -166,17 +170,23 @@ class Run:
             await self._check_heard(prepared)
             found = self._best
             try:
-                cancel = await leases.beat(self._place.engine, self.lease, found if found is not stored else None)
-                self._place.metrics.heartbeats.inc()
-                self._place.patience.seen()
-                stored = found
-                if cancel:
+                if await self._beat(found if found is not stored else None):
                     self.cancel()
+                stored = found
             except DatabaseGoneError:
                 self._place.patience.lost()
                 await self._rest(TRY_AGAIN_S)
             else:
                 await self._rest(BEAT_S)
+
+    async def _beat(self, found: Schedule | None) -> bool:
+        """Say that the job is solved here, and what was found; whether to cancel."""
+        count = self._beats if self._beats >= COUNTED_TOGETHER else 0
+        cancel = await leases.beat(self._place.engine, self.lease, found, count)
+        self._beats += 1 - count
+        self._place.metrics.heartbeats.inc()
+        self._place.patience.seen()
+        return cancel
 
     async def _rest(self, most_s: float) -> None:
         """Until there is news."""
@@ -206,7 +216,7 @@ class Run:
             result = solving.result()
             outcome = await asyncio.to_thread(self._outcome, prepared, result)
         except SolverDiedError as error:
-            outcome = self._failed(prepared.better(error.best, self._best), str(error))
+            outcome = replace(self._failed(prepared.better(error.best, self._best), str(error)), died=True)
         except OptPipeError as error:
             outcome = self._failed(self._best, str(error))
         except Exception as error:
@@ -233,8 +243,7 @@ class Run:
         return Outcome("failed", schedule, schedule.status if schedule else "no_solution", None, error)
 
     async def _end(self, outcome: Outcome) -> None:
-        await leases.end(self._place.engine, self.lease, outcome)
-        self._place.metrics.count_end(outcome)
+        await leases.end(self._place.engine, self.lease, outcome, self._beats)
         self._log.info("job ended", status=outcome.status, reason=outcome.reason, limit=outcome.limit)
 
     async def _store(self, write: Callable[[], Awaitable[None]]) -> None:

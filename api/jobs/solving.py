@@ -61,6 +61,7 @@ class ChildSolver:
                 pass
 
     def __call__(self, task: Task, on_event: OnEvent) -> ChildResult:
+        """Solve in the child that was kept ready, or else in a new one."""
         spare = self._take()
         if spare is not None and not _runs(spare.pid):
             with spare:

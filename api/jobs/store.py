@@ -17,14 +17,16 @@ from uuid import UUID
 
 from sqlalchemy import text
 
-from api.jobs import best, keys, queue, reading, submitting
+from api.jobs import best, keys, queue, reading
+from api.jobs.caps import room_of
 from api.jobs.config import JobConfig
-from api.jobs.database import make_engine, transaction
+from api.jobs.database import for_reading, make_engine, transaction
 from api.jobs.errors import ConflictError, DatabaseGoneError
 from api.jobs.history import CANCEL, CHANGED, change, notify
 from api.jobs.listener import Listener
 from api.jobs.migrate import head_revision
 from api.jobs.records import ApiKey, BestSchedule, Counts, Event, Job, NewApiKey, Page, Status, Submission
+from api.jobs.submitting import Request, Submissions
 from api.jobs.tables import jobs, schedules
 from api.settings import Settings
 from optpipe.problem import Problem
@@ -42,7 +44,8 @@ class Store:
         url = settings.database_url.get_secret_value()
         self.settings = settings
         self._engine = make_engine(url)
-        self._turns: defaultdict[UUID | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._reading = for_reading(self._engine)
+        self._submissions = Submissions(self._engine, settings)
         self._waiting: defaultdict[UUID, set[asyncio.Event]] = defaultdict(set)
         self._listener = Listener(url, {CHANGED: self._changed}, self._anything_changed)
 
@@ -69,18 +72,16 @@ class Store:
         The same `idempotency_key` (at most 200 characters, of one owner) gives the same job. `body_hash` is a digest
         of the parsed body. Raises IdempotencyMismatchError, TooManyError.
         """
-        request = submitting.Request(problem, config, owner, idempotency_key, body_hash)
-        async with self._turns[owner]:  # they would only wait for one another in the database
-            return await submitting.submit(self._engine, self.settings, request)
+        return await self._submissions.submit(Request(problem, config, owner, idempotency_key, body_hash))
 
     async def get(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """The job. Raises NotFoundError."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             return await reading.job(connection, job_id, owner)
 
     async def problem(self, job_id: UUID, owner: UUID | None = None) -> Problem:
         """The problem of a job. Raises NotFoundError."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             found = await reading.problem_text(connection, job_id, owner)
         return await asyncio.to_thread(Problem.from_json, found)
 
@@ -93,7 +94,7 @@ class Store:
         cursor: str | None = None,
     ) -> Page:
         """At most `limit` jobs, newest first, from where the cursor's page ended. Raises BadCursorError."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             return await reading.page(connection, owner, status, tag, limit, cursor)
 
     async def cancel(self, job_id: UUID, owner: UUID | None = None) -> Job:
@@ -130,7 +131,7 @@ class Store:
             job = await reading.locked(connection, job_id, owner)
             if job.finished_at is None:
                 raise ConflictError(f"job {job_id} is {job.status}, and only one that has ended can be tried again.")
-            await submitting.check_caps(connection, self.settings, owner)
+            (await room_of(connection, self.settings, owner)).check()
             await connection.execute(schedules.delete().where(schedules.c.job_id == job_id))
             queue_id = await queue.enqueue(connection, job_id, job.config["priority"])
             await change(connection, job_id, "status", queue_id=queue_id, **reading.AS_NEW)
@@ -138,7 +139,7 @@ class Store:
 
     async def best_schedule(self, job_id: UUID, owner: UUID | None = None) -> BestSchedule:
         """The best schedule so far, verified. Raises NotFoundError, NoScheduleError."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             row = await best.row_of(connection, job_id, owner)
         return best.best_schedule(row) if row.document else await asyncio.to_thread(best.best_schedule, row)
 
@@ -152,7 +153,7 @@ class Store:
         with self._told(job_id) as told:
             while True:
                 told.clear()
-                async with transaction(self._engine) as connection:
+                async with transaction(self._reading) as connection:
                     found = await reading.events_after(connection, job_id, owner, after)
                 left_s = until - time.monotonic()
                 if found or left_s <= 0:
@@ -172,7 +173,7 @@ class Store:
 
     async def ping(self) -> None:
         """Return once the database has answered, at this program's revision of the tables."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             there = await connection.execute(text("SELECT to_regclass('alembic_version') IS NOT NULL"))
             found = (
                 await connection.execute(text("SELECT version_num FROM alembic_version")) if there.scalar() else None
@@ -186,7 +187,7 @@ class Store:
 
     async def counts(self) -> Counts:
         """Figures for metrics."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             return await reading.counts(connection)
 
     async def create_key(self, name: str) -> NewApiKey:
@@ -196,7 +197,7 @@ class Store:
 
     async def list_keys(self) -> list[ApiKey]:
         """All keys, oldest first, revoked ones too."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             return await keys.listed(connection)
 
     async def revoke_key(self, key_id: UUID) -> ApiKey:
@@ -206,7 +207,7 @@ class Store:
 
     async def verify_key(self, secret: str) -> ApiKey | None:
         """The key that a caller sent, if it is one and is not revoked; compared in constant time."""
-        async with transaction(self._engine) as connection:
+        async with transaction(self._reading) as connection:
             return await keys.verified(connection, secret)
 
     @contextmanager

@@ -1,38 +1,36 @@
-"""Taking a job in: caps, Idempotency-Keys, answers that are known already, and the queue."""
+"""Taking a job in: an answer that is known already, or a place in the queue; both within caps and once a key."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, cast
-from uuid import UUID, uuid4
+from functools import cached_property
+from typing import Any
+from uuid import UUID
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from api.jobs import best, queue, reading, solved
+from api.jobs import arrivals, reading, solved
+from api.jobs.caps import Room, room_of
 from api.jobs.config import JobConfig
-from api.jobs.database import transaction
-from api.jobs.errors import IdempotencyMismatchError, TooManyError
-from api.jobs.history import record
-from api.jobs.records import Job, Limit, Submission
-from api.jobs.solved import Equality
-from api.jobs.tables import AnyRow, idempotency_keys, jobs
+from api.jobs.database import for_reading, transaction
+from api.jobs.errors import IdempotencyMismatchError, JobError
+from api.jobs.records import Job, Submission
+from api.jobs.solved import Answer, Equality
+from api.jobs.tables import idempotency_keys
+from api.jobs.together import Together
 from api.settings import Settings
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
-from solver.methods import METHODS
-
-MINUTE = timedelta(minutes=1)
-ASK_AGAIN_S = 5.0
-"""When to try again where too many jobs wait: some will have ended."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A job to be taken in."""
+    """A job to be taken in. `body_hash` is a digest of the parsed body."""
 
     problem: Problem
     config: JobConfig
@@ -40,35 +38,81 @@ class Request:
     idempotency_key: str | None
     body_hash: bytes
 
+    @cached_property
+    def problem_json(self) -> str:
+        """The problem as it is stored."""
+        return self.problem.to_json()
 
-async def submit(engine: AsyncEngine, settings: Settings, request: Request) -> Submission:
-    """See `Store.submit`."""
-    async with transaction(engine) as connection:
-        known = await _known(connection, request)
+    @cached_property
+    def digest(self) -> bytes:
+        """The same for problems that are equal word for word."""
+        return hashlib.sha256(self.problem_json.encode()).digest()
+
+
+class Submissions:
+    """What takes jobs in, for one process."""
+
+    def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
+        self._reading = for_reading(engine)
+        self._together = Together(self._take_all)
+
+    async def submit(self, request: Request) -> Submission:
+        """See `Store.submit`."""
+        return await self._together.ask(request.owner, (request, await self._answer(request)))
+
+    async def _answer(self, request: Request) -> Answer | None:
+        """What was written for this very problem, or else is written now for an equal one that was solved."""
+        async with transaction(self._reading) as connection:
+            known = await solved.answer(connection, request.digest, request.config)
+        if known is not None:
+            return known
+        equality = await asyncio.to_thread(Equality.of, request.problem)
+        async with transaction(self._reading) as connection:
+            row = await solved.lookup(connection, equality.key)
+        made = await asyncio.to_thread(_made_of, row, equality, request) if row else None
+        if row is None or made is None:
+            return None
+        async with transaction(self._engine) as connection:
+            return await solved.remember(connection, row, request.digest, *made)
+
+    async def _take_all(
+        self, owner: UUID | None, asked: Sequence[tuple[Request, Answer | None]]
+    ) -> list[Submission | Exception]:
+        """Take in some of one owner's: together, or none of them."""
+        async with transaction(self._engine) as connection:
+            room = await room_of(connection, self._settings, owner)
+            return [await _taken_or_refused(connection, room, request, answer) for request, answer in asked]
+
+
+def _made_of(row: Any, equality: Equality, request: Request) -> tuple[Schedule, str] | None:
+    """The schedule of an equal problem for this one, and its document; None where it was not solved well enough."""
+    schedule = solved.schedule_of(row, request.problem, equality, request.config)
+    return (schedule, schedule_text(schedule)) if schedule else None
+
+
+async def _taken_or_refused(
+    connection: AsyncConnection, room: Room, request: Request, answer: Answer | None
+) -> Submission | Exception:
+    try:
+        return await _taken(connection, room, request, answer)
+    except JobError as error:  # before anything was written
+        return error
+
+
+async def _taken(connection: AsyncConnection, room: Room, request: Request, answer: Answer | None) -> Submission:
+    known = await _known(connection, request)
     if known is not None:
         return Submission(known, created=False)
-    problem_json = await asyncio.to_thread(request.problem.to_json)
-    schedule = await _solved_before(engine, request)
-    document = await asyncio.to_thread(schedule_text, schedule) if schedule else ""
-    async with transaction(engine) as connection:
-        await _one_at_a_time(connection, request.owner)
-        known = await _known(connection, request)
-        if known is not None:
-            return Submission(known, created=False)
-        await check_caps(connection, settings, request.owner)
-        if schedule is None:
-            job_id = await _queue(connection, request, problem_json)
-        else:
-            job_id = await _end(connection, request, problem_json, schedule, document)
-        if request.idempotency_key is not None:
-            used = {"owner": request.owner, "key": request.idempotency_key, "body_hash": request.body_hash}
-            await connection.execute(insert(idempotency_keys).values(job_id=job_id, **used))
-        return Submission(await reading.job(connection, job_id, request.owner), created=True)
-
-
-async def _one_at_a_time(connection: AsyncConnection, owner: UUID | None) -> None:
-    """Submissions of one owner follow one another, so that caps and Idempotency-Keys hold among many at once."""
-    await connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"submit {owner}", 0))))
+    room.check()
+    job = await arrivals.answered(connection, request, answer) if answer else None
+    if job is None:
+        job = await arrivals.queued(connection, request)
+    room.take(job)
+    if request.idempotency_key is not None:
+        used = {"owner": request.owner, "key": request.idempotency_key, "body_hash": request.body_hash}
+        await connection.execute(insert(idempotency_keys).values(job_id=job.id, **used))
+    return Submission(job, created=True)
 
 
 async def _known(connection: AsyncConnection, request: Request) -> Job | None:
@@ -85,95 +129,3 @@ async def _known(connection: AsyncConnection, request: Request) -> Job | None:
             "this Idempotency-Key came with another body before. Maybe make a new key for each new job."
         )
     return await reading.job(connection, row.job_id, request.owner)
-
-
-async def _solved_before(engine: AsyncEngine, request: Request) -> Schedule | None:
-    equality = await asyncio.to_thread(Equality.of, request.problem)
-    async with transaction(engine) as connection:
-        row = await solved.lookup(connection, equality.key)
-    if row is None:
-        return None
-    return await asyncio.to_thread(solved.answer, row, request.problem, equality, request.config)
-
-
-async def check_caps(connection: AsyncConnection, settings: Settings, owner: UUID | None) -> None:
-    """Raise TooManyError where the owner has as many jobs as are allowed, at once or in a minute."""
-    of_owner = reading.of_owner(owner)
-    waiting = select(func.count()).select_from(jobs).where(of_owner, jobs.c.queue_id.is_not(None))
-    if (await connection.execute(waiting)).scalar_one() >= settings.max_queued_jobs:
-        raise TooManyError(
-            "queued_jobs",
-            f"{settings.max_queued_jobs} jobs of this key wait or run, and no more may. Maybe cancel some.",
-            ASK_AGAIN_S,
-        )
-    recent = jobs.c.submitted_at > func.now() - MINUTE
-    submitted, now, oldest = (
-        await connection.execute(
-            select(func.count(), func.now(), func.min(jobs.c.submitted_at)).where(of_owner, recent)
-        )
-    ).one()
-    if submitted >= settings.max_submissions_a_minute:
-        raise TooManyError(
-            "submissions",
-            f"this key submitted {submitted} jobs in the last minute, and no more are allowed.",
-            max(1.0, (oldest + MINUTE - now).total_seconds()),
-        )
-
-
-async def _queue(connection: AsyncConnection, request: Request, problem_json: str) -> UUID:
-    job_id = uuid4()
-    queue_id = await queue.enqueue(connection, job_id, request.config.priority)
-    job = await _insert(connection, request, problem_json, id=job_id, status="queued", queue_id=queue_id)
-    await record(connection, job, "status")
-    return job_id
-
-
-async def _end(
-    connection: AsyncConnection, request: Request, problem_json: str, schedule: Schedule, document: str
-) -> UUID:
-    """A job that is done as it comes, with a schedule that was known."""
-    job = await _insert(
-        connection,
-        request,
-        problem_json,
-        id=uuid4(),
-        status="succeeded",
-        value_us=schedule.value_us,
-        bound_us=schedule.bound_us,
-        reason=schedule.status,
-        stopped_by=_stopped_by(schedule, request.config),
-        finished_at=func.now(),
-    )
-    await record(connection, job, "status", schedule)
-    await best.keep_orders(connection, job, schedule)
-    await best.keep_document(connection, job, document)
-    return cast(UUID, job.id)
-
-
-def _stopped_by(schedule: Schedule, config: JobConfig) -> Limit | None:
-    """What would have ended a solve with this answer."""
-    if schedule.status == "optimal" or METHODS[config.method].kind == "published":
-        return None
-    return "gap" if schedule.gap <= config.gap else "time"
-
-
-def _shown(name: str) -> str:
-    """A name as PostgreSQL can hold it; the problem itself keeps what it was given."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
-
-
-async def _insert(connection: AsyncConnection, request: Request, problem_json: str, **state: Any) -> AnyRow:
-    """The row of a new job, at its first revision."""
-    problem, config = request.problem, request.config
-    row = insert(jobs).values(
-        owner=request.owner,
-        problem=problem_json,
-        problem_name=_shown(problem.name),
-        objective=problem.objective,
-        config=config.model_dump(mode="json"),
-        tags=list(config.tags),
-        revision=1,
-        **state,
-    )
-    inserted: AnyRow = (await connection.execute(row.returning(jobs))).one()
-    return inserted

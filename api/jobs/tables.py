@@ -2,11 +2,14 @@
 
     jobs             one row a job: what was asked, how it stands
     incumbents       the orders of each job's best schedule so far: where a lost job begins again
-    schedules        the final schedule of each job that has one, as the document that callers read
+    schedules        which document is the final schedule of each job that has one
+    documents        schedules as callers read them, each text once, under its digest; verified before they are written
     events           what happened to each job, appended only; the revision counts from 1 within a job
     idempotency_keys which job an Idempotency-Key of an owner stands for
     api_keys         bearer keys, hashed
     solved_problems  the best schedule of each problem up to names and units
+    answers          the document with which a solved problem was answered last, for when it comes again word for word
+    totals           what all workers have counted for the metrics since the tables were made
 
 pgqueuer's own tables lie beside them: a row there for each job that waits or runs.
 """
@@ -63,6 +66,10 @@ def _of_job(primary_key: bool = True, index: bool = False) -> Column[object]:
     return Column("job_id", Uuid, job, nullable=False, primary_key=primary_key, index=index)
 
 
+def _document() -> Column[object]:
+    return Column("document", LargeBinary, ForeignKey("documents.digest"), nullable=False, index=True)
+
+
 api_keys = Table(
     "api_keys",
     metadata,
@@ -108,6 +115,7 @@ jobs = Table(
     CheckConstraint("stopped_by IN ('time', 'gap', 'memory', 'interrupted')", "stopped_by"),
     Index("ix_jobs_owner_newest", "owner", text("submitted_at DESC"), text("id DESC")),
     Index("ix_jobs_finished_at", "finished_at"),
+    Index("ix_jobs_owner_waiting", "owner", postgresql_where=text("queue_id IS NOT NULL")),
     Index("ix_jobs_status", "status"),
     Index("ix_jobs_tags", "tags", postgresql_using="gin"),
 )
@@ -125,12 +133,20 @@ incumbents = Table(
     Column("orders", Text, nullable=False),
 )
 
+documents = Table(
+    "documents",
+    metadata,
+    Column("digest", LargeBinary, primary_key=True),
+    Column("text", Text, nullable=False),
+    _now("written_at"),
+)
+
 schedules = Table(
     "schedules",
     metadata,
     _of_job(),
     Column("revision", Integer, nullable=False),
-    Column("document", Text, nullable=False),
+    _document(),
 )
 
 events = Table(
@@ -174,4 +190,22 @@ solved_problems = Table(
     Column("orders", Text, nullable=False),
     _now("used_at"),
     Index("ix_solved_problems_used_at", "used_at"),
+)
+
+answers = Table(
+    "answers",
+    metadata,
+    Column("problem", LargeBinary, primary_key=True),
+    Column("key", Text, ForeignKey("solved_problems.key", ondelete="CASCADE"), nullable=False, unique=True),
+    _document(),
+    Column("value_us", Double, nullable=False),
+    Column("bound_us", Double, nullable=False),
+)
+
+totals = Table(
+    "totals",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("label", Text, primary_key=True),
+    Column("value", Double, nullable=False),
 )

@@ -10,7 +10,8 @@ from uuid import UUID
 import typer
 
 from optpipe.cli.output import AsJson, print_json, stdout, table
-from optpipe.cli.serve import DatabaseUrl, service_installed, with_database
+from optpipe.cli.serve import DatabaseUrl, with_database
+from optpipe.extras import needs_extra
 
 if TYPE_CHECKING:
     from api.jobs.records import ApiKey
@@ -69,7 +70,7 @@ def revoke(
 
 def _with_store(database_url: str | None, ask: Callable[[Store], Awaitable[T]]) -> T:
     """What a store answers: on the given database, or the service's own one, whether it runs or not."""
-    with service_installed():
+    with needs_extra("serve", "a store of keys"):
         from api.jobs.migrate import migrate
         from api.jobs.store import Store
         from api.settings import Settings

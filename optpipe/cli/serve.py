@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.errors import ServiceError
+from optpipe.extras import needs_extra
 
 if TYPE_CHECKING:
     from api.settings import Settings
@@ -38,7 +38,7 @@ def command(
     address but a loopback one every caller needs a key (`optpipe keys create`). Settings: OPTPIPE_* in the
     environment, or a TOML file that OPTPIPE_CONFIG_FILE names.
     """
-    with service_installed():
+    with needs_extra("serve", "the service"):
         import structlog
         import uvicorn
 
@@ -88,15 +88,6 @@ def with_database(settings: Settings, shared: bool = False) -> Iterator[Settings
     start = shared_postgresql if shared else embedded_postgresql
     with start(settings.data_folder) as url:
         yield settings.model_copy(update={"database_url": SecretStr(url)})
-
-
-@contextmanager
-def service_installed() -> Iterator[None]:
-    """Turn a missing package of the service into an error that says how to get it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ServiceError(f"the service needs {error.name}. Maybe pip install 'optpipe[serve]'.") from None
 
 
 @contextmanager

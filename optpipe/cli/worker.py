@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from optpipe.cli.serve import DatabaseUrl, service_installed
+from optpipe.cli.serve import DatabaseUrl
 from optpipe.errors import InputError, Issue
+from optpipe.extras import needs_extra
 
 
 def command(
@@ -20,7 +21,7 @@ def command(
 
     How many jobs at a time: OPTPIPE_SOLVES; their memory: OPTPIPE_JOB_MEMORY_BYTES; metrics: OPTPIPE_METRICS_PORT.
     """
-    with service_installed():
+    with needs_extra("serve", "a worker"):
         from api.jobs.process import run_worker
         from api.logs import configure_logs
         from api.settings import Settings

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError, Issue, ServiceError
+from optpipe.extras import needs_extra
 
 if TYPE_CHECKING:
     import httpx
@@ -139,10 +140,6 @@ def _problem(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _httpx() -> Any:
-    try:
+    with needs_extra("serve", "a client of a server"):
         import httpx
-    except ModuleNotFoundError:
-        raise ServiceError(
-            "a client of a server needs httpx, which is not installed. Maybe run: pip install 'optpipe[serve]'"
-        ) from None
     return httpx

@@ -40,6 +40,7 @@ class JobState:
 
     @property
     def ended(self) -> bool:
+        """Whether the job is over, however it ended."""
         return self.status in ENDED
 
     @property

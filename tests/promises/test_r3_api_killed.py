@@ -1,4 +1,5 @@
-"""R3: the API is killed: every job answered with 202 is there after the restart; a stream resumes without a gap."""
+"""R3: the API is killed: every job answered with 202, or at once with 200, is there after the restart; a stream resumes
+without a gap."""
 
 from __future__ import annotations
 
@@ -8,17 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from api.settings import Settings
 from optpipe.client import Client
 from optpipe.client.events import Event
 from tests.api.server import api_process, working
-from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise, body
+from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise, at_once, body
 
 SUBMITTERS = 8
 
 
-def test_every_accepted_job_is_there_after_a_kill(settings: Settings, free_tcp_port: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("known", "code", "status"), [(False, 202, "queued"), (True, 200, "succeeded")])
+def test_every_accepted_job_is_there_after_a_kill(
+    settings: Settings, free_tcp_port: int, tmp_path: Path, known: bool, code: int, status: str
+) -> None:
     accepted: list[str] = []
     enough = threading.Event()
 
@@ -29,12 +34,15 @@ def test_every_accepted_job_is_there_after_a_kill(settings: Settings, free_tcp_p
                     answer = client.post("/v1/schedules", json=body(name=f"job {number}.{k}"))
                 except httpx.TransportError:
                     return
-                if answer.status_code == 202:
+                if answer.status_code == code:
                     accepted.append(answer.json()["id"])
                 if len(accepted) > 40:
                     enough.set()
 
     with api_process(settings, free_tcp_port, tmp_path) as api, ThreadPoolExecutor(SUBMITTERS) as submitters:
+        if known:
+            with working(settings, at_once):
+                assert httpx.post(f"{api.url}/v1/schedules?wait=30", json=body()).json()["status"] == "succeeded"
         submitting = [submitters.submit(submit_until_it_dies, number) for number in range(SUBMITTERS)]
         assert enough.wait(60)
         api.kill()
@@ -43,7 +51,8 @@ def test_every_accepted_job_is_there_after_a_kill(settings: Settings, free_tcp_p
     with api_process(settings, free_tcp_port, tmp_path) as api, httpx.Client(base_url=api.url, timeout=30) as client:
         assert len(set(accepted)) == len(accepted) > 40
         for job_id in accepted:
-            assert client.get(f"/v1/schedules/{job_id}").json()["status"] == "queued"
+            assert client.get(f"/v1/schedules/{job_id}").json()["status"] == status
+            assert client.get(f"/v1/schedules/{job_id}/schedule").is_success is known
 
 
 def test_a_stream_resumes_without_a_gap(settings: Settings, free_tcp_port: int, tmp_path: Path) -> None:

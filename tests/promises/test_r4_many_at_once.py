@@ -12,6 +12,7 @@ import pytest
 from api.app import create_app
 from api.settings import Settings
 from tests.api.server import listening
+from tests.api.services import client_of
 from tests.api.solves import body
 
 CLIENTS, SUBMISSIONS = 50, 10
@@ -29,7 +30,7 @@ def test_many_clients_submit_at_once(url: str) -> None:
     start = Barrier(CLIENTS)
 
     def submit(number: int) -> list[httpx.Response]:
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with client_of(url, None) as client:
             start.wait()
             return [client.post("/v1/schedules", json=body(name=f"{number}.{k}")) for k in range(SUBMISSIONS)]
 
@@ -46,7 +47,7 @@ def test_one_idempotency_key_from_many_clients(url: str) -> None:
     start = Barrier(CLIENTS)
 
     def submit(_: int) -> httpx.Response:
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with client_of(url, None) as client:
             start.wait()
             return client.post("/v1/schedules", json=body(), headers={"Idempotency-Key": "the-same"})
 

@@ -1,10 +1,15 @@
-"""S4: off loopback every route but /healthz needs a bearer key, which is stored hashed; a key has its caps."""
+"""S4: off loopback every route but /healthz needs a bearer key, which is stored hashed; a key has its caps.
+
+The page's own files are open too: it is where the key is typed in, it is the same for everybody, and it holds no data.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import re
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -47,9 +52,35 @@ def test_every_route_needs_a_key(client: Client, service_url: str, header: str |
         assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_the_page_is_there_for_the_key_to_be_typed_in(service_url: str) -> None:
+def test_the_page_is_open_and_the_same_for_everybody(client: Client, service_url: str) -> None:
+    client.post("/v1/schedules", json=body(name="only for me"))
     with client_of(service_url, None) as anybody:
-        assert anybody.get("/").status_code == 200
+        page = anybody.get("/")
+        files = re.findall(r'(?:href|src)="(/static/[^"]+)"', page.text)
+        assert len(files) > 10
+        for path in ("/", *files):
+            open_to_all = anybody.get(path)
+            assert open_to_all.status_code == 200
+            assert open_to_all.content == client.get(path).content
+
+
+def test_nothing_else_is_open(client: Client, service_url: str) -> None:
+    job = client.post("/v1/schedules", json=body()).json()["id"]
+    to_a_job = [f"/static/../v1/schedules/{job}", f"/static/..%2fv1/schedules/{job}", f"//v1/schedules/{job}"]
+    beside_the_page = ["/index.html", "/static", "/docs", "/redoc", "/healthz/", "/HEALTHZ"]
+    for path in (*to_a_job, *beside_the_page):
+        status, answer = _as_it_stands(service_url, path)
+        assert status in (401, 404), path
+        assert job not in answer
+
+
+def _as_it_stands(url: str, path: str) -> tuple[int, str]:
+    """The answer to a GET of a path that no client has tidied up."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=30)
+    with closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def test_a_revoked_key_opens_nothing(service_settings: Settings, service_url: str) -> None:

@@ -11,7 +11,7 @@ from api.settings import Settings
 from tests.postgresql import with_store
 from tests.problems import uniform
 
-CLIENTS, EACH = 50, 10
+CLIENTS, EACH = 20, 5
 PROBLEM = uniform(2, 4)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from uuid import uuid4
 
 import psycopg
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from pgqueuer.queries import Queries
 from sqlalchemy import create_engine, make_url
 
+from api import migrations
 from api.jobs.database import listening_connection, sqlalchemy_url
 from api.jobs.errors import DatabaseGoneError
 from api.jobs.migrate import check_revision, migrate
@@ -82,3 +87,32 @@ def test_a_database_that_is_not_there(database_url: str) -> None:
     elsewhere = make_url(database_url).set(database="nowhere").render_as_string(hide_password=False)
     with pytest.raises(DatabaseGoneError, match='"nowhere" does not exist'):
         migrate(elsewhere)
+
+
+def test_documents_of_the_first_revision_are_kept(postgresql: str) -> None:
+    _run(postgresql, "CREATE DATABASE first_revision")
+    url = make_url(postgresql).set(database="first_revision").render_as_string(hide_password=False)
+    engine = create_engine(sqlalchemy_url(url))
+    with engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+    engine.dispose()
+    jobs = [uuid4() for _ in range(3)]
+    texts = ["{}", "{}", '{"é": 1}']
+    with psycopg.connect(url) as connection:
+        for job_id, document in zip(jobs, texts, strict=True):
+            connection.execute(
+                "INSERT INTO jobs (id, status, problem, problem_name, objective, config, tags, value_us, finished_at)"
+                " VALUES (%s, 'succeeded', '', '', 'makespan', '{}', '{}', 1, now())",
+                (job_id,),
+            )
+            connection.execute(
+                "INSERT INTO schedules (job_id, revision, document) VALUES (%s, 1, %s)", (job_id, document)
+            )
+    migrate(url)
+    with psycopg.connect(url) as connection:
+        joined = "SELECT job_id, text FROM schedules JOIN documents ON digest = document"
+        assert dict(connection.execute(joined).fetchall()) == dict(zip(jobs, texts, strict=True))
+        assert connection.execute("SELECT count(*) FROM documents").fetchone() == (2,)

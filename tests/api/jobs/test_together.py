@@ -1,0 +1,93 @@
+"""Together: those of one owner in order and several at a time, each with its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from uuid import UUID, uuid4
+
+import pytest
+
+from api.jobs.errors import DatabaseGoneError
+from api.jobs.together import MOST, Together
+
+BUG, GONE = 1_000_001, 1_000_002
+Batch = tuple[UUID | None, list[int]]
+
+
+class Recorder:
+    """Doubles numbers; refuses negative ones one by one, fails as a whole at BUG, and has no database at GONE."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.going_on: set[UUID | None] = set()
+
+    async def do(self, owner: UUID | None, asked: Sequence[int]) -> list[int | Exception]:
+        assert owner not in self.going_on
+        self.going_on.add(owner)
+        self.batches.append((owner, list(asked)))
+        await asyncio.sleep(0)
+        self.going_on.remove(owner)
+        if BUG in asked:
+            raise RuntimeError("a bug")
+        if GONE in asked:
+            raise DatabaseGoneError("gone")
+        return [2 * number if number >= 0 else ValueError(number) for number in asked]
+
+
+def ask_all(*asked: tuple[UUID | None, int]) -> tuple[list[int | BaseException], list[Batch]]:
+    async def run() -> tuple[list[int | BaseException], list[Batch]]:
+        recorder = Recorder()
+        together = Together(recorder.do)
+        answers = await asyncio.gather(*(together.ask(*one) for one in asked), return_exceptions=True)
+        return answers, recorder.batches
+
+    return asyncio.run(run())
+
+
+def test_those_who_wait_are_served_in_one_go() -> None:
+    answers, batches = ask_all(*((None, number) for number in range(2 * MOST)))
+    assert answers == [2 * number for number in range(2 * MOST)]
+    assert len(batches) == 2
+    assert [number for _, some in batches for number in some] == list(range(2 * MOST))
+
+
+def test_owners_do_not_wait_for_one_another() -> None:
+    one, other = uuid4(), uuid4()
+    answers, batches = ask_all((one, 1), (other, 2), (one, 3))
+    assert answers == [2, 4, 6]
+    assert batches == [(one, [1, 3]), (other, [2])]
+
+
+def test_a_refusal_is_for_one_alone() -> None:
+    answers, batches = ask_all((None, 1), (None, -1), (None, 2))
+    assert [answers[0], answers[2]] == [2, 4]
+    assert isinstance(answers[1], ValueError)
+    assert len(batches) == 1
+
+
+def test_what_breaks_all_is_tried_one_by_one() -> None:
+    answers, _ = ask_all((None, 1), (None, BUG), (None, 2))
+    assert [answers[0], answers[2]] == [2, 4]
+    assert isinstance(answers[1], RuntimeError)
+
+
+def test_without_a_database_nothing_is_tried_again() -> None:
+    answers, batches = ask_all((None, 1), (None, GONE))
+    assert all(isinstance(answer, DatabaseGoneError) for answer in answers)
+    assert len(batches) == 1
+
+
+def test_who_has_gone_away_holds_up_nobody() -> None:
+    async def run() -> None:
+        together = Together(Recorder().do)
+        gone = asyncio.create_task(together.ask(None, 1))
+        there = asyncio.create_task(together.ask(None, 2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert await there == 4
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert await together.ask(None, 3) == 6
+
+    asyncio.run(run())
