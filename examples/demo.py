@@ -14,7 +14,8 @@ from rich.table import Table
 
 from optpipe.cli.output import share_text, stdout, table, time_text
 from optpipe.cli.solve import print_event
-from optpipe.cli.train import print_result, print_step
+from optpipe.cli.train_progress import print_step
+from optpipe.cli.train_report import print_result
 from optpipe.errors import MethodError
 from optpipe.plot import draw_comparison, draw_schedule
 from optpipe.problem import Problem

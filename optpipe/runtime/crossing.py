@@ -21,17 +21,21 @@ Direction = Literal["F", "B"]
 class TreeReceipt(Protocol):
     """A message on its way; `Receipt` is one where it is a single tensor."""
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether the message is here."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> Any:
+        """The message, once it is here."""
 
 
 class Crossing(Protocol):
     """Sends and receives for one boundary, direction and pair of devices."""
 
-    def send(self, message: Tree | Gradient) -> None: ...
+    def send(self, message: Tree | Gradient) -> None:
+        """Send a message; returns before it has arrived."""
 
-    def post_receive(self) -> TreeReceipt: ...
+    def post_receive(self) -> TreeReceipt:
+        """Make room for the next message, and say when it is here."""
 
 
 class _Route:

@@ -26,6 +26,7 @@ class HostSlab:
 
     @property
     def size_bytes(self) -> int:
+        """Size of the slab."""
         return len(self._buffer)
 
     def take(self, size_bytes: int) -> Tensor:
@@ -63,6 +64,7 @@ class HeldBytes:
         self.now = self.peak = 0
 
     def add(self, size_bytes: int) -> None:
+        """Count bytes that were taken, or given back where negative."""
         self.now += size_bytes
         self.peak = max(self.peak, self.now)
 

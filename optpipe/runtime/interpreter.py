@@ -8,8 +8,8 @@ and in many.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from optpipe.runtime.steps import Batch, DeviceParts, Reducer
 from optpipe.runtime.streams import Streams, streams_of
 from optpipe.runtime.trace import Recorder
 from optpipe.runtime.transport import Transport
+from optpipe.runtime.validation_point import validation_points
 
 
 class Pipeline:
@@ -60,7 +61,8 @@ class Pipeline:
             device: _parts(program, device, stages, transport, messages, reducers, offload_bytes or {}, streams)
             for device in devices
         }
-        self._players = [Player(parts) for parts in self._parts.values()]
+        points = validation_points(program)
+        self._players = [Player(parts, points[device]) for device, parts in self._parts.items()]
         self._evaluators: dict[int, list[Player]] = {}
 
     def run(
@@ -69,6 +71,9 @@ class Pipeline:
         targets: Sequence[Tree],
         meter: MemoryMeter | None = None,
         recorder: Recorder | None = None,
+        *,
+        validate: Callable[[], bool] | None = None,
+        leave_sends: bool = False,
     ) -> Tensor:
         """One step: every microbatch forward and backward, gradients added to `.grad`, which is zeroed before.
 
@@ -76,10 +81,23 @@ class Pipeline:
         the last stage; zeros where that is in another process. With a meter, counts live and peak bytes by device;
         with a recorder, tells it of every action. Raises TrainingError that shows the program around an action that
         failed; nothing is held afterwards.
+
+        `validate` is called once, at the latest point that no gradient of this step has touched yet: until then
+        `.grad` holds the last step's. It says whether the weights are those that the step began with, up to then; if
+        not, what was done of the step is dropped and done again. All processes give the same answer.
+        With `leave_sends` the step ends though others may not have received all that was sent to them; the next step,
+        or `settle`, sees to that.
         """
         for stage in self._stages.values():
-            stage.zero_gradients()
-        return self._step(self._players, inputs, targets, meter, recorder)
+            stage.begin_step()
+        if validate is None:
+            self._zero_gradients()
+        return self._step(self._players, inputs, targets, meter, recorder, validate, leave_sends=leave_sends)
+
+    def settle(self) -> None:
+        """Wait until others have received all that was sent to them."""
+        with _exchanging():
+            self._transport.finish()
 
     def evaluate(self, inputs: Sequence[Tree], targets: Sequence[Tree], meter: MemoryMeter | None = None) -> Tensor:
         """The losses of any number of microbatches, forward only and in evaluation mode.
@@ -102,6 +120,9 @@ class Pipeline:
         targets: Sequence[Tree],
         meter: MemoryMeter | None,
         recorder: Recorder | None,
+        validate: Callable[[], bool] | None = None,
+        *,
+        leave_sends: bool = False,
     ) -> Tensor:
         losses = self._room_for_losses(len(inputs))
         batch = Batch(inputs, targets, losses.unbind())
@@ -109,16 +130,43 @@ class Pipeline:
             with meter or nullcontext():
                 for player in players:
                     player.begin(batch, meter, recorder)
+                if validate is not None:
+                    self._play_to_points(players, validate)
                 _play(players)
-                self._transport.finish()
+                with _exchanging():
+                    self._transport.close_step() if leave_sends else self._transport.finish()
             for player in players:
                 player.end()
             if self._sync:
-                self._sync.finish()
+                with _exchanging():
+                    self._sync.finish()
         except BaseException as error:
             self._clear(players, error)
             raise
         return losses
+
+    def _play_to_points(self, players: Sequence[Player], validate: Callable[[], bool]) -> None:
+        """Up to every validation point; then the verdict says whether to go on or to begin anew."""
+        for player in players:
+            player.stop_at_point()
+        _play(players)
+        for player in players:
+            player.streams.end()
+        right = validate()
+        self._zero_gradients()
+        with _exchanging():
+            self._transport.finish_closed()
+            for player in players:
+                player.go_on() if right else player.begin_anew()
+        if not right:
+            for stage in self._stages.values():
+                stage.clear()
+        for player in players:
+            player.streams.begin()
+
+    def _zero_gradients(self) -> None:
+        for stage in self._stages.values():
+            stage.zero_gradients()
 
     def _evaluators_of(self, microbatches: int) -> Sequence[Player]:
         """Players of forwards alone, made at the first evaluation of so many microbatches."""
@@ -143,6 +191,17 @@ class Pipeline:
         for stage in self._stages.values():
             stage.clear()
         _clear_frames(error)
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    """Within, processes wait for one another outside of actions. Raises TrainingError where one does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(
+            f"an exchange with another process failed: {error}. Maybe it has ended: see what it printed."
+        ) from error
 
 
 def _play(players: Sequence[Player]) -> None:

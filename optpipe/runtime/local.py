@@ -29,21 +29,32 @@ class LocalStreams:
         self._pairs: dict[tuple[int, int], _Pair] = defaultdict(_Pair)
 
     def send(self, source: int, target: int, message: Tensor) -> None:
+        """Hand the message to its pair, with the event after which it is whole."""
         self._pairs[source, target].send(_Sent(message, _event_of_current_stream(message.device)))
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
+        """Room for a message, filled as soon as both sides have come."""
         room = spec.empty(device)
         incoming = _Incoming(room, _event_of_current_stream(device))
         self._pairs[source, target].post(incoming)
         return incoming
 
     def finish(self) -> None:
+        """Have the host wait for all copies; a message that nobody received is an error."""
         left = {pair: len(lane.sent) for pair, lane in self._pairs.items() if lane.sent}
         assert not left, f"messages that nobody received: {left}"
         for lane in self._pairs.values():
             lane.synchronize()
 
+    def close_step(self) -> None:
+        """The same as `finish`: nothing is left for later."""
+        self.finish()
+
+    def finish_closed(self) -> None:
+        """Nothing: `close_step` has done it."""
+
     def clear(self) -> None:
+        """Wait for the copies under way and drop the rest."""
         for lane in self._pairs.values():
             lane.synchronize()
         self._pairs.clear()

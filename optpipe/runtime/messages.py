@@ -42,6 +42,7 @@ class MessageSpec:
 
     @property
     def size_bytes(self) -> int:
+        """Size of the message."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property

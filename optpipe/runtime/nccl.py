@@ -25,11 +25,20 @@ from optpipe.runtime.transport import Receipt
 
 @dataclass
 class _Lane:
-    """The group of one directed pair of devices, the other one's rank in it, and what has not left yet."""
+    """The group of one directed pair of devices, the other one's rank in it, and what has not left yet.
+
+    The first `closed` of these are of a step that is over.
+    """
 
     group: dist.ProcessGroup
     other: int
     leaving: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    closed: int = 0
+
+    def drop_first(self) -> dist.Work:
+        """The first to leave, whose message is held no longer."""
+        self.closed = max(0, self.closed - 1)
+        return self.leaving.popleft()[0]
 
 
 class Nccl:
@@ -60,20 +69,33 @@ class Nccl:
                 self._lanes[a, b] = _Lane(group, dist.get_group_rank(group, other))
 
     def send(self, source: int, target: int, message: Tensor) -> None:
+        """Send on the pair's own communicator, and keep the message until it has left."""
         lane = self._lanes[source, target]
         while lane.leaving and lane.leaving[0][0].is_completed():
-            lane.leaving.popleft()
+            lane.drop_first()
         kept = message.contiguous()
         lane.leaving.append((lane.group.send([kept], lane.other, 0), kept))
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
+        """Receive into a tensor of its own on `device`."""
         lane, room = self._lanes[source, target], spec.empty(device)
         return Incoming(lane.group.recv([room], lane.other, 0), room)
 
     def finish(self) -> None:
+        """Have the current stream wait for every send."""
+        self.close_step()
+        self.finish_closed()
+
+    def close_step(self) -> None:
+        """Remember, for each pair, how many sends there are by now."""
         for lane in self._lanes.values():
-            while lane.leaving:
-                lane.leaving.popleft()[0].wait()
+            lane.closed = len(lane.leaving)
+
+    def finish_closed(self) -> None:
+        """Have the current stream wait for the sends that were there then."""
+        for lane in self._lanes.values():
+            while lane.closed:
+                lane.drop_first().wait()
 
     def clear(self) -> None:
         """Messages whose partner never comes would block the streams for ever, so the groups are given up."""

@@ -13,9 +13,9 @@ from optpipe.runtime.trace import Recorder
 
 
 class Player:
-    """A device's place in its list."""
+    """A device's place in its list. `point` is how many of its actions come before its validation point."""
 
-    def __init__(self, parts: DeviceParts) -> None:
+    def __init__(self, parts: DeviceParts, point: int = 0) -> None:
         builder = StepBuilder(parts)
         self.number, self.streams, self.slabs = parts.device, parts.streams, parts.slabs
         self._batch = parts.batch
@@ -24,15 +24,32 @@ class Player:
         self._gates = [step.gate for step in self._steps]
         self._plain_calls = [step.call for step in self._steps]
         self._calls = self._plain_calls
-        self._place = len(self._steps)
+        self._place = self._end = len(self._steps)
+        self._point = point
 
     def begin(self, batch: Batch, meter: MemoryMeter | None, recorder: Recorder | None) -> None:
         """Back to the start of the list, with a new batch; watched by a meter, a recorder, both or none."""
         self._batch.inputs, self._batch.targets, self._batch.losses = batch.inputs, batch.targets, batch.losses
         watched = meter is not None or recorder is not None
         self._calls = [self._watched(step, meter, recorder) for step in self._steps] if watched else self._plain_calls
-        self._place = 0
+        self._place, self._end = 0, len(self._steps)
         self.streams.begin()
+
+    def stop_at_point(self) -> None:
+        """Play to the validation point and no further, until `go_on` or `begin_anew`."""
+        self._end = self._point
+
+    def go_on(self) -> None:
+        """From the validation point to the end of the list."""
+        self._end = len(self._steps)
+
+    def begin_anew(self) -> None:
+        """From the start of the list, the messages so far dropped; waits for those that were asked for."""
+        for cell in self._cells:
+            if cell.receipt is not None:
+                cell.arrive()
+            cell.clear()
+        self._place, self._end = 0, len(self._steps)
 
     def end(self) -> None:
         """After a step: hold nothing of it, and let slabs that were too small grow."""
@@ -48,21 +65,23 @@ class Player:
         for cell in self._cells:
             cell.clear()
         self._forget_batch()
-        self._place = len(self._steps)
+        self._place = self._end = len(self._steps)
 
     @property
     def done(self) -> bool:
-        return self._place == len(self._steps)
+        """Whether it is where it stops."""
+        return self._place == self._end
 
     @property
     def next_action(self) -> Action:
+        """The action whose turn it is."""
         return self._steps[self._place].action
 
     def advance(self, most: int | None = None) -> int:
         """Run actions, `most` or all, until one needs a message that has not come; returns how many ran."""
         calls, gates = self._calls, self._gates
         place = begin = self._place
-        end = len(calls) if most is None else min(begin + most, len(calls))
+        end = self._end if most is None else min(begin + most, self._end)
         try:
             while place < end:
                 gate = gates[place]

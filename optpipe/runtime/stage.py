@@ -104,19 +104,22 @@ class Stage:
         if not self.splits and not {"B", "W"}.isdisjoint(kinds):
             raise TrainingError(f"stages[{number}]: {self._cannot_split()}")
 
-    def zero_gradients(self) -> None:
-        """Begin a step: all gradients become zero, and random numbers are those of the next step.
+    def begin_step(self) -> None:
+        """Random numbers are those of the next step. Gradients stay: those of the last one may still count."""
+        self._own, self._device = None, self.device
+        if self.random:
+            self.random.step += 1
 
-        Gradients are allocated the first time and then stay. Frozen parameters get none.
+    def zero_gradients(self) -> None:
+        """All gradients become zero, before the first backward of a step.
+
+        They are allocated the first time and then stay. Frozen parameters get none.
         """
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
             elif parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        self._own, self._device = None, self.device
-        if self.random:
-            self.random.step += 1
 
     def forward(
         self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False

@@ -37,6 +37,7 @@ def measure_stage(stage: Stage, batch: tuple[Tree, Tree], before: Spec | None, a
     A compiled stage has no B and W, and no workspace of theirs.
     """
     with _as_before(stage):
+        stage.begin_step()
         stage.zero_gradients()
         return _measured(stage, _Probe(stage, batch, before, after))
 

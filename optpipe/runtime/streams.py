@@ -50,19 +50,23 @@ class NoStreams:
     """The CPU: work is done when its call returns, and list order is all the order there is."""
 
     def arrival(self, _action: Action, /) -> None:
-        return None
+        """Nothing: what an action needs is there when its turn comes."""
 
     def issuing(self, _action: Action, work: Work, _awaited: bool, /) -> Work:
+        """The work as it is."""
         return work
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Nothing to begin."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Nothing to end."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
     def stream(self, _action: Action, /) -> None:
-        return None
+        """None: there are no streams."""
 
 
 class CudaStreams:
@@ -79,6 +83,7 @@ class CudaStreams:
         self._caller: torch.cuda.Stream | None = None
 
     def arrival(self, action: Action, /) -> Work:
+        """Go to the action's stream, and have it wait for the events of what the action waits for."""
         stream = self._streams[action.stream]
         events = [self._event(op) for op in action.waits if not op.kind.startswith(("SEND", "RECV"))]
         if not events or action.stream == "communication":
@@ -92,6 +97,7 @@ class CudaStreams:
         return arrive
 
     def issuing(self, action: Action, work: Work, awaited: bool, /) -> Work:
+        """The work, followed by an event on its stream where another stream awaits it."""
         if not awaited or action.stream == "communication":
             return work
         stream, event = self._streams[action.stream], self._event(action.key)
@@ -103,22 +109,26 @@ class CudaStreams:
         return issue
 
     def begin(self) -> None:
+        """Have the compute stream wait for the caller's."""
         self._caller = torch.cuda.current_stream(self._device)
         self._compute.wait_stream(self._caller)
 
     def end(self) -> None:
+        """Go back to the caller's stream, and have it wait for all of ours."""
         assert self._caller is not None, "ended before it began"
         torch.cuda.set_stream(self._caller)
         for stream in set(self._streams.values()):
             self._caller.wait_stream(stream)
 
     def synchronize(self) -> None:
+        """Have the host wait for our streams, and go back to the caller's."""
         for stream in set(self._streams.values()):
             stream.synchronize()
         if self._caller is not None:
             torch.cuda.set_stream(self._caller)
 
     def stream(self, action: Action, /) -> torch.cuda.Stream:
+        """The CUDA stream of the action's kind."""
         return self._streams[action.stream]
 
     def _event(self, op: Op) -> torch.cuda.Event:

@@ -75,13 +75,16 @@ class HostRecorder:
         self._timings: list[Timing] = []
 
     def begin(self, device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
+        """An action's turn has come."""
         self._device, self._action = device, action
         self._begin_ns = self._start_ns = perf_counter_ns()
 
     def waited(self) -> None:
+        """What it waited for is there."""
         self._start_ns = perf_counter_ns()
 
     def end(self) -> None:
+        """Its work is done: keep its times."""
         end_ns = perf_counter_ns()
         self._timings.append(Timing(self._device, self._action, self._begin_ns, self._start_ns, end_ns))
 
@@ -98,6 +101,7 @@ class MemoryRecorder:
         self._uses: list[MemoryUse] = []
 
     def begin(self, device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
+        """Measure the peak from what is alive now."""
         self._device, self._action = device, action
         self._meter.peak_bytes[device] = self._meter.live_bytes[device]
 
@@ -105,6 +109,7 @@ class MemoryRecorder:
         """Waiting takes no memory."""
 
     def end(self) -> None:
+        """Keep the peak of the action, and what it left alive."""
         live, peak = self._meter.live_bytes[self._device], self._meter.peak_bytes[self._device]
         self._uses.append(MemoryUse(self._device, self._action, peak, live))
 

@@ -46,14 +46,17 @@ class CudaRecorder:
         self.clock_error_ns = (after_ns - before_ns + 1) // 2
 
     def begin(self, device: int, action: Action, stream: torch.Stream | None = None, /) -> None:
+        """Mark on the action's stream that its turn has come."""
         self._device, self._action = device, action
         self._stream: torch.Stream = torch.cuda.current_stream() if stream is None else stream
         self._begin = self._start = self._mark()
 
     def waited(self) -> None:
+        """Mark that what it waited for is there."""
         self._start = self._mark()
 
     def end(self) -> None:
+        """Mark that its work is done."""
         self._marks.append(_Marks(self._device, self._action, self._begin, self._start, self._mark()))
 
     def timings(self) -> Sequence[Timing]:
@@ -91,6 +94,7 @@ class CudaMemoryRecorder:
         self._held_bytes: dict[int, int] = defaultdict(int)
 
     def begin(self, device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
+        """Have the allocator's peak begin anew."""
         self._device, self._action = device, action
         torch.cuda.reset_peak_memory_stats()
         self._before_bytes = torch.cuda.memory_allocated()
@@ -99,6 +103,7 @@ class CudaMemoryRecorder:
         """Waiting takes no memory."""
 
     def end(self) -> None:
+        """Keep the allocator's peak during the action, and what it left."""
         held = self._held_bytes[self._device]
         peak = held + torch.cuda.max_memory_allocated() - self._before_bytes
         after = held + torch.cuda.memory_allocated() - self._before_bytes

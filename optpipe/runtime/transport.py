@@ -43,6 +43,14 @@ class Transport(Protocol):
         """Return when every send has arrived; on streams, when the current stream will wait for it."""
         ...
 
+    def close_step(self) -> None:
+        """A step has sent all it has to, and does not wait for it: `finish_closed` or `finish` will."""
+        ...
+
+    def finish_closed(self) -> None:
+        """As `finish`, for the sends before the last `close_step`."""
+        ...
+
     def clear(self) -> None:
         """Drop what is on its way: after an error."""
         ...
@@ -56,6 +64,7 @@ class Mailbox:
         self._posted: dict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
 
     def send(self, source: int, target: int, message: Tensor) -> None:
+        """Fill the room that waits for the message, or keep a copy of it."""
         posted = self._posted[source, target]
         if posted:
             posted.popleft().deliver(message)
@@ -63,6 +72,7 @@ class Mailbox:
             self._sent[source, target].append(message.clone())
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
+        """Room for a message, full already if that was sent."""
         letter = _Letter(spec.empty(device))
         sent = self._sent[source, target]
         if sent:
@@ -72,10 +82,19 @@ class Mailbox:
         return letter
 
     def finish(self) -> None:
+        """Check that all was received: a message that nobody received is an error."""
         left = {pair: len(sent) for pair, sent in self._sent.items() if sent}
         assert not left, f"messages that nobody received: {left}"
 
+    def close_step(self) -> None:
+        """The same as `finish`: a send has arrived when it returns."""
+        self.finish()
+
+    def finish_closed(self) -> None:
+        """Nothing: `close_step` has done it."""
+
     def clear(self) -> None:
+        """Drop messages and rooms."""
         self._sent.clear()
         self._posted.clear()
 

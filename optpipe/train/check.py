@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.runtime.memory_meter import MemoryMeter
+from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
-from optpipe.train.gpt import byte_loss
-from optpipe.train.model import Batch, Model, moved
+from optpipe.train.model import Model, moved
 from optpipe.train.plain import gradient_error, plain_step
 from optpipe.train.result import CheckResult, DeviceMemory
+from optpipe.train.task import Batch
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
@@ -26,7 +27,8 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     planned = planned_peaks(model, batch)
     runs = [_metered_run(model, batch) for _ in range(2)]
     loss = model.mean_loss(runs[1][1])
-    plain_loss = plain_step(plain_modules, byte_loss, *moved(batch, model.hardware), model.config.torch_autocast)
+    plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
+    plain_loss = plain_step(plain_modules, model.task.loss, *plain_batch, autocast)
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
     found = model.launch.gather({"worst": worst, "devices": _memory(model, planned, [meter for meter, _ in runs])})
     error, parameter = max(tuple(entry["worst"]) for entry in found)
@@ -47,7 +49,7 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
     for entry in model.launch.gather({str(s): size for s, size in mine.items()}):
         sizes |= {int(s): size for s, size in entry.items()}
     measured = with_measured_sizes(model.problem, [StageSizes(**sizes[s]) for s in sorted(sizes)])
-    return planned_peaks_bytes(model.program, measured, [spec.size_bytes for spec in model.messages])
+    return planned_peaks_bytes(model.program, measured, [size_bytes(spec) for spec in model.messages])
 
 
 def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tuple[float, str]]:

@@ -5,38 +5,15 @@ Shapes: N sequences in a microbatch, T bytes in a sequence, C width, V entries i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
+from optpipe.train.gpt_sizes import SIZES, GPTShape, GPTSize
+
+__all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "blocks_of", "build_stages", "byte_loss", "tied_weights"]
+
 VOCABULARY = 256
 """The model reads bytes."""
-
-
-class GPTSize(NamedTuple):
-    """Width, heads and longest sequence; how many layers is the schedule's matter."""
-
-    width: int
-    heads: int
-    sequence: int
-
-
-SIZES = {"tiny": GPTSize(32, 2, 32), "small": GPTSize(256, 8, 128), "medium": GPTSize(384, 6, 256)}
-"""In one layer 13 thousand, 0.8 million and 1.8 million parameters."""
-
-
-@dataclass(frozen=True)
-class GPTShape:
-    """What fixes the shape of every parameter."""
-
-    width: int
-    heads: int
-    sequence: int
-    layers: int
-
 
 EMBEDDING, HEAD = "0.byte.weight", "{last}.head.weight"
 """Names of the two weights that may be tied, in the first and in the last stage."""
@@ -48,21 +25,26 @@ def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *,
     Layers are spread evenly, the first stages getting one more where they do not divide. Weights depend on shape
     and seed alone, not on the number of stages. With `tied` the head begins with the embedding's weights.
     """
-    counts = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
-    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in counts]
+    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in blocks_of(shape.layers, stages)]
     parts[0].insert(0, _Embedding(shape))
     parts[-1].append(_Head(shape))
     modules = [nn.Sequential(*part).to(dtype) for part in parts]
     _initialise(modules, seed)
     if tied:
-        first, last = tied_weights(modules)
+        first, last = tied_weights(shape.layers, stages)
         modules[-1].get_parameter(last).data.copy_(modules[0].get_parameter(first).data)
     return list(modules)
 
 
-def tied_weights(modules: Sequence[nn.Module]) -> tuple[str, str]:
+def blocks_of(layers: int, stages: int) -> list[int]:
+    """How many blocks each stage has."""
+    return [layers // stages + (s < layers % stages) for s in range(stages)]
+
+
+def tied_weights(layers: int, stages: int) -> tuple[str, str]:
     """The names of the embedding's weight in the first module and of the head's in the last; both are (V, C)."""
-    return EMBEDDING, HEAD.format(last=len(list(modules[-1].children())) - 1)
+    before_head = blocks_of(layers, stages)[-1] + (stages == 1)
+    return EMBEDDING, HEAD.format(last=before_head)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from optpipe.errors import TrainingError
+from optpipe.train.config import DeviceChoice
 
-DeviceChoice = Literal["auto", "cpu", "cuda"]
-DEVICE_CHOICES = ("auto", "cpu", "cuda")
 CPU = torch.device("cpu")
 
 

@@ -40,10 +40,12 @@ class Launch:
 
     @property
     def world(self) -> int:
+        """Processes of the run."""
         return self.devices * self.replicas if self.distributed else 1
 
     @property
     def replica(self) -> int:
+        """Which of the replicas this process is part of, from 0."""
         return self.rank // self.devices
 
     @property
@@ -77,12 +79,52 @@ class Launch:
         dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value in every process; what the others give is not looked at."""
+        if not self.distributed:
+            return value
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, 0)
+        if self.rank:
+            text = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(text, 0)
+        return json.loads(bytes(text.tolist()))
+
+    def gather_pipeline(self, value: Any) -> list[Any]:
+        """As `gather`, which all processes call, but only the values of the first replica."""
+        return self.gather(value)[: self.pipeline_processes]
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all processes of equally shaped tensors, on the CPU."""
-        values = values.cpu()
-        if self.distributed:
-            dist.all_reduce(values)
-        return values
+        return self.start_sum(values.cpu()).wait()
+
+    def start_sum(self, values: torch.Tensor) -> PendingSum:
+        """Begin to sum equally shaped tensors over all processes, in `values`; none of them waits for another.
+
+        Every process begins its sums, and its other exchanges, in the same order. Between GPUs the values stay there
+        and NCCL sums them, behind what the current stream was given before: the host does not wait. (Not yet run.)
+        """
+        work = dist.all_reduce(values, async_op=True) if self.distributed else None
+        return PendingSum(values, work)
+
+
+class PendingSum:
+    """A sum over all processes that is under way; in one process it is there at once."""
+
+    def __init__(self, values: torch.Tensor, work: dist.Work | None) -> None:
+        self._values, self._work = values, work
+
+    def wait(self) -> torch.Tensor:
+        """The sum, on the CPU. Raises TrainingError where a process has ended or does not answer in time."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise TrainingError(
+                    f"the sums of a step did not come: {error}. Maybe another process has ended: see what it printed."
+                ) from error
+        return self._values.cpu()
 
 
 def leads() -> bool:

@@ -1,56 +1,102 @@
-"""The training loop: compile, agree, check if asked, then step after step."""
+"""The training loop: agree, find a schedule, check if asked, then step after step."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import fields
-from time import perf_counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import TrainingError
+from optpipe.runtime.trace import Recorder
 from optpipe.trace import Trace
+from optpipe.train.boundary import Boundary
 from optpipe.train.check import check_step
+from optpipe.train.checkpoints.checkpoints import Checkpoints
+from optpipe.train.checkpoints.interrupts import Interrupts
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt import build_stages, tied_weights
+from optpipe.train.evaluate import evaluation_loss
 from optpipe.train.hardware import own_device
 from optpipe.train.launch import Launch, launched, one_core_left
 from optpipe.train.model import Model
+from optpipe.train.online.events import Events
+from optpipe.train.online.first import first_schedule
+from optpipe.train.online.online import Online
+from optpipe.train.online.solver import Solver
+from optpipe.train.output.leave import Report, leaving
+from optpipe.train.output.watch import Watch
 from optpipe.train.plain import tie_parameters
 from optpipe.train.record import record_trace
-from optpipe.train.result import CheckResult, StepReport, TrainingResult
-from optpipe.train.text import Batches, standard_library_text
-
-Report = Callable[[StepReport], None]
+from optpipe.train.result import CheckResult, TrainingResult
+from optpipe.train.updates import StepOutcome
 
 
-def train(config: TrainingConfig, report: Report | None = None) -> TrainingResult:
+def train(config: TrainingConfig, report: Report | None = None, solver: Solver | None = None) -> TrainingResult:
     """Train as the schedule says; all devices in this process, or under torchrun one process a device.
 
-    `report` is called after each step, in the leading process alone. The result is the same in every process. Raises
-    OrderError or DeadlockError if the schedule cannot run, and TrainingError if it cannot be trained as asked.
+    `report` is called after each step, in the leading process alone. `solver` finds schedules where the config asks
+    for that. The result is the same in every process, but for its events. A signal ends the run between two steps,
+    with a checkpoint where these are kept. Raises OrderError or DeadlockError if the schedule cannot run, and
+    TrainingError if it cannot be trained as asked.
     """
-    program = compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
-    devices, hardware = len(program.devices), own_device(config.device)
+    given = _compiled(config) if config.schedule else None
+    devices = len(given.devices) if given else max(config.online.placed()) + 1
+    hardware = own_device(config.device)
     with one_core_left(), launched(devices, config.timeout_seconds, config.data_parallel, hardware) as launch:
-        _agree(config, program, launch)
-        model = Model(config, program, launch)
-        batches = Batches(
-            standard_library_text(),
-            microbatches=program.microbatches * config.data_parallel,
-            size=config.microbatch_size,
-            sequence=config.shape.sequence,
-            seed=config.seed,
-        )
-        check = _check(config, model, batches) if config.check else None
-        losses, seconds, trace = _steps(config, model, batches, report if launch.rank == 0 else None)
-        return TrainingResult(tuple(losses), tuple(seconds), model.parameters, launch.world, check, trace)
+        _agree(config, given, launch)
+        with Interrupts() as interrupts:
+            return _trained(config, launch, interrupts, report, solver)
 
 
-def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
+def _trained(
+    config: TrainingConfig, launch: Launch, interrupts: Interrupts, report: Report | None, solver: Solver | None
+) -> TrainingResult:
+    """The run, once all processes are there."""
+    events = Events(launch.rank == 0)
+    first = None
+    if config.online.on:
+        first = first_schedule(config, launch, solver, events, lambda: interrupts.requested is not None)
+    used = replace(config, schedule=first.schedule) if first else config
+    model = Model(used, _compiled(used), launch)
+    check = _check(model) if config.check else None
+    checkpoints = Checkpoints(config, model, interrupts)
+    begin = checkpoints.resume()
+    watch = Watch(model, config.steps, events)
+    boundaries: list[Boundary] = [watch, checkpoints]
+    if first and config.online.mode == "online":
+        boundaries.append(Online(config.online, model, first, solver if launch.rank == 0 else None, events))
+    run = _Run(config, model, boundaries)
+    with leaving(config.output, model.task.name, report, leads=launch.rank == 0) as watch.report:
+        try:
+            run.go()
+        finally:
+            for boundary in boundaries:
+                boundary.end()
+    evaluates = config.evaluate and not checkpoints.stopped
+    return TrainingResult(
+        tuple(run.losses),
+        tuple(run.step_seconds),
+        model.parameters,
+        launch.world,
+        check,
+        run.trace,
+        first_step=begin,
+        stopped=checkpoints.message if checkpoints.stopped else None,
+        events=tuple(events.all),
+        schedule=model.schedule,
+        bubbles=tuple(watch.bubbles),
+        evaluation_loss=evaluation_loss(model, config.steps, config.evaluate) if evaluates else None,
+    )
+
+
+def _compiled(config: TrainingConfig) -> Program:
+    assert config.schedule is not None, "a schedule is given or has been found"
+    return compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
+
+
+def _agree(config: TrainingConfig, given: Program | None, launch: Launch) -> None:
     """Refuse processes that were started with different schedules or options: they would wait for one another."""
-    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "schedule"}
-    found = launch.gather(options | {"program": program.digest, "device": launch.hardware.type})
+    program = given.digest if given else None
+    found = launch.gather(config.to_data() | {"program": program, "device": launch.hardware.type})
     for rank, theirs in enumerate(found):
         for field, value in found[0].items():
             if theirs[field] != value:
@@ -60,32 +106,68 @@ def _agree(config: TrainingConfig, program: Program, launch: Launch) -> None:
                 )
 
 
-def _check(config: TrainingConfig, model: Model, batches: Batches) -> CheckResult:
-    stages = len(config.schedule.problem.stages)
-    plain_modules = build_stages(config.shape, stages, config.seed, config.torch_dtype, tied=config.tied)
+def _check(model: Model) -> CheckResult:
+    plain_modules = model.task.build_stages()
     for module in plain_modules:
         module.to(model.hardware)
-    if config.tied:
-        first, last = tied_weights(plain_modules)
-        tie_parameters(plain_modules, first, last)
-    return check_step(model, plain_modules, batches.batch(0))
+    for tie in model.task.ties:
+        tie_parameters(plain_modules, tie)
+    return check_step(model, plain_modules, model.task.batch(0))
 
 
-def _steps(
-    config: TrainingConfig, model: Model, batches: Batches, report: Report | None
-) -> tuple[list[float], list[float], Trace | None]:
-    losses, seconds, trace = [], [], None
-    for step in range(config.steps):
-        if step == config.trace_step:
-            trace = record_trace(config, model, batches.batch(step), step)
-        begin = perf_counter()
-        loss = model.step(*batches.batch(step))
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} at step {step} with learning_rate {config.learning_rate}. Maybe lower it."
-            )
-        losses.append(loss)
-        seconds.append(perf_counter() - begin)
-        if report:
-            report(StepReport(step, config.steps, loss, seconds[-1]))
-    return losses, seconds, trace
+class _Run:
+    """The steps of a run, and what acts between them."""
+
+    def __init__(self, config: TrainingConfig, model: Model, boundaries: Sequence[Boundary]) -> None:
+        self._config, self._model, self._boundaries = config, model, boundaries
+        self._asked = [False] * len(boundaries)
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self.trace: Trace | None = None
+
+    def go(self) -> None:
+        """From the model's step to the last of the run."""
+        model, task = self._model, self._model.task
+        for step in range(model.step_number, self._config.steps):
+            self._act(step)
+            if any(boundary.stopped for boundary in self._boundaries):
+                return
+            if step == self._config.recorded_step:
+                self._settle()
+                self.trace = record_trace(self._config, model, task.batch(step), step)
+            recorder = self._recorder(step)
+            wishes = [boundary.asks() for boundary in self._boundaries]
+            self._note(model.step(task.batch(step), recorder=recorder, wishes=wishes))
+        self._act(self._config.steps)
+        self._settle()
+
+    def _act(self, step: int) -> None:
+        """Whoever is due before the step, or is asked for by any process, acts."""
+        acting = [asked or boundary.due(step) for asked, boundary in zip(self._asked, self._boundaries, strict=True)]
+        if any(acting):
+            self._settle()
+            self._asked = [False] * len(self._boundaries)
+            for boundary, acts in zip(self._boundaries, acting, strict=True):
+                if acts:
+                    boundary.act(step)
+
+    def _recorder(self, step: int) -> Recorder | None:
+        """Where a step is watched, the one before is settled: what it waits for is then its own."""
+        recorder = next((found for b in self._boundaries if (found := b.recorder(step)) is not None), None)
+        if recorder is not None:
+            self._settle()
+        return recorder
+
+    def _settle(self) -> None:
+        self._note(self._model.settle())
+
+    def _note(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Steps of which all is known now."""
+        wishes = self._model.take_wishes()
+        if wishes:
+            self._asked = [before or wish for before, wish in zip(self._asked, wishes, strict=True)]
+        for outcome in outcomes:
+            self.losses.append(outcome.loss)
+            self.step_seconds.append(outcome.seconds)
+            for boundary in self._boundaries:
+                boundary.done(outcome)

@@ -1,52 +1,168 @@
-"""The GPT as a pipeline: this process's stages with their optimizer, and the program that runs them."""
+"""The task as a pipeline: this process's stages with their optimizers, and the program that runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from optpipe.compile import Program
+from optpipe.compile import Program, compile_schedule
+from optpipe.errors import TrainingError
 from optpipe.problem import Problem
-from optpipe.runtime import Gloo, MessageSpec, Nccl, Pipeline, Stage, Transport, local_transport
-from optpipe.runtime.gradient_sync import GradientSync, TiedWeights, tie_groups
+from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
+from optpipe.runtime.gradient_sync import GradientSync, tie_groups
+from optpipe.runtime.messages import Spec, map_leaves
+from optpipe.runtime.trace import Recorder
+from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt import build_stages, byte_loss, tied_weights
 from optpipe.train.launch import Launch
-
-Batch = tuple[list[Tensor], list[Tensor]]
-"""Inputs and targets by microbatch."""
+from optpipe.train.task import Batch, Task, task_of
+from optpipe.train.updates import StepOutcome, Updates
+from optpipe.train.updates.sums import SumsLayout
 
 
 class Model:
-    """A GPT cut into the schedule's stages. Every process draws the whole model from the seed and keeps its stages."""
+    """A task cut into the schedule's stages. Every process builds the whole model and keeps its stages.
 
-    def __init__(self, config: TrainingConfig, program: Program, launch: Launch) -> None:
+    `stages` and `optimizers` (one a stage, none for a stage without parameters) are this process's, by number.
+    `optimistic`: whether updates wait for no other process; None: under torchrun, if the config says so. `task`: what
+    is trained; None: what the config says.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        program: Program,
+        launch: Launch,
+        *,
+        optimistic: bool | None = None,
+        task: Task | None = None,
+    ) -> None:
+        assert config.schedule is not None, "a program has been compiled from it"
         self.config, self.program, self.launch = config, program, launch
-        self.problem: Problem = config.schedule.problem
+        self.schedule: Schedule = config.schedule
+        self.task = task or task_of(config, len(program.placement), program.microbatches)
         self.devices, self.hardware = launch.own_devices, launch.hardware
-        modules = build_stages(config.shape, len(program.placement), config.seed, config.torch_dtype, tied=config.tied)
+        self.stages = self._build_stages()
+        self.messages = self._learn_messages()
+        self._sync = self._gradient_sync() if config.sums_gradients else None
+        self.pipeline = self._pipeline()
+        self._updates = self._make_updates(
+            config.optimizer.optimistic and launch.distributed if optimistic is None else optimistic
+        )
+        self.optimizers = self._updates.optimizers
+        self._step_number = 0
+
+    @property
+    def problem(self) -> Problem:
+        """What the schedule in use was solved for."""
+        return self.schedule.problem
+
+    @property
+    def step_number(self) -> int:
+        """The step that comes next. Who sets it, between two steps, also sets the random numbers to that step's."""
+        return self._step_number
+
+    @step_number.setter
+    def step_number(self, step: int) -> None:
+        assert not self._updates.pending, "between two steps means settled"
+        self._set_step(step)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What the copies take that an optimistic update could be undone with."""
+        return self._updates.snapshot.size_bytes
+
+    def step(self, batch: Batch, *, recorder: Recorder | None = None, wishes: Sequence[bool] = ()) -> list[StepOutcome]:
+        """Run step `step_number` on its batch (of all replicas; this one runs its part) and update the weights.
+
+        Returns the outcomes that have become known: this step's, or with post-validation that of the one before.
+        `wishes`, as many in each step, are told to all processes with it (`take_wishes`).
+        """
+        begin = perf_counter()
+        self._set_step(self._step_number)
+        losses = self.pipeline.run(
+            *self.own_part(batch),
+            recorder=recorder,
+            validate=self._updates.validate if self._updates.pending else None,
+            leave_sends=self._updates.leaves_open,
+        )
+        self._updates.update(self._step_number, losses, wishes)
+        self._updates.took(perf_counter() - begin)
+        self._set_step(self._step_number + 1)
+        return self._updates.take_outcomes()
+
+    def settle(self) -> list[StepOutcome]:
+        """Have the last update validated, in all processes together. Returns the outcome, if it was not known."""
+        if self._updates.pending:
+            self._updates.validate()
+            self.pipeline.settle()
+        return self._updates.take_outcomes()
+
+    def take_wishes(self) -> list[bool]:
+        """Which wishes any process has had in the steps whose outcomes became known; empty if none did."""
+        return self._updates.take_wishes()
+
+    def swap(self, schedule: Schedule) -> None:
+        """Run this schedule from now on; in all processes together, between two settled steps.
+
+        Stages, optimizers and numbers stay: what each microbatch draws and how gradients add up does not depend on
+        the order. Raises TrainingError where placement or microbatches differ, or not all processes swap to the same;
+        what `compile_schedule` raises; then the old one stays.
+        """
+        assert not self._updates.pending, "swaps are between settled steps"
+        program = compile_schedule(schedule, reduce_gradients=self.config.sums_gradients)
+        self._check_swap(program)
+        self.program, self.schedule = program, schedule
+        self.pipeline = self._pipeline()
+
+    def own_part(self, batch: Batch) -> Batch:
+        """The microbatches of this replica, on this process's hardware."""
+        m = self.program.microbatches
+        mine = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
+        return moved((batch[0][mine], batch[1][mine]), self.hardware)
+
+    def messages_at(self, stage: int) -> tuple[Spec | None, Spec | None]:
+        """The messages before and after a stage, None at the ends of the model."""
+        before = self.messages[stage - 1] if stage else None
+        return before, self.messages[stage] if stage < len(self.messages) else None
+
+    def mean_loss(self, losses: Tensor) -> float:
+        """Of the sum of all processes' losses, shape (microbatches,)."""
+        return float(losses.mean()) / self.launch.replicas
+
+    def _set_step(self, step: int) -> None:
+        self._step_number = step
+        for stage in self.stages.values():
+            if stage.random:
+                stage.random.step = step
+
+    def _build_stages(self) -> dict[int, Stage]:
+        modules, placement, config = self.task.build_stages(), self.program.placement, self.config
         self.parameters = sum(p.numel() for module in modules for p in module.parameters())
         last = len(modules) - 1
-        self.stages = {
+        return {
             s: Stage(
                 module.to(self.hardware),
                 first=s == 0,
-                loss=byte_loss if s == last else None,
-                gradient_scale=1 / (launch.replicas * program.microbatches),
-                autocast=config.torch_autocast,
-                seed=config.seed + launch.replica,
+                loss=self.task.loss if s == last else None,
+                gradient_scale=1 / (self.launch.replicas * self.program.microbatches),
+                autocast=config.model.torch_autocast,
+                seed=config.seed + self.launch.replica,
             )
             for s, module in enumerate(modules)
-            if program.placement[s] in self.devices
+            if placement[s] in self.devices
         }
-        activation = (config.microbatch_size, config.shape.sequence, config.shape.width)
-        self.messages = [MessageSpec(activation, config.torch_dtype)] * last
-        sync = self._gradient_sync(modules) if config.sums_gradients else None
-        self.pipeline = Pipeline(program, self.stages, self.devices, self._transport(), self.messages, sync=sync)
-        mine = [p for stage in self.stages.values() for p in stage.module.parameters()]
-        self._optimizer = torch.optim.AdamW(mine, lr=config.learning_rate) if mine else None
+
+    def _learn_messages(self) -> list[Spec]:
+        inputs, targets = self.task.batch(0)
+        [[microbatch], [target]] = moved((inputs[:1], targets[:1]), self.hardware)
+        return learn_messages(self.stages, len(self.program.placement), microbatch, target, self.launch.gather_pipeline)
+
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(self.program, self.stages, self.devices, self._transport(), self.messages, sync=self._sync)
 
     def _transport(self) -> Transport:
         if not self.launch.distributed:
@@ -55,42 +171,41 @@ class Model:
             return Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
         return Gloo(self.launch.pipeline)
 
-    def _gradient_sync(self, modules: Sequence[nn.Module]) -> GradientSync:
+    def _gradient_sync(self) -> GradientSync:
         launch, placement = self.launch, self.program.placement
-        ties = []
-        if self.config.tied:
-            first, last = tied_weights(modules)
-            tie = TiedWeights((0, first), (len(modules) - 1, last))
-            ties = tie_groups([tie], lambda stage: launch.ranks_of(placement[stage]))
+        ties = tie_groups(self.task.ties, lambda stage: launch.ranks_of(placement[stage]))
         return GradientSync(self.stages, launch.same_device, ties)
 
-    def messages_at(self, stage: int) -> tuple[MessageSpec | None, MessageSpec | None]:
-        """The messages before and after a stage, None at the ends of the model."""
-        before = self.messages[stage - 1] if stage else None
-        return before, self.messages[stage] if stage < len(self.messages) else None
+    def _make_updates(self, optimistic: bool) -> Updates:
+        launch = self.launch
+        layout = SumsLayout(self.program.microbatches, launch.replicas, len(self.program.placement), launch.replica)
+        return Updates(
+            self.config.optimizer,
+            self.config.steps,
+            self.stages,
+            launch,
+            layout,
+            counted_elsewhere=[tie.last for tie in self.task.ties],
+            optimistic=optimistic,
+        )
 
-    def step(self, inputs: list[Tensor], targets: list[Tensor]) -> float:
-        """One step of the schedule and of AdamW; returns the mean loss before the update, in every process.
-
-        The batch is that of all replicas; this one runs its part.
-        """
-        losses = self.launch.sum(self.pipeline.run(*self.own_part((inputs, targets))))
-        if self._optimizer:
-            self._optimizer.step()
-        return self.mean_loss(losses)
-
-    def own_part(self, batch: Batch) -> Batch:
-        """The microbatches of this replica, on this process's hardware."""
-        m = self.program.microbatches
-        mine = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
-        return moved((batch[0][mine], batch[1][mine]), self.hardware)
-
-    def mean_loss(self, losses: Tensor) -> float:
-        """Of the sum of all processes' losses, shape (microbatches,)."""
-        return float(losses.mean()) / self.launch.replicas
+    def _check_swap(self, program: Program) -> None:
+        old = self.program
+        for field, theirs, ours in (
+            ("placement", program.placement, old.placement),
+            ("microbatches", program.microbatches, old.microbatches),
+        ):
+            if theirs != ours:
+                raise TrainingError(
+                    f"the new schedule's {field} is {theirs} but the model runs with {ours}. "
+                    "Maybe resume a checkpoint with the new schedule instead."
+                )
+        digests = self.launch.gather(program.digest)
+        if any(digest != program.digest for digest in digests):
+            raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
 
 
 def moved(batch: Batch, hardware: torch.device) -> Batch:
     """The batch on a device; nothing is copied where it is there."""
-    inputs, targets = ([part.to(hardware) for part in parts] for parts in batch)
+    inputs, targets = ([map_leaves(lambda leaf: leaf.to(hardware), part) for part in parts] for parts in batch)
     return inputs, targets

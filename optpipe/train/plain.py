@@ -9,14 +9,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from optpipe.runtime.gradient_sync import TiedWeights
+from optpipe.runtime.messages import Tree, leaves
 from optpipe.runtime.stage import Loss
 
 
 def plain_step(
     modules: Sequence[nn.Module],
     loss: Loss,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    inputs: Sequence[Tree],
+    targets: Sequence[Tree],
     autocast: torch.dtype | None = None,
 ) -> float:
     """Set `.grad` of all parameters to the gradient of the mean loss over the microbatches; returns that loss."""
@@ -24,7 +26,7 @@ def plain_step(
         module.zero_grad()
     total = 0.0
     for x, target in zip(inputs, targets, strict=True):
-        with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
+        with torch.autocast(leaves(x)[0].device.type, autocast) if autocast else nullcontext():
             for module in modules:
                 x = module(x)
             value = loss(x, target) / len(inputs)
@@ -33,10 +35,11 @@ def plain_step(
     return total
 
 
-def tie_parameters(modules: Sequence[nn.Module], first: str, last: str) -> None:
-    """Let the parameter `last` of the last module be the parameter `first` of the first: one tensor, one `.grad`."""
-    parent, _, name = last.rpartition(".")
-    setattr(modules[-1].get_submodule(parent), name, modules[0].get_parameter(first))
+def tie_parameters(modules: Sequence[nn.Module], tie: TiedWeights) -> None:
+    """Let the last of two tied parameters be the first: one tensor, one `.grad`."""
+    (first, first_name), (last, last_name) = tie.first, tie.last
+    parent, _, name = last_name.rpartition(".")
+    setattr(modules[last].get_submodule(parent), name, modules[first].get_parameter(first_name))
 
 
 def gradient_error(gradient: Tensor, plain: Tensor) -> float:

@@ -10,13 +10,15 @@ from optpipe.runtime.trace_step import record_step
 from optpipe.trace import Trace
 from optpipe.trace.assemble import Part, assemble
 from optpipe.train.check import planned_peaks
-from optpipe.train.config import TrainingConfig
+from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.hardware import hardware_name
-from optpipe.train.model import Batch, Model
+from optpipe.train.model import Model
+from optpipe.train.task import Batch
 
 
 def record_trace(config: TrainingConfig, model: Model, batch: Batch, step: int) -> Trace:
     """Run the batch apart from training and record its first replica. In every process, with the same answer."""
+    assert config.schedule is not None, "a program has been compiled from it"
     planned = planned_peaks(model, batch)
     own, rank = model.own_part(batch), model.launch.rank
     part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
@@ -33,14 +35,12 @@ def record_trace(config: TrainingConfig, model: Model, batch: Batch, step: int) 
 
 
 def _source(config: TrainingConfig, model: Model) -> str:
-    shape = config.shape
     return (
-        f"GPT of {shape.layers} layers {shape.width} wide, {config.microbatch_size} sequences of {shape.sequence} "
-        f"bytes a microbatch, {_precision(config)}; torch {torch.__version__} on "
+        f"{model.task.name}, {_precision(config.model)}; torch {torch.__version__} on "
         f"{hardware_name(model.hardware, platform.machine())}, "
         f"{torch.get_num_threads()} threads in each of {model.launch.world} process(es)"
     )
 
 
-def _precision(config: TrainingConfig) -> str:
+def _precision(config: ModelConfig) -> str:
     return f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype

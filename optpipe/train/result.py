@@ -4,17 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optpipe.schedule import Schedule
 from optpipe.trace import Trace
+from optpipe.train.online.events import OnlineEvent
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step done, counted from 0 of `steps`. `loss` is the mean over the batch, in nats a byte."""
+    """One step done, counted from 0 of `steps`. `loss` is the mean over the batch, of the GPT in nats a byte.
+
+    `tokens` of all replicas; `seconds` from the step's begin to its end in the leading process. `gradient_norm` is
+    None where it was not asked for; see `StepOutcome` for it and what follows it. `bubble`: the share of the step in
+    which the leading process's device waited; None where devices take turns in one process or work apart from the
+    host (CUDA). `peak_memory_bytes`: the most that the leading process has held, on its GPU or in all. `events`: what
+    happened between steps since the last report.
+    """
 
     step: int
     steps: int
     loss: float
     seconds: float
+    tokens: int = 0
+    gradient_norm: float | None = None
+    learning_rate: float = 0.0
+    clipped: bool = False
+    skipped: bool = False
+    rolled_back: bool = False
+    bubble: float | None = None
+    peak_memory_bytes: int = 0
+    events: tuple[OnlineEvent, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run, all replicas together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -49,9 +72,13 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished run: loss (nats a byte, mean over the batch, before the step's update) and seconds of each step.
+    """A run that is over: loss (nats a byte, mean over the batch, before the step's update) and seconds of each step.
 
-    `trace` is there where a step was to be recorded.
+    The first of them is step `first_step`, above 0 where a checkpoint was resumed. `trace` is there where a step was
+    to be recorded. `stopped`: where a signal ended the run, what it was and how to go on. `events` are those of
+    profiling and solving (as this process saw them), `schedule` is the one in use at the end. `bubbles`: the share of
+    its steps that each device has waited, empty where that is not measured. `evaluation_loss`: the mean over the
+    batches that were evaluated at the end, if any.
     """
 
     losses: tuple[float, ...]
@@ -60,3 +87,9 @@ class TrainingResult:
     processes: int
     check: CheckResult | None
     trace: Trace | None = None
+    first_step: int = 0
+    stopped: str | None = None
+    events: tuple[OnlineEvent, ...] = ()
+    schedule: Schedule | None = None
+    bubbles: tuple[float, ...] = ()
+    evaluation_loss: float | None = None

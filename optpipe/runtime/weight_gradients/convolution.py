@@ -24,19 +24,23 @@ class SplitConvolution(SplitBackward[Any]):
     lower_precision = True
 
     def handles(self, layer: _ConvNd) -> bool:
+        """Weights of its own, padded with zeros by given numbers."""
         zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         return own_weight(layer) and zeros
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, Saved]:
+        """As the plain layer does; keeps the input."""
         return layer._plain.forward(layer, x), (x,)
 
     def input_gradient(self, layer: _ConvNd, saved: Saved, gradient: Tensor) -> Tensor:
+        """The gradient of the input, by torch's own backward of a convolution."""
         (x,) = saved
         found, _, _ = _backward(layer, x, gradient, [True, False, False])
         assert found is not None, "it was asked for"
         return found.view_as(x)
 
     def add_weight_gradients(self, layer: _ConvNd, saved: Saved, gradient: Tensor) -> None:
+        """Add those of weight and bias that are wanted, by the same function."""
         parameters = (layer.weight, layer.bias)
         wanted = [parameter is not None and parameter.requires_grad for parameter in parameters]
         _, *found = _backward(layer, saved[0], gradient, [False, *wanted])

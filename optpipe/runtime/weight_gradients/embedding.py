@@ -20,12 +20,15 @@ class SplitEmbedding(SplitBackward[nn.Embedding]):
         return own_weight(layer) and not (layer.sparse or layer.scale_grad_by_freq or layer.max_norm)
 
     def forward(self, layer: nn.Embedding, x: Tensor) -> tuple[Tensor, Saved]:
+        """Look the rows up; keeps the indices."""
         return nn.functional.embedding(x, layer.weight), (x,)
 
     def input_gradient(self, _layer: nn.Embedding, _saved: Saved, _gradient: Tensor) -> Tensor:
+        """Never called: indices have no gradient."""
         raise AssertionError("indices have no gradient")
 
     def add_weight_gradients(self, layer: nn.Embedding, saved: Saved, gradient: Tensor) -> None:
+        """Add each position's gradient to the row of its index, padding left out."""
         (index,) = saved
         if layer.padding_idx is not None:
             gradient = gradient.masked_fill((index == layer.padding_idx).unsqueeze(-1), 0)

@@ -17,15 +17,19 @@ class SplitLinear(SplitBackward[nn.Linear]):
     lower_precision = True
 
     def handles(self, layer: nn.Linear) -> bool:
+        """Weights of its own."""
         return own_weight(layer)
 
     def forward(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, Saved]:
+        """``x @ weight.T + bias``; keeps the input."""
         return nn.functional.linear(x, layer.weight, layer.bias), (x,)
 
     def input_gradient(self, layer: nn.Linear, _saved: Saved, gradient: Tensor) -> Tensor:
+        """``gradient @ weight``."""
         return gradient @ layer.weight
 
     def add_weight_gradients(self, layer: nn.Linear, saved: Saved, gradient: Tensor) -> None:
+        """Add ``gradient.T @ x`` to the weight's, and the sum over rows to the bias's."""
         weight, bias, (x,) = layer.weight, layer.bias, saved
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if weight.requires_grad and weight.dtype == x.dtype:

@@ -113,8 +113,8 @@ def test_other_commands(cli: Cli, problem_file: Path, schedule_file: Path, tmp_p
     assert ".bmp" in refused(cli, "compare", problem_file, "--plot", tmp_path / "x.bmp")
     assert "methods are" in refused(cli, "compare", problem_file, "--methods", "cp-sat,nope")
     assert "--to" in refused(cli, "export", schedule_file, "--to", "pdf", "-o", tmp_path / "x")
-    assert "model is 'huge'" in refused(cli, "train", "--schedule", schedule_file, "--model", "huge")
-    assert "learning_rate is -1.0" in refused(cli, "train", "--schedule", schedule_file, "--learning-rate", "-1")
+    assert "--model is 'huge'" in refused(cli, "train", "--schedule", schedule_file, "--model", "huge")
+    assert "--learning-rate is -1.0" in refused(cli, "train", "--schedule", schedule_file, "--learning-rate", "-1")
 
 
 def test_a_refused_output_leaves_the_old_file(cli: Cli, problem_file: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from optpipe.document import parse_json
 from optpipe.export.chrome_trace import chrome_trace
 from optpipe.export.measured_chrome_trace import measured_chrome_trace
 from optpipe.trace import Trace
-from optpipe.train import TrainingConfig, train
+from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
 from tests.optpipe.runtime.schedules import v_wave
 from tests.optpipe.trace.traces import crossings
 
@@ -26,7 +26,7 @@ LANES = ["compute", "offload", "reload", "runtime"]
 def trace() -> Trace:
     """A real step with offload, two stages a device, and messages both ways."""
     schedule = v_wave(2, 3, moved=[(0, 0), (0, 2), (1, 1), (2, 1)])
-    found = train(TrainingConfig(schedule, model="tiny", steps=1, trace_step=0)).trace
+    found = train(TrainingConfig(schedule, ModelConfig("tiny"), output=OutputConfig(trace_step=0), steps=1)).trace
     assert found is not None
     return found
 

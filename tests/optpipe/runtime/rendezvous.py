@@ -48,6 +48,12 @@ class Rendezvous:
     def finish(self) -> None:
         """Whatever is sent has arrived."""
 
+    def close_step(self) -> None:
+        """So has it before the end of a step."""
+
+    def finish_closed(self) -> None:
+        """And before the next one is validated."""
+
     def clear(self) -> None:
         """Nothing is held."""
 

@@ -32,6 +32,7 @@ def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int
     """One step; the gradient of every output is `weighing` of it."""
     found, slabs = Run(), {i: HostSlab() for i in messages}
     offloaded = {i for kind, i in ops if kind == "O"}
+    stage.begin_step()
     stage.zero_gradients()
     for kind, i in ops:
         if kind == "F":

@@ -13,7 +13,7 @@ from optpipe.problem import Problem
 from optpipe.runtime import MessageSpec, Stage
 from optpipe.runtime.stage_sizes import measure_stage, with_measured_sizes
 from optpipe.schedule import Schedule
-from optpipe.train import TrainingConfig, train
+from optpipe.train import ModelConfig, TrainingConfig, train
 from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss
 from solver.limits import Limits
 from solver.portfolio import solve
@@ -65,7 +65,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_peaks_are_within_two_percent_of_the_plan_on_every_device(name: str) -> None:
-    check = train(TrainingConfig(SCHEDULES[name](), model="tiny", steps=1, check=True)).check
+    check = train(TrainingConfig(SCHEDULES[name](), ModelConfig("tiny"), steps=1, check=True)).check
     assert check is not None
     assert check.max_gradient_error < 1e-5
     for device in check.devices:

@@ -10,7 +10,7 @@ from optpipe.compile import compile_schedule
 from optpipe.compile.actions import Action
 from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.trace import HostRecorder, MemoryRecorder
-from optpipe.train.config import TrainingConfig
+from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.text import Batches, standard_library_text
@@ -20,7 +20,9 @@ from tests.optpipe.runtime.schedules import one_f_one_b
 @pytest.fixture(scope="module")
 def model() -> Model:
     schedule = one_f_one_b(2, 3, moved=[(0, 0), (0, 1)])
-    return Model(TrainingConfig(schedule, model="tiny"), compile_schedule(schedule), Launch(len(schedule.devices)))
+    return Model(
+        TrainingConfig(schedule, ModelConfig("tiny")), compile_schedule(schedule), Launch(len(schedule.devices))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from optpipe.compile import compile_schedule
-from optpipe.train import TrainingConfig, train
+from optpipe.train import ModelConfig, TrainingConfig, train
 from optpipe.train.check import gradient_errors
-from optpipe.train.gpt import build_stages, byte_loss
+from optpipe.train.gpt import byte_loss
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.plain import plain_step
-from optpipe.train.text import Batches, standard_library_text
 from tests.optpipe.train.cases import schedules
 
 SCHEDULES = schedules(2)
@@ -23,7 +21,7 @@ SAME_ROUNDINGS = 1e-5
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_equals_the_plain_step_under_autocast(name: str) -> None:
-    config = TrainingConfig(SCHEDULES[name], model="tiny", steps=1, autocast="bfloat16", check=True)
+    config = TrainingConfig(SCHEDULES[name], ModelConfig("tiny", autocast="bfloat16"), steps=1, check=True)
     check = train(config).check
     assert check is not None
     assert check.max_gradient_error <= SAME_ROUNDINGS
@@ -34,18 +32,18 @@ def test_a_schedule_equals_the_plain_step_under_autocast(name: str) -> None:
 
 def test_it_really_computes_in_bfloat16() -> None:
     """From the plain step in float32 it is a hundred times further away."""
-    config = TrainingConfig(SCHEDULES["linear"], model="tiny", steps=1, autocast="bfloat16")
-    model = Model(config, compile_schedule(config.schedule), Launch(2))
-    batch = Batches(standard_library_text(), microbatches=4, size=4, sequence=32, seed=0).batch(0)
+    config = TrainingConfig(SCHEDULES["linear"], ModelConfig("tiny", autocast="bfloat16"), steps=1)
+    model = Model(config, compile_schedule(SCHEDULES["linear"]), Launch(2))
+    batch = model.task.batch(0)
     model.pipeline.run(*batch)
-    plain = build_stages(config.shape, 2, config.seed, torch.float32)
+    plain = model.task.build_stages()
     plain_step(plain, byte_loss, *batch)
     assert max(gradient_errors(model, plain))[0] > 100 * SAME_ROUNDINGS
 
 
 def test_the_seed_is_that_of_the_stages_too_and_replicas_differ() -> None:
-    config = TrainingConfig(SCHEDULES["linear"], model="tiny", seed=7)
-    program = compile_schedule(config.schedule)
+    config = TrainingConfig(SCHEDULES["linear"], ModelConfig("tiny"), seed=7)
+    program = compile_schedule(SCHEDULES["linear"])
     for replica in range(2):
         model = Model(config, program, Launch(2, replicas=2, rank=2 * replica))
         seeds = {stage.random.seed for stage in model.stages.values() if stage.random}

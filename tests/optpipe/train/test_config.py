@@ -6,35 +6,51 @@ from typing import Any
 
 import pytest
 
-from optpipe.errors import TrainingError
-from optpipe.train import TrainingConfig
+from optpipe.errors import InputError
+from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig
+from optpipe.train.config import Group
 from tests.optpipe.runtime.schedules import one_f_one_b
 
 SCHEDULE = one_f_one_b(3, 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("group", "options", "message"),
     [
-        ({"model": "huge"}, r"model is 'huge' but must be one of tiny, small, medium\."),
-        ({"dtype": "float8"}, r"dtype is 'float8' but must be one of float32, float64\."),
-        ({"autocast": "float16"}, r"autocast is 'float16' but must be one of None, bfloat16\."),
-        ({"autocast": "bfloat16", "dtype": "float64"}, r"dtype is 'float64' with autocast to bfloat16.*Maybe leave"),
-        ({"device": "tpu"}, r"device is 'tpu' but must be one of auto, cpu, cuda\."),
-        ({"steps": 0}, r"steps is 0 but must be from 1 to 1000000000\."),
-        ({"seed": -1}, r"seed is -1 but must be from 0 to 9223372036854775807\."),
-        ({"microbatch_size": 0}, r"microbatch_size is 0 but must be from 1 to 4096\."),
-        ({"model": "tiny", "sequence": 33}, r"sequence is 33 but must be from 1 to 32\."),
-        ({"learning_rate": 0.0}, r"learning_rate is 0.0 but must be positive and finite\."),
-        ({"learning_rate": float("nan")}, r"learning_rate is nan but must be positive and finite\."),
-        ({"layers": 2}, r"layers is 2 but the schedule has 3 stages.*Maybe leave layers out"),
+        (ModelConfig, {"name": "huge"}, r"name is 'huge' but must be one of tiny, small, medium, or package"),
+        (ModelConfig, {"dtype": "float8"}, r"dtype is 'float8' but must be one of float32, float64\."),
+        (ModelConfig, {"autocast": "float16"}, r"autocast is 'float16' but must be one of bfloat16\."),
+        (ModelConfig, {"autocast": "bfloat16", "dtype": "float64"}, r"dtype is 'float64' with autocast.*Maybe leave"),
+        (ModelConfig, {"microbatch_size": 0}, r"microbatch_size is 0 but must be from 1 to 4096\."),
+        (ModelConfig, {"microbatch_size": True}, r"microbatch_size is true but must be an integer\."),
+        (ModelConfig, {"name": "tiny", "sequence": 33}, r"sequence is 33 but must be from 1 to 32\."),
+        (ModelConfig, {"name": "mine:stages", "layers": 3}, r"layers is 3, but mine:stages decides that\. Maybe"),
+        (ModelConfig, {"data": "mine:data"}, r"data is 'mine:data', but the GPT is trained on text\. Maybe"),
+        (OptimizerConfig, {"learning_rate": 0.0}, r"learning_rate is 0.0 but must be above 0\."),
+        (OptimizerConfig, {"learning_rate": float("nan")}, r"learning_rate is nan but must be finite\."),
+        (OptimizerConfig, {"beta1": 1.0}, r"beta1 is 1.0 but must be from 0 to 0.999999\."),
+        (OptimizerConfig, {"name": "sgd", "beta2": 0.9}, r"beta2 is 0.9, but sgd has no second moment\. Maybe"),
+        (TrainingConfig, {"device": "tpu"}, r"device is 'tpu' but must be one of auto, cpu, cuda\."),
+        (TrainingConfig, {"steps": 0}, r"steps is 0 but must be from 1 to 1000000000\."),
+        (TrainingConfig, {"seed": -1}, r"seed is -1 but must be from 0 to 9223372036854775807\."),
+        (
+            TrainingConfig,
+            {"schedule": SCHEDULE, "model": ModelConfig(layers=2)},
+            r"model.layers is 2 but the schedule has 3 stages.*Maybe leave layers out",
+        ),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        TrainingConfig(SCHEDULE, **options)
+def test_refused(group: type[Group], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        group(**options)
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        OptimizerConfig(beta1=2, clip_norm=-1.0)
+    assert [issue.pointer for issue in caught.value.issues] == ["beta1", "clip_norm"]
 
 
 def test_layers_are_one_a_stage_unless_given() -> None:
-    assert TrainingConfig(SCHEDULE).shape.layers == 3
-    assert TrainingConfig(SCHEDULE, layers=7).shape.layers == 7
+    assert ModelConfig().shape(3).layers == 3
+    assert ModelConfig(layers=7).shape(3).layers == 7

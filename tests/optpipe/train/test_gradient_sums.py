@@ -12,7 +12,7 @@ import torch
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
 from optpipe.schedule_text import schedule_text
-from optpipe.train import TrainingConfig, train
+from optpipe.train import ModelConfig, TrainingConfig, train
 from optpipe.train.gpt import tied_weights
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
@@ -25,23 +25,23 @@ MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
 
 @pytest.mark.parametrize("name", schedules(2))
 def test_tied_weights_get_the_plain_gradient_in_one_process(name: str) -> None:
-    config = TrainingConfig(schedules(2)[name], model="tiny", steps=2, dtype="float64", tied=True, check=True)
+    config = TrainingConfig(schedules(2)[name], ModelConfig("tiny", dtype="float64", tied=True), steps=2, check=True)
     result = train(config)
     assert result.check is not None
     assert result.check.max_gradient_error <= MAX_ERROR["float64"]
-    untied = train(TrainingConfig(schedules(2)[name], model="tiny", steps=2, dtype="float64"))
+    untied = train(TrainingConfig(schedules(2)[name], ModelConfig("tiny", dtype="float64"), steps=2))
     assert result.losses != untied.losses
 
 
 def test_tied_weights_stay_equal() -> None:
     schedule = schedules(2)["linear"]
-    config = TrainingConfig(schedule, model="tiny", tied=True)
+    config = TrainingConfig(schedule, ModelConfig("tiny", tied=True))
     model = Model(config, compile_schedule(schedule, reduce_gradients=True), Launch(len(schedule.devices)))
     batches = Batches(standard_library_text(), microbatches=model.program.microbatches, size=4, sequence=32, seed=0)
     for step in range(3):
-        model.step(*batches.batch(step))
+        model.step(batches.batch(step))
     modules = [model.stages[s].module for s in sorted(model.stages)]
-    first, last = tied_weights(modules)
+    first, last = tied_weights(2, 2)
     embedding, head = modules[0].get_parameter(first), modules[-1].get_parameter(last)
     assert embedding is not head
     assert torch.equal(embedding, head)
@@ -63,4 +63,4 @@ def test_two_replicas_of_two_devices_get_the_plain_gradient_of_the_whole_batch(n
 
 def test_replicas_need_torchrun() -> None:
     with pytest.raises(TrainingError, match=r"data_parallel is 2, but one process runs one replica. Maybe start it"):
-        train(TrainingConfig(schedules(2)["linear"], model="tiny", data_parallel=2))
+        train(TrainingConfig(schedules(2)["linear"], ModelConfig("tiny"), data_parallel=2))

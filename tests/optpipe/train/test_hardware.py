@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from optpipe.errors import TrainingError
-from optpipe.train import TrainingConfig, train
-from optpipe.train.hardware import CPU, DeviceChoice, Place, choose_device, own_place
+from optpipe.train import ModelConfig, TrainingConfig, train
+from optpipe.train.config import DeviceChoice
+from optpipe.train.hardware import CPU, Place, choose_device, own_place
 from optpipe.train.launch import backends
 from tests.optpipe.runtime.schedules import one_f_one_b
 
@@ -59,5 +60,5 @@ def test_gpus_keep_gloo_for_what_is_gathered_on_the_host() -> None:
 def test_training_asks_for_the_device_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TrainingError, match="no CUDA device"):
-        train(TrainingConfig(one_f_one_b(1, 1), model="tiny", steps=1, device="cuda"))
-    assert train(TrainingConfig(one_f_one_b(1, 1), model="tiny", steps=1, device="auto")).losses
+        train(TrainingConfig(one_f_one_b(1, 1), ModelConfig("tiny"), steps=1, device="cuda"))
+    assert train(TrainingConfig(one_f_one_b(1, 1), ModelConfig("tiny"), steps=1, device="auto")).losses

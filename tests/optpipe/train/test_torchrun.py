@@ -10,7 +10,7 @@ import pytest
 
 from optpipe.errors import TrainingError
 from optpipe.schedule import Schedule
-from optpipe.train import TrainingConfig, train
+from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
 from tests.torchrun import torchrun
@@ -45,7 +45,7 @@ def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str, dtype: 
     found = two_ranks[0][f"{name}, {dtype}"]
     assert found["processes"] == 2
     assert found["check"]["max_gradient_error"] <= MAX_ERROR[dtype]
-    alone = train(TrainingConfig(schedules(2)[name], model="tiny", steps=2, dtype=dtype, check=True))  # type: ignore[arg-type]
+    alone = train(TrainingConfig(schedules(2)[name], ModelConfig("tiny", dtype=dtype), steps=2, check=True))  # type: ignore[arg-type]
     assert found["losses"] == list(alone.losses)
     assert alone.check is not None
     assert alone.check.max_gradient_error == found["check"]["max_gradient_error"]
@@ -96,4 +96,4 @@ def test_another_number_of_processes_than_devices_is_refused(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "3")
     expected = r"WORLD_SIZE is 3 but the schedule has 2 devices\. Maybe start it with torchrun --nproc-per-node 2"
     with pytest.raises(TrainingError, match=expected):
-        train(TrainingConfig(one_f_one_b(2, 2), model="tiny"))
+        train(TrainingConfig(one_f_one_b(2, 2), ModelConfig("tiny")))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.errors import TrainingError
-from optpipe.train import TrainingConfig, train
+from optpipe.errors import InputError
+from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
 from tests.optpipe.runtime.schedules import v_wave
 
 SCHEDULE = v_wave(2, 3, moved=[(0, 0), (2, 1)])
 
 
 def test_losses_are_the_same_with_a_trace() -> None:
-    plain = train(TrainingConfig(SCHEDULE, model="tiny", steps=3))
-    traced = train(TrainingConfig(SCHEDULE, model="tiny", steps=3, trace_step=1))
+    plain = train(TrainingConfig(SCHEDULE, ModelConfig("tiny"), steps=3))
+    traced = train(TrainingConfig(SCHEDULE, ModelConfig("tiny"), output=OutputConfig(trace_step=1), steps=3))
     assert traced.losses == plain.losses
     assert plain.trace is None
     assert traced.trace is not None
@@ -22,7 +22,9 @@ def test_losses_are_the_same_with_a_trace() -> None:
 
 
 def test_memory_is_as_planned_with_the_models_own_sizes() -> None:
-    result = train(TrainingConfig(SCHEDULE, model="tiny", steps=1, trace_step=0, check=True))
+    result = train(
+        TrainingConfig(SCHEDULE, ModelConfig("tiny"), output=OutputConfig(trace_step=0), steps=1, check=True)
+    )
     assert result.trace is not None
     assert result.check is not None
     for device, checked in zip(result.trace.devices, result.check.devices, strict=True):
@@ -32,5 +34,5 @@ def test_memory_is_as_planned_with_the_models_own_sizes() -> None:
 
 
 def test_a_step_that_is_not_run_cannot_be_recorded() -> None:
-    with pytest.raises(TrainingError, match="trace_step is 3 but must be from 0 to 2"):
-        TrainingConfig(SCHEDULE, steps=3, trace_step=3)
+    with pytest.raises(InputError, match="trace_step is 3 but must be from 0 to 2"):
+        TrainingConfig(SCHEDULE, output=OutputConfig(trace_step=3), steps=3)

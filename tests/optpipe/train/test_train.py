@@ -11,12 +11,11 @@ from torch import nn
 
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
-from optpipe.train import CheckResult, StepReport, TrainingConfig, TrainingResult, train
-from optpipe.train.gpt import build_stages, byte_loss
+from optpipe.train import CheckResult, ModelConfig, OptimizerConfig, StepReport, TrainingConfig, TrainingResult, train
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.plain import gradient_error, plain_step
-from optpipe.train.text import Batches, standard_library_text
+from optpipe.train.task import task_of
 from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule
 from tests.optpipe.train.cases import MAX_ERROR, schedules
 
@@ -31,7 +30,7 @@ def checked(result: TrainingResult) -> CheckResult:
 @pytest.mark.parametrize("dtype", MAX_ERROR)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_equals_the_plain_step_in_the_planned_memory(name: str, dtype: str) -> None:
-    config = TrainingConfig(SCHEDULES[name], model="tiny", steps=1, dtype=dtype, check=True)  # type: ignore[arg-type]
+    config = TrainingConfig(SCHEDULES[name], ModelConfig("tiny", dtype=dtype), steps=1, check=True)  # type: ignore[arg-type]
     check = checked(train(config))
     assert check.max_gradient_error <= MAX_ERROR[dtype]
     assert check.loss_error <= MAX_ERROR[dtype]
@@ -44,9 +43,9 @@ def test_a_schedule_equals_the_plain_step_in_the_planned_memory(name: str, dtype
 def test_offload_changes_no_bit_of_the_gradients_and_lowers_the_peak(placement: str) -> None:
     found = []
     for name in (placement, f"{placement}, offload"):
-        config = TrainingConfig(SCHEDULES[name], model="tiny", steps=1, check=True)
-        model = Model(config, compile_schedule(config.schedule), Launch(len(config.schedule.devices)))
-        model.pipeline.run(*batch_of(config))
+        config = TrainingConfig(SCHEDULES[name], ModelConfig("tiny"), steps=1, check=True)
+        model = Model(config, compile_schedule(SCHEDULES[name]), Launch(len(SCHEDULES[name].devices)))
+        model.pipeline.run(*model.task.batch(0))
         gradients = [p.grad for s in model.stages.values() for p in s.module.parameters() if p.grad is not None]
         found.append((gradients, checked(train(config)).devices))
     (plain, without), (offloaded, with_offload) = found
@@ -56,23 +55,12 @@ def test_offload_changes_no_bit_of_the_gradients_and_lowers_the_peak(placement: 
     assert with_offload[0].host_peak_bytes > 0 == without[0].host_peak_bytes
 
 
-def batch_of(config: TrainingConfig, step: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    batches = Batches(
-        standard_library_text(),
-        microbatches=config.schedule.problem.microbatches,
-        size=config.microbatch_size,
-        sequence=config.shape.sequence,
-        seed=config.seed,
-    )
-    return batches.batch(step)
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_random_schedules_equal_the_plain_step(seed: int) -> None:
     """Any placement, order, mix of BW and B + W, and set of offloads; nothing lives after a step."""
     schedule = random_schedule(random_placement(Random(seed), microbatches=3), seed)
     config = TrainingConfig(
-        schedule, model="tiny", steps=1, dtype="float64", sequence=8, microbatch_size=1, seed=seed, check=True
+        schedule, ModelConfig("tiny", dtype="float64", microbatch_size=1, sequence=8), steps=1, seed=seed, check=True
     )
     check = checked(train(config))
     assert check.max_gradient_error <= 1e-12
@@ -92,28 +80,29 @@ def test_random_schedules_offload_and_split() -> None:
 
 def test_losses_are_those_of_plain_training() -> None:
     """Five steps of AdamW, every loss equal."""
-    config = TrainingConfig(SCHEDULES["V, offload"], model="tiny", steps=5, dtype="float64")
-    modules = build_stages(config.shape, 4, config.seed, torch.float64)
-    optimizer = torch.optim.AdamW(nn.Sequential(*modules).parameters(), lr=config.learning_rate)
+    config = TrainingConfig(SCHEDULES["V, offload"], ModelConfig("tiny", dtype="float64"), steps=5)
+    task = task_of(config, 4, SCHEDULES["V, offload"].problem.microbatches)
+    modules = task.build_stages()
+    optimizer = torch.optim.AdamW(nn.Sequential(*modules).parameters(), lr=config.optimizer.learning_rate)
     plain = []
     for step in range(5):
-        plain.append(plain_step(modules, byte_loss, *batch_of(config, step)))
+        plain.append(plain_step(modules, task.loss, *task.batch(step)))
         optimizer.step()
     assert train(config).losses == pytest.approx(plain, rel=1e-9)
 
 
 def test_a_check_changes_nothing() -> None:
     losses = [
-        train(TrainingConfig(SCHEDULES["linear"], model="tiny", steps=2, check=check)).losses for check in (False, True)
+        train(TrainingConfig(SCHEDULES["linear"], ModelConfig("tiny"), steps=2, check=check)).losses
+        for check in (False, True)
     ]
     assert losses[0] == losses[1]
 
 
 def test_the_loss_falls_and_every_step_is_reported() -> None:
     reports: list[StepReport] = []
-    result = train(
-        TrainingConfig(SCHEDULES["linear, offload"], model="tiny", steps=20, learning_rate=1e-2), reports.append
-    )
+    config = TrainingConfig(SCHEDULES["linear, offload"], ModelConfig("tiny"), OptimizerConfig(learning_rate=1e-2))
+    result = train(config, reports.append)
     assert [r.step for r in reports] == list(range(20))
     assert tuple(r.loss for r in reports) == result.losses
     assert tuple(r.seconds for r in reports) == result.step_seconds
@@ -126,7 +115,7 @@ def test_the_loss_falls_and_every_step_is_reported() -> None:
 def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless OMP_NUM_THREADS asks for all; and torch's setting comes back."""
     cores = os.cpu_count() or 1
-    config = TrainingConfig(one_f_one_b(1, 1), model="tiny", steps=1)
+    config = TrainingConfig(one_f_one_b(1, 1), ModelConfig("tiny"), steps=1)
     seen: list[int] = []
     before = torch.get_num_threads()
     try:
@@ -142,7 +131,7 @@ def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_that_leaves_the_numbers_ends_the_run() -> None:
-    config = TrainingConfig(one_f_one_b(1, 1), model="tiny", steps=50, learning_rate=1e30)
+    config = TrainingConfig(one_f_one_b(1, 1), ModelConfig("tiny"), OptimizerConfig(learning_rate=1e30), steps=50)
     with pytest.raises(
         TrainingError, match=r"the loss is (nan|inf) at step \d+ with learning_rate 1e\+30\. Maybe lower"
     ):

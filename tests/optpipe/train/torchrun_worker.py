@@ -10,7 +10,7 @@ import gc
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from optpipe.errors import TrainingError
 from optpipe.schedule import Schedule
-from optpipe.train import StepReport, TrainingConfig, leads, train
+from optpipe.train import ModelConfig, StepReport, TrainingConfig, leads, train
 
 
 def main(folder: Path, steps: int, *, shared: bool) -> None:
@@ -28,11 +28,11 @@ def main(folder: Path, steps: int, *, shared: bool) -> None:
     results = {}
     for path in sorted(folder.glob("*.schedule.json")):
         for dtype in ("float32", "float64") if shared else ("float32",):
-            config = TrainingConfig(Schedule.load(path), model="tiny", steps=steps, dtype=dtype, check=True)
+            config = TrainingConfig(Schedule.load(path), ModelConfig("tiny", dtype=dtype), steps=steps, check=True)
             reports: list[StepReport] = []
             result = train(config, reports.append)
             name = f"{path.name.removesuffix('.schedule.json')}, {dtype}"
-            results[name] = asdict(result) | {"reports": [report.step for report in reports]}
+            results[name] = asdict(replace(result, schedule=None)) | {"reports": [report.step for report in reports]}
     if shared:
         results["disagreement"] = {"error": disagreement(path)}
         dist.barrier()
@@ -46,7 +46,7 @@ def main(folder: Path, steps: int, *, shared: bool) -> None:
 def disagreement(path: Path) -> str:
     """The error when ranks are started with different seeds."""
     try:
-        train(TrainingConfig(Schedule.load(path), model="tiny", seed=int(os.environ["RANK"])))
+        train(TrainingConfig(Schedule.load(path), ModelConfig("tiny"), seed=int(os.environ["RANK"])))
     except TrainingError as error:
         return str(error)
     return ""

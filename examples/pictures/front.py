@@ -1,0 +1,26 @@
+"""The product in one picture, for the first pages (docs/index.md, README.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from examples.pictures.pipelines import optimum, published
+from examples.pictures.sheet import Strip, figures_text, sheet
+from optpipe.plot.panel import Panel
+from optpipe.problem import Problem
+
+PROBLEM = Path(__file__).parents[1] / "problems" / "offload-p4-m8.json"
+
+
+def front() -> Panel:
+    """Half of 1F1B's memory: the best published schedule without offload, and the optimum with it."""
+    problem = Problem.load(PROBLEM)
+    heuristic, best = published(problem, "zb-auto"), optimum(problem)
+    strips = (
+        Strip(f"Half of 1F1B's memory, Zero Bubble's heuristic: {figures_text(heuristic)}", heuristic, memory=(0,)),
+        Strip(f"The same memory, optpipe solve: {figures_text(best)}, proved optimal", best, memory=(0,)),
+    )
+    return sheet(strips)[0]
+
+
+PICTURES = {"front": front}

@@ -1,0 +1,79 @@
+"""Small pipelines with equal stages, on which a picture can show one thing at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optpipe.orders import Orders
+from optpipe.problem import Objective, Problem
+from optpipe.simulate import Simulation, simulate
+from solver.limits import Limits
+from solver.portfolio import solve
+
+MS = 1000
+"""Microseconds in a millisecond."""
+GIB = 2**30
+
+LINEAR = (0, 1, 2, 3)
+INTERLEAVED = (0, 1, 2, 3, 0, 1, 2, 3)
+V_SHAPED = (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def pipeline(
+    microbatches: int,
+    budget_gib: float | None,
+    placement: Sequence[int] = LINEAR,
+    *,
+    k: float | None = None,
+    copy_gib: float = 1.0,
+    objective: Objective = "makespan",
+    transfer_us: int = 0,
+) -> Problem:
+    """Four devices that each take 1 ms for F, B and W of a microbatch and hold 1 GiB of activations for it.
+
+    Half of that stays until W. With several stages on a device (`placement`: the device of each) each has its share of
+    the time and memory. `k` is the round trip of a microbatch's activations to the host over its compute; without it
+    nothing leaves. `copy_gib` is how much of the activation may leave.
+    """
+    share = len(LINEAR) / len(placement)
+    activation_bytes = int(share * GIB)
+    offload = None
+    if k is not None:
+        copy_us = k * 3 * MS * share / 2
+        offload = {"bytes": int(share * copy_gib * GIB), "offload_us": copy_us, "reload_us": copy_us}
+    stage = {
+        "forward_us": share * MS,
+        "backward_input_us": share * MS,
+        "backward_weight_us": share * MS,
+        "activation_bytes": activation_bytes,
+        "backward_weight_bytes": activation_bytes // 2,
+        "offload": offload,
+    }
+    budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
+    return Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": microbatches,
+            "objective": objective,
+            "transfer_us": transfer_us,
+            "devices": [{"memory_bytes": budget_bytes} for _ in LINEAR],
+            "stages": [{"device": device, **stage} for device in placement],
+        }
+    )
+
+
+def published(problem: Problem, method: str) -> Simulation:
+    """A published schedule of the problem, timed."""
+    return simulate(problem, solve(problem, method).orders)
+
+
+def optimum(problem: Problem) -> Simulation:
+    """A schedule that is proved to be the best, timed."""
+    return simulate(problem, optimal_orders(problem))
+
+
+def optimal_orders(problem: Problem) -> Orders:
+    """Orders that are proved to be the best; the same in every run."""
+    schedule = solve(problem, "cp-sat", Limits(deterministic_limit=60.0, workers=1))
+    assert schedule.status == "optimal", f"gap {schedule.gap} left"
+    return schedule.orders

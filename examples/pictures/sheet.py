@@ -1,0 +1,144 @@
+"""Several timed schedules beneath one another at one time scale, narrow enough to be read within a page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.collections import PolyCollection
+
+from examples.pictures.memory import draw_memory, highest_bytes
+from optpipe.orders import KINDS, STREAM_OF_KIND
+from optpipe.plot.boxes import Box, draw_boxes, draw_numbers
+from optpipe.plot.colours import FAINT_INK, IDLE, INK, op_colour
+from optpipe.plot.legend import memory_entries, op_entries
+from optpipe.plot.legend_row import draw_legend_row
+from optpipe.plot.panel import GUTTER_INCHES, Lane, Margins, Panel
+from optpipe.plot.units import percent_text, time_unit
+from optpipe.simulate import Simulation
+
+WIDTH_INCHES = 8.2
+MARGINS = Margins(left=0.85, right=1.5, top=0.62, bottom=0.5)
+TITLE_INCHES, GAP_INCHES = 0.3, 0.2
+COMPUTE_INCHES, COPY_INCHES, MEMORY_INCHES, BETWEEN_INCHES = 0.27, 0.17, 0.36, 0.03
+COMPUTE = 0
+"""The place of the compute stream in STREAMS."""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A schedule with a title above it. `devices`: those that are shown (none: all); `memory`: whose memory is, too."""
+
+    title: str
+    timed: Simulation
+    devices: Sequence[int] = ()
+    memory: Sequence[int] = ()
+
+    @property
+    def shown(self) -> Sequence[int]:
+        """The devices to draw."""
+        return self.devices or range(len(self.timed.problem.devices))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a strip is drawn: its title, lanes by (device, place of the stream in STREAMS), memory by device."""
+
+    title: float
+    lanes: dict[tuple[int, int], Lane]
+    memory: dict[int, Lane]
+    bottom: float
+
+
+def sheet(strips: Sequence[Strip]) -> tuple[Panel, Sequence[Rows]]:
+    """The picture, and where its rows are; call within `optpipe.plot.output.settings`."""
+    layout = _layout(strips)
+    longest_us = max(float(strip.timed.end_us.max()) for strip in strips)
+    panel = Panel.of(WIDTH_INCHES, layout[-1].bottom, MARGINS, 0.0, longest_us, time_unit(longest_us))
+    top_bytes = max(highest_bytes(strip.timed, strip.memory) for strip in strips)
+    boxes: list[Box] = []
+    for strip, rows in zip(strips, layout, strict=True):
+        _draw_idle(panel, strip.timed, rows)
+        _draw_words(panel, strip, rows)
+        boxes += _boxes(strip.timed, rows)
+        for device, lane in rows.memory.items():
+            draw_memory(panel, lane, strip.timed, device, top_bytes)
+    draw_boxes(panel, boxes)
+    draw_numbers(panel, boxes)
+    _draw_legend(panel, strips)
+    return panel, layout
+
+
+def figures_text(timed: Simulation) -> str:
+    """The value in milliseconds and the bubble of the busiest device."""
+    busiest = max(timed.problem.work_us)
+    return f"{timed.value_us / 1000:g} ms, bubble {percent_text(1 - busiest / timed.value_us)}"
+
+
+def _layout(strips: Sequence[Strip]) -> list[Rows]:
+    top, layout = 0.0, []
+    for strip in strips:
+        title, top = top + 0.14, top + TITLE_INCHES
+        lanes: dict[tuple[int, int], Lane] = {}
+        memory: dict[int, Lane] = {}
+        for device in strip.shown:
+            for stream in _streams(strip.timed, device):
+                lanes[device, stream] = Lane(top, COMPUTE_INCHES if stream == COMPUTE else COPY_INCHES)
+                top = lanes[device, stream].bottom + BETWEEN_INCHES
+            if device in strip.memory:
+                memory[device] = Lane(top + 0.02, MEMORY_INCHES)
+                top = memory[device].bottom + 0.1
+        layout.append(Rows(title, lanes, memory, top + 0.04))
+        top += GAP_INCHES
+    return layout
+
+
+def _streams(timed: Simulation, device: int) -> list[int]:
+    """The streams that a device uses; its compute stream always."""
+    kinds = timed.ops[timed.device_slice(device)].kind
+    return sorted({COMPUTE, *np.asarray(STREAM_OF_KIND)[kinds].tolist()})
+
+
+def _boxes(timed: Simulation, rows: Rows) -> list[Box]:
+    boxes = []
+    for op, device, start_us, end_us in zip(timed.ops, timed.device, timed.start_us, timed.end_us, strict=True):
+        lane = rows.lanes.get((int(device), STREAM_OF_KIND[KINDS.index(op.kind)]))
+        if lane:
+            stages = timed.problem.stages_of[device]
+            colour = op_colour(op.kind, stages.index(op.stage), len(stages))
+            boxes.append(Box(float(start_us), float(end_us), op, lane, colour))
+    return boxes
+
+
+def _draw_idle(panel: Panel, timed: Simulation, rows: Rows) -> None:
+    """The ground of each lane, as long as this schedule lasts: a shorter one ends earlier on the sheet."""
+    end = float(timed.end_us.max()) / panel.unit.size
+    corners = [[(0, lane.top), (end, lane.top), (end, lane.bottom), (0, lane.bottom)] for lane in rows.lanes.values()]
+    panel.axes.add_collection(PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=1), autolim=False)
+
+
+def _draw_words(panel: Panel, strip: Strip, rows: Rows) -> None:
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # the grid ends where words begin
+    panel.text_right(rows.title, strip.title, -panel.width, fontsize=10, fontweight="bold", bbox=ground)
+    for (device, stream), lane in rows.lanes.items():
+        if stream == COMPUTE:
+            panel.text_left(lane.middle, f"device {device}", fontsize=9, color=INK)
+        else:
+            panel.text_left(lane.middle, ("", "offload", "reload")[stream], fontsize=7.5, color=FAINT_INK)
+
+
+def _draw_legend(panel: Panel, strips: Sequence[Strip]) -> None:
+    """Kinds of op in the upper row; shades, idle time and memory in the lower one."""
+    kinds = {KINDS[code] for strip in strips for code in strip.timed.ops.kind.tolist()}
+    stages = max(len(stages) for strip in strips for stages in strip.timed.problem.stages_of)
+    entries = op_entries(kinds, stages)
+    ops, rest = entries[: len(kinds)], entries[len(kinds) :]
+    if any(strip.memory for strip in strips):
+        rest += memory_entries(any(strip.timed.problem.devices[0].memory_bytes for strip in strips))
+    width, height = panel.figure.get_size_inches()
+    for row, inches_below_top in ((ops, 0.16), (rest, 0.42)):
+        anchor = GUTTER_INCHES / width, 1 - inches_below_top / height
+        draw_legend_row(
+            panel.figure, row, anchor, "center left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2
+        )

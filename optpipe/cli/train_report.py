@@ -1,0 +1,88 @@
+"""What `optpipe train` says at the end: losses and times, and of a check gradients and memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from optpipe.cli.output import share_text, stdout, table, write_whole
+
+if TYPE_CHECKING:
+    from optpipe.trace import Trace
+    from optpipe.train import CheckResult, ModelConfig, TrainingResult
+
+GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-7}
+"""A check fails beyond these: what re-ordered sums of a precision can differ by.
+
+Under autocast on a GPU that is two roundings to bfloat16, of 2^-8 each, where it sums in another order before them.
+"""
+
+AUTOCAST_LIMIT_ON_CPU = 1e-5
+"""There the order is the same: the error was below 1e-6, and a step that left autocast out is 0.006 away."""
+
+
+def document(result: TrainingResult) -> dict[str, Any]:
+    """The result as JSON values; of a trace its figures, for its ops are in the file, and of a schedule its method."""
+    values = asdict(replace(result, trace=None, schedule=None))
+    del values["trace"], values["schedule"]
+    values |= {"method": result.schedule.method if result.schedule else None}
+    if result.trace is None:
+        return values
+    from optpipe.cli.trace_report import document as trace_document
+    from optpipe.trace.compare import compare
+
+    return values | {"trace": trace_document(compare(result.trace))}
+
+
+def hand_over(trace: Trace, path: Path, as_json: bool) -> None:
+    """Write a trace and say in short how it compares."""
+    from optpipe.cli.trace_report import print_short
+    from optpipe.trace.compare import compare
+
+    write_whole(path, trace.to_json() + "\n")
+    if not as_json:
+        print_short(trace, compare(trace))
+        stdout().print(f"wrote {path}; see 'optpipe trace {path}' for every difference", markup=False)
+
+
+def passed(check: CheckResult, model: ModelConfig, on_cpu: bool) -> bool:
+    """Whether a check found nothing beyond rounding, and no memory left alive."""
+    limit = AUTOCAST_LIMIT_ON_CPU if model.autocast and on_cpu else GRADIENT_LIMITS[model.autocast or model.dtype]
+    clean = all(left == 0 for device in check.devices for left in device.live_bytes)
+    return clean and check.max_gradient_error <= limit
+
+
+def print_result(result: TrainingResult) -> None:
+    """Loss, what was measured on the way, and of a check the gradient error and each device's memory."""
+    console = stdout()
+    console.print(_steps_text(result))
+    if result.evaluation_loss is not None:
+        console.print(f"loss of the batches evaluated at the end: {result.evaluation_loss:.4f}")
+    if result.bubbles:
+        waited = ", ".join(f"device {d} {share_text(share)}" for d, share in enumerate(result.bubbles))
+        planned = f"; planned {share_text(result.schedule.bubble)}" if result.schedule else ""
+        console.print(f"bubble measured: {waited}{planned}")
+    if result.check is not None:
+        _print_check(result.check)
+
+
+def _steps_text(result: TrainingResult) -> str:
+    begun = f", from step {result.first_step} on" if result.first_step else ""
+    text = f"{len(result.losses)} steps{begun} of {result.parameters:,} parameters in {result.processes} process(es)"
+    if not result.losses:
+        return text
+    took = f"median {median(result.step_seconds):.2f} s a step"
+    return f"{text}: loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {took}"
+
+
+def _print_check(check: CheckResult) -> None:
+    rows = table("device", "peak bytes", "planned", "measured / planned", "host bytes", "left after a step")
+    for d, device in enumerate(check.devices):
+        share = device.peak_bytes / device.planned_peak_bytes if device.planned_peak_bytes else 1.0
+        left = max(device.live_bytes, default=0)
+        sizes = (f"{device.peak_bytes:,}", f"{device.planned_peak_bytes:,}", f"{share:.4f}")
+        rows.add_row(str(d), *sizes, f"{device.host_peak_bytes:,}", f"{left:,}")
+    stdout().print(rows)
+    stdout().print(f"largest gradient error against the plain step: {check.max_gradient_error:.2e}")

@@ -1,0 +1,157 @@
+"""Checkpoints as the loop sees them: what acts between two steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from optpipe.errors import CheckpointError
+from optpipe.train.boundary import Boundary
+from optpipe.train.checkpoints.disk import Disk
+from optpipe.train.checkpoints.folder import clear_leftovers, final_path, retire, steps_in
+from optpipe.train.checkpoints.interrupts import Interrupts
+from optpipe.train.checkpoints.resuming import resume
+from optpipe.train.checkpoints.together import together
+from optpipe.train.checkpoints.writing import write_checkpoint
+from optpipe.train.config import TrainingConfig
+from optpipe.train.model import Model
+
+LOG = logging.getLogger("optpipe.train.checkpoints")
+
+
+@dataclass(frozen=True)
+class Written:
+    """One checkpoint: the steps done before it, where it is, its bytes and the seconds that training waited for it."""
+
+    step: int
+    path: Path
+    size_bytes: int
+    seconds: float
+
+
+class Checkpoints(Boundary):
+    """Writes checkpoints when they are due, and ends the run where a signal asked any process for it.
+
+    Without a folder it only ends the run. `stopped`: training is to end before the next step, in every process;
+    `message` then says where and how to go on. `written`: every checkpoint so far. `failure`: why the last one
+    could not be written, if it could not; training goes on, and the one before is still there.
+    """
+
+    def __init__(self, config: TrainingConfig, model: Model, interrupts: Interrupts, disk: Disk | None = None) -> None:
+        self._config, self._model, self._interrupts = config, model, interrupts
+        self._disk = disk or Disk()
+        self._at = 0
+        self._damaged: list[int] = []
+        self._said = False
+        self.stopped, self.message = False, ""
+        self.written: list[Written] = []
+        self.failure: str | None = None
+
+    def resume(self) -> int:
+        """The step to begin with, in all processes together: stages, optimizers and random numbers are those of it.
+
+        Makes the folder, so that a path that cannot be written to is known before the first step. Raises
+        CheckpointError in every process.
+        """
+        folder, launch = self._config.checkpoints.folder, self._model.launch
+        if folder is None:
+            return 0
+        together(launch, lambda: _open(folder, self._disk) if launch.rank == 0 else None)
+        together(launch, lambda: _check_shared(folder))
+        if _restarts_meet_the_dead():
+            self._tell(logging.WARNING, _RESTARTS)
+        self._at, self._damaged = resume(folder, self._config, self._model)
+        return self._at
+
+    def due(self, step: int) -> bool:
+        """Every so many steps, and after the last."""
+        config = self._config.checkpoints
+        if config.folder is None or step <= self._at:
+            return False
+        return step % config.every_steps == 0 or step == self._config.steps
+
+    def asks(self) -> bool:
+        """Whether a signal has come to this process."""
+        if self._interrupts.requested and not self._said:
+            self._said = True
+            LOG.warning("%s: ending between two steps; Ctrl-C again ends at once", self._interrupts.requested)
+        return self._interrupts.requested is not None
+
+    def act(self, step: int) -> None:
+        """Write what is due or was asked for, and end the run where it was."""
+        signals = [name for name in self._model.launch.gather(self._interrupts.requested) if name]
+        folder = self._config.checkpoints.folder
+        if folder is not None and step > self._at and (signals or self.due(step)):
+            self._write(folder, step)
+        if signals and step < self._config.steps:
+            self.stopped = True
+            self.message = self._how_to_go_on(signals[0], step, folder)
+
+    def _write(self, folder: Path, step: int) -> None:
+        begin = perf_counter()
+        try:
+            size_bytes = write_checkpoint(folder, self._config, self._model, step, self._disk)
+        except CheckpointError as error:
+            self.failure = f"the checkpoint of step {step} could not be written: {error}"
+            self._tell(logging.WARNING, f"{self.failure} {self._newest(folder)}")
+            return
+        self.failure, self._at = None, step
+        self._retire(folder, step)
+        done = Written(step, final_path(folder, step), size_bytes, perf_counter() - begin)
+        self.written.append(done)
+        self._tell(logging.INFO, f"wrote {done.path}: {done.size_bytes:,} bytes in {done.seconds:.2f} s")
+
+    def _retire(self, folder: Path, step: int) -> None:
+        """The checkpoint is written; old ones that cannot be deleted are no reason to call it failed."""
+        if self._model.launch.rank == 0:
+            try:
+                retire(folder, self._disk, step, self._config.checkpoints.keep, self._damaged)
+            except OSError as error:
+                LOG.warning("an old checkpoint stays: %s", error)
+
+    def _how_to_go_on(self, name: str, step: int, folder: Path | None) -> str:
+        ended = f"{name}: ended after {step} of {self._config.steps} steps"
+        if folder is None:
+            return f"{ended}. Nothing of the model is kept. Maybe give a folder with --checkpoint."
+        if self.failure:
+            return f"{ended}; {self.failure} {self._newest(folder)}"
+        again = "The same command" if self._config.checkpoints.resume != "never" else "The command with --resume auto"
+        return f"{ended}; all is in {final_path(folder, step)}. {again} goes on from there."
+
+    def _newest(self, folder: Path) -> str:
+        try:
+            steps = [step for step in steps_in(folder) if step not in self._damaged]
+        except OSError as error:
+            return f"{folder} cannot be read: {error.strerror}."
+        return f"The newest is {final_path(folder, steps[0])}." if steps else "There is none before it."
+
+    def _tell(self, level: int, text: str) -> None:
+        if self._model.launch.rank == 0:
+            LOG.log(level, "%s", text)
+
+
+_RESTARTS = (
+    "torchrun is to start processes again (--max-restarts), but keeps the addresses of those of before, with which the new "
+    "ones may fail to connect. Maybe set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started."
+)
+
+
+def _restarts_meet_the_dead() -> bool:
+    """Whether torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712)."""
+    again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open(folder: Path, disk: Disk) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder, disk)
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not there, though rank 0 has made it. Maybe it is not on a file system that all hosts share."
+        )

@@ -1,0 +1,114 @@
+"""Going on from a checkpoint: the newest that is whole in the eyes of every process, and only if it is of this run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+from optpipe.errors import CheckpointError
+from optpipe.schedule import Schedule
+from optpipe.train.checkpoints.disk import read_tensors
+from optpipe.train.checkpoints.document import GENERATORS, SCHEDULE, stage_file
+from optpipe.train.checkpoints.folder import check_files, final_path, read_manifest, steps_in
+from optpipe.train.checkpoints.generators import restore_generators
+from optpipe.train.checkpoints.likeness import check_same_run, what_may_differ
+from optpipe.train.checkpoints.state import load_stage
+from optpipe.train.checkpoints.together import together
+from optpipe.train.checkpoints.writing import schedule_sha256
+from optpipe.train.config import TrainingConfig
+from optpipe.train.model import Model
+
+LOG = logging.getLogger("optpipe.train.checkpoints")
+
+
+def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, list[int]]:
+    """The step to go on with, and the steps of newer checkpoints that are damaged; in all processes together.
+
+    0 where there is no checkpoint. Raises CheckpointError in all processes: where there is one but none is whole,
+    where it is of another run, and where `config.checkpoints.resume` does not allow what is there.
+    """
+    mode, begin = config.checkpoints.resume, perf_counter()
+    steps = together(model.launch, lambda: steps_in(folder))[0]
+    _check_mode(folder, steps, mode)
+    damaged: list[int] = []
+    for step in steps:
+        path = final_path(folder, step)
+        fault = _fault(path, model)
+        if fault is None:
+            together(model.launch, lambda path=path: _load(path, model))  # type: ignore[misc]
+            if model.launch.rank == 0:
+                LOG.info("resumed from %s in %.2f s", path, perf_counter() - begin)
+            _go_on_with_its_schedule(path, config, model)
+            return step, damaged
+        if mode == "must":
+            raise CheckpointError(f"{fault} Maybe --resume auto takes the one before it.")
+        if model.launch.rank == 0:
+            LOG.warning("refused a checkpoint: %s", fault)
+        damaged.append(step)
+    if damaged:
+        raise CheckpointError(
+            f"{folder} has {len(damaged)} checkpoint(s) but none that is whole. Maybe its files were copied in part; "
+            "with another folder training begins anew."
+        )
+    return 0, []
+
+
+def _check_mode(folder: Path, steps: Sequence[int], mode: str) -> None:
+    if mode == "never" and steps:
+        raise CheckpointError(
+            f"checkpoints.resume is 'never' but {final_path(folder, steps[0])} is there already. "
+            "Maybe --resume auto goes on from it; another folder begins anew."
+        )
+    if mode == "must" and not steps:
+        raise CheckpointError(
+            f"checkpoints.resume is 'must' but {folder} has no checkpoint. Maybe the folder is another."
+        )
+
+
+def _fault(path: Path, model: Model) -> str | None:
+    """What is damaged in it for any process; each looks at the files that it would load."""
+    try:
+        together(model.launch, lambda: _check_whole(path, model))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _check_whole(path: Path, model: Model) -> None:
+    document = read_manifest(path)
+    names = [SCHEDULE, GENERATORS]
+    if document.stages == len(model.program.placement):
+        names += [stage_file(s) for s in model.stages]
+    check_files(path, document, names)
+
+
+def _load(path: Path, model: Model) -> None:
+    document = read_manifest(path)
+    check_same_run(path, document, model)
+    for s, stage in model.stages.items():
+        tensors = read_tensors(path / stage_file(s))
+        load_stage(stage.module, model.optimizers.get(s), tensors, f"stages[{s}]")
+    if document.launched.processes == model.launch.world:
+        restore_generators(read_tensors(path / GENERATORS), model.launch.rank, model.hardware)
+    model.step_number = document.step
+
+
+def _go_on_with_its_schedule(path: Path, config: TrainingConfig, model: Model) -> None:
+    """Swap in the schedule that was in use, if the run is started as it was before: with the same one, or with none.
+
+    Whoever starts it with another one means that one.
+    """
+    document, saved = read_manifest(path), Schedule.load(path / SCHEDULE)
+    started_alike = document.given_schedule == schedule_sha256(config.schedule)
+    if started_alike and saved != model.schedule and _place(saved) == _place(model.schedule):
+        model.swap(saved)
+    if model.launch.rank == 0:
+        for text in what_may_differ(document, model, same_schedule=saved == model.schedule):
+            LOG.warning("resumed %s", text)
+
+
+def _place(schedule: Schedule) -> tuple[list[int], int]:
+    """What a schedule must share with the one that it is swapped for."""
+    return [stage.device for stage in schedule.problem.stages], schedule.problem.microbatches

@@ -1,0 +1,76 @@
+"""The small GPT over the standard library's sources as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from optpipe.runtime.gradient_sync import TiedWeights
+from optpipe.runtime.stage import Loss
+from optpipe.train.config import TrainingConfig
+from optpipe.train.gpt import build_stages, byte_loss, tied_weights
+from optpipe.train.task import Batch
+from optpipe.train.text import Batches, standard_library_text
+
+
+class GPTTask:
+    """A GPT of `stages` stages, with batches of `microbatches` microbatches, those of all replicas."""
+
+    def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
+        model = config.model
+        self._model, self._seed, self._stages = model, config.seed, stages
+        self.shape = model.shape(stages)
+        text = standard_library_text()
+        self._batches = Batches(
+            text,
+            microbatches=microbatches,
+            size=model.microbatch_size,
+            sequence=self.shape.sequence,
+            seed=config.seed,
+        )
+        self._data = {"text_bytes": len(text), "text_sum": int(text.sum())}
+
+    @property
+    def name(self) -> str:
+        """Sizes of the model and of a microbatch."""
+        shape = self.shape
+        return (
+            f"GPT of {shape.layers} layers {shape.width} wide, {self._model.microbatch_size} sequences of "
+            f"{shape.sequence} bytes a microbatch"
+        )
+
+    @property
+    def loss(self) -> Loss:
+        """In nats a byte."""
+        return byte_loss
+
+    @property
+    def ties(self) -> Sequence[TiedWeights]:
+        """The embedding and the head, if asked for."""
+        if not self._model.tied:
+            return ()
+        first, last = tied_weights(self.shape.layers, self._stages)
+        return (TiedWeights((0, first), (self._stages - 1, last)),)
+
+    @property
+    def tokens(self) -> int:
+        """Bytes of text."""
+        return self._model.microbatch_size * self.shape.sequence
+
+    def build_stages(self) -> list[nn.Module]:
+        """As drawn from the seed."""
+        model = self._model
+        return build_stages(self.shape, self._stages, self._seed, model.torch_dtype, tied=model.tied)
+
+    def batch(self, step: int) -> Batch:
+        """Random pieces of the text."""
+        return self._batches.batch(step)
+
+    def identity(self) -> dict[str, Any]:
+        """All sizes, the precision, and which text it is."""
+        model = self._model
+        chosen = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
+        return {"model": model.name, "seed": self._seed} | chosen | asdict(self.shape) | self._data

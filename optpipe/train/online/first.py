@@ -1,0 +1,107 @@
+"""The schedule to begin with: the given one, one in milliseconds, or the best of a search that all wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter, sleep
+
+from optpipe.errors import TrainingError
+from optpipe.problem import Objective, Problem
+from optpipe.profile.measured import Measured
+from optpipe.schedule import Schedule
+from optpipe.train.config import TrainingConfig
+from optpipe.train.launch import Launch
+from optpipe.train.online.config import OnlineConfig
+from optpipe.train.online.events import Events
+from optpipe.train.online.search import Search
+from optpipe.train.online.solver import Solver
+from optpipe.train.online.start import Setting, measure_before, setting_of, with_budgets_of
+from optpipe.train.task import task_of
+
+NEWS_S = 1.0
+"""Rank 0 says so often that it still searches: a wait of other processes has an end, however long a search may be."""
+
+
+@dataclass(frozen=True)
+class First:
+    """What the training begins with: the schedule, where later ones have to fit, and what was measured."""
+
+    schedule: Schedule
+    setting: Setting
+    measured: Measured
+
+
+def first_schedule(
+    config: TrainingConfig, launch: Launch, solver: Solver | None, events: Events, interrupted: Callable[[], bool]
+) -> First:
+    """Measure, and find the schedule to begin with; called by all processes together, with the same answer.
+
+    `solver` is rank 0's, which stops searching once it is `interrupted`. Raises OptPipeError in every process where
+    there is no schedule, and KeyboardInterrupt in rank 0.
+    """
+    online, given = config.online, config.schedule
+    setting = setting_of(online, given, _objective(config, launch))
+    task = task_of(config, len(setting.placement), setting.microbatches)
+    measured, seconds = measure_before(task, setting, launch, online.rounds)
+    events.tell(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
+    if given is not None:
+        return First(given, with_budgets_of(setting, given, measured), measured)
+    begin = perf_counter()
+    schedule = _from_rank_0(online, setting.problem(measured), launch, solver, interrupted)
+    seconds = perf_counter() - begin
+    text = f"{schedule.method}: {schedule.value_us:,.0f} us a step predicted, found in {seconds:.2f} s"
+    events.tell(0, "found", text, seconds)
+    return First(schedule, setting, measured)
+
+
+def _objective(config: TrainingConfig, launch: Launch) -> Objective:
+    """What a step takes: a device's span where each updates its weights without waiting for the others."""
+    return "device_span" if config.optimizer.optimistic and launch.distributed else "makespan"
+
+
+def _from_rank_0(
+    config: OnlineConfig, problem: Problem, launch: Launch, solver: Solver | None, interrupted: Callable[[], bool]
+) -> Schedule:
+    """The schedule that rank 0 finds; the others wait for it, or for the reason why there is none."""
+    if launch.rank:
+        while (news := launch.broadcast(None)) is None:
+            pass
+        if "error" in news:
+            raise TrainingError(f"rank 0 found no schedule: {news['error']}")
+        return Schedule.from_data(news["schedule"])
+    try:
+        if solver is None:
+            raise TrainingError("a schedule is to be found, but no solver was given. Maybe use optpipe train --solve.")
+        schedule = solver.quick(problem)
+        if config.mode == "first":
+            schedule = _searched(config, problem, schedule, launch, solver, interrupted)
+    except BaseException as error:
+        launch.broadcast({"error": str(error) or type(error).__name__})
+        raise
+    launch.broadcast({"schedule": schedule.to_data()})
+    return schedule
+
+
+def _searched(
+    config: OnlineConfig,
+    problem: Problem,
+    start: Schedule,
+    launch: Launch,
+    solver: Solver,
+    interrupted: Callable[[], bool],
+) -> Schedule:
+    """The best of a whole search, which begins at `start`."""
+    search, said = Search(solver, config), perf_counter()
+    search.begin(problem, start)
+    try:
+        while not search.over:
+            sleep(0.02)
+            if interrupted():
+                raise KeyboardInterrupt
+            if perf_counter() - said > NEWS_S:
+                launch.broadcast(None)
+                said = perf_counter()
+        return search.take() or start
+    finally:
+        search.cancel()

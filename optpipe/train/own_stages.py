@@ -1,0 +1,126 @@
+"""A user's own stages as a task: modules, one microbatch and a loss from one callable, batches from another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import InputError, Issue
+from optpipe.profile.callables import Named, check_tensors
+from optpipe.profile.subject import Subject, load_subject
+from optpipe.runtime.gradient_sync import TiedWeights
+from optpipe.runtime.messages import Tree, leaves, spec_of, spec_text
+from optpipe.runtime.stage import Loss
+from optpipe.train.config import TrainingConfig
+from optpipe.train.launch import leads
+from optpipe.train.task import Batch
+
+LOG = logging.getLogger("optpipe.train")
+
+DATA_RETURNS = "(inputs, targets), two lists with one entry a microbatch"
+
+
+class OwnStages:
+    """What the callable of `config.model.name` returns, in batches of `microbatches`, those of all replicas.
+
+    It is called anew for each set of stages, with torch's generator seeded, so that all are equal. Raises InputError
+    where it does not return `stages` stages, or `config.model.data` no such batches.
+    """
+
+    ties: Sequence[TiedWeights] = ()
+
+    def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
+        self._model, self._seed, self._microbatches = config.model, config.seed, microbatches
+        first = self._load()
+        self._check_count(len(first.stages), stages)
+        self._inputs, self._targets, self._loss = first.inputs, first.targets, first.loss
+        self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in first.stages]
+        self._unused: list[nn.Module] | None = list(first.stages)
+        self._data = Named("data", config.model.data) if config.model.data else None
+        self._look_at_data()
+
+    @property
+    def name(self) -> str:
+        """That of the callable."""
+        return self._model.name
+
+    @property
+    def loss(self) -> Loss:
+        """As the callable returned it."""
+        return self._loss
+
+    @property
+    def tokens(self) -> int:
+        """Of the first input: its integers, its positions where it is (N, T, C), else its rows."""
+        first: Tensor = leaves(self._inputs)[0]
+        if not first.dim() or not first.is_floating_point():
+            return first.numel()
+        return first.shape[0] * first.shape[1] if first.dim() == 3 else first.shape[0]
+
+    def build_stages(self) -> list[nn.Module]:
+        """New modules, the same weights at each call."""
+        unused, self._unused = self._unused, None
+        return unused or list(self._load().stages)
+
+    def batch(self, step: int) -> Batch:
+        """What the data callable says of the step; without one the same microbatch again and again."""
+        if self._data is None:
+            return [self._inputs] * self._microbatches, [self._targets] * self._microbatches
+        returned = self._data(step)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            self._data.refuse("wrong_return", f"returns {type(returned).__name__}, but must return {DATA_RETURNS}.")
+        inputs, targets = returned
+        self._check_part("inputs", inputs, self._inputs, step)
+        self._check_part("targets", targets, self._targets, step)
+        return list(inputs), list(targets)
+
+    def identity(self) -> dict[str, Any]:
+        """The two names, the seed, and the shapes of all parameters."""
+        return {
+            "model": self._model.name,
+            "data": self._model.data,
+            "seed": self._seed,
+            "microbatch": spec_text(spec_of(self._inputs)),
+            "parameters": self._shapes,
+        }
+
+    def _load(self) -> Subject:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            return load_subject(self._model.name)
+
+    def _check_count(self, found: int, stages: int) -> None:
+        if found != stages:
+            detail = (
+                f"is {self._model.name}, which returns {found} stage(s), but the schedule has {stages}. Maybe profile "
+                "and solve for this model, or return as many stages."
+            )
+            raise InputError([Issue("model.name", "wrong_count", detail)])
+
+    def _look_at_data(self) -> None:
+        """Before a step is run: whether batches fit, or that there are none."""
+        if self._data is not None:
+            self.batch(0)
+        elif leads():
+            LOG.warning("no --data: every step trains on the one microbatch that %s returns", self._model.name)
+
+    def _check_part(self, field: str, found: Any, like: Tree, step: int) -> None:
+        """As many entries as microbatches, each shaped as the model's microbatch: what is sent never changes."""
+        assert self._data is not None, "there is something to check"
+        if not isinstance(found, list | tuple):
+            self._data.refuse(
+                "wrong_return", f"returns {type(found).__name__} for {field}, but must return {DATA_RETURNS}."
+            )
+        if len(found) != self._microbatches:
+            detail = f"returns {len(found)} {field} for step {step}, but a step has {self._microbatches} microbatches."
+            self._data.refuse("wrong_count", detail)
+        for i, tree in enumerate(found):
+            check_tensors(self._data.name, f"{field}[{i}]", tree, "data")
+            shape, expected = spec_text(spec_of(tree)), spec_text(spec_of(like))
+            if shape != expected:
+                detail = f"returns {shape} as {field}[{i}] of step {step}, but {self._model.name} returns {expected}."
+                self._data.refuse("wrong_shape", detail)

@@ -1,0 +1,66 @@
+"""What is trained: a model cut into stages, its loss and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from optpipe.runtime.gradient_sync import TiedWeights
+from optpipe.runtime.messages import Tree
+from optpipe.runtime.stage import Loss
+
+if TYPE_CHECKING:
+    from optpipe.train.config import TrainingConfig
+
+Batch = tuple[list[Tree], list[Tree]]
+"""Inputs and targets by microbatch."""
+
+
+class Task(Protocol):
+    """Given by its config and seed alone, so that every process builds the same."""
+
+    @property
+    def name(self) -> str:
+        """In a line, for people."""
+        ...
+
+    @property
+    def loss(self) -> Loss:
+        """Mean over a microbatch."""
+        ...
+
+    @property
+    def ties(self) -> Sequence[TiedWeights]:
+        """Parameters of two stages that are one."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens (rows, where there are none) of one microbatch."""
+        ...
+
+    def build_stages(self) -> list[nn.Module]:
+        """The stages on the CPU; the same weights at each call."""
+        ...
+
+    def batch(self, step: int) -> Batch:
+        """Inputs and targets of a step, by microbatch, of all replicas: a function of the step alone."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal in all processes and when a checkpoint is resumed, as JSON."""
+        ...
+
+
+def task_of(config: TrainingConfig, stages: int, microbatches: int) -> Task:
+    """The task of a run whose schedule has so many stages and, in each of its replicas, microbatches.
+
+    Raises InputError where a user's own stages cannot be loaded or do not fit.
+    """
+    from optpipe.train.gpt_task import GPTTask
+    from optpipe.train.own_stages import OwnStages
+
+    kind = OwnStages if config.model.own else GPTTask
+    return kind(config, stages, microbatches * config.data_parallel)

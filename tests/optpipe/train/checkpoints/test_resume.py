@@ -1,0 +1,204 @@
+"""Going on from a checkpoint: losses bit for bit those of a run that nothing interrupted, or one clear refusal."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.errors import CheckpointError, InputError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.train import CheckpointConfig, OptimizerConfig
+from optpipe.train.checkpoints.folder import final_path, newest_schedule, steps_in
+from optpipe.train.checkpoints.resuming import resume
+from optpipe.train.model import Model
+from tests.optpipe.runtime.schedules import one_f_one_b, random_schedule, v_wave
+from tests.optpipe.train.checkpoints.runs import STEPS, config_of, run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the checkpoints of steps 2 and 4."""
+    run(config_of(tmp_path / "kept"), until=4)
+    return tmp_path / "kept"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "float64": {},
+    "float32": {"dtype": "float32"},
+    "tied": {"tied": True},
+    "sgd": {"optimizer": OptimizerConfig("sgd", learning_rate=0.1)},
+    "a learning rate that moves": {"optimizer": OptimizerConfig(warm_up_steps=3, decay="cosine")},
+    "clipped": {"optimizer": OptimizerConfig(clip_norm=0.5)},
+    "V": {"schedule": v_wave(2, 2), "layers": 4},
+    "offload": {"schedule": one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    """Ended before step 5 as by a kill: the last checkpoint is that of step 4, which is done again."""
+    whole = run(config_of(None, **CASES[name])).losses
+    before = run(config_of(tmp_path, **CASES[name]), until=5).losses
+    after = run(config_of(tmp_path, **CASES[name], resume="must")).losses
+    assert list(after) == [4, 5]
+    assert before | after == whole
+    assert after[4] == before[4]
+
+
+def test_other_schedules_of_the_same_stages_go_on_from_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files are by stage: two devices, one device, or another order; sums may then be added in another order."""
+    whole = run(config_of(None)).losses
+    for schedule in (one_f_one_b(2, 2, moved=[(0, 0), (0, 1)]), _on_one_device(one_f_one_b(2, 2))):
+        caplog.clear()
+        again = run(config_of(folder, schedule=schedule, keep=9)).losses
+        assert again == pytest.approx({step: whole[step] for step in again}, rel=1e-12)
+        assert "resumed with another schedule than before: sums may be added in another order" in caplog.messages
+        shutil.rmtree(final_path(folder, STEPS))
+
+
+def test_with_the_same_schedule_nothing_is_said_to_differ(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(config_of(folder))
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_schedule_that_was_swapped_in_is_gone_on_with(tmp_path: Path) -> None:
+    """The run is started with the schedule that it was started with before, and runs the one that it had come to."""
+    config = config_of(tmp_path)
+    better = one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])
+
+    first = run(config, until=0)
+    first.model.step(first.model.task.batch(0))
+    first.model.swap(better)
+    first.model.step(first.model.task.batch(1))
+    first.checkpoints.act(2)
+    assert newest_schedule(tmp_path) == better
+    assert run(config, until=0).model.schedule == better
+    other = one_f_one_b(2, 2, fused=True)
+    assert run(replace(config, schedule=other), until=0).model.schedule == other
+
+
+def test_a_run_that_is_over_is_not_trained_again_but_can_go_on(folder: Path) -> None:
+    run(config_of(folder))
+    assert run(config_of(folder)).losses == {}
+    longer = run(config_of(folder, steps=STEPS + 2)).losses
+    assert longer == {step: run(config_of(None, steps=STEPS + 2)).losses[step] for step in (STEPS, STEPS + 1)}
+    with pytest.raises(
+        CheckpointError, match=r"steps is 3 but .*step-0000000008 comes after 8 steps\. Maybe raise --steps"
+    ):
+        run(config_of(folder, steps=3))
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    run(config_of(tmp_path, keep=2, every_steps=1))
+    assert steps_in(tmp_path) == [6, 5]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
+    """The same, with a model to load it into."""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder, run(config_of(folder), until=4).model
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_seen(kept: tuple[Path, Model], data: st.DataObject) -> None:
+    """In any file of the newest checkpoint, at any place: it is refused by name, and the one before is taken."""
+    folder, model = kept
+    path = data.draw(st.sampled_from(sorted(final_path(folder, 4).iterdir())))
+    content = path.read_bytes()
+    place, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    damaged = bytearray(content)
+    damaged[place] ^= 1 << bit
+    path.write_bytes(damaged)
+    try:
+        with pytest.raises(CheckpointError, match=path.name):
+            resume(folder, config_of(folder, resume="must"), model)
+        assert resume(folder, config_of(folder), model) == (2, [4])
+    finally:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "stage-0001.safetensors", "schedule.json"])
+def test_a_missing_file_is_seen(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (final_path(folder, 4) / name).unlink()
+    assert run(config_of(folder), until=0).model.step_number == 2
+    [told] = caplog.messages
+    assert name in told
+    assert "refused" in told
+
+
+def test_a_damaged_checkpoint_is_written_anew_when_training_comes_to_it(folder: Path) -> None:
+    """And until then it is not what is kept in place of a whole one."""
+    path = final_path(folder, 4) / "stage-0000.safetensors"
+    path.write_bytes(b"nothing")
+    run(config_of(folder, keep=1, every_steps=3), until=3)
+    assert steps_in(folder) == [4, 3]
+    again = run(config_of(folder, keep=1))
+    assert list(again.losses) == [3, 4, 5]
+    assert steps_in(folder) == [6]
+
+
+def test_where_none_is_whole_nothing_begins_anew_unasked(folder: Path) -> None:
+    for step in (2, 4):
+        (final_path(folder, step) / "checkpoint.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has 2 checkpoint\\(s\\) but none that is whole"):
+        run(config_of(folder))
+
+
+def test_modes(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"resume is 'never' but .*step-0000000004 is there already\. Maybe"):
+        run(config_of(folder, resume="never"))
+    with pytest.raises(CheckpointError, match=r"resume is 'must' but .*empty has no checkpoint\. Maybe"):
+        run(config_of(tmp_path / "empty", resume="must"))
+    with pytest.raises(InputError, match=r"resume is 'must', but folder does not say"):
+        CheckpointConfig(None, resume="must")
+    assert list(run(config_of(tmp_path / "new" / "deep", resume="never"), until=1).losses) == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, r"task\.dtype is 'float64' in .*step-0000000004 but 'float32' now\. Maybe"),
+        ({"layers": 4}, r"task\.layers is 2 in .* but 4 now"),
+        ({"seed": 5}, r"task\.seed is 0 in .* but 5 now"),
+        ({"schedule": one_f_one_b(2, 4)}, r"microbatches of a step, of all replicas, is 2 in .* but 4 now"),
+        ({"schedule": one_f_one_b(1, 2), "layers": 2}, r"the number of stages is 2 in .* but 1 now"),
+        ({"optimizer": OptimizerConfig("sgd")}, r"optimizer\.name is 'adamw' in .* but 'sgd' now"),
+    ],
+)
+def test_another_run_is_refused_by_field_and_values(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        run(config_of(folder, **changes))
+
+
+def test_options_that_may_change_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(config_of(folder, optimizer=OptimizerConfig(learning_rate=0.01)), until=0)
+    assert "resumed with optimizer.learning_rate 0.01; it was 0.001 before" in caplog.messages
+
+
+def test_a_folder_that_is_a_file_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file: File exists"):
+        run(config_of(tmp_path / "file"))
+
+
+def test_leftovers_of_a_killed_process_are_cleared(folder: Path) -> None:
+    (folder / ".partial-step-0000000099").mkdir()
+    run(config_of(folder), until=0)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def _on_one_device(schedule: Schedule) -> Schedule:
+    """The same stages, all on one device."""
+    data = schedule.problem.to_data()
+    stages = [stage | {"device": 0} for stage in data["stages"]]
+    return random_schedule(Problem.from_data(data | {"stages": stages, "devices": data["devices"][:1]}), 1)

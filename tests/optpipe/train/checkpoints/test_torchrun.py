@@ -1,0 +1,98 @@
+"""Several processes: they write one checkpoint together, end at one step, and go on from it in any number."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe.train.checkpoints.folder import final_path, steps_in
+from tests.optpipe.train.checkpoints.runs import STEPS, config_of, run
+from tests.torchrun import end, start, torchrun
+
+WORKER = Path(__file__).parent / "torchrun_worker.py"
+ENDLESS = Path(__file__).parent / "endless_worker.py"
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Ranks:
+    run(config_of(folder / "alone"), until=4)
+    torchrun(WORKER, 2, str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", ["two devices", "two replicas"])
+def test_a_signal_to_one_process_ends_all_before_the_same_step(ranks: Ranks, name: str) -> None:
+    """And together the two runs have the losses of one that nothing ended, bit for bit."""
+    whole, first, second = (ranks[0][name][part] for part in ("whole", "first", "second"))
+    assert ranks[0][name] == ranks[1][name]
+    ended = len(first["losses"])
+    assert 3 <= ended < STEPS
+    assert first["stopped"].startswith(f"SIGTERM: ended after {ended} of {STEPS} steps; all is in ")
+    assert second["first_step"] == ended
+    assert first["losses"] + second["losses"] == whole["losses"]
+
+
+@pytest.mark.torchrun
+def test_each_stage_is_written_once(ranks: Ranks, folder: Path) -> None:
+    for name, stages in (("devices", 2), ("replicas", 1)):
+        files = {path.name for path in final_path(folder / name, STEPS).iterdir() if path.name.startswith("stage")}
+        assert files == {f"stage-{s:04d}.safetensors" for s in range(stages)}
+
+
+@pytest.mark.torchrun
+def test_two_processes_go_on_from_what_one_has_written(ranks: Ranks) -> None:
+    found = ranks[0]["from one process"]
+    assert found["first_step"] == 4
+    assert found["losses"] == pytest.approx(list(run(config_of(None)).losses.values())[4:], rel=1e-12)
+
+
+@pytest.mark.torchrun
+def test_a_disk_that_fails_one_process_fails_the_checkpoint_and_not_the_run(ranks: Ranks) -> None:
+    """That of step 4 is not there, those before and after are; nobody waits for the one that failed."""
+    for rank in ranks:
+        assert len(rank["full disk"]["losses"]) == 5
+        assert rank["full disk"]["there"] == ["step-0000000005"]
+
+
+@pytest.mark.torchrun
+def test_a_signal_to_the_launcher_ends_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
+    with start(ENDLESS, 2, str(tmp_path)) as launcher:
+        try:
+            deadline = time.monotonic() + 120
+            while not (tmp_path / "begun").exists() and launcher.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            launcher.send_signal(signal.SIGINT)
+            launcher.communicate(timeout=60)
+        except BaseException:
+            end(launcher)
+            raise
+    told = {(tmp_path / f"rank{rank}.txt").read_text() for rank in range(2)}
+    [step] = steps_in(tmp_path / "checkpoints")
+    assert told == {
+        f"SIGINT: ended after {step} of 1000000 steps; all is in {final_path(tmp_path / 'checkpoints', step)}. "
+        "The same command goes on from there."
+    }
+
+
+def test_restarts_that_would_look_for_the_dead_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for restarts in ("0", "2"):
+        caplog.clear()
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        run(config_of(tmp_path), until=0)
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == (restarts == "2")

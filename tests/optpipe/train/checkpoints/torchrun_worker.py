@@ -1,0 +1,96 @@
+"""Runs under torchrun on two processes: interrupted and resumed runs, and a disk that fails one of them.
+
+Usage: torchrun_worker.py FOLDER. Each rank writes what it found to `FOLDER/rankN.json`.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optpipe.runtime.stage import Stage
+from optpipe.train import TrainingConfig, TrainingResult, train
+from optpipe.train.checkpoints.disk import Disk
+from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.optpipe.train.checkpoints.runs import config_of
+
+RANK = int(os.environ["RANK"])
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {
+        "two devices": interrupted(config_of(folder / "devices")),
+        "two replicas": interrupted(
+            config_of(folder / "replicas", schedule=one_f_one_b(1, 2), layers=2, data_parallel=2)
+        ),
+        "from one process": summary(train(config_of(folder / "alone", resume="must"))),
+        "full disk": full_disk(config_of(folder / "full", keep=1)),
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def interrupted(config: TrainingConfig) -> dict[str, Any]:
+    """A run without checkpoints; one in whose step 2 one process gets a signal; and one that goes on from there."""
+    whole = train(replace(config, checkpoints=config_of(None).checkpoints))
+    with signal_in_step(2):
+        first = train(config)
+    return {"whole": summary(whole), "first": summary(first), "second": summary(train(config))}
+
+
+@contextmanager
+def signal_in_step(step: int) -> Iterator[None]:
+    """Within: rank 1 alone gets SIGTERM in this step."""
+    forward = Stage.forward
+
+    def signalled(stage: Stage, microbatch: int, *arguments: Any, **options: Any) -> Any:
+        if RANK == 1 and microbatch == 1 and stage.random is not None and stage.random.step == step + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return forward(stage, microbatch, *arguments, **options)
+
+    Stage.forward = signalled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Stage.forward = forward  # type: ignore[method-assign]
+
+
+def full_disk(config: TrainingConfig) -> dict[str, Any]:
+    """A run in which rank 1 cannot write its stage of the checkpoint of step 4, and those that are there after it."""
+    write = Disk.write_tensors
+
+    def full(disk: Disk, path: Path, tensors: Any) -> Any:
+        if RANK == 1 and path.parent.name.endswith("4"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(disk, path, tensors)
+
+    Disk.write_tensors = full  # type: ignore[method-assign]
+    found = summary(train(replace(config, steps=5)))
+    Disk.write_tensors = write  # type: ignore[method-assign]
+    assert config.checkpoints.folder is not None
+    dist.barrier()  # rank 0 deletes old ones while the others go on
+    return found | {"there": sorted(path.name for path in config.checkpoints.folder.iterdir())}
+
+
+def summary(result: TrainingResult) -> dict[str, Any]:
+    return {"first_step": result.first_step, "losses": result.losses, "stopped": result.stopped}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""Runs under torchrun: trains a schedule to which a better one is found on the way, and writes what became of it.
+
+Usage: online_worker.py FOLDER MODE. Rank 0 alone has a solver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from optpipe.train import ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig, train
+from solver.portfolio import solve
+from tests.optpipe.train.online.solvers import Scripted
+from tests.problems import uniform
+
+
+def main(folder: Path, mode: str) -> None:
+    torch.set_num_threads(1)
+    online = OnlineConfig(mode, devices=2, rounds=1, first_step=1, record_steps=2, every_steps=1000, least_gain=0)  # type: ignore[arg-type]
+    given = None if mode == "first" else solve(uniform(2, 4), "gpipe")
+    config = TrainingConfig(
+        given,
+        ModelConfig("tiny", dtype="float64"),
+        OptimizerConfig(clip_norm=0.5),
+        online=online,
+        steps=20,
+        timeout_seconds=120,
+    )
+    leads = os.environ["RANK"] == "0"
+    result = train(config, None, Scripted(["zb-h1"]) if leads else None)
+    assert result.schedule is not None
+    kinds = [event.kind for event in result.events]
+    found = {"losses": result.losses, "kinds": kinds, "method": result.schedule.method}
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

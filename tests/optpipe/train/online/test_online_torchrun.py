@@ -1,0 +1,38 @@
+"""Changing schedules with a process a device: all change between the same two steps, and numbers stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
+from solver.portfolio import solve
+from tests.problems import uniform
+from tests.torchrun import torchrun
+
+WORKER = Path(__file__).parent / "online_worker.py"
+
+
+def _ranks(folder: Path, mode: str) -> list[dict[str, Any]]:
+    torchrun(WORKER, 2, str(folder), mode)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> tuple[float, ...]:
+    model, optimizer = ModelConfig("tiny", dtype="float64"), OptimizerConfig(clip_norm=0.5)
+    return train(TrainingConfig(solve(uniform(2, 4), "gpipe"), model, optimizer, steps=20)).losses
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("mode", ["off", "first", "online"])
+def test_both_processes_run_the_same_schedules_and_lose_as_much(
+    tmp_path: Path, mode: str, plain_losses: tuple[float, ...]
+) -> None:
+    first, second = _ranks(tmp_path, mode)
+    assert first["method"] == second["method"] == ("gpipe" if mode == "off" else "zb-h1")
+    assert first["losses"] == second["losses"] == pytest.approx(list(plain_losses), rel=1e-10)
+    assert ("swapped" in first["kinds"]) == ("swapped" in second["kinds"]) == (mode == "online")

@@ -1,0 +1,67 @@
+"""The picture of a run has every step, and marks what happened on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from optpipe.plot.output import FORMATS, settings
+from optpipe.train import StepReport
+from optpipe.train.config.output import PICTURES
+from optpipe.train.online.events import OnlineEvent
+from optpipe.train.output.picture import MANY_STEPS, Picture, run_grid
+from tests.optpipe.train.output.reports import step
+
+
+def curve(axes: Axes, number: int = 0) -> list[list[float]]:
+    return [[float(v) for v in np.asarray(part)] for part in axes.lines[number].get_data()]
+
+
+def labels(steps: list[StepReport]) -> list[str]:
+    with settings():
+        figure = run_grid(steps, "a run").figure
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_every_step_is_drawn() -> None:
+    steps = [step(k, seconds=1 + k) for k in range(3, 6)]
+    with settings():
+        loss, speed, seconds = run_grid(steps, "a run").axes
+    assert curve(loss) == [[3, 4, 5], [s.loss for s in steps]]
+    assert curve(speed) == [[3, 4, 5], [25, 20, pytest.approx(100 / 6)]]
+    assert curve(seconds) == [[3, 4, 5], [4, 5, 6]]
+    assert speed.get_ylim()[0] == seconds.get_ylim()[0] == 0
+
+
+def test_many_steps_have_a_median_that_no_outlier_moves() -> None:
+    steps = [step(k, seconds=60.0 if k == 30 else 3.0) for k in range(MANY_STEPS)]
+    with settings():
+        seconds = run_grid(steps, "a run").axes[2]
+    assert max(curve(seconds)[1]) == 60
+    assert set(curve(seconds, 1)[1]) == {3.0}
+
+
+def test_swaps_and_undone_updates_are_marked() -> None:
+    plain = [step(0), step(1)]
+    marked = [step(0, rolled_back=True), step(1, events=(OnlineEvent(1, "swapped", "a better one"),))]
+    assert set(labels(marked)) - set(labels(plain)) == {"new schedule", "update undone"}
+    other = [step(0), step(1, events=(OnlineEvent(1, "kept", "no better one"),))]
+    assert labels(other) == labels(plain)
+
+
+@pytest.mark.parametrize("suffix", PICTURES)
+def test_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run{suffix}"
+    picture = Picture(path, "a run")
+    picture.draw()
+    assert not path.exists()
+    picture(step(0))
+    picture.draw()
+    assert path.stat().st_size > 1000
+
+
+def test_the_configuration_knows_all_formats() -> None:
+    assert {suffix.removeprefix(".") for suffix in PICTURES} == set(FORMATS)
