@@ -7,7 +7,6 @@ brought to the present order of sections.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,14 +14,25 @@ from benchmarks import (
     executor,
     milp_accelerations,
     pattern_curve,
+    predicted_steps,
     seconds_by_size,
     service_load,
     suites,
     value_over_time,
 )
+from benchmarks.marks import between, marked
 from benchmarks.section import SIZES, Section, say
 
-MODULES = (value_over_time, milp_accelerations, pattern_curve, seconds_by_size, suites, executor, service_load)
+MODULES = (
+    value_over_time,
+    milp_accelerations,
+    pattern_curve,
+    seconds_by_size,
+    suites,
+    executor,
+    predicted_steps,
+    service_load,
+)
 SECTIONS = {section.name: section for module in MODULES for section in module.SECTIONS}
 DOCUMENTS = {"quick": Path("out/benchmarks/benchmarks.md"), "full": Path("docs/benchmarks.md")}
 
@@ -71,22 +81,14 @@ def _document(bodies: dict[str, str]) -> str:
     parts = [HEAD]
     for name, section in SECTIONS.items():
         body = bodies.get(name, f"{NOT_MEASURED} `{section.command} --size full` does.")
-        parts.append(f"## {section.title}\n\n{section.intent}\n\n{_begin(name)}\n{body}\n{_end(name)}\n")
+        parts.append(f"## {section.title}\n\n{section.intent}\n\n{marked(name, body)}\n")
     return "\n".join(parts)
 
 
 def _bodies(document: str) -> dict[str, str]:
     """What the document holds between the marks of each section."""
-    found = {name: re.search(f"{_begin(name)}\n(.*?)\n{_end(name)}", document, re.DOTALL) for name in SECTIONS}
-    return {name: match[1] for name, match in found.items() if match}
-
-
-def _begin(name: str) -> str:
-    return f"<!-- {name}: measured -->"
-
-
-def _end(name: str) -> str:
-    return f"<!-- {name}: end -->"
+    found = {name: between(document, name) for name in SECTIONS}
+    return {name: body for name, body in found.items() if body is not None}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ WARM_UP = 3
 
 
 def main(folder: Path) -> None:
+    """Run the case of `folder` as one process of several, and leave what was measured there."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     case = Case(**json.loads((folder / "case.json").read_text()))

@@ -31,10 +31,12 @@ class Rig:
 
     @cached_property
     def program(self) -> Program:
+        """What the schedule compiles to."""
         return compile_schedule(self.schedule)
 
     @cached_property
     def modules(self) -> list[nn.Module]:
+        """The plain modules on the device, one a stage."""
         return [module.to(self.device) for module in self.plain_modules()]
 
     def plain_modules(self) -> list[nn.Module]:
@@ -44,6 +46,7 @@ class Rig:
 
     @cached_property
     def stages(self) -> dict[int, Stage]:
+        """The runtime's stages by number."""
         last = len(self.modules) - 1
         scale = 1 / self.program.microbatches
         return {
@@ -53,6 +56,7 @@ class Rig:
 
     @cached_property
     def messages(self) -> list[MessageSpec]:
+        """What crosses each boundary."""
         shape = (SEQUENCES, self.shape.sequence, self.shape.width)
         return [MessageSpec(shape, self.dtype)] * (len(self.modules) - 1)
 
@@ -66,6 +70,7 @@ class Rig:
 
     @cached_property
     def pipeline(self) -> Pipeline:
+        """All devices in this process, on one GPU."""
         devices = range(len(self.program.devices))
         transport = local_transport(self.device)
         return Pipeline(self.program, self.stages, devices, transport, self.messages)

@@ -52,6 +52,7 @@ class Profile:
 
     @cached_property
     def microbatch_bytes(self) -> int:
+        """Activations of one microbatch on the device that holds most of it: the unit of memory."""
         stages = self.problem.stages
         return max(sum(stages[s].activation_bytes for s in here) for here in self.problem.stages_of)
 
@@ -73,16 +74,20 @@ class Profile:
         return [int(half * self.microbatch_bytes / 2) for half in range(2 * memory["V-Min"], 2 * memory["1F1B"] + 1)]
 
     def patterns(self, width: int) -> list[Pattern]:
+        """The patterns that a beam of `width` finds over all periods."""
         periods = [self.work_us * share for share in np.arange(1.0, LONGEST, STEP)]
         return patterns_found(self.problem, periods, width)
 
     def curve(self, patterns: Sequence[Pattern], microbatches: int) -> list[CurvePoint]:
+        """For each budget, the best schedule of so many microbatches by any of the patterns."""
         return memory_curve(with_budget(self.problem, 0, microbatches), patterns, self.budgets_bytes)
 
     def memory(self, point: CurvePoint) -> float:
+        """The budget of a point in microbatches of activations."""
         return point.budget_bytes / self.microbatch_bytes
 
     def bubble(self, point: CurvePoint, microbatches: int) -> float:
+        """The bubble of a point with so many microbatches."""
         return 1 - microbatches * self.work_us / point.value_us
 
     def bubble_of_period(self, point: CurvePoint) -> float:

@@ -48,6 +48,7 @@ class Sized:
 
     @property
     def size_text(self) -> str:
+        """The size in the letters of the papers."""
         return f"p = {len(self.problem.devices)}, m = {self.problem.microbatches}"
 
 
@@ -100,6 +101,7 @@ class Growth:
 
     @property
     def command(self) -> str:
+        """What measures this section again."""
         return f"python -m benchmarks.seconds_by_size {self.name}"
 
     def measure(self, size: Size, pictures: Path) -> str:

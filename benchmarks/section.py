@@ -29,6 +29,7 @@ class Section:
     measure: Callable[[Size, Path], str]
 
     def picture(self, pictures: Path) -> Path:
+        """Where this section's picture goes."""
         return pictures / f"{self.name}.png"
 
 

@@ -7,14 +7,18 @@ settings       settings of a service on it
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 from sqlalchemy import make_url
@@ -27,6 +31,11 @@ from api.settings import Settings
 TEMPLATE = "migrated"
 IN_MEMORY = Path("/dev/shm")
 ROOM_BYTES = 2**30
+PREFIX = "optpipe-tests-"
+OWNER = "owner"
+"""The file that the process which uses a folder holds locked."""
+LONG_AGO_S = 3600.0
+END_S = 10.0
 _numbers = count()
 
 
@@ -35,12 +44,46 @@ def server_folder() -> Iterator[Path]:
     """A folder for a PostgreSQL: in memory where there is room, because writing through to a disk takes seconds."""
     # Not in pytest's own folder: for root PostgreSQL runs as another user, who may not enter there.
     roomy = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > ROOM_BYTES
-    folder = Path(tempfile.mkdtemp(prefix="optpipe-tests-", dir=IN_MEMORY if roomy else None))
+    parent = IN_MEMORY if roomy else Path(tempfile.gettempdir())
+    remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     os.chmod(folder, 0o755)
+    with (folder / OWNER).open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)  # the kernel lets go of it however this process ends
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the folders of tests that were killed, and end the servers that they left running."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        if _is_abandoned(folder):
+            _end_server(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
     try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with (folder / OWNER).open("r+") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except FileNotFoundError:  # its owner has no lock yet, or ended before it had one
+        with suppress(FileNotFoundError):
+            return time.time() - folder.stat().st_mtime > LONG_AGO_S
+        return False
+    except OSError:
+        return False
+
+
+def _end_server(folder: Path) -> None:
+    with suppress(OSError, ValueError, psutil.NoSuchProcess):
+        pid = int((folder / "postgresql" / "postmaster.pid").read_text().split()[0])
+        server = psutil.Process(pid)
+        if str(folder / "postgresql") in server.cmdline():
+            server.send_signal(signal.SIGQUIT)  # at once: nobody needs its data
+            server.wait(END_S)
 
 
 @pytest.fixture(scope="session")

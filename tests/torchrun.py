@@ -12,31 +12,41 @@ TIMEOUT_SECONDS = 300
 """Of a busy machine: alone a run takes some seconds."""
 
 
-def torchrun(worker: Path, processes: int, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+def torchrun(
+    worker: Path, processes: int, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS, restarts: int = 0
+) -> str:
     """Run the worker to its end on every rank and return what they printed on stdout.
 
-    What they printed on stderr is shown where one of them fails or takes too long.
+    What they printed on stderr is shown where one of them fails or takes too long. All are started again, at most
+    `restarts` times, when one of them ends otherwise.
     """
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={processes}", str(worker), *arguments]
-    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(
-        command, env=loopback, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as launcher:
+    with start(worker, processes, *arguments, restarts=restarts) as launcher:
         try:
             output, errors = launcher.communicate(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
-            errors = _end(launcher)
+            errors = end(launcher)
             raise TimeoutError(f"{worker.name} took more than {timeout_seconds} s:\n{errors}") from None
         except BaseException:
-            _end(launcher)
+            end(launcher)
             raise
     assert launcher.returncode == 0, errors
     return output
 
 
-def _end(launcher: subprocess.Popen[str]) -> str:
+def start(worker: Path, processes: int, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
+    """The launcher, in a session of its own; whoever starts it ends it."""
+    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}", str(worker), *arguments]
+    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    # Else processes that are started again look for those of before: torchrun keeps their addresses in one store.
+    loopback["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return subprocess.Popen(
+        command, env=loopback, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def end(launcher: subprocess.Popen[str]) -> str:
     """End the launcher and its ranks, which would otherwise go on alone; returns what they had printed."""
     launcher.send_signal(signal.SIGTERM)  # it passes it on to its ranks
     try:

@@ -1,0 +1,96 @@
+"""What a step saves whose updates wait for no other device, beside what the plans say.
+
+`python -m benchmarks.updates updates --size quick` prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.markdown import machine, table
+from benchmarks.section import Section, Size, main
+from benchmarks.updates_case import SECONDS_PER_US
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.schedule_text import schedule_text
+from optpipe.simulate import simulate
+from solver.limits import Limits
+from solver.portfolio import solve
+from tests.problems import uniform
+from tests.torchrun import torchrun
+
+WORKER = Path(__file__).parent / "updates_worker.py"
+DEVICES, MICROBATCHES = 4, 8
+METHODS = ("zb-h1", "zb-h2")
+ROUNDS = {"quick": 1, "full": 3}
+STEPS = {"quick": 8, "full": 20}
+
+Seconds = dict[str, dict[str, float]]
+"""Of a step, by schedule and way of updating: "waits", "goes on", "wrong"."""
+
+
+def schedules() -> dict[str, Schedule]:
+    """Published ones, without a budget."""
+    return {method: solve(uniform(DEVICES, MICROBATCHES), method, Limits(1)) for method in METHODS}
+
+
+def measure(size: Size) -> Seconds:
+    """Run all of them in four processes."""
+    with TemporaryDirectory() as text:
+        folder = Path(text)
+        for name, schedule in schedules().items():
+            (folder / f"{name}.json").write_text(schedule_text(schedule))
+        torchrun(WORKER, DEVICES, str(folder), str(ROUNDS[size]), str(STEPS[size]))
+        found: Seconds = json.loads((folder / "results").read_text())
+    return found
+
+
+def planned_ms(schedule: Schedule) -> tuple[float, float]:
+    """What a step takes with a barrier after it, and without one: makespan and device span of its orders."""
+    data = schedule.problem.to_data()
+    problems = [Problem.from_data(data | {"objective": objective}) for objective in ("makespan", "device_span")]
+    makespan, span = (simulate(problem, schedule.orders).value_us * SECONDS_PER_US * 1e3 for problem in problems)
+    return makespan, span
+
+
+def _measure(size: Size, _: Path) -> str:
+    found = measure(size)
+    head = [
+        "schedule",
+        "makespan",
+        "waits for all",
+        "device span",
+        "waits for none",
+        "saved: planned",
+        "saved: measured",
+        "each step undone",
+    ]
+    rows = [_row(name, *planned_ms(schedule), found[name]) for name, schedule in schedules().items()]
+    command = f"python -m benchmarks.updates updates --size {size}"
+    return f"{table(head, rows, text_columns=1)}\n\n`{command}`: {machine()}. Milliseconds a step."
+
+
+def _row(name: str, makespan: float, span: float, seconds: dict[str, float]) -> list[str]:
+    waits, goes_on, wrong = (seconds[way] * 1e3 for way in ("waits", "goes on", "wrong"))
+    times = [f"{ms:.0f}" for ms in (makespan, waits, span, goes_on)]
+    return [name, *times, f"{1 - span / makespan:.1%}", f"{1 - goes_on / waits:.1%}", f"{wrong:.0f}"]
+
+
+SECTIONS = (
+    Section(
+        "updates",
+        "Steps without a barrier",
+        f"{DEVICES} processes over gloo, {MICROBATCHES} microbatches, stages that sleep as long as the plan says (F, B "
+        "and W 30 ms each, so that two cores are enough for four devices). With a barrier a step should take the "
+        "plan's makespan; where each device updates its weights at once and the sums are validated in the next step, "
+        'its device span. "Each step undone": every update turns out wrong, so its successor begins twice. ZB-H1 has '
+        "nothing to gain by plan: its first device works from the first op to the last.",
+        "python -m benchmarks.updates updates",
+        _measure,
+    ),
+)
+
+if __name__ == "__main__":
+    main(__doc__ or "", SECTIONS)

@@ -1,0 +1,108 @@
+"""What the benchmark of updates trains: stages whose every op takes as long as the plan says, asleep.
+
+Asleep they take no core, so four processes on two cores keep to the plan, and what a step takes beyond its ops is what
+processes wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import sleep
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.problem import Problem
+from optpipe.runtime import SplitBackward, register_deferred
+from optpipe.runtime.gradient_sync import TiedWeights
+from optpipe.runtime.stage import Loss
+from optpipe.runtime.weight_gradients.split import Saved
+from optpipe.train.task import Batch
+
+SECONDS_PER_US = 3e-3
+"""An op of 10 us in the plan sleeps for 30 ms, beside which what the host does is little."""
+WIDTH = 128
+"""Its weights are then large enough to be split from their layer in BW too."""
+
+
+class Sleeper(nn.Module):
+    """``x * weight``, slowly."""
+
+    def __init__(self, problem: Problem, stage: int) -> None:
+        super().__init__()
+        costs = problem.stages[stage]
+        self.forward_s = costs.forward_us * SECONDS_PER_US
+        self.input_s = costs.backward_input_us * SECONDS_PER_US
+        self.weight_s = costs.backward_weight_us * SECONDS_PER_US
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Without a pipeline."""
+        return x * self.weight
+
+
+class SplitSleeper(SplitBackward[Sleeper]):
+    """Each half sleeps for its time."""
+
+    def forward(self, layer: Sleeper, x: Tensor) -> tuple[Tensor, Saved]:
+        """F."""
+        sleep(layer.forward_s)
+        return x * layer.weight, (x,)
+
+    def input_gradient(self, layer: Sleeper, _saved: Saved, gradient: Tensor) -> Tensor:
+        """B."""
+        sleep(layer.input_s)
+        return gradient * layer.weight
+
+    def add_weight_gradients(self, layer: Sleeper, saved: Saved, gradient: Tensor) -> None:
+        """W."""
+        sleep(layer.weight_s)
+        if layer.weight.grad is not None:
+            layer.weight.grad.add_(gradient * saved[0])
+
+
+register_deferred(Sleeper, SplitSleeper())
+
+
+class Begin(nn.Module):
+    """Gives the batch a gradient, so that the first stage has a B like all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The batch times 1."""
+        return x * self.factor
+
+
+class SleepyTask:
+    """One sleeper a stage; the loss is the mean of the squares."""
+
+    name = "asleep"
+    ties: Sequence[TiedWeights] = ()
+    tokens = WIDTH
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    @property
+    def loss(self) -> Loss:
+        """Which is far from any that would be clipped."""
+        return nn.functional.mse_loss
+
+    def build_stages(self) -> list[nn.Module]:
+        """The first makes a gradient for the batch."""
+        sleepers: list[nn.Module] = [Sleeper(self._problem, s) for s in range(len(self._problem.stages))]
+        return [nn.Sequential(Begin(), sleepers[0]), *sleepers[1:]]
+
+    def batch(self, step: int) -> Batch:
+        """Always the same."""
+        del step
+        ones = [torch.ones(WIDTH, WIDTH) for _ in range(self._problem.microbatches)]
+        return ones, [2 * x for x in ones]
+
+    def identity(self) -> dict[str, Any]:
+        """Of the problem."""
+        return {"name": self.name, "problem": self._problem.to_data()}

@@ -1,0 +1,249 @@
+"""The tables of docs/which-schedule.md: one model on some devices, and what each kind of schedule makes of it.
+
+`python -m benchmarks.which_schedule` computes all tables anew and puts them into the document; a table's name after
+it computes that table alone. Nothing but a time limit depends on the machine: the problems are these few numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.markdown import machine, share_text, table
+from benchmarks.marks import replaced
+from benchmarks.runs import run, warm_up
+from benchmarks.section import SIZES, Size, say
+from optpipe.plot.bubble_over_memory import MemoryChart, MemoryLine, draw_bubble_over_memory
+from optpipe.problem import Problem
+from solver.methods import METHODS
+
+DOCUMENT = Path("docs/which-schedule.md")
+PICTURES, QUICK_PICTURES = DOCUMENT.parent / "pictures" / DOCUMENT.stem, Path("out/benchmarks")
+TIME_LIMIT_S: dict[Size, float] = {"quick": 1, "full": 20}
+"""For each placement that OptPipe solves."""
+
+Placement = Literal["linear", "interleaved", "V"]
+Unit = Literal["bubble", "step"]
+"""What a table shows of a schedule; the time of a step is in F."""
+
+CHUNKS: dict[Placement, int] = {"linear": 1, "interleaved": 2, "V": 2}
+"""Stages a device."""
+
+UNIT_BYTES = 80
+"""Activation of one microbatch on one device's share of the model."""
+
+PUBLISHED = [name for name, method in METHODS.items() if method.kind == "published" and name != "ada-offload"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One model on some devices. Times are in the F of one device's share of the model (1000 us in the problems).
+
+    `budget`: memory of every device over that of 1F1B on the first one. `round_trip`: to the host and back, over F, B
+    and W together (PipeOffload's k); None where nothing may leave. `head`: the time of the output layers over that of a
+    device's share, on top of it; `even`: the layers before them are cut so that every device has as much to do.
+    """
+
+    devices: int = 8
+    microbatches: int = 16
+    backward: float = 1.0
+    weight: float = 1.0
+    transfer: float = 0.05
+    budget: float = 1.0
+    round_trip: float | None = None
+    head: float = 0.0
+    even: bool = False
+
+    def problem(self, placement: Placement) -> Problem:
+        """These numbers as a problem; with two stages a device each has half of its share."""
+        chunks, p = CHUNKS[placement], self.devices
+        order = {
+            "linear": range(p),
+            "interleaved": [*range(p), *range(p)],
+            "V": [*range(p), *reversed(range(p))],
+        }[placement]
+        stages = [self._stage(device, 1 / chunks, s == len(order) - 1) for s, device in enumerate(order)]
+        return Problem.from_data(
+            {
+                "format": "optpipe.problem/1",
+                "microbatches": self.microbatches,
+                "transfer_us": 1000 * self.transfer,
+                "devices": [{"memory_bytes": round(self.budget * p * UNIT_BYTES)}] * p,
+                "stages": stages,
+            }
+        )
+
+    def _stage(self, device: int, share: float, last: bool) -> dict[str, Any]:
+        whole = 1 + self.head / self.devices if self.even else 1.0
+        load = 1000 * (share * whole + (0 if self.even else self.head * last))
+        held = round(share * UNIT_BYTES)
+        stage: dict[str, Any] = {
+            "device": device,
+            "forward_us": load,
+            "backward_input_us": self.backward * load,
+            "backward_weight_us": self.weight * load,
+            "activation_bytes": held,
+            "backward_weight_bytes": held // 2,
+        }
+        if self.round_trip is not None and not last:
+            way_us = 500 * share * self.round_trip * (1 + self.backward + self.weight)
+            stage["offload"] = {"bytes": held, "offload_us": way_us, "reload_us": way_us}
+        return stage
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A schedule: whose, how long a step takes, its bubble, and whether its placement is proved to have no better."""
+
+    name: str
+    value_us: float
+    bubble: float
+    optimal: bool = False
+
+    def text(self, unit: Unit) -> str:
+        """The name with the bubble, or with the time of a step."""
+        shown = share_text(self.bubble) if unit == "bubble" else f"{self.value_us / 1000:.2f}"
+        return f"{self.name} {shown}{' *' if self.optimal else ''}"
+
+
+Row = tuple[str, list[Offer | None]]
+"""What the row is called, and the best offer of each column; None where nothing fits."""
+
+COLUMNS = ("1F1B", "best published", "OptPipe", "PipeOffload", "OptPipe with offload")
+RESIDENT, OFFLOADING, ALL = (0, 1, 2), (3, 4), (0, 1, 2, 3, 4)
+"""The columns of schedules that keep everything on the devices, of those that need not, and both."""
+
+
+def _row(label: str, numbers: Numbers, columns: Sequence[int], time_limit_s: float) -> Row:
+    say(f"-- {label}")
+    resident = replace(numbers, round_trip=None)
+    asked = (
+        (resident, ["1f1b"]),
+        (resident, PUBLISHED),
+        (resident, ["auto"]),
+        (numbers, ["po-h", "po-f"]),
+        (numbers, ["auto"]),
+    )
+    found = [list(_offers(*asked[column], time_limit_s)) for column in columns]
+    if columns == ALL:
+        found[4] += found[2]  # what may leave need not
+    return label, [min(offers, key=lambda offer: offer.value_us, default=None) for offers in found]
+
+
+def _offers(numbers: Numbers, methods: Sequence[str], time_limit_s: float) -> Iterator[Offer]:
+    """What these methods make of the numbers, on every placement that they can handle, within the budget."""
+    for placement in CHUNKS:
+        for method in methods:
+            measured = run(placement, numbers.problem(placement), method, time_limit_s)
+            if measured.failed:
+                raise AssertionError(f"{method} on {numbers}, {placement}: {measured.why_not}")
+            if measured.figures:
+                figures, ours = measured.figures, method == "auto"
+                name = placement if ours else method
+                yield Offer(name, figures.value_us, figures.bubble, figures.optimal and ours)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one table compares: its name, the head of its rows, and the numbers of each row."""
+
+    name: str
+    first: str
+    rows: Sequence[tuple[str, Numbers]]
+    columns: Sequence[int] = RESIDENT
+    unit: Unit = "bubble"
+
+    def measure(self, size: Size, pictures: Path) -> str:
+        """The table as Markdown; that of the memory is drawn as well."""
+        limit_s = TIME_LIMIT_S[size]
+        warm_up(["auto"])
+        rows = [_row(label, numbers, self.columns, limit_s) for label, numbers in self._chosen(size)]
+        if self.columns == ALL:
+            _draw(rows, pictures / f"{self.name}.png")
+        cells = [[label, *(offer.text(self.unit) if offer else "does not fit" for offer in row)] for label, row in rows]
+        head = [self.first, *(COLUMNS[column] for column in self.columns)]
+        shown = table(head, cells, text_columns=len(head))
+        return (
+            f"{shown}\n\n`python -m benchmarks.which_schedule {self.name}`: {machine()}, at most {limit_s:g} s a run."
+        )
+
+    def _chosen(self, size: Size) -> Sequence[tuple[str, Numbers]]:
+        if size == "full":
+            return self.rows
+        return [(label, replace(numbers, devices=4, microbatches=4)) for label, numbers in self.rows[:2]]
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    """One line a column over the memory, from little to much."""
+    lines = []
+    for place, column in enumerate(COLUMNS):
+        found = [(float(label), offers[place]) for label, offers in reversed(rows)]
+        points = [(memory, offer.bubble) for memory, offer in found if offer]
+        if points:
+            lines.append(MemoryLine(column, points))
+    subtitle = "p = 8, m = 16, F = B = W, transfers of 5 % of F, to the host and back 80 % of F + B + W"
+    chart = MemoryChart("Bubble within a budget", subtitle, "memory over that of 1F1B", lines)
+    draw_bubble_over_memory(chart, path, "What memory buys")
+
+
+BASE = Numbers()
+
+TABLES = (
+    Table(
+        "which-memory",
+        "memory over 1F1B's",
+        [
+            (f"{budget:g}", replace(BASE, budget=budget, round_trip=0.8))
+            for budget in (2, 1, 0.75, 0.5, 0.375, 0.25, 0.125)
+        ],
+        ALL,
+    ),
+    Table("which-transfer", "transfer over F", [(f"{c:g}", replace(BASE, transfer=c)) for c in (0, 0.05, 0.2, 0.5)]),
+    Table("which-weight", "W over F", [(f"{w:g}", replace(BASE, weight=w)) for w in (0, 0.25, 0.5, 1, 1.5)]),
+    Table(
+        "which-offload",
+        "k",
+        [(f"{k:g}", replace(BASE, budget=0.25, round_trip=k)) for k in (0.25, 0.5, 0.8, 1, 1.2, 1.5, 2)],
+        OFFLOADING,
+    ),
+    Table(
+        "which-microbatches", "m over p", [(f"{m // 8}", replace(BASE, microbatches=m)) for m in (8, 16, 32, 64, 128)]
+    ),
+    Table(
+        "which-unequal",
+        "output layers over a device's share",
+        [
+            ("0", BASE),
+            *((f"{head:g}", replace(BASE, head=head)) for head in (0.25, 0.5, 1)),
+            *((f"{head:g}, cut evenly", replace(BASE, head=head, even=True)) for head in (0.5, 1)),
+        ],
+        unit="step",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: computes tables and puts them into the document, or prints smaller ones."""
+    names = [table.name for table in TABLES]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"all, or some of {', '.join(names)}")
+    parser.add_argument("--size", choices=SIZES, default="full", help="quick: print the begin of a smaller table")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.tables) - set(names):
+        parser.error(f"no tables: {', '.join(sorted(unknown))}. Maybe one of {', '.join(names)}.")
+    pictures = PICTURES if options.size == "full" else QUICK_PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    for chosen in TABLES:
+        if not options.tables or chosen.name in options.tables:
+            body = chosen.measure(options.size, pictures)
+            if options.size == "quick":
+                print(body)
+            else:
+                DOCUMENT.write_text(replaced(DOCUMENT.read_text(), chosen.name, body))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.docs.blocks import COMMANDS, ROOT, Block
+
+PATIENCE_S = 170.0
+SERVE = re.compile(r"^optpipe serve\b[^#\n]*", re.MULTILINE)
+ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
+PROLOGUE = """set -euo pipefail
+curl() { command curl --fail-with-body "$@"; }
+serving=
+trap '[ -z "$serving" ] || { kill "$serving"; wait "$serving"; } || true' EXIT
+"""
+IN_BACKGROUND = """{command} --port {port} > serve.log 2>&1 & serving=$!
+until command curl -sSf http://127.0.0.1:{port}/readyz > ready.log 2>&1; do kill -0 $serving; sleep 0.2; done
+"""
+
+
+def run_page(blocks: Sequence[Block], folder: Path, port: int) -> None:
+    """Run all blocks of commands, and compare what they print with what the page shows.
+
+    `optpipe serve` runs on `port` in the background, until the page ends.
+    """
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    script = SERVE.sub(lambda serve: IN_BACKGROUND.format(command=serve[0], port=port), "".join(_lines(blocks)))
+    with TemporaryDirectory() as data:  # the embedded PostgreSQL needs a short path for its socket
+        run = _bash(PROLOGUE + ADDRESS.sub(rf"\1:{port}", script), folder, data)
+    place = _read(folder / ".at")
+    assert run == 0, f"line {place} ended with {run}:\n{_read(folder / f'.out-{place}')}"
+    before = None
+    for block in blocks:
+        if block.mark == "output":
+            assert before, f"line {block.line}: no commands whose output this could be"
+            check_output(block, _read(folder / f".out-{before.line}"))
+        elif block.language in COMMANDS:
+            before = block
+
+
+def check_output(shown: Block, printed: str) -> None:
+    """Every line that is shown was printed, in this order; a line of dots stands for some that are left out."""
+    rest = printed
+    for line in filter(str.strip, shown.text.splitlines()):
+        if line.strip() in ("...", "…"):
+            continue
+        found = re.search(_pattern(line, exact=shown.says == "exact"), rest)
+        assert found, f"line {shown.line}: {line!r} is shown, but this was printed:\n{printed}"
+        rest = rest[found.end() :]
+
+
+def _pattern(line: str, exact: bool) -> str:
+    words = r"\s+".join(map(re.escape, line.split()))
+    return words if exact else re.sub(r"\d(?:\d|\\?[.,](?=\d))*", r"[\\d.,]+", words)
+
+
+def _lines(blocks: Sequence[Block]) -> Iterator[str]:
+    for block in blocks:
+        if block.mark == "file":
+            yield f"cat > {shlex.quote(block.says)} <<'END_OF_FILE'\n{block.text}END_OF_FILE\n"
+        elif block.language in COMMANDS and block.mark != "not run":
+            yield from _commands(block)
+
+
+def _commands(block: Block) -> Iterator[str]:
+    text = block.text if block.language != "python" else f"python3 - <<'END_OF_PYTHON'\n{block.text}END_OF_PYTHON\n"
+    yield f"echo {block.line} > .at\n"
+    if block.mark == "exit":
+        yield f"set +e\n{{\n{text}}} > .out-{block.line} 2>&1\ncode=$?\nset -e\n[ $code = {int(block.says)} ]\n"
+    else:
+        yield f"{{\n{text}}} > .out-{block.line} 2>&1\n"
+
+
+def _bash(script: str, folder: Path, data: str) -> int:
+    """The exit code of a script; whatever it started ends with it."""
+    own = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / ".cache"),
+        "XDG_DATA_HOME": data,
+        "COLUMNS": "160",
+        "OPTPIPE_KEY": "none-is-asked-for",
+    }
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True
+    ) as run:
+        try:
+            return run.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGTERM)
+            return run.wait(10)
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""

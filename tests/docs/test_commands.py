@@ -1,0 +1,48 @@
+"""Every command of the documentation runs as it stands there, or says why it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages
+from tests.docs.session import check_output, run_page
+
+ELSEWHERE = {"docs/service.md": "tests/test_service_guide.py"}
+"""Pages whose commands another test runs."""
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", pages(), ids=_name)
+def test_every_block_has_a_known_language(page: Path) -> None:
+    for block in blocks_of(page):
+        known = block.language in COMMANDS + OTHERS or block.is_directive
+        assert known, f"line {block.line}: {block.language!r} is none of {COMMANDS + OTHERS}"
+        if block.mark == "not run":
+            assert len(block.says.split()) > 2, f"line {block.line}: why is it not run?"
+
+
+@pytest.mark.parametrize("page", pages(), ids=_name)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int) -> None:
+    if _name(page) in ELSEWHERE:
+        assert page.name in (ROOT / ELSEWHERE[_name(page)]).read_text()
+    else:
+        run_page(blocks_of(page), tmp_path, free_tcp_port)
+
+
+def test_a_command_that_fails_is_found(tmp_path: Path, free_tcp_port: int) -> None:
+    with pytest.raises(AssertionError, match=r"line 7 ended with 2:\n.*no-such-file"):
+        run_page([Block(3, "sh", "true\n"), Block(7, "sh", "ls no-such-file\ntrue\n")], tmp_path, free_tcp_port)
+
+
+def test_output_that_is_no_longer_printed_is_found() -> None:
+    shown = Block(1, "text", "value 29,000 us\nwrote schedule.json\n", "output")
+    check_output(shown, "solving\nvalue  31,500.5 us\nwrote schedule.json")
+    with pytest.raises(AssertionError, match=r"'wrote schedule\.json' is shown"):
+        check_output(shown, "wrote schedule.json\nvalue 29,000 us")
+    with pytest.raises(AssertionError, match="'value 29,000 us' is shown"):
+        check_output(Block(1, "text", shown.text, "output", "exact"), "value 31,500 us\nwrote schedule.json")
