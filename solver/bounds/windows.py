@@ -52,8 +52,14 @@ def window_bounds_us(problem: Problem) -> Sequence[float]:
     Around. The device of stage 0 begins before d does, by F of the stages before `low`, and after d's last backward the
     gradient still passes these, and W of stage 0. All that is within the span of that device, so both objectives are at
     least that long. W of d may hide behind the way back. Those that run before d's last backward ends are, at least,
-    the ones that are neither in flight nor pending when the last F starts; and where the cool-down idles, all but one.
+    the ones that are neither in flight nor pending when the last F starts; where the cool-down idles, all but one; and
+    the ones that are not pending when the last backward starts, beside its activation, which is whole again by then.
     For the makespan, d's own span begins after that head as well.
+
+    Here a longer window may well be shorter on the whole: with copies quicker than B it brings back more work without
+    any idle time, and so leaves more W for later. So the first count leaves the channel out where there are copies: it
+    asks only that what never leaves fits. The second holds where the shortest window idles, since a longer one idles
+    more. The third does not look at the window at all.
     """
     return [device.bound_us for device in _Windows.each(problem)]
 
@@ -123,26 +129,45 @@ class _Windows(OnDevice):
         def pending(stage: Stage, size_bytes: int) -> Held:
             return Held(Piece(stage.backward_weight_us, min(size_bytes, stage.backward_weight_bytes)))
 
-        before_stock_us = (self.problem.microbatches - 1) * self._one_of_each_us("W") - self._most_in_stock_us(pending)
+        copies = self._moved_bytes("R", 1.0) > 0
+        stock_us = self._most_staying_us(pending) if copies else self._most_in_stock_us(pending)
         all_but_last_us = self._work_us("W") - self.stages[0].backward_weight_us
-        return max(0.0, before_stock_us, all_but_last_us + self._cool_down_idle_us)
+        before_us = [(self.problem.microbatches - 1) * self._one_of_each_us("W") - stock_us]
+        before_us.append(all_but_last_us - self._most_pending_at_the_end_us)
+        if self._cool_down_idle_us >= 0 or not copies:
+            before_us.append(all_but_last_us + self._cool_down_idle_us)
+        return max(0.0, *before_us)
+
+    @property
+    def _most_pending_at_the_end_us(self) -> float:
+        """The most W that fit beside the activation of the last backward."""
+        weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
+        return most_held_us(weights, self.problem.microbatches, self.budget - self.stages[0].activation_bytes)
 
     def _most_in_stock_us(self, pending: Callable[[Stage, int], Held]) -> float:
-        """The most work of the microbatches in flight when the last F starts, beside the last microbatch."""
+        """The most work of the microbatches in flight when the last F starts, beside the last microbatch.
+
+        It is that of the shortest cool-down: a longer one may bring back more.
+        """
         high = self.stages[-1]
-        others = self.problem.microbatches - 1
-        room = self.budget - high.workspace_bytes.F
         last_bytes = sum(stage.activation_bytes for stage in self.stages)
-        if room + self._moved_bytes("R", high.forward_us) < last_bytes:
+        if self._room_at_last_forward + self._moved_bytes("R", high.forward_us) < last_bytes:
             last_bytes = 0  # a window of no length must have room for what is counted in every window
         whole = [pending(stage, stage.activation_bytes) for stage in self.stages]
         moved_bytes = self._moved_bytes("R", high.forward_us + self._cool_down_us)
-        most_us = most_held_us(whole, others, room + moved_bytes - last_bytes, in_parts=moved_bytes > 0)
-        if not moved_bytes:
-            return most_us
+        room = self._room_at_last_forward + moved_bytes - last_bytes
+        most_us = most_held_us(whole, self.problem.microbatches - 1, room, in_parts=moved_bytes > 0)
+        return min(most_us, self._most_staying_us(pending)) if moved_bytes else most_us
+
+    def _most_staying_us(self, pending: Callable[[Stage, int], Held]) -> float:
+        """The same, if only what never leaves counts: as much as any cool-down has."""
         staying = [pending(stage, _staying_bytes(stage)) for stage in self.stages]
-        last_staying_bytes = high.activation_bytes + sum(_staying_bytes(stage) for stage in self.stages[:-1])
-        return min(most_us, most_held_us(staying, others, room - last_staying_bytes))
+        last_bytes = self.stages[-1].activation_bytes + sum(_staying_bytes(stage) for stage in self.stages[:-1])
+        return most_held_us(staying, self.problem.microbatches - 1, self._room_at_last_forward - last_bytes)
+
+    @property
+    def _room_at_last_forward(self) -> float:
+        return self.budget - self.stages[-1].workspace_bytes.F
 
     def _moved_bytes(self, kind: str, window_us: float) -> float:
         """What O can free, or R bring back, in a window."""

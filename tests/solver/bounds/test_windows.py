@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from optpipe.problem import Problem
-from solver.bounds import window_bounds_us
-from tests.problems import HALF, uniform
+from solver.bounds import lower_bound_us, window_bounds_us
+from solver.limits import Limits
+from solver.portfolio import solve
+from tests.problems import HALF, instance, uniform
 
 
 @pytest.mark.parametrize(("budget", "warm_up_us", "cool_down_us"), [(2, 66, 66), (4, 56, 46), (8, 36, 6), (14, 6, 0)])
@@ -87,3 +89,29 @@ def test_devices_without_stages_have_no_bound() -> None:
     data = uniform(4, 8).to_data()
     data["devices"].append({"memory_bytes": 1})
     assert len(window_bounds_us(Problem.from_data(data))) == 4
+
+
+def test_quick_copies_leave_more_weights_for_later() -> None:
+    """Two activations and W of the last device hide behind the way back: no window says how many B copies feed."""
+    problem = _quick_copies()
+    found = solve(problem, "cp-sat", Limits(deterministic_limit=2.0, workers=1))
+    assert lower_bound_us(problem) <= found.value_us < 428.4
+
+
+def _quick_copies() -> Problem:
+    data = uniform(2, 8, budget=20, transfer_us=0, activation_bytes=1).to_data()
+    data["transfer_us"] = [{"forward": 0, "backward": 300}]
+    data["devices"][0]["memory_bytes"] = None
+    data["stages"][0] |= {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+    data["stages"][1] |= {
+        "forward_us": 0.05,
+        "activation_bytes": 10,
+        "workspace_bytes": {"F": 8},
+        "offload": {"bytes": 10, "offload_us": 1, "reload_us": 1},
+    }
+    return Problem.from_data(data)
+
+
+def test_weights_that_do_not_fit_beside_the_last_activation_run_before_it() -> None:
+    """A V of sixteen devices with a quarter of 1F1B's memory: the best schedule known is optimal."""
+    assert lower_bound_us(instance("d-p16-m32-o1-mo1-b1o4-vshape-make")) == 107_500
