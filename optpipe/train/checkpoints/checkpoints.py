@@ -11,7 +11,7 @@ from time import perf_counter
 from optpipe.errors import CheckpointError
 from optpipe.train.boundary import Boundary
 from optpipe.train.checkpoints.disk import Disk
-from optpipe.train.checkpoints.folder import clear_leftovers, final_path, retire, steps_in
+from optpipe.train.checkpoints.folder import final_path, open_folder, retire, steps_in
 from optpipe.train.checkpoints.interrupts import Interrupts
 from optpipe.train.checkpoints.resuming import resume
 from optpipe.train.checkpoints.together import together
@@ -37,7 +37,7 @@ class Checkpoints(Boundary):
 
     Without a folder it only ends the run. `stopped`: training is to end before the next step, in every process;
     `message` then says where and how to go on. `written`: every checkpoint so far. `failure`: why the last one
-    could not be written, if it could not; training goes on, and the one before is still there.
+    could not be written, if it could not; the one before is still there, and training goes on.
     """
 
     def __init__(self, config: TrainingConfig, model: Model, interrupts: Interrupts, disk: Disk | None = None) -> None:
@@ -59,7 +59,7 @@ class Checkpoints(Boundary):
         folder, launch = self._config.checkpoints.folder, self._model.launch
         if folder is None:
             return 0
-        together(launch, lambda: _open(folder, self._disk) if launch.rank == 0 else None)
+        together(launch, lambda: open_folder(folder, self._disk) if launch.rank == 0 else None)
         together(launch, lambda: _check_shared(folder))
         if _restarts_meet_the_dead():
             self._tell(logging.WARNING, _RESTARTS)
@@ -77,11 +77,14 @@ class Checkpoints(Boundary):
         """Whether a signal has come to this process."""
         if self._interrupts.requested and not self._said:
             self._said = True
-            LOG.warning("%s: ending between two steps; Ctrl-C again ends at once", self._interrupts.requested)
+            self._tell(logging.WARNING, f"{self._interrupts.requested}: ending soon; Ctrl-C again ends at once")
         return self._interrupts.requested is not None
 
     def act(self, step: int) -> None:
-        """Write what is due or was asked for, and end the run where it was."""
+        """Write what is due or was asked for, and end the run where it was.
+
+        Raises CheckpointError in every process where the state after the last step cannot be written.
+        """
         signals = [name for name in self._model.launch.gather(self._interrupts.requested) if name]
         folder = self._config.checkpoints.folder
         if folder is not None and step > self._at and (signals or self.due(step)):
@@ -95,10 +98,13 @@ class Checkpoints(Boundary):
         try:
             size_bytes = write_checkpoint(folder, self._config, self._model, step, self._disk)
         except CheckpointError as error:
-            self.failure = f"the checkpoint of step {step} could not be written: {error}"
-            self._tell(logging.WARNING, f"{self.failure} {self._newest(folder)}")
+            self.failure = f"the checkpoint of step {step} could not be written: {error} {self._newest(folder)}"
+            if step == self._config.steps:
+                raise CheckpointError(self.failure) from None
+            self._tell(logging.WARNING, self.failure)
             return
         self.failure, self._at = None, step
+        self._damaged = [other for other in self._damaged if other != step]
         self._retire(folder, step)
         done = Written(step, final_path(folder, step), size_bytes, perf_counter() - begin)
         self.written.append(done)
@@ -117,7 +123,7 @@ class Checkpoints(Boundary):
         if folder is None:
             return f"{ended}. Nothing of the model is kept. Maybe give a folder with --checkpoint."
         if self.failure:
-            return f"{ended}; {self.failure} {self._newest(folder)}"
+            return f"{ended}; {self.failure}"
         again = "The same command" if self._config.checkpoints.resume != "never" else "The command with --resume auto"
         return f"{ended}; all is in {final_path(folder, step)}. {again} goes on from there."
 
@@ -134,8 +140,8 @@ class Checkpoints(Boundary):
 
 
 _RESTARTS = (
-    "torchrun is to start processes again (--max-restarts), but keeps the addresses of those of before, with which the new "
-    "ones may fail to connect. Maybe set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started."
+    "torchrun is to start processes again (--max-restarts), but keeps the addresses of those before, to which the new "
+    "ones then try to connect. Maybe set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started."
 )
 
 
@@ -143,11 +149,6 @@ def _restarts_meet_the_dead() -> bool:
     """Whether torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712)."""
     again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     return again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _open(folder: Path, disk: Disk) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(folder, disk)
 
 
 def _check_shared(folder: Path) -> None:

@@ -43,7 +43,7 @@ class Disk:
         try:
             save_file(dict(tensors), path)
         except SafetensorError as error:
-            raise OSError(str(error)) from None
+            raise OSError(f"{path}: {error}.") from None
         path.chmod(0o666 & ~_umask())  # as any other file: safetensors makes it the owner's alone
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -74,7 +74,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise OSError(str(error)) from None
+        raise OSError(f"{path}: {error}.") from None
 
 
 def sync_folder(path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from optpipe.document import read_document
 from optpipe.errors import CheckpointError, InputError
-from optpipe.schedule import Schedule
 from optpipe.train.checkpoints.disk import ASIDE, Disk, digest
-from optpipe.train.checkpoints.document import MANIFEST, SCHEDULE, CheckpointDocument
+from optpipe.train.checkpoints.document import MANIFEST, CheckpointDocument
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 
@@ -65,16 +64,16 @@ def check_files(path: Path, document: CheckpointDocument, names: Collection[str]
             raise CheckpointError(f"{path / name} has not the SHA-256 of what was written. It is damaged.")
 
 
-def newest_schedule(folder: Path) -> Schedule | None:
-    """The schedule that was in use at the newest checkpoint whose schedule is whole; None without any."""
-    for step in steps_in(folder):
-        path = final_path(folder, step)
-        try:
-            check_files(path, read_manifest(path), [SCHEDULE])
-        except CheckpointError:
-            continue
-        return Schedule.load(path / SCHEDULE)
-    return None
+def open_folder(folder: Path, disk: Disk) -> None:
+    """Make the folder, clear it of leftovers, and change something in it: better now than after an hour of training.
+
+    Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder, disk)
+    probe = folder / f"{PARTIAL}probe"
+    disk.make_folder(probe)
+    disk.remove(probe)
 
 
 def clear_leftovers(folder: Path, disk: Disk) -> None:

@@ -18,7 +18,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Within this context a signal sets `requested`, its name. Outside the main thread nothing is changed.
 
-    A second SIGINT raises KeyboardInterrupt, a third one kills the process. SIGTERM may come as often as it likes; whoever cannot wait sends SIGKILL.
+    A second SIGINT raises KeyboardInterrupt, a third one kills the process. SIGTERM may come as often as it likes;
+    whoever cannot wait sends SIGKILL.
     """
 
     def __init__(self) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from optpipe.document import shown
 from optpipe.errors import CheckpointError
 from optpipe.train.checkpoints.document import CheckpointDocument, versions_now
+from optpipe.train.config import flat
 from optpipe.train.model import Model
 
-_OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "steps", "timeout_seconds", "data_parallel"}
+_OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "evaluate", "timeout_seconds", "data_parallel"}
 """Options that change no number by themselves, or that are compared by what follows from them."""
 
 
@@ -29,10 +30,13 @@ def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> No
 
 def what_may_differ(document: CheckpointDocument, model: Model, *, same_schedule: bool) -> Iterator[str]:
     """Sentences on why the numbers to come may not have the bits of an uninterrupted run; none where they have."""
-    options = dict(_flat(document.options))
-    for field, now in _flat(model.config.to_data()):
+    options = dict(flat(document.options))
+    for field, now in flat(model.config.to_data()):
         saved = options.get(field)
-        if saved != now and field.partition(".")[0] not in _OWN_TO_A_START:
+        no_matter = field.partition(".")[0] in _OWN_TO_A_START
+        if field == "steps":  # the learning rate may go by them
+            no_matter = model.config.optimizer.decay == "none"
+        if saved != now and not no_matter:
             yield f"with {field} {shown(now)}; it was {shown(saved)} before"
     for name, now in versions_now().items():
         saved = document.versions.get(name)
@@ -56,13 +60,4 @@ def _fields(document: CheckpointDocument, model: Model) -> Iterator[tuple[str, A
     yield "the number of stages", document.stages, len(model.program.placement)
     microbatches = model.program.microbatches * model.launch.replicas
     yield "microbatches of a step, of all replicas,", document.batch_microbatches, microbatches
-    yield "optimizer.name", dict(_flat(document.options)).get("optimizer.name"), model.config.optimizer.name
-
-
-def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Options by names such as `optimizer.beta1`."""
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    yield "optimizer.name", dict(flat(document.options)).get("optimizer.name"), model.config.optimizer.name

@@ -23,7 +23,9 @@ def config_of(folder: Path | None, **changes: Any) -> TrainingConfig:
     """Two stages, `STEPS` steps in float64, a checkpoint every two; `changes` are fields of groups or of the whole."""
     groups = {
         "model": ModelConfig(
-            **_taken(changes, "dtype", "tied", "layers", default={"name": "tiny", "dtype": "float64"})
+            **_taken(
+                changes, "name", "dtype", "autocast", "tied", "layers", default={"name": "tiny", "dtype": "float64"}
+            )
         ),
         "checkpoints": CheckpointConfig(
             folder, **_taken(changes, "keep", "resume", "every_steps", default={"every_steps": 2})

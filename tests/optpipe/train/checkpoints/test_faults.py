@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optpipe.errors import CheckpointError
 from optpipe.train.checkpoints.disk import Disk
 from optpipe.train.checkpoints.document import SavedFile
 from optpipe.train.checkpoints.folder import final_path, steps_in
@@ -160,6 +161,15 @@ def test_a_full_disk_is_told_and_training_goes_on(
         if not written:
             assert str(final_path(folder, max(steps_in(folder)))) in told
             assert arrived.checkpoints.failure is not None
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """The run has nothing else to show for itself."""
+    ready = run(config_of(tmp_path, every_steps=100), until=5)
+    ready.model.step(ready.model.task.batch(5))
+    ready.checkpoints._disk = FaultyDisk(2, "half", full)
+    with pytest.raises(CheckpointError, match=r"step 6 could not be written: No space left on device\. There is none"):
+        ready.checkpoints.act(6)
 
 
 def test_a_limit_that_the_kernel_sets_is_told(at_four: tuple[Path, Run], tmp_path: Path) -> None:

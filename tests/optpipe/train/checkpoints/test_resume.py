@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from optpipe.errors import CheckpointError, InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.train import CheckpointConfig, OptimizerConfig
-from optpipe.train.checkpoints.folder import final_path, newest_schedule, steps_in
+from optpipe.train import CheckpointConfig, OnlineConfig, OptimizerConfig
+from optpipe.train.checkpoints.disk import Disk
+from optpipe.train.checkpoints.folder import final_path, steps_in
 from optpipe.train.checkpoints.resuming import resume
+from optpipe.train.checkpoints.writing import write_checkpoint
 from optpipe.train.model import Model
 from tests.optpipe.runtime.schedules import one_f_one_b, random_schedule, v_wave
 from tests.optpipe.train.checkpoints.runs import STEPS, config_of, run
@@ -33,6 +35,11 @@ def folder(tmp_path: Path) -> Path:
 CASES: dict[str, dict[str, Any]] = {
     "float64": {},
     "float32": {"dtype": "float32"},
+    "autocast": {"dtype": "float32", "autocast": "bfloat16"},
+    "dropout and running statistics in bfloat16": {
+        "name": "tests.optpipe.train.checkpoints.drawing_stages:build",
+        "dtype": "float32",
+    },
     "tied": {"tied": True},
     "sgd": {"optimizer": OptimizerConfig("sgd", learning_rate=0.1)},
     "a learning rate that moves": {"optimizer": OptimizerConfig(warm_up_steps=3, decay="cosine")},
@@ -79,10 +86,20 @@ def test_a_schedule_that_was_swapped_in_is_gone_on_with(tmp_path: Path) -> None:
     first.model.swap(better)
     first.model.step(first.model.task.batch(1))
     first.checkpoints.act(2)
-    assert newest_schedule(tmp_path) == better
+    assert Schedule.load(final_path(tmp_path, 2) / "schedule.json") == better
     assert run(config, until=0).model.schedule == better
     other = one_f_one_b(2, 2, fused=True)
     assert run(replace(config, schedule=other), until=0).model.schedule == other
+
+
+def test_a_run_that_finds_its_schedule_goes_on_with_the_one_it_had_found(tmp_path: Path) -> None:
+    better = one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])
+    found = run(config_of(None, schedule=better), until=2).model
+    unscheduled = replace(config_of(tmp_path), schedule=None, online=OnlineConfig(mode="first", devices=2))
+    write_checkpoint(tmp_path, unscheduled, found, 2, Disk())
+    again = run(config_of(None), until=0).model
+    assert resume(tmp_path, unscheduled, again) == (2, [])
+    assert again.schedule == better
 
 
 def test_a_run_that_is_over_is_not_trained_again_but_can_go_on(folder: Path) -> None:
@@ -142,8 +159,9 @@ def test_a_damaged_checkpoint_is_written_anew_when_training_comes_to_it(folder: 
     path.write_bytes(b"nothing")
     run(config_of(folder, keep=1, every_steps=3), until=3)
     assert steps_in(folder) == [4, 3]
-    again = run(config_of(folder, keep=1))
-    assert list(again.losses) == [3, 4, 5]
+    assert list(run(config_of(folder, keep=1), until=5).losses) == [3, 4]
+    assert steps_in(folder) == [4]
+    assert list(run(config_of(folder, keep=1, resume="must")).losses) == [4, 5]
     assert steps_in(folder) == [6]
 
 
@@ -181,8 +199,11 @@ def test_another_run_is_refused_by_field_and_values(folder: Path, changes: dict[
 
 
 def test_options_that_may_change_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(config_of(folder, optimizer=OptimizerConfig(learning_rate=0.01)), until=0)
-    assert "resumed with optimizer.learning_rate 0.01; it was 0.001 before" in caplog.messages
+    run(config_of(folder, optimizer=OptimizerConfig(learning_rate=0.01), keep=7, steps=8), until=0)
+    assert caplog.messages == ["resumed with optimizer.learning_rate 0.01; it was 0.001 before"]
+    caplog.clear()
+    run(config_of(folder, optimizer=OptimizerConfig(decay="cosine"), steps=8), until=0)
+    assert "resumed with steps 8; it was 6 before" in caplog.messages
 
 
 def test_a_folder_that_is_a_file_is_refused_before_the_first_step(tmp_path: Path) -> None:
