@@ -9,7 +9,7 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Double, Text, bindparam, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from api.jobs.direct import Statement, driver_of
+from api.jobs.direct import Statement
 from api.jobs.errors import TooManyError
 from api.jobs.records import Job
 from api.jobs.tables import jobs
@@ -65,9 +65,6 @@ _LOCK = Statement(select(func.pg_advisory_xact_lock(func.hashtextextended(bindpa
 
 async def room_of(connection: AsyncConnection, settings: Settings, owner: UUID | None) -> Room:
     """What an owner has now. From here to the end of the transaction nobody else, in no process, submits for it."""
-    driver = await driver_of(connection)
-    async with driver.pipeline():
-        await _LOCK.send(driver, {"name": f"submit {owner}"})
-        counts = await (_OF_NOBODY if owner is None else _OF_KEY).send(driver, {"owner": owner})
-        (row,) = await counts.fetchall()
+    await _LOCK.all(connection, name=f"submit {owner}")
+    (row,) = await (_OF_NOBODY if owner is None else _OF_KEY).all(connection, owner=owner)
     return Room(settings, row.waiting, row.submitted, row.next_in_s)

@@ -25,18 +25,17 @@ class Statement:
         self._own = compiled.params
         """Those that are a part of the statement; the others are given each time."""
 
-    async def send(self, driver: psycopg.AsyncConnection, values: Mapping[str, Any]) -> psycopg.AsyncCursor[Any]:
-        """Send it; within a pipeline of psycopg's, without waiting for what comes back."""
-        cursor = driver.cursor(row_factory=namedtuple_row)
-        return await cursor.execute(self._text, {**self._own, **values}, prepare=True)
-
     async def all(self, connection: AsyncConnection, **values: Any) -> Sequence[Any]:
         """Its rows."""
-        return await (await self.send(await driver_of(connection), values)).fetchall()
+        return await (await self._executed(connection, values)).fetchall()
 
     async def one_or_none(self, connection: AsyncConnection, **values: Any) -> Any:
         """Its row; None where there is none."""
-        return await (await self.send(await driver_of(connection), values)).fetchone()
+        return await (await self._executed(connection, values)).fetchone()
+
+    async def _executed(self, connection: AsyncConnection, values: Mapping[str, Any]) -> psycopg.AsyncCursor[Any]:
+        cursor = (await driver_of(connection)).cursor(row_factory=namedtuple_row)
+        return await cursor.execute(self._text, {**self._own, **values}, prepare=True)
 
 
 async def driver_of(connection: AsyncConnection) -> psycopg.AsyncConnection:

@@ -53,12 +53,15 @@ def command(
     with ExitStack() as parts:
         parts.enter_context(suppress(KeyboardInterrupt))
         parts.enter_context(_signals_interrupt())
+        log = structlog.get_logger("optpipe.serve")
+        if settings.database_url is None:
+            log.info("starting a PostgreSQL of its own", data_folder=str(settings.data_folder))
         settings = parts.enter_context(with_database(settings))
         assert settings.database_url is not None
         url = settings.database_url.get_secret_value()
         migrate(url)
         if settings.keys_required:
-            structlog.get_logger("optpipe.serve").info("every caller needs a key; 'optpipe keys create NAME' makes one")
+            log.info("every caller needs a key; 'optpipe keys create NAME' makes one")
         if settings.serve_workers:
             parts.enter_context(kept_worker(url))
         uvicorn.run(
