@@ -18,7 +18,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=40 --durations-min=2
 
 # What takes minutes: the wheel in clean environments, the promises at full size.
 test-slow: $(READY)

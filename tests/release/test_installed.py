@@ -24,7 +24,11 @@ from urllib.request import urlopen
 
 import pytest
 
+from optpipe.schedule_text import schedule_text
+from solver.limits import Limits
+from solver.portfolio import solve
 from tests.postgresql import server_folder
+from tests.problems import uniform
 from tests.release.conftest import ROOT, Distributions
 
 pytestmark = pytest.mark.slow
@@ -88,6 +92,8 @@ def install(wheel: Path, extras: str, environment: Path) -> None:
 @pytest.fixture(scope="module")
 def plain(distributions: Distributions) -> Iterator[Installed]:
     with installed(distributions, "") as environment:
+        simple = solve(uniform(2, 2), "1f1b", Limits(time_limit_s=10.0))
+        (environment.folder / "simple.json").write_text(schedule_text(simple))
         yield environment
 
 
@@ -116,7 +122,7 @@ def test_the_wheel_says_its_version(plain: Installed, distributions: Distributio
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (("train", "--schedule", "schedule.json"), "train"),
+        (("train", "--schedule", "simple.json"), "train"),
         (("profile", "--model", "gpt", "--devices", "2", "-o", "problem.json"), "train"),
         (("serve",), "serve"),
         (("worker", "--database-url", "postgresql://localhost/optpipe"), "serve"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,6 +15,7 @@ from optpipe.notebook import SideBySide, html_of, line_of, renderable_of
 from optpipe.notebook.views import MOST_ROWS
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.train import CheckResult, DeviceMemory, TrainingResult
 from solver.limits import Limits
 from solver.portfolio import solve
 from tests.browser import WAIT_MS, open_page, running_browser
@@ -156,6 +158,15 @@ def test_an_object_of_another_room_says_itself_what_it_is() -> None:
 
     assert line_of(Run()) == "a run, loss 1.5"
     assert Cells(Run()._repr_html_()).tags == {"div", "p", "strong", "br"}
+
+
+def test_a_training_run_shows_its_losses_and_its_check() -> None:
+    plain = TrainingResult((5.25, 2.5), (0.1, 0.3), 1000, 1, check=None)
+    assert "loss 5.2500 -> 2.5000 nats a byte" in line_of(plain)
+    check = CheckResult(1e-7, "stage 0 weight", 0.0, (DeviceMemory(3000, 2000, (0, 5), 40),))
+    rows = Cells(html_of(replace(plain, check=check))).rows
+    assert rows[1:] == [["device 0", "3,000", "2,000", "40", "5"]]
+    assert line_of(replace(plain, losses=(), step_seconds=())).endswith("0 steps of 1,000 parameters in 1 process(es)")
 
 
 class Printer:
