@@ -20,7 +20,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, width) -> (rows, width)."""
-        return x + self.layers(x)
+        added: Tensor = x + self.layers(x)
+        return added
 
 
 def build() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:

@@ -6,15 +6,12 @@ torchrun --nproc-per-node 4 examples/torch_runtime.py schedule.csv
 
 import csv
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from own_stages import MICROBATCHES, batch, build  # type: ignore[import-not-found]  # beside this file
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-sys.path.insert(0, str(Path(__file__).parent))
-from own_stages import MICROBATCHES, batch, build
 
 STEPS = 20
 
@@ -26,7 +23,7 @@ def main(path: str) -> None:
     modules, _, _, loss = build()
     mine = stages_of(path, dist.get_rank())
     stages = [PipelineStage(modules[s], s, len(modules), torch.device("cpu")) for s in mine]
-    runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss)
+    runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss)  # type: ignore[no-untyped-call]
     runtime._load_csv(path, format="compute_only")  # what sends and receives follow from the order, torch adds
     optimizer = torch.optim.AdamW([p for s in mine for p in modules[s].parameters()], lr=1e-3)
     for step in range(STEPS):

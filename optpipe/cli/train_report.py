@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -63,9 +64,15 @@ def print_result(result: TrainingResult) -> None:
     if result.bubbles:
         waited = ", ".join(f"device {d} {share_text(share)}" for d, share in enumerate(result.bubbles))
         planned = f"; planned {share_text(result.schedule.bubble)}" if result.schedule else ""
-        console.print(f"bubble measured: {waited}{planned}")
+        console.print(f"bubble measured: {waited}{planned}{_shared_cores()}")
     if result.check is not None:
         _print_check(result.check)
+
+
+def _shared_cores() -> str:
+    """Processes that have no core each wait for one another's, which is no bubble of the schedule."""
+    processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
+    return f" ({processes} processes share {cores} cores: waits for a core count too)" if processes > cores else ""
 
 
 def _steps_text(result: TrainingResult) -> str:

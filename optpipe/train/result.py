@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
+from statistics import median
 
+from optpipe.display import Displayed, Summary
 from optpipe.schedule import Schedule
 from optpipe.trace import Trace
 from optpipe.train.online.events import OnlineEvent
@@ -71,7 +74,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class TrainingResult:
+class TrainingResult(Displayed):
     """A run that is over: loss (nats a byte, mean over the batch, before the step's update) and seconds of each step.
 
     The first of them is step `first_step`, above 0 where a checkpoint was resumed. `trace` is there where a step was
@@ -93,3 +96,21 @@ class TrainingResult:
     schedule: Schedule | None = None
     bubbles: tuple[float, ...] = ()
     evaluation_loss: float | None = None
+
+    def summary(self) -> Summary:
+        """Steps, losses and seconds; of a check, what each device's memory was."""
+        facts = [("", f"{len(self.losses)} steps of {self.parameters:,} parameters in {self.processes} process(es)")]
+        if self.losses:
+            facts.append(("loss", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f} nats a byte"))
+            facts.append(("median step", f"{median(self.step_seconds):.2f} s"))
+        if self.check is None:
+            return Summary("A training run", facts)
+        facts.append(("largest gradient error", f"{self.check.max_gradient_error:.2e}"))
+        head = ("device", "peak bytes", "planned", "host bytes", "left after a step")
+        return Summary("A training run, checked", facts, head, [*map(_row, self.check.devices, count())])
+
+
+def _row(memory: DeviceMemory, device: int) -> tuple[str, ...]:
+    left_bytes = max(memory.live_bytes, default=0)
+    sizes = (memory.peak_bytes, memory.planned_peak_bytes, memory.host_peak_bytes, left_bytes)
+    return (f"device {device}", *(f"{size:,}" for size in sizes))

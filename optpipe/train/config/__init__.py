@@ -4,7 +4,7 @@ from optpipe.train.checkpoints.config import CheckpointConfig
 from optpipe.train.config.model import ModelConfig
 from optpipe.train.config.optimizer import OptimizerConfig
 from optpipe.train.config.output import OutputConfig
-from optpipe.train.config.setting import Group, setting
+from optpipe.train.config.setting import Group, flat, setting
 from optpipe.train.config.training import DeviceChoice, TrainingConfig
 from optpipe.train.online.config import OnlineConfig
 
@@ -17,5 +17,6 @@ __all__ = [
     "OptimizerConfig",
     "OutputConfig",
     "TrainingConfig",
+    "flat",
     "setting",
 ]

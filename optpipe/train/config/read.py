@@ -96,9 +96,17 @@ def _wrong(table: str, group: type[Group], given: Values) -> list[Issue]:
     """What is wrong with single settings of a group."""
     values = _of_table(given, table)
     issues = [_moved(issue, table) for issue in wrong_settings(group, values)]
-    if not table and not isinstance(values.get("schedule", Path()), Path):
-        issues.append(Issue("schedule", "wrong_type", f"is {shown(values['schedule'])} but must be a path."))
+    if not table and "schedule" in values:
+        issues += _wrong_schedule(values["schedule"], given)
     return issues
+
+
+def _wrong_schedule(value: Any, given: Values) -> Iterator[Issue]:
+    if not isinstance(value, Path):
+        yield Issue("schedule", "wrong_type", f"is {shown(value)} but must be a path.")
+    elif given.get(("online", "mode")) == "first":
+        detail = "is given, but --solve has one found before training. Maybe --online, which begins with it."
+        yield Issue("schedule", "conflict", detail)
 
 
 def _group(table: str, group: type[Group], given: Values) -> Group:

@@ -88,6 +88,15 @@ class Group:
         yield from ()
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What `to_data` gave, by names such as `optimizer.beta1`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def settings_of(group: type[Group]) -> Mapping[str, Setting]:
     """The settings of a group by the name of the field."""
     return {f.name: f.metadata["setting"] for f in fields(group) if "setting" in f.metadata}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from optpipe.errors import Issue
+from optpipe.errors import InputError, Issue
 from optpipe.train.checkpoints.config import CheckpointConfig
 from optpipe.train.config.model import ModelConfig
 from optpipe.train.config.optimizer import OptimizerConfig
@@ -61,11 +61,12 @@ class TrainingConfig(Group):
 
     def conflicts(self) -> Iterator[Issue]:
         """A schedule is given or sought; each of its stages gets a layer; the step to record is one of the run."""
-        if self.schedule is None and not self.online.on:
-            detail = 'is missing. Maybe schedule = "schedule.json", or --solve to have one found.'
-            yield Issue("schedule", "missing", detail)
+        missing = [] if self.schedule else list(self._nothing_to_run())
+        if missing:
+            yield from missing
+            return
         layers, trace_step = self.model.layers, self.output.trace_step
-        stages = len(self.schedule.problem.stages) if self.schedule else 1
+        stages = len(self.schedule.problem.stages if self.schedule else self.online.placed())
         if layers is not None and layers < stages:
             detail = (
                 f"is {layers} but the schedule has {stages} stages, and each needs a layer. "
@@ -75,3 +76,16 @@ class TrainingConfig(Group):
         if trace_step is not None and trace_step >= self.steps:
             detail = f"is {trace_step} but must be from 0 to {self.steps - 1}: the run has {self.steps} steps."
             yield Issue("output.trace_step", "out_of_range", detail)
+
+    def _nothing_to_run(self) -> Iterator[Issue]:
+        """Without a schedule one is sought, for devices that are then named."""
+        if not self.online.on:
+            detail = 'is missing. Maybe schedule = "schedule.json", or --solve to have one found.'
+            yield Issue("schedule", "missing", detail)
+        elif self.online.devices is None:
+            yield Issue("online.devices", "missing", "is missing, and no schedule says how many. Maybe 4.")
+        else:
+            try:
+                self.online.placed("online.")
+            except InputError as error:
+                yield from error.issues

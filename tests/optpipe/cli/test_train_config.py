@@ -102,6 +102,7 @@ def test_files(cli: Cli, schedule_file: Path, tmp_path: Path, text: str, message
         (("--plot", "run.jpg"), "--plot is 'run.jpg' but must end in .png, .svg, .html."),
         (("--plot", "README.md/run.png"), "README.md/run.png: cannot be written: README.md is not a folder."),
         (("--config", "missing.toml"), "missing.toml: cannot be read: No such file or directory. Maybe the path is"),
+        (("--solve",), "--schedule is given, but --solve has one found before training. Maybe --online, which begins"),
         (("--solve", "--online"), "--online solves beside the training, but --solve before it."),
         (("--model", "no_such_package:build"), "model no_such_package:build: cannot be imported: ModuleNotFoundError"),
         (("--stepz", "3"), "No such option: --stepz"),
@@ -113,6 +114,11 @@ def test_flags(cli: Cli, schedule_file: Path, flags: tuple[str, ...], message: s
 
 def test_no_schedule(cli: Cli, tmp_path: Path) -> None:
     assert refusal(cli) == '--schedule is missing. Maybe schedule = "schedule.json", or --solve to have one found.'
+    assert refusal(cli, "--solve") == "--devices is missing, and no schedule says how many. Maybe 4."
+    placed = ("--solve", "--devices", "2", "--placement", "zigzag")
+    assert "--placement 'zigzag' is not a placement. Maybe one of linear, interleaved-2" in refusal(cli, *placed)
+    few = ("--solve", "--devices", "2", "--placement", "v", "--layers", "3")
+    assert refusal(cli, *few).startswith("--layers is 3 but the schedule has 4 stages, and each needs a layer. Maybe")
     (tmp_path / "schedule.json").write_text("{}")
     assert "is not TOML" in (found := refusal(cli, "--config", tmp_path / "schedule.json"))
     assert found.endswith("Maybe it is the schedule, which --schedule takes.")
