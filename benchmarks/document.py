@@ -18,6 +18,7 @@ from benchmarks import (
     seconds_by_size,
     service_load,
     suites,
+    updates,
     value_over_time,
 )
 from benchmarks.marks import between, marked
@@ -31,6 +32,7 @@ MODULES = (
     suites,
     executor,
     predicted_steps,
+    updates,
     service_load,
 )
 SECTIONS = {section.name: section for module in MODULES for section in module.SECTIONS}

@@ -56,7 +56,8 @@ def _seconds(schedule: Schedule, launch: Launch, steps: int, *, optimistic: bool
     for _ in range(steps):
         model.step(batch)
     model.settle()
-    return max(launch.gather(perf_counter() - begin)) / steps
+    slowest_s: float = max(launch.gather(perf_counter() - begin))
+    return slowest_s / steps
 
 
 def _seconds_of_wrong_steps(schedule: Schedule, launch: Launch) -> float:
@@ -64,7 +65,9 @@ def _seconds_of_wrong_steps(schedule: Schedule, launch: Launch) -> float:
     model = _model(schedule, launch, ALWAYS, optimistic=True)
     batch = model.task.batch(0)
     outcomes = [outcome for _ in range(MOST_WRONG + 2) for outcome in model.step(batch)] + model.settle()
-    return max(launch.gather(median(outcome.seconds for outcome in outcomes[1 : MOST_WRONG + 1])))
+    own_s = median(outcome.seconds for outcome in outcomes[1 : MOST_WRONG + 1])
+    slowest_s: float = max(launch.gather(own_s))
+    return slowest_s
 
 
 def _model(schedule: Schedule, launch: Launch, clip_norm: float, *, optimistic: bool) -> Model:

@@ -13,7 +13,7 @@ from optpipe.train.boundary import Boundary
 from optpipe.train.check import check_step
 from optpipe.train.checkpoints.checkpoints import Checkpoints
 from optpipe.train.checkpoints.interrupts import Interrupts
-from optpipe.train.config import TrainingConfig
+from optpipe.train.config import TrainingConfig, flat
 from optpipe.train.evaluate import evaluation_loss
 from optpipe.train.hardware import own_device
 from optpipe.train.launch import Launch, launched, one_core_left
@@ -96,7 +96,8 @@ def _compiled(config: TrainingConfig) -> Program:
 def _agree(config: TrainingConfig, given: Program | None, launch: Launch) -> None:
     """Refuse processes that were started with different schedules or options: they would wait for one another."""
     program = given.digest if given else None
-    found = launch.gather(config.to_data() | {"program": program, "device": launch.hardware.type})
+    options = dict(flat(config.to_data()))
+    found = launch.gather(options | {"program": program, "device": launch.hardware.type})
     for rank, theirs in enumerate(found):
         for field, value in found[0].items():
             if theirs[field] != value:
@@ -136,8 +137,7 @@ class _Run:
                 self._settle()
                 self.trace = record_trace(self._config, model, task.batch(step), step)
             recorder = self._recorder(step)
-            wishes = [boundary.asks() for boundary in self._boundaries]
-            self._note(model.step(task.batch(step), recorder=recorder, wishes=wishes))
+            self._note(model.step(task.batch(step), recorder=recorder, wishes=self._wishes))
         self._act(self._config.steps)
         self._settle()
 
@@ -150,6 +150,9 @@ class _Run:
             for boundary, acts in zip(self._boundaries, acting, strict=True):
                 if acts:
                     boundary.act(step)
+
+    def _wishes(self) -> list[bool]:
+        return [boundary.asks() for boundary in self._boundaries]
 
     def _recorder(self, step: int) -> Recorder | None:
         """Where a step is watched, the one before is settled: what it waits for is then its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -75,11 +75,14 @@ class Model:
         """What the copies take that an optimistic update could be undone with."""
         return self._updates.snapshot.size_bytes
 
-    def step(self, batch: Batch, *, recorder: Recorder | None = None, wishes: Sequence[bool] = ()) -> list[StepOutcome]:
+    def step(
+        self, batch: Batch, *, recorder: Recorder | None = None, wishes: Callable[[], Sequence[bool]] = tuple
+    ) -> list[StepOutcome]:
         """Run step `step_number` on its batch (of all replicas; this one runs its part) and update the weights.
 
         Returns the outcomes that have become known: this step's, or with post-validation that of the one before.
-        `wishes`, as many in each step, are told to all processes with it (`take_wishes`).
+        `wishes`, asked when its gradients are ready, are told to all processes with it (`take_wishes`); as many in each
+        step.
         """
         begin = perf_counter()
         self._set_step(self._step_number)
@@ -89,7 +92,7 @@ class Model:
             validate=self._updates.validate if self._updates.pending else None,
             leave_sends=self._updates.leaves_open,
         )
-        self._updates.update(self._step_number, losses, wishes)
+        self._updates.update(self._step_number, losses, wishes())
         self._updates.took(perf_counter() - begin)
         self._set_step(self._step_number + 1)
         return self._updates.take_outcomes()
@@ -98,7 +101,7 @@ class Model:
         """Have the last update validated, in all processes together. Returns the outcome, if it was not known."""
         if self._updates.pending:
             self._updates.validate()
-            self.pipeline.settle()
+        self.pipeline.settle()
         return self._updates.take_outcomes()
 
     def take_wishes(self) -> list[bool]:

@@ -8,8 +8,8 @@ WINDOW = 16
 """Steps that are looked back on."""
 
 MOST_WRONG = 4
-"""A step without waiting saves about as long as one that is rolled back loses (both are warm-ups of the pipeline, the
-latter with two updates more). At a quarter of wrong steps there is still a clear gain."""
+"""Of these; with more, the next update waits. A step that is undone was measured to lose two to three times what one
+without a barrier saves (`python -m benchmarks.updates updates`), so they are even at about a third of wrong steps."""
 
 
 class Patience:

@@ -1,7 +1,7 @@
 """Exact copies of what an optimistic step changes, and of what forwards after it may change.
 
-No optimizer is inverted: parameters and optimizer state are copied before the step, buffers (running statistics) after
-it. The copies stay allocated: parameters once, and what the optimizer keeps of them (for AdamW twice as much again).
+No optimizer is inverted: everything is copied before the step and comes back bit for bit. The copies stay allocated:
+they take the parameters once, what the optimizer keeps (for AdamW twice as much again), and the buffers.
 """
 
 from __future__ import annotations
@@ -19,47 +19,44 @@ class Snapshot:
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._modules, self._optimizers = list(modules), list(optimizers)
-        self._copies = _Copies()
         self._states: list[_State] = []
-        self._buffers: dict[tuple[nn.Module, str], _Buffer] = {}
+        self._buffers: list[_Buffer] = []
+        self._tensors: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     @property
     def size_bytes(self) -> int:
         """Memory that the copies take."""
-        buffers = [buffer.copy for buffer in self._buffers.values()]
-        return sum(copy.nbytes for copy in (*self._copies.copies, *buffers))
+        return sum(copy.nbytes for copy in self._copies)
 
+    @torch.no_grad()
     def take(self) -> None:
-        """Remember everything as it is now."""
+        """Remember everything as it is now, in the memory of the last time."""
         self._states = [
             _State(optimizer, parameter, dict(optimizer.state.get(parameter, {})))
             for optimizer in self._optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-        self._copies.take([tensor for state in self._states for tensor in state.tensors()])
-        self._take_buffers()
+        parts = [part for module in self._modules for part in module.modules()]
+        self._buffers = [_Buffer(p, name, b) for p in parts for name, b in p._buffers.items() if b is not None]
+        self._tensors = [tensor for state in self._states for tensor in state.tensors()]
+        # All of them: a batch norm changes its statistics without telling autograd's count of versions.
+        self._tensors += [buffer.tensor for buffer in self._buffers]
+        if [_kind(tensor) for tensor in self._tensors] == [_kind(copy) for copy in self._copies]:
+            _copy(self._copies, self._tensors)
+        else:
+            self._copies = []  # frees the old ones before new ones are taken
+            self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Bring everything back as it was."""
+        """Bring everything back as it was; nothing if it was never taken."""
         for state in self._states:
-            state.restore()
-        self._copies.restore()
-        for (module, name), buffer in self._buffers.items():
-            buffer.restore()
-            module._buffers[name] = buffer.tensor
-
-    def _take_buffers(self) -> None:
-        """Only those that have changed since they were last copied."""
-        kept = self._buffers
-        self._buffers = {}
-        for module in self._modules:
-            for part in module.modules():
-                for name, tensor in part._buffers.items():
-                    if tensor is not None:
-                        before = kept.get((part, name))
-                        current = before is not None and before.is_current(tensor)
-                        self._buffers[part, name] = before if before and current else _Buffer.of(tensor)
+            state.put_back()
+        for buffer in self._buffers:
+            buffer.put_back()
+        _copy(self._tensors, self._copies)
 
 
 @dataclass(frozen=True)
@@ -73,56 +70,30 @@ class _State:
     def tensors(self) -> list[Tensor]:
         return [self.parameter, *(value for value in self.kept.values() if isinstance(value, Tensor))]
 
-    def restore(self) -> None:
-        """The same tensors under the same names; their contents are the copies' matter."""
+    def put_back(self) -> None:
+        """The same tensors under the same names; what they hold is copied apart."""
         if self.kept:
             self.optimizer.state[self.parameter] = self.kept
         else:
             self.optimizer.state.pop(self.parameter, None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Buffer:
+    """A buffer of a module, which a forward may change in place or replace."""
+
+    module: nn.Module
+    name: str
     tensor: Tensor
-    copy: Tensor
-    version: int
 
-    @staticmethod
-    def of(tensor: Tensor) -> _Buffer:
-        return _Buffer(tensor, tensor.detach().clone(), tensor._version)
-
-    def is_current(self, tensor: Tensor) -> bool:
-        """Whether the copy is equal: every change in place raises the version of a tensor."""
-        return self.tensor is tensor and self.version == tensor._version
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        if self.version != self.tensor._version:
-            self.tensor.copy_(self.copy)
-            self.version = self.tensor._version
+    def put_back(self) -> None:
+        """The same tensor; what it holds is copied apart."""
+        self.module._buffers[self.name] = self.tensor
 
 
-class _Copies:
-    """Copies of a list of tensors, in memory that is used again."""
-
-    def __init__(self) -> None:
-        self.copies: list[Tensor] = []
-        self._tensors: list[Tensor] = []
-
-    @torch.no_grad()
-    def take(self, tensors: list[Tensor]) -> None:
-        fits = [_kind(tensor) for tensor in tensors] == [_kind(copy) for copy in self.copies]
-        self._tensors = tensors
-        if fits and tensors:
-            torch._foreach_copy_(self.copies, tensors)
-        else:
-            self.copies = []  # frees the old ones before new ones are taken
-            self.copies = [tensor.detach().clone() for tensor in tensors]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        if self._tensors:
-            torch._foreach_copy_(self._tensors, self.copies)
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if values:
+        torch._foreach_copy_(to, values)
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

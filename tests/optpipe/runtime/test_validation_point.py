@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from optpipe.compile import Action, Program, compile_schedule
 from optpipe.compile.actions import SENDS, matching_receive, matching_send
+from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
 from optpipe.runtime.validation_point import validation_points
 from optpipe.schedule import Schedule
@@ -111,7 +112,7 @@ def drop_and_compare(program: Program) -> None:
     modules, (inputs, targets) = chain(count, DTYPE), batch(count, DTYPE)
     transport = Mailbox()
     pipeline = Pipeline(program, stages_of(modules), range(len(program.devices)), transport, specs(count, DTYPE))
-    losses, expected = pipeline.run(inputs, targets), gradients(modules)
+    losses, expected = pipeline.run(inputs, targets, plain := MemoryMeter()), gradients(modules)
     watch = Watch(meter := MemoryMeter())
     back, dropped = spoil(modules), list[int]()
 
@@ -127,9 +128,28 @@ def drop_and_compare(program: Program) -> None:
     first_again, alive_bytes = watch.seen[dropped[0]]
     assert first_again == watch.seen[0][0]
     assert alive_bytes == 0, "of what was dropped"
+    assert meter.peak_bytes == plain.peak_bytes, "as planned, though a beginning was dropped"
     assert not any(meter.live_bytes.values())
     assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
     assert not any([*transport._sent.values(), *transport._posted.values()])
+
+
+def test_an_error_before_the_point_leaves_nothing_either() -> None:
+    """Nor does a verdict that ends the run."""
+    program = compile_schedule(one_f_one_b(3, M, moved=[(0, 0), (1, 1)]))
+    modules, (inputs, targets) = chain(3, DTYPE), batch(3, DTYPE)
+    pipeline = Pipeline(program, stages_of(modules), range(3), Mailbox(), specs(3, DTYPE))
+    pipeline.run(inputs, targets)
+    expected = gradients(modules)
+    modules[1][-1].calls_left = 2  # type: ignore[union-attr, operator]
+    with pytest.raises(TrainingError, match=r"device 1 failed at F1\.1.*the layer broke"):
+        pipeline.run(inputs, targets, first := MemoryMeter(), validate=lambda: True)
+    with pytest.raises(ZeroDivisionError):
+        pipeline.run(inputs, targets, second := MemoryMeter(), validate=lambda: 1 // 0 == 0)
+    assert not any([*first.live_bytes.values(), *second.live_bytes.values()])
+    assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
+    pipeline.run(inputs, targets)
+    assert are_equal(gradients(modules), expected)
 
 
 def are_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

@@ -5,27 +5,33 @@ from __future__ import annotations
 import pytest
 
 from optpipe.train.launch import Launch
-from tests.optpipe.train.updates.cases import config_of, noisy_model, run, schedules, synchronous
+from tests.optpipe.train.updates.cases import config_of, facts, noisy_model, run, schedules, synchronous
 
-OTHERS = [name for name in schedules() if name != "1F1B"]
+SPLIT = [name for name in schedules() if name != "1F1B"]
+"""1F1B has fused backwards, in which small layers are autograd's, whose sums round otherwise."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_losses_of_a_hundred_steps_are_those_of_1f1b(name: str) -> None:
-    expected, found = (synchronous(schedule)[0] for schedule in ("1F1B", name))
-    assert [o.skipped for o in found] == [o.skipped for o in expected]
-    assert [o.clipped for o in found] == [o.clipped for o in expected]
-    kept = [(a.loss, b.loss) for a, b in zip(found, expected, strict=True) if not a.skipped]
-    assert [loss for loss, _ in kept] == pytest.approx([loss for _, loss in kept], rel=1e-9)
+@pytest.mark.parametrize("name", SPLIT[1:])
+def test_schedules_with_split_backwards_have_one_curve_bit_for_bit(name: str) -> None:
+    assert facts(synchronous(name)[0]) == facts(synchronous(SPLIT[0])[0])
+
+
+def test_fused_backwards_have_the_same_curve_but_for_rounding() -> None:
+    """A difference of one in the last place grows to 4e-10 in a hundred steps."""
+    fused, split = (synchronous(name)[0] for name in ("1F1B", SPLIT[0]))
+    assert [(o.skipped, o.clipped) for o in fused] == [(o.skipped, o.clipped) for o in split]
+    kept = [(a.loss, b.loss) for a, b in zip(fused, split, strict=True) if not a.skipped]
+    assert [loss for loss, _ in kept] == pytest.approx([loss for _, loss in kept], rel=1e-8)
     assert kept[0][0] - kept[-1][0] > 1, "it learns"
 
 
-def test_in_float32_they_are_equal_to_what_rounding_grows_to() -> None:
-    """Sums are added in another order where BW is fused; a hundred steps of training make differences larger."""
+def test_in_float32_the_same_difference_grows_to_less_than_a_hundredth() -> None:
+    """To 3e-3; weights that are wrong somewhere are far beyond that after some steps."""
     curves = []
     for name in ("1F1B", "V"):
         schedule = schedules()[name]
         config = config_of(schedule, dtype="float32")
         outcomes = run(noisy_model(config, Launch(len(schedule.devices)), optimistic=False, without_loss=[]))
         curves.append([outcome.loss for outcome in outcomes])
-    assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-2)
+    assert curves[0][:10] == pytest.approx(curves[1][:10], rel=1e-5)

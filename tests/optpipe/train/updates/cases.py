@@ -19,7 +19,7 @@ from optpipe.train.model import Model
 from optpipe.train.updates import StepOutcome
 from solver.finish import finish
 from solver.methods import METHODS
-from tests.optpipe.runtime.schedules import OFFLOAD, one_f_one_b
+from tests.optpipe.runtime.schedules import OFFLOAD, one_f_one_b, v_wave
 from tests.optpipe.train.cases import M, everything
 from tests.optpipe.train.updates.tasks import NoisyTask
 from tests.problems import uniform
@@ -59,6 +59,17 @@ def config_of(schedule: Schedule, *, steps: int = STEPS, dtype: str = "float64",
     )
 
 
+def replicated() -> TrainingConfig:
+    """Two replicas of one device that has both ends of the model, whose embedding and head are one."""
+    return TrainingConfig(
+        v_wave(1, M),
+        model=ModelConfig(name="tiny", sequence=8, microbatch_size=1, dtype="float64", tied=True),
+        optimizer=OptimizerConfig(clip_norm=1.6, learning_rate=1e-2),
+        data_parallel=2,
+        steps=20,
+    )
+
+
 def noisy_model(
     config: TrainingConfig, launch: Launch, *, optimistic: bool, without_loss: Sequence[int] = WITHOUT_LOSS
 ) -> Model:
@@ -70,11 +81,9 @@ def noisy_model(
 
 def run(model: Model) -> list[StepOutcome]:
     """All steps of the run, to where nothing is pending."""
-    outcomes = [
-        outcome
-        for step in range(model.step_number, model.config.steps)
-        for outcome in model.step(model.task.batch(step))
-    ]
+    outcomes = []
+    for step in range(model.step_number, model.config.steps):
+        outcomes += model.step(model.task.batch(step))
     return outcomes + model.settle()
 
 

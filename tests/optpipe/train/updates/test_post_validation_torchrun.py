@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from optpipe.train.plain import plain_step, tie_parameters
+from optpipe.train.task import task_of
 from optpipe.train.updates import StepOutcome
-from tests.optpipe.train.updates.cases import facts, schedules, synchronous
+from tests.optpipe.train.updates.cases import M, facts, replicated, schedules, synchronous
 from tests.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "post_validation_worker.py"
@@ -38,3 +42,24 @@ def test_processes_that_do_not_wait_equal_one_that_does(folder: Path, name: str)
         assert facts(outcomes) == facts(expected)
         assert sum(outcome.rolled_back for outcome in outcomes) > 10
     assert {name: digest for rank in ranks for name, digest in rank["digests"].items()} == digests
+
+
+@pytest.mark.torchrun
+def test_replicas_and_tied_weights_count_once(tmp_path: Path) -> None:
+    """Norms and losses are those of the plain model, in which the tied weights are one, on the whole batch."""
+    torchrun(WORKER.parent / "replicas_worker.py", 2, str(tmp_path / "reports"))
+    found = [(report["loss"], report["gradient_norm"]) for report in json.loads((tmp_path / "reports").read_text())]
+    config = replicated()
+    task = task_of(config, 2, M)
+    modules = task.build_stages()
+    for tie in task.ties:
+        tie_parameters(modules, tie)
+    whole = nn.Sequential(*modules)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=config.optimizer.learning_rate)
+    plain, most = [], config.optimizer.clip_norm or 0.0
+    for step in range(config.steps):
+        loss = plain_step(modules, task.loss, *task.batch(step))
+        plain.append((loss, float(nn.utils.clip_grad_norm_(whole.parameters(), most))))
+        optimizer.step()
+    assert found == [pytest.approx(pair, rel=1e-8) for pair in plain]
+    assert 2 < sum(norm > most for _, norm in plain) < 18
