@@ -22,7 +22,7 @@ class OptimizerConfig(Group):
     beta1: float = setting(0.9, "of AdamW's first moment; of SGD its momentum", least=0, most=0.999999)
     beta2: float = setting(0.999, "of AdamW's second moment", least=0, most=0.999999)
     warm_up_steps: int = setting(0, "steps in which the learning rate rises from 0", least=0, most=10**9)
-    decay: Literal["none", "cosine"] = setting("none", "of the learning rate, after warm-up: it would be 0 in the step after the last")
+    decay: Literal["none", "cosine"] = setting("none", "of the learning rate, after warm-up, to 0 after the last step")
     clip_norm: float | None = setting(None, "the largest norm of all gradients together; default: not clipped", above=0)
     optimistic: bool = setting(
         True, "under torchrun each stage steps at once, and back where the norm of all then says so, instead of waiting"
