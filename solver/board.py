@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
+from optpipe.gap import gap_of
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from solver.bounds import lower_bound_us, split_backward_suffices
@@ -27,7 +28,7 @@ class Progress:
     @property
     def gap(self) -> float:
         """``(value - bound) / value``."""
-        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+        return gap_of(self.value_us, self.bound_us)
 
 
 OnProgress = Callable[[Progress], None]

@@ -8,6 +8,7 @@ import numpy as np
 
 from optpipe.any_timing import any_timing_peak_bytes
 from optpipe.errors import VerificationError
+from optpipe.gap import gap_of
 from optpipe.orders import KINDS, STREAMS, DeviceOrders, OpArray, Orders
 from optpipe.planned_ops import PlannedOps
 from optpipe.problem import Problem
@@ -27,7 +28,7 @@ def finish(problem: Problem, orders: Orders, bound_us: float, method: str, secon
     simulation = simulate(problem, orders)
     value = simulation.value_us
     bound = snapped_bound(value, bound_us)
-    gap = (value - bound) / value if value else 0.0
+    gap = gap_of(value, bound)
     schedule = Schedule.from_data(
         {
             "format": "optpipe.schedule/1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.cli.compiling import compile_once
+from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.output import AsJson, check_writable, print_json, share_text, stderr, stdout, table, time_text
-from optpipe.cli.solve import TimeLimit
-from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
+from optpipe.cli.solve import TimeLimit, free_memory_bytes
+from optpipe.errors import InfeasibleError, MethodError, NoSolutionError, SolverDiedError
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's outcome: a schedule, or the reason why there is none."""
+    """One method's outcome: a schedule, or why there is none; both where a search died after it found one."""
 
     method: str
     schedule: Schedule | None
@@ -40,9 +40,12 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Also draw the schedules at one time scale (png, svg).")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Run every method on a problem: value, bubble, peak and seconds, or why not. Each search gets the time limit."""
+    """Run every method on a problem: value, bubble, peak and seconds, or why not. Each search gets the time limit.
+
+    Ctrl-C stops the search that runs, keeps its best schedule so far, and shows what is done.
+    """
     from optpipe.problem import Problem
-    from solver.limits import Limits
+    from solver.limits import Cancel, Limits
     from solver.methods import METHODS, method_named
 
     names = [name.strip() for name in methods.split(",")] if methods else [name for name in METHODS if name != "auto"]
@@ -56,31 +59,43 @@ def command(
     loaded = Problem.load(problem)
     compile_once()
     rows = []
-    for name in names:
-        limits = Limits(time_limit)
-        with stderr().status(f"{name}, up to {time_limit:g} s"):
-            rows.append(_run(loaded, name, limits))
-        if limits.cancel.requested:
-            break
+    cancel = Cancel()
+    with ctrl_c_cancels(cancel):
+        for name in names:
+            with stderr().status(f"{name}, up to {time_limit:g} s"):
+                rows.append(_run(loaded, name, Limits(time_limit, cancel=cancel)))
+            if cancel.requested:
+                break
     if plot:
         _draw(rows, plot)
     if as_json:
         print_json([_document(row) for row in rows])
     else:
         _print(rows)
-    return 130 if limits.cancel.requested else 0
+    return 130 if cancel.requested else 0
 
 
 def _run(problem: Problem, name: str, limits: Limits) -> Row:
-    from solver.portfolio import solve_until_interrupted
-
-    began = time.perf_counter()
+    schedule: Schedule | None = None
+    why_not = ""
     try:
-        schedule: Schedule | None = solve_until_interrupted(problem, name, limits, None)
-        why_not = ""
+        schedule = _schedule(problem, name, limits)
     except (MethodError, InfeasibleError, NoSolutionError) as error:
-        schedule, why_not = None, str(error)
-    return Row(name, schedule, why_not, time.perf_counter() - began)
+        why_not = str(error)
+    except SolverDiedError as error:
+        schedule, why_not = error.best, str(error)
+    return Row(name, schedule, why_not, limits.seconds)
+
+
+def _schedule(problem: Problem, name: str, limits: Limits) -> Schedule:
+    """A published schedule is made here; a search runs in a process of its own, whose limits hold whatever it does."""
+    from solver.methods import METHODS
+    from solver.portfolio import solve
+    from solver.process import solve_in_child
+
+    if METHODS[name].kind == "published":
+        return solve(problem, name, limits)
+    return solve_in_child(problem, name, limits, free_memory_bytes()).schedule_or_error()
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:
@@ -95,7 +110,7 @@ def _document(row: Row) -> dict[str, Any]:
     document: dict[str, Any] = {"method": row.method, "seconds": round(row.seconds, 3)}
     if row.schedule is None:
         return document | {"why_not": row.why_not}
-    return summary(row.schedule) | document
+    return summary(row.schedule) | document | ({"why_not": row.why_not} if row.why_not else {})
 
 
 def _print(rows: Sequence[Row]) -> None:
@@ -109,5 +124,5 @@ def _print(rows: Sequence[Row]) -> None:
         else:
             peak = max(device.peak_bytes_any_timing for device in found.devices)
             cells = (time_text(found.value_us), time_text(found.bound_us), share_text(found.bubble), f"{peak:,}")
-            result.add_row(row.method, *cells, f"{row.seconds:.2f}", found.status)
+            result.add_row(row.method, *cells, f"{row.seconds:.2f}", row.why_not or found.status)
     stdout().print(result)

@@ -84,7 +84,7 @@ def command(
     limits = Limits(time_limit, workers=workers or available_cores())
     doing = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
     with stderr().status(doing), ctrl_c_cancels(limits.cancel):
-        judged = rank(candidates(profile, search), limits, _print_better())
+        judged = rank(candidates(profile, search, limits), limits, _print_better())
     schedule = judged[0].schedule
     if schedule is None:
         raise _nothing_found(judged)

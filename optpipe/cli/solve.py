@@ -82,6 +82,7 @@ def command(
         with stderr().status(f"{server} solves {what}"):
             result = _solve_on(server, key, loaded, method, limits)
     else:
+        compile_once()
         limits = Limits(time_limit, gap, workers or available_cores(), seed)
         result = _solve_here(loaded, method, limits, memory_limit, output, cache, f"solving {what}")
     try:
@@ -110,7 +111,6 @@ def _solve_here(
     doing: str,
 ) -> ChildResult:
     """A solve on this machine, or what the cache knows."""
-    compile_once()
     known = _cached(problem, method, limits) if cache else None
     if known is not None:
         return known
@@ -182,11 +182,9 @@ def _solve(
     starts: Sequence[Orders],
 ) -> ChildResult:
     """Solve in a process of its own; where that dies of itself, what it had found is written all the same."""
-    from solver.process import available_bytes, solve_in_child
+    from solver.process import solve_in_child
 
-    available = available_bytes()
-    if memory_limit is None and available is not None:
-        memory_limit = int(MEMORY_SHARE * available)
+    memory_limit = memory_limit or free_memory_bytes()
     try:
         with ctrl_c_cancels(limits.cancel):
             return solve_in_child(problem, method, limits, memory_limit, print_event, starts=starts)
@@ -194,6 +192,14 @@ def _solve(
         if error.best is not None:
             _write(error.best, output)
         raise
+
+
+def free_memory_bytes() -> int | None:
+    """What a search may take unless told otherwise; None where the system does not tell."""
+    from solver.process import available_bytes
+
+    available = available_bytes()
+    return None if available is None else int(MEMORY_SHARE * available)
 
 
 def _write(schedule: Schedule, output: str | None) -> None:

@@ -19,22 +19,15 @@ from solver.board import Board
 from solver.finish import finish
 from solver.floor import impossible_budgets
 from solver.layout.candidates import Candidate
+from solver.layout.turns import PUBLISHED_SHARE, Turns, late
 from solver.limits import Limits
 from solver.process import solve_in_child
 from solver.starts import offer_published
-
-AT_ONCE = 0.4
-"""No candidate is looked at after this share of the time."""
-
-PUBLISHED_SHARE = 0.1
-"""Of the time that is left: what the published schedules of one candidate may take."""
 
 ROUNDS = (0.25, 0.35, 0.4)
 """Shares of the rest: the first round solves as many candidates as `FIRST`, each further one a third of them."""
 
 FIRST = 9
-LEAST_S = 2.0
-"""A child process takes about a second to begin."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ def _at_once(candidate: Candidate, limits: Limits) -> Judged:
     if impossible := impossible_budgets(problem):
         device, needed, budget = impossible[0]
         return Judged(candidate, None, inf, f"one microbatch needs {needed:,} of {budget:,} bytes on device {device}")
-    if limits.cancel.requested or limits.seconds > AT_ONCE * limits.time_limit_s:
+    if late(limits):
         return Judged(candidate, None, inf, "there was no time to look at it")
     return _published(candidate, problem, limits)
 
@@ -107,25 +100,22 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
     ordered = sorted(judged, key=_promise)
     best_us = min((one.value_us for one in ordered), default=inf)
     chosen = [one for one in ordered if _may_win(one, best_us)][:count]
-    cores = min(limits.workers, len(chosen))
-    seconds = share * limits.time_left_s * cores / max(1, len(chosen))
-    if not chosen or seconds < LEAST_S or limits.cancel.requested:
+    cores = max(1, min(limits.workers, len(chosen)))
+    turns = Turns(limits, share, len(chosen), cores)
+    if not chosen or not turns.worthwhile():
         return ordered
-    workers = limits.workers // cores
 
     def improved(one: Judged) -> Judged:
-        better = _solved(one, replace(_fresh(limits, seconds), workers=workers))
+        seconds = turns.begin()
+        if seconds is None or limits.cancel.requested:
+            return one
+        better = _solved(one, Limits(seconds, limits.gap, limits.workers // cores, limits.seed, limits.cancel))
         on_judged(better)
         return better
 
     with ThreadPoolExecutor(cores) as pool:
         results = dict(zip(map(id, chosen), pool.map(improved, chosen), strict=True))
     return sorted((results.get(id(one), one) for one in ordered), key=_promise)
-
-
-def _fresh(limits: Limits, seconds: float) -> Limits:
-    """Limits that begin when they are made, with the same cancel."""
-    return Limits(seconds, limits.gap, seed=limits.seed, cancel=limits.cancel)
 
 
 def _promise(one: Judged) -> tuple[float, float]:
@@ -142,8 +132,6 @@ def _may_win(one: Judged, best_us: float) -> bool:
 def _solved(one: Judged, limits: Limits) -> Judged:
     problem = one.candidate.problem
     assert problem is not None, "only problems are solved"
-    if limits.cancel.requested:
-        return one
     starts = [one.schedule.orders] if one.schedule else []
     try:
         result = solve_in_child(problem, "auto", limits, starts=starts)

@@ -8,6 +8,7 @@ orders are timed and verified in the parent.
     handle.py       the process from outside
     child.py        what runs inside
     loading.py      what is slow to load, before anybody waits for it
+    spare.py        published schedules of the parent, where the child brings nothing
     messages.py     what both say
     memory_use.py   memory of a process and of the machine
 """

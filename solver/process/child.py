@@ -19,6 +19,7 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING, BinaryIO
 
 from optpipe.errors import OptPipeError
+from optpipe.gap import gap_of
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from solver.limits import Limits
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from solver.portfolio import Found, Progress
 
 LEAST_SEARCH_S = 0.25
-"""However long the start took, a search gets this much time, or its whole limit: enough for a published schedule."""
+"""However long the start took, a search gets this much time, or its whole limit: enough for a published schedule.
+
+For one of a large problem it may not be; then the parent has one (`solver.process.spare`).
+"""
 
 LEAST_PAUSE_S = 0.2
 MOST_PAUSE_S = 0.7
@@ -86,7 +90,7 @@ def _limit(found: Found, method: str, limits: Limits) -> Limit | None:
     """What ended the search; None where it was done."""
     from solver.methods import METHODS
 
-    gap = (found.value_us - found.bound_us) / found.value_us if found.value_us else 0.0
+    gap = gap_of(found.value_us, found.bound_us)
     if gap == 0:
         return None
     if limits.cancel.requested:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from optpipe import errors
 from optpipe.errors import Issue, OptPipeError
+from optpipe.gap import gap_of
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from solver.limits import Limits
@@ -40,7 +41,7 @@ class Incumbent:
     @property
     def gap(self) -> float:
         """``(value - bound) / value``."""
-        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+        return gap_of(self.value_us, self.bound_us)
 
     @cached_property
     def orders(self) -> Orders:

@@ -17,6 +17,7 @@ from solver.process import messages
 from solver.process.handle import Child
 from solver.process.loading import load_verifier
 from solver.process.messages import Heartbeat, Incumbent, Limit, Message
+from solver.process.spare import Spare
 
 TICK_S = 0.02
 """How often limits are looked at."""
@@ -29,6 +30,9 @@ STOP_S = 1.0
 
 CANCEL_S = 0.4
 """Time in which a cancelled child may do so."""
+
+LATE = 0.25
+"""A child that brought nothing in this share of the time is late: the parent begins to make a schedule itself."""
 
 VERIFY_S_PER_OP = 5e-6
 """What reading, timing and verifying an answer takes (4 us an op measured on one core). It is part of the limit."""
@@ -68,9 +72,11 @@ def solve_in_child(
     """`solver.portfolio.solve` in a process of its own, with limits that hold whatever happens in there.
 
     There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
-    best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. `on_event` is called
-    from here with every incumbent within a second, and with a heartbeat every half second; it should return at once.
-    `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see `solve`.
+    best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. Where it brought none,
+    as on a busy machine on which its start alone takes a short limit, that is a published schedule made here.
+    `on_event` is called from here with every incumbent within a second, and with a heartbeat every half second; it
+    should return at once. `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see
+    `solve`.
 
     Raises what `solve` raises, except that there being no schedule is a result; and SolverDiedError.
     """
@@ -104,12 +110,14 @@ class _Solve:
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
         self.cancelled = False
+        self.spare = Spare(problem)
 
     def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
         """Let the child search, watch it to its end, then verify the best that it found."""
         limits = replace(self.limits, time_limit_s=self.search_s)
         self.child.say(messages.request(self.problem, method, limits, starts))
         self._watch()
+        self.spare.stop()
         kind = self.last["type"] if self.last else ""
         if kind == "answer":
             return self._answered()
@@ -127,6 +135,8 @@ class _Solve:
             for message in self.child.listen(TICK_S):
                 self._take(message)
             self._hold_to_limits()
+            if self.best is None and self.limits.seconds > LATE * self.search_s:
+                self.spare.begin()
             if self.limits.seconds >= next_beat_s:
                 self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
                 next_beat_s = self.limits.seconds + HEARTBEAT_S
@@ -191,12 +201,16 @@ class _Solve:
         return ChildResult(schedule, "feasible", limit)
 
     def _nothing(self, limit: Limit) -> ChildResult:
-        """Ended from outside before anything was found: the floor if it fits, unless nobody waits for it."""
+        """Ended from outside before anything was found: what was made here, or the floor if it fits and one waits."""
         from solver.floor import known_budgets_bytes, serial_orders
 
+        spare = self.spare.best
+        if spare is not None:
+            schedule = self._finish(spare.orders, self.spare.bound_us, spare.method, self.limits.seconds)
+            return self._found(schedule, limit)
         floor = serial_orders(self.problem) if limit != "interrupted" else None
         if floor is not None:
-            return self._found(self._finish(floor, 0.0, "floor", self.limits.seconds), limit)
+            return self._found(self._finish(floor, self.spare.bound_us, "floor", self.limits.seconds), limit)
         why: dict[Limit, str] = {
             "time": f"in {self.limits.seconds:.1f} s. Maybe allow more time (--time-limit)",
             "interrupted": "before the interruption. Maybe allow more time (--time-limit)",

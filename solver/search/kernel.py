@@ -85,13 +85,11 @@ def sweep(
     changed. It gives up at a deadlock, and at an op that begins more than `slack_us` too late, touched places aside,
     whose latest starts are out of date. Returns how many ops of the order are new; the mark from which on all is as
     before (MARKS + 1: the end; NONE: it gave up); by how much later all F and B end, together.
+
+    In one piece, because all time is spent here: with one helper split off it took a tenth longer.
     """
     shift, step, offloads = table.shift, table.step, O * table.stages
-    compute, copies, groups = (
-        table.streams,
-        table.streams + table.devices,
-        table.streams + 2 * table.devices,
-    )
+    compute, copies, groups = table.streams, table.streams + table.devices, table.streams + 2 * table.devices
     mask = (1 << shift) - 1
     clock = np.empty(groups + len(table.first))
     copy(times.marks[mark], clock)
@@ -169,12 +167,7 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
 
     Stops early at a mark from `settled` on down where the state is as it was. Returns how many ops it went through.
     """
-    shift, step, offloads, reloads = (
-        table.shift,
-        table.step,
-        O * table.stages,
-        R * table.stages,
-    )
+    shift, step, offloads, reloads = table.shift, table.step, O * table.stages, R * table.stages
     acquired, reloaded = table.streams, table.streams + table.devices
     mask = (1 << shift) - 1
     clock = np.empty(latest.marks.shape[1])

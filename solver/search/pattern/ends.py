@@ -49,6 +49,11 @@ class Filler:
         plans = pattern.plan(microbatches)
         self.first = np.concatenate([[0], np.cumsum([len(plan.passes) for plan in plans])]).astype(np.int64)
         self.planned, self.microbatch, self.round = (np.concatenate(parts) for parts in zip(*plans, strict=True))
+        self.where = np.empty((passes.size, microbatches), np.int64)
+        self.where[self.planned, self.microbatch] = np.arange(len(self.planned))
+        self.local = np.argsort(passes.device, kind="stable")
+        self.begin = np.searchsorted(passes.device[self.local], np.arange(passes.devices + 1))
+        self.forwards = self._forwards(microbatches)
         self.order = np.empty(len(self.planned), np.int64)
         self.after = np.full((passes.size, 2), -1, np.int64)
         for p in np.flatnonzero(passes.before >= 0):
@@ -58,9 +63,12 @@ class Filler:
     @property
     def cool_down(self) -> Ints:
         """For each device the forwards of the microbatches that count as the cool-down."""
-        count = self.passes.stages
-        stages = np.bincount(self.passes.device[:count], minlength=self.passes.devices)
-        return stages.astype(np.int64) * min(self.end, self.microbatches)
+        return self._forwards(min(self.end, self.microbatches))
+
+    def _forwards(self, microbatches: int) -> Ints:
+        """For each device its forwards of so many microbatches."""
+        stages = np.bincount(self.passes.device[: self.passes.stages], minlength=self.passes.devices)
+        return stages.astype(np.int64) * microbatches
 
     def value_us(self, ends: Ends) -> float:
         """The makespan, or the largest span of a device, when every pass starts as early as it may.
@@ -69,8 +77,9 @@ class Filler:
         """
         passes = self.passes
         value = _fill(
-            self.first, self.planned, self.microbatch, self.round, self.microbatches, passes.stages, passes.device,
-            passes.duration_us, passes.before, passes.lag_us, self.after, passes.at_start, passes.at_end, self.budgets,
+            self.first, self.planned, self.microbatch, self.round, self.where, self.local, self.begin,
+            self.forwards, passes.stages, passes.device, passes.duration_us, passes.before,
+            passes.lag_us, self.after, passes.at_start, passes.at_end, self.budgets,
             ends.early, self.end, ends.patience, ends.hurry, self.by_span, self.order,
         )  # fmt: skip
         return float(value)
@@ -88,7 +97,10 @@ def _fill(
     planned: Ints,
     microbatch: Ints,
     rounds: Ints,
-    microbatches: int,
+    where: Ints,
+    local: Ints,
+    begin: Ints,
+    forwards: Ints,
     stages: int,
     home: Ints,
     duration: Floats,
@@ -109,22 +121,16 @@ def _fill(
 
     That is so only where passes without length at one instant are planned in a circle.
 
-    Writes to `order` the places in `planned` of the passes run, device by device.
+    ``where[p, i]`` is the place in `planned` of pass p of microbatch i, ``local[begin[d]:begin[d + 1]]`` are the passes
+    of device d, `forwards` says how many each device has. Writes to `order` the places in `planned` of the passes run,
+    device by device. (Arguments are plain arrays: in tuples they made this two to three times slower.)
     """
-    devices = len(first) - 1
-    local = np.argsort(home, kind="mergesort")
-    begin = np.searchsorted(home[local], np.arange(devices + 1))
-    where = np.empty((len(before), microbatches), np.int64)
-    for k in range(len(planned)):
-        where[planned[k], microbatch[k]] = k
+    devices, microbatches = len(first) - 1, where.shape[1]
     started = np.full((len(before), microbatches), np.inf)
     upcoming = np.zeros(len(before), np.int64)
     done = np.zeros(len(planned), np.bool_)
     head, written = first[:-1].copy(), first[:-1].copy()
-    forwards = np.zeros(devices, np.int64)
-    for s in range(stages):
-        forwards[home[s]] += microbatches
-    level = np.zeros(devices, np.int64)
+    left, level = forwards.copy(), np.zeros(devices, np.int64)
     begun, free_at = np.full(devices, np.inf), np.zeros(devices)
     wake = [(0.0, d) for d in range(devices)]
     while len(wake):
@@ -132,7 +138,7 @@ def _fill(
         if head[d] == first[d + 1] or now < free_at[d]:
             continue
         chosen, best = -1, np.int64(2) * len(planned)
-        late = forwards[d] <= hurry[d]
+        late = left[d] <= hurry[d]
         lead = _first_without_weights(head[d], first[d + 1], done, planned, 2 * stages) if late else head[d]
         p, i = planned[lead], microbatch[lead]
         comes = 0.0 if before[p] < 0 else started[before[p], i] + lag[p]
@@ -148,9 +154,7 @@ def _fill(
                 if rank >= best:
                     continue
                 if place != head[d]:
-                    allowed = early[0, p] if i < end else 0
-                    if i >= microbatches - end:
-                        allowed = max(allowed, early[1, p])
+                    allowed = _allowed(early, p, i, end, microbatches)
                     if rounds[place] - rounds[lead] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
                         continue
                     if not _has_room(place, head[d], done, planned, at_start, at_end, level[d], budgets[d]):
@@ -166,7 +170,7 @@ def _fill(
         written[d] += 1
         upcoming[p] += 1
         if p < stages:
-            forwards[d] -= 1
+            left[d] -= 1
         level[d] += at_start[p] + at_end[p]
         started[p, i] = now
         begun[d] = min(begun[d], now)
@@ -178,12 +182,16 @@ def _fill(
             q = after[p, k]
             if q >= 0:
                 heappush(wake, (max(now + lag[q], free_at[home[q]]), home[q]))
-    for d in range(devices):
-        if head[d] < first[d + 1]:
-            return np.inf
-    if by_span:
-        return float((free_at - np.minimum(begun, free_at)).max())
-    return float(free_at.max())
+    if (head < first[1:]).any():
+        return np.inf
+    return float((free_at - np.minimum(begun, free_at)).max() if by_span else free_at.max())
+
+
+@njit(cache=True)
+def _allowed(early: Ints, p: int, i: int, end: int, microbatches: int) -> int:
+    """How many rounds a pass may run ahead of its plan: some at the ends, none in between."""
+    allowed = early[0, p] if i < end else 0
+    return max(allowed, early[1, p]) if i >= microbatches - end else allowed
 
 
 @njit(cache=True)

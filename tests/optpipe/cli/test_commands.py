@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from optpipe.errors import SolverDiedError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
+from solver.limits import Limits
 from solver.methods import METHODS
+from solver.portfolio import solve
+from solver.process import ChildResult
 from tests.optpipe.cli.conftest import Cli
 from tests.problems import INSTANCES, uniform
 
@@ -64,6 +68,21 @@ def test_solve_knows_what_was_solved_before(cli: Cli, problem_file: Path, tmp_pa
     assert Schedule.load(anew).value_us == Schedule.load(first).value_us
 
 
+def test_the_clock_starts_when_all_is_compiled(cli: Cli, problem_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first solve of an installation has its whole limit too."""
+    compiled: list[float] = []
+    began: list[float] = []
+
+    def solved(problem: Problem, method: str, limits: Limits, *_: object, **__: object) -> ChildResult:
+        began.append(limits.began)
+        return ChildResult(solve(problem, "1f1b"), "feasible", "time")
+
+    monkeypatch.setattr("optpipe.cli.solve.compile_once", lambda: compiled.append(time.perf_counter()))
+    monkeypatch.setattr("solver.process.solve_in_child", solved)
+    assert cli("solve", problem_file, "--no-cache").code == 0
+    assert compiled < began
+
+
 def test_methods(cli: Cli) -> None:
     text = cli("methods").out
     assert all(name in text for name in METHODS)
@@ -98,6 +117,34 @@ def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path
     rows = {row["method"]: row for row in cli("compare", problem_file, "--methods", "gpipe,cp-sat", "--json").document}
     assert rows["cp-sat"]["status"] == "optimal"
     assert "2 too few" in rows["gpipe"]["why_not"]
+
+
+def test_compare_when_interrupted_shows_what_is_done(
+    cli: Cli, problem_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search that runs keeps its best; the methods behind it are not begun."""
+
+    def interrupted(problem: Problem, method: str, limits: Limits, memory_limit_bytes: int | None) -> ChildResult:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert limits.cancel.requested
+        return ChildResult(solve(problem, "1f1b"), "feasible", "interrupted")
+
+    monkeypatch.setattr("solver.process.solve_in_child", interrupted)
+    run = cli("compare", problem_file, "--methods", "1f1b,search,zb-h1", "--json")
+    assert run.code == 130
+    assert [(row["method"], "value_us" in row) for row in run.document] == [("1f1b", True), ("search", True)]
+
+
+def test_compare_goes_on_where_a_search_dies(cli: Cli, problem_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: object) -> ChildResult:
+        raise SolverDiedError("ended by SIGSEGV", None)
+
+    monkeypatch.setattr("solver.process.solve_in_child", dies)
+    run = cli("compare", problem_file, "--methods", "milp,1f1b", "--json")
+    assert run.code == 0
+    died, done = run.document
+    assert "SIGSEGV" in died["why_not"]
+    assert done["status"] in ("feasible", "optimal")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])

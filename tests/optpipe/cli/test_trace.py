@@ -114,7 +114,7 @@ def test_bad_input_is_named(
     train = ("train", "--schedule", schedule_file, "--model", "tiny", "--steps", "2")
     assert "--trace-step is 1, but no --trace says where" in _refused(cli(*train, "--trace-step", "1"))
     assert "--trace-step is 2 but must be from 0 to 1" in _refused(cli(*train, "--trace", out, "--trace-step", "2"))
-    nowhere = tmp_path / "nowhere" / "trace.json"
+    nowhere = schedule_file / "trace.json"
     assert "cannot be written" in _refused(cli(*train, "--trace", nowhere))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from optpipe.layers import LayerProfile
 from optpipe.layout import work_us
 from optpipe.placements import placement, placement_named
-from solver.layout.cutting import TICKS, balanced_sizes, even_sizes
+from solver.layout.cutting import TICKS, Cutter, balanced_sizes, even_sizes
+from solver.limits import Limits
 from tests.layer_profiles import BLOCK, profile
 
 
@@ -68,3 +70,19 @@ def test_no_cut_is_better_balanced(times: list[int], where: tuple[str, int, int]
     least = min(busiest_us(given, one, places) for one in every)
     rounding = len(places) * 2 * sum(times) / TICKS
     assert busiest_us(given, sizes, places) <= least + rounding
+
+
+def test_a_balance_that_breaks_the_memory_limit_is_searched_again_within_it() -> None:
+    given = profile(12, head=10, memory_bytes=6 * 1000 + 6 * 100)
+    cutter, places = Cutter(given), placement("linear", 3, 1)
+    for scale in (1.0, 2.0, 0.5):
+        sizes = cutter.sizes(places, scale, Limits(inf))
+        assert sizes == balanced_sizes(given, places, scale)
+        assert sizes is not None
+        assert max(sizes) * (1000 + scale * 100) <= 6600
+
+
+def test_no_time_no_cut() -> None:
+    cancelled = Limits(inf)
+    cancelled.cancel.request()
+    assert Cutter(profile(12)).sizes(placement("linear", 3, 1), 1.0, cancelled) is None
