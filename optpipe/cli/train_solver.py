@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Thread
 
@@ -9,6 +10,7 @@ from optpipe.errors import OptPipeError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from solver.floor import known_budgets_bytes
 from solver.limits import Limits
 from solver.portfolio import solve
 from solver.process import ChildResult, solve_in_child
@@ -20,6 +22,10 @@ class ChildSolver:
     def quick(self, problem: Problem) -> Schedule:
         """By `ada-offload`, in this process."""
         return solve(problem, "ada-offload")
+
+    def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
+        """Those of the floor, which `ada-offload` tries too."""
+        return known_budgets_bytes(problem)
 
     def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> ChildSolve:
         """By `auto`, which begins where the schedule in use is."""

@@ -62,9 +62,10 @@ class Trial:
         return len(self._counted) >= STEPS_AFTER
 
     @property
-    def medians(self) -> tuple[float, float]:
-        """Seconds of a step before and after."""
-        return median(self._before), median(self._counted)
+    def figures(self) -> str:
+        """The medians of both, in words."""
+        after = f"{median(self._counted):.3f} s after the change"
+        return f"steps take {after}, {median(self._before):.3f} s before it" if self._before else f"steps take {after}"
 
     @property
     def worse(self) -> bool:

@@ -53,10 +53,10 @@ class OnlineConfig(Group):
         return devices_of_stages(self.placement, self.devices, None, prefix)
 
     def conflicts(self) -> Iterator[Issue]:
-        """Steps are timed one time after the other."""
-        if self.every_steps < self.record_steps:
+        """A new schedule is judged by steps that are not timed op by op."""
+        if self.every_steps <= self.record_steps:
             detail = (
-                f"is {self.every_steps} but must be at least record_steps, which is {self.record_steps}. "
+                f"is {self.every_steps} but must be above record_steps, which is {self.record_steps}. "
                 "Maybe it is meant in steps, not in seconds."
             )
             yield Issue("every_steps", "too_small", detail)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
-from optpipe.errors import TrainingError
+from optpipe.errors import MethodError, NoSolutionError, TrainingError
 from optpipe.problem import Objective, Problem
 from optpipe.profile.measured import Measured
 from optpipe.schedule import Schedule
@@ -73,14 +74,34 @@ def _from_rank_0(
     try:
         if solver is None:
             raise TrainingError("a schedule is to be found, but no solver was given. Maybe use optpipe train --solve.")
-        schedule = solver.quick(problem)
+        schedule = _quick(problem, config.memory_bytes, solver)
         if config.mode == "first":
             schedule = _searched(config, problem, schedule, launch, solver, interrupted)
     except BaseException as error:
-        launch.broadcast({"error": str(error) or type(error).__name__})
+        with suppress(TrainingError):  # if the others are gone, nobody is left to be told
+            launch.broadcast({"error": str(error) or type(error).__name__})
         raise
     launch.broadcast({"schedule": schedule.to_data()})
     return schedule
+
+
+def _quick(problem: Problem, memory_bytes: int | None, solver: Solver) -> Schedule:
+    """Raises NoSolutionError that speaks of the memory that the user gave, not of what it leaves for activations."""
+    try:
+        return solver.quick(problem)
+    except MethodError as error:
+        if memory_bytes is None:
+            raise
+        budgets = [device.memory_bytes for device in problem.devices]
+        least = [
+            need + memory_bytes - budget
+            for need, budget in zip(solver.least_budgets_bytes(problem), budgets, strict=True)
+            if budget is not None
+        ]
+        raise NoSolutionError(
+            f"memory is {memory_bytes:,} bytes a device, which leaves {budgets} for activations: too few for one "
+            f"microbatch at a time. Maybe {max(least):,} bytes, or more devices, or smaller microbatches."
+        ) from error
 
 
 def _searched(

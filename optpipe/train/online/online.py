@@ -11,6 +11,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from optpipe.problem import Problem
 from optpipe.runtime.trace import HostRecorder, Recorder
 from optpipe.runtime.trace_cuda import CudaRecorder
 from optpipe.schedule import Schedule
@@ -34,8 +35,9 @@ class Online(Boundary):
         self._search = Search(solver, config) if solver else None
         self._setting, self._measured = first.setting, first.measured
         self._problem = first.setting.problem(first.measured)
+        self._solved_for: Problem | None = None
+        self._stale = False
         self._begin = model.step_number + config.first_step
-        self._timed = False
         self._recorder: HostRecorder | CudaRecorder | None = None
         self._recorded: dict[int, float] = {}
         self._seconds: deque[float] = deque(maxlen=STEPS_BEFORE)
@@ -64,11 +66,13 @@ class Online(Boundary):
         return self._search is not None and self._search.over
 
     def act(self, step: int) -> None:
-        """Learn from the steps that were timed; change the schedule where rank 0 says so."""
+        """Learn from the steps that were timed; change the schedule where rank 0 says so; have solved what changed."""
         if self._recorder is not None and self.due(step):
             self._learn(step, self._recorder)
             self._recorder, self._recorded = None, {}
         self._follow(step, self._model.launch.broadcast(self._offer() if self._model.launch.rank == 0 else None))
+        if self._stale and self._trial is None and self._search is not None and not self._search.running:
+            self._solve(step, self._search)
 
     def done(self, outcome: StepOutcome) -> None:
         """Remember what a step took, unless it was timed op by op."""
@@ -85,20 +89,21 @@ class Online(Boundary):
             self._search.cancel()
 
     def _learn(self, step: int, recorder: HostRecorder | CudaRecorder) -> None:
-        """Put the times of the steps into the problem; where it is another one now, have it solved."""
+        """Put the times of the steps into the problem. It is stale if it is not any more what was solved."""
         begin = perf_counter()
-        measured = retimed(self._measured, op_times(recorder.timings(), self._model.launch.gather))
-        problem = self._setting.problem(measured)
-        changed = drift(self._problem, problem)
-        new = not self._timed or changed > self._config.drift
-        if new:
-            self._measured, self._problem, self._timed = measured, problem, True
+        self._measured = retimed(self._measured, op_times(recorder.timings(), self._model.launch.gather))
+        self._problem, before = self._setting.problem(self._measured), self._solved_for or self._problem
+        changed = drift(before, self._problem)
+        self._stale = self._solved_for is None or changed > self._config.drift
         seconds = perf_counter() - begin
-        text = f"{self._cost()}, gathered in {seconds:.3f} s; {changed:.1%} from before"
-        self._events.tell(step, "timed", text if new else f"{text}, too little to solve anew", seconds)
-        if new and self._search is not None and not self._search.running:
-            self._search.begin(self._problem, self._model.schedule)
-            self._events.tell(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
+        text = f"{self._cost()}, gathered in {seconds:.3f} s; {changed:.1%} from what was solved"
+        self._events.tell(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
+
+    def _solve(self, step: int, search: Search) -> None:
+        """Rank 0: begin a search for the newest times."""
+        search.begin(self._problem, self._model.schedule)
+        self._solved_for, self._stale = self._problem, False
+        self._events.tell(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
 
     def _cost(self) -> str:
         """What the timing of ops took, in words."""
@@ -124,8 +129,7 @@ class Online(Boundary):
 
     def _verdict(self, trial: Trial) -> dict[str, Any]:
         """Of a trial that is over."""
-        before, after = trial.medians
-        figures = f"steps took {before:.3f} s before the change and {after:.3f} s after it"
+        figures = trial.figures
         if self._model.launch.world == 1:
             return {
                 "kind": "kept",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from optpipe.problem import Problem
@@ -28,7 +29,11 @@ class Solver(Protocol):
     """Finds schedules of a problem."""
 
     def quick(self, problem: Problem) -> Schedule:
-        """A schedule within the budgets in milliseconds (`ada-offload`). Raises OptPipeError where there is none."""
+        """A schedule within the budgets in milliseconds (`ada-offload`). Raises MethodError where there is none."""
+        ...
+
+    def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
+        """For each device a budget with which `quick` finds something."""
         ...
 
     def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> Solve:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from optpipe.errors import NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from solver.floor import known_budgets_bytes
 from solver.portfolio import solve
 
 
@@ -43,6 +45,9 @@ class Scripted:
 
     def quick(self, problem: Problem) -> Schedule:
         return solve(problem, self.first)
+
+    def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
+        return known_budgets_bytes(problem)
 
     def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> Answer:
         self.problems.append(problem)

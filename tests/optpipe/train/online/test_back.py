@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from optpipe.compile.actions import Action
-from optpipe.runtime.trace import HostRecorder
+from optpipe.runtime.trace import HostRecorder, Timing
 from optpipe.schedule import Schedule
 from optpipe.train.config import OnlineConfig
 from optpipe.train.model import Model
@@ -19,7 +19,7 @@ from optpipe.train.online.online import Online
 from optpipe.train.online.start import Setting
 from optpipe.train.updates.outcome import StepOutcome
 from solver.portfolio import solve
-from tests.optpipe.train.online.measured import measured
+from tests.optpipe.train.online.measured import BEFORE, measured
 from tests.optpipe.train.online.solvers import Scripted
 
 SETTING = Setting(placement=(0, 1), microbatches=4)
@@ -89,3 +89,29 @@ def test_shorter_steps_keep_it() -> None:
     training, events = _trained(0.9)
     assert training.swaps == ["zb-h1"]
     assert [event.kind for event in events.all] == ["timed", "solving", "swapped", "kept"]
+
+
+def test_what_changes_during_a_search_is_solved_for_after_it() -> None:
+    """A second timing, three times as long, while the first search runs."""
+    found, solver = measured(), Scripted(["gpipe", "zb-h1"])
+    training = _Training(solve(SETTING.problem(found), "gpipe"))
+    config = OnlineConfig("online", first_step=0, record_steps=1, every_steps=4)
+    events = Events(leads=False)
+    online = Online(config, cast(Model, training), First(training.schedule, SETTING, found), solver, events)
+    for step in range(16):
+        if online.due(step) or online.asks():
+            online.act(step)
+        recorder = online.recorder(step)
+        if isinstance(recorder, HostRecorder):
+            _record(recorder, 1.0 if step == 0 else 3.0)
+        if step == 1:
+            solver.searches[0].polls = 6
+        online.done(_outcome(step, 1.0))
+    assert [problem.stages[0].forward_us for problem in solver.problems] == [10.0, 30.0]
+    kinds = [event.kind for event in events.all]
+    assert kinds[:5] == ["timed", "solving", "timed", "kept", "solving"]
+
+
+def _record(recorder: HostRecorder, times: float) -> None:
+    """Every op of stage 0 took so many times what was measured before."""
+    recorder._timings += [Timing(0, Action(kind, 0, 0), 0, 0, int(1000 * us * times)) for kind, us in BEFORE.items()]

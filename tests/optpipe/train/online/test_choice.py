@@ -44,13 +44,19 @@ def test_a_trial_waits_for_enough_steps() -> None:
 def test_the_first_steps_after_a_change_do_not_count() -> None:
     trial = _trial([1.0, 1.1, 0.9, 1.0, 1.05], [9.0] * FIRST_STEPS + [0.8] * STEPS_AFTER)
     assert not trial.worse
-    assert trial.medians == (1.0, 0.8)
+    assert trial.figures == "steps take 0.800 s after the change, 1.000 s before it"
 
 
 def test_longer_steps_are_worse_beyond_their_noise() -> None:
     before = [1.0, 1.1, 0.9, 1.0, 1.2, 1.05]
     assert _trial(before, [0.0] * FIRST_STEPS + [1.5] * STEPS_AFTER).worse
     assert not _trial(before, [0.0] * FIRST_STEPS + [1.06] * STEPS_AFTER).worse
+
+
+def test_without_steps_before_there_is_nothing_to_compare() -> None:
+    trial = _trial([], [1.0] * (FIRST_STEPS + STEPS_AFTER))
+    assert not trial.worse
+    assert trial.figures == "steps take 1.000 s after the change"
 
 
 def test_too_few_steps_before_condemn_nothing() -> None:

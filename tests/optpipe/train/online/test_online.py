@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from optpipe.errors import InputError, TrainingError
+from optpipe.errors import InputError, NoSolutionError, TrainingError
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig, TrainingResult, train
 from solver.portfolio import solve
@@ -102,10 +103,10 @@ def test_solving_first_trains_with_what_was_found() -> None:
 
 
 def test_ops_that_take_longer_than_before_are_solved_for_anew() -> None:
-    """The times of one recording after the other: the same, then with every op of one stage three times as long."""
-    online = replace(ONLINE, every_steps=4, drift=1e-9)
-    solver = Scripted(["zb-h1", "zb-h1", "zb-h1", "zb-h1"])
-    train(_config(_given("gpipe"), online), None, solver)
+    """Any change counts here, and no two timings are equal."""
+    config = replace(_config(_given("gpipe"), replace(ONLINE, every_steps=4, drift=1e-9)), steps=30)
+    solver = Scripted(["zb-h1"] * 8)
+    train(config, None, solver)
     assert len(solver.problems) > 1
 
 
@@ -120,6 +121,15 @@ def test_ops_that_take_about_as_long_are_not() -> None:
 def test_memory_that_weights_alone_exceed_is_refused() -> None:
     with pytest.raises(InputError, match="Adam"):
         train(_config(None, replace(ONLINE, devices=2, memory_bytes=1000)), None, Scripted([]))
+
+
+def test_memory_that_is_too_small_for_activations_is_named_with_what_would_do() -> None:
+    online = replace(ONLINE, mode="first", devices=2, microbatches=4)
+    with pytest.raises(NoSolutionError, match=r"memory is 677,000 bytes a device.*Maybe [\d,]+ bytes") as refused:
+        train(_config(None, replace(online, memory_bytes=677_000)), None, Scripted(["zb-h1"]))
+    [needed] = re.findall(r"Maybe ([\d,]+) bytes", str(refused.value))
+    online = replace(online, memory_bytes=int(needed.replace(",", "")))
+    assert len(train(_config(None, online), None, Scripted([None])).losses) == STEPS
 
 
 def test_a_schedule_cannot_be_sought_without_a_solver() -> None:
