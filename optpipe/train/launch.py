@@ -68,15 +68,19 @@ class Launch:
         return [replica * self.devices + device for replica in range(self.replicas)] if self.distributed else [0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, by rank, in every process."""
+        """The JSON values of all processes, by rank, in every process.
+
+        As all that goes between processes, it raises TrainingError where one has ended or does not answer in time.
+        """
         if not self.distributed:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(lengths, torch.tensor([len(text)]))
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+        with _exchange("what all processes tell one another"):
+            dist.all_gather(lengths, torch.tensor([len(text)]))
+            longest = max(int(length) for length in lengths)
+            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+            dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
@@ -85,10 +89,11 @@ class Launch:
             return value
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([len(text)])
-        dist.broadcast(length, 0)
-        if self.rank:
-            text = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, 0)
+        with _exchange("what rank 0 tells all processes"):
+            dist.broadcast(length, 0)
+            if self.rank:
+                text = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(text, 0)
         return json.loads(bytes(text.tolist()))
 
     def gather_pipeline(self, value: Any) -> list[Any]:
@@ -105,7 +110,8 @@ class Launch:
         Every process begins its sums, and its other exchanges, in the same order. Between GPUs the values stay there
         and NCCL sums them, behind what the current stream was given before: the host does not wait. (Not yet run.)
         """
-        work = dist.all_reduce(values, async_op=True) if self.distributed else None
+        with _exchange(_SUMS):
+            work = dist.all_reduce(values, async_op=True) if self.distributed else None
         return PendingSum(values, work)
 
 
@@ -118,13 +124,23 @@ class PendingSum:
     def wait(self) -> torch.Tensor:
         """The sum, on the CPU. Raises TrainingError where a process has ended or does not answer in time."""
         if self._work is not None:
-            try:
+            with _exchange(_SUMS):
                 self._work.wait()
-            except RuntimeError as error:
-                raise TrainingError(
-                    f"the sums of a step did not come: {error}. Maybe another process has ended: see what it printed."
-                ) from error
         return self._values.cpu()
+
+
+_SUMS = "the sums of a step"
+
+
+@contextmanager
+def _exchange(what: str) -> Iterator[None]:
+    """Within: processes exchange `what`. What torch raises where one is gone or late becomes a TrainingError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{what} did not come: {error}. Maybe another process has ended: see what it printed."
+        ) from error
 
 
 def leads() -> bool:
@@ -160,7 +176,8 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: 
 
     Starts a process group under torchrun, and ends it at exit; one that the caller has started is used and left, and
     for GPUs must have both gloo and NCCL.
-    Raises TrainingError where the number of processes is not the number of devices times the replicas.
+    Raises TrainingError where the number of processes is not the number of devices times the replicas, and where
+    another process ends before this one does.
     """
     if not under_torchrun():
         _refuse_replicas(replicas)
@@ -173,11 +190,15 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: 
     if own:
         if hardware.type == "cuda":
             torch.cuda.set_device(hardware)  # where NCCL looks for it
-        dist.init_process_group(backends(hardware), timeout=timedelta(seconds=timeout_seconds))
+        with _exchange("the connections between all processes"):
+            dist.init_process_group(backends(hardware), timeout=timedelta(seconds=timeout_seconds))
     try:
-        yield Launch(devices, replicas, rank, True, *_groups(devices, replicas), hardware)
+        with _exchange("the groups of all processes"):
+            groups = _groups(devices, replicas)
+        yield Launch(devices, replicas, rank, True, *groups, hardware)
         if own:
-            dist.barrier()  # nobody takes the group down while another still talks
+            with _exchange("the end of all processes"):
+                dist.barrier()  # nobody takes the group down while another still talks
     finally:
         if own:
             dist.destroy_process_group()

@@ -25,6 +25,11 @@ def stage_file(stage: int) -> str:
     return f"stage-{stage:04d}.safetensors"
 
 
+def buffers_file(stage: int, replica: int) -> str:
+    """The name of the file that holds the buffers of a stage in a replica other than the first."""
+    return f"stage-{stage:04d}.replica-{replica}.safetensors"
+
+
 class SavedFile(Document):
     """Size and SHA-256 of a file."""
 

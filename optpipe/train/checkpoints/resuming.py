@@ -10,11 +10,11 @@ from time import perf_counter
 from optpipe.errors import CheckpointError
 from optpipe.schedule import Schedule
 from optpipe.train.checkpoints.disk import read_tensors
-from optpipe.train.checkpoints.document import GENERATORS, SCHEDULE, stage_file
+from optpipe.train.checkpoints.document import GENERATORS, SCHEDULE, CheckpointDocument, buffers_file, stage_file
 from optpipe.train.checkpoints.folder import check_files, final_path, read_manifest, steps_in
 from optpipe.train.checkpoints.generators import restore_generators
 from optpipe.train.checkpoints.likeness import check_same_run, what_may_differ
-from optpipe.train.checkpoints.state import load_stage
+from optpipe.train.checkpoints.state import load_stage, stage_buffers
 from optpipe.train.checkpoints.together import together
 from optpipe.train.checkpoints.writing import schedule_sha256
 from optpipe.train.config import TrainingConfig
@@ -37,9 +37,11 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
         path = final_path(folder, step)
         fault = _fault(path, model)
         if fault is None:
-            together(model.launch, lambda path=path: _load(path, model))  # type: ignore[misc]
+            borrowed = any(together(model.launch, lambda path=path: _load(path, model)))  # type: ignore[misc]
             if model.launch.rank == 0:
                 LOG.info("resumed from %s in %.2f s", path, perf_counter() - begin)
+                if borrowed:
+                    LOG.warning("resumed %s", _BORROWED)
             _go_on_with_its_schedule(path, config, model)
             return step, damaged
         if mode == "must":
@@ -80,19 +82,42 @@ def _check_whole(path: Path, model: Model) -> None:
     document = read_manifest(path)
     names = [SCHEDULE, GENERATORS]
     if document.stages == len(model.program.placement):
-        names += [stage_file(s) for s in model.stages]
+        names += [name for s in model.stages for name in _files_of(s, document, model)]
     check_files(path, document, names)
 
 
-def _load(path: Path, model: Model) -> None:
-    document = read_manifest(path)
+def _files_of(s: int, document: CheckpointDocument, model: Model) -> list[str]:
+    """The files of a stage, later ones over earlier ones.
+
+    In as many replicas as before each has its own buffers, where the checkpoint has them (older versions kept those of
+    replica 0 alone).
+    """
+    own = buffers_file(s, model.launch.replica)
+    alike = document.launched.replicas == model.launch.replicas
+    return [stage_file(s), own] if alike and own in document.files else [stage_file(s)]
+
+
+def _load(path: Path, model: Model) -> bool:
+    """Whether this process has taken over buffers that may not be what its replica would have come to."""
+    document, launch = read_manifest(path), model.launch
     check_same_run(path, document, model)
+    borrowed = False
     for s, stage in model.stages.items():
-        tensors = read_tensors(path / stage_file(s))
+        names = _files_of(s, document, model)
+        tensors = {name: tensor for file in names for name, tensor in read_tensors(path / file).items()}
         load_stage(stage.module, model.optimizers.get(s), tensors, f"stages[{s}]")
+        own = len(names) > 1 or (launch.replica == 0 and document.launched.replicas == launch.replicas)
+        borrowed = borrowed or (not own and bool(stage_buffers(stage.module)))
     if document.launched.processes == model.launch.world:
         restore_generators(read_tensors(path / GENERATORS), model.launch.rank, model.hardware)
     model.step_number = document.step
+    return borrowed
+
+
+_BORROWED = (
+    "with the buffers of replica 0, such as running statistics, in every replica: the checkpoint does not have them "
+    "for as many replicas as there are now"
+)
 
 
 def _go_on_with_its_schedule(path: Path, config: TrainingConfig, model: Model) -> None:

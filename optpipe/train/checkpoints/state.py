@@ -5,7 +5,7 @@ Names are those of the module: `parameter.0.norm.weight`, `buffer.0.running_mean
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -21,8 +21,12 @@ def stage_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     or optimizer keep state that is not in tensors.
     """
     _refuse_extra_state(module)
-    named = chain(_weights(module), _optimizer_state(module, optimizer))
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
+    return _copies(chain(_weights(module), _optimizer_state(module, optimizer)))
+
+
+def stage_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Of `stage_tensors` the buffers alone: what differs between replicas, as each has seen its own microbatches."""
+    return _copies(_buffers(module))
 
 
 def load_stage(
@@ -48,9 +52,17 @@ def load_stage(
         _load_optimizer(optimizer, parameters, states)
 
 
+def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
+
+
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         yield f"parameter.{name}", parameter
+    yield from _buffers(module)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in part._non_persistent_buffers_set:

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from optpipe.errors import CheckpointError, InputError
+from optpipe.errors import CheckpointError, InputError, TrainingError
 from optpipe.train.launch import Launch
 
 Value = TypeVar("Value")
 
 
 def together(launch: Launch, do: Callable[[], Value]) -> list[Value]:
-    """The JSON values of all processes, by rank. Raises CheckpointError with the first process's reason."""
+    """The JSON values of all processes, by rank.
+
+    Raises CheckpointError with the first process's reason, and TrainingError where another process has ended.
+    """
     found: dict[str, Any]
     try:
         found = {"value": do()}
     except (CheckpointError, InputError, OSError) as error:
         found = {"error": _reason(error)}
-    answers = launch.gather(found)
+    try:
+        answers = launch.gather(found)
+    except TrainingError as lost:
+        if "error" in found:
+            raise TrainingError(f"{found['error']} Then {lost}") from lost
+        raise
     failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
         rank, reason = failed[0]

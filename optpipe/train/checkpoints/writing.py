@@ -23,12 +23,13 @@ from optpipe.train.checkpoints.document import (
     CheckpointDocument,
     Launched,
     SavedFile,
+    buffers_file,
     stage_file,
     versions_now,
 )
 from optpipe.train.checkpoints.folder import clear_leftovers, final_path, partial_path
 from optpipe.train.checkpoints.generators import as_tensors, generator_states
-from optpipe.train.checkpoints.state import stage_tensors
+from optpipe.train.checkpoints.state import stage_buffers, stage_tensors
 from optpipe.train.checkpoints.together import together
 from optpipe.train.config import TrainingConfig
 from optpipe.train.model import Model
@@ -63,12 +64,15 @@ def _begin(folder: Path, model: Model, step: int, disk: Disk) -> None:
 
 
 def _write_stages(partial: Path, model: Model, disk: Disk) -> dict[str, Any]:
-    """Replicas are equal, and the first one writes."""
-    files = {}
-    if model.launch.replica == 0:
-        for s, stage in model.stages.items():
-            tensors = stage_tensors(stage.module, model.optimizers.get(s))
-            files[stage_file(s)] = disk.write_tensors(partial / stage_file(s), tensors).to_data()
+    """The first replica writes its stages; the others have the same weights, and write their buffers."""
+    replica, files = model.launch.replica, {}
+    for s, stage in model.stages.items():
+        if replica == 0:
+            name, tensors = stage_file(s), stage_tensors(stage.module, model.optimizers.get(s))
+        else:
+            name, tensors = buffers_file(s, replica), stage_buffers(stage.module)
+        if replica == 0 or tensors:
+            files[name] = disk.write_tensors(partial / name, tensors).to_data()
     return {"files": files, "generators": generator_states(model.hardware)}
 
 

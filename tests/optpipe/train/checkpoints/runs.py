@@ -15,8 +15,17 @@ from optpipe.train.checkpoints.interrupts import Interrupts
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.optpipe.train.checkpoints import normed_stages
 
 STEPS = 6
+
+NORMED: dict[str, Any] = {
+    "schedule": one_f_one_b(1, 2),
+    "name": f"{normed_stages.__name__}:build",
+    "data": f"{normed_stages.__name__}:batch",
+    "dtype": "float32",
+}
+"""A stage with running statistics; two replicas take two microbatches each."""
 
 
 def config_of(folder: Path | None, **changes: Any) -> TrainingConfig:
@@ -24,7 +33,14 @@ def config_of(folder: Path | None, **changes: Any) -> TrainingConfig:
     groups = {
         "model": ModelConfig(
             **_taken(
-                changes, "name", "dtype", "autocast", "tied", "layers", default={"name": "tiny", "dtype": "float64"}
+                changes,
+                "name",
+                "data",
+                "dtype",
+                "autocast",
+                "tied",
+                "layers",
+                default={"name": "tiny", "dtype": "float64"},
             )
         ),
         "checkpoints": CheckpointConfig(

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from optpipe.compile import compile_schedule
+from optpipe.errors import CheckpointError
+from optpipe.train.checkpoints.disk import read_tensors
+from optpipe.train.checkpoints.document import buffers_file, stage_file
 from optpipe.train.checkpoints.folder import final_path, steps_in
-from tests.optpipe.train.checkpoints.runs import STEPS, config_of, run
+from optpipe.train.checkpoints.resuming import resume
+from optpipe.train.checkpoints.state import stage_buffers
+from optpipe.train.launch import Launch
+from optpipe.train.model import Model
+from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.optpipe.train.checkpoints import normed_stages
+from tests.optpipe.train.checkpoints.runs import NORMED, STEPS, config_of, run
 from tests.torchrun import end, start, torchrun
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
@@ -50,6 +62,45 @@ def test_each_stage_is_written_once(ranks: Ranks, folder: Path) -> None:
     for name, stages in (("devices", 2), ("replicas", 1)):
         files = {path.name for path in final_path(folder / name, STEPS).iterdir() if path.name.startswith("stage")}
         assert files == {f"stage-{s:04d}.safetensors" for s in range(stages)}
+
+
+@pytest.mark.torchrun
+def test_each_replica_goes_on_from_its_own_running_statistics(ranks: Ranks) -> None:
+    """Training normalises by the microbatch and does not show them; evaluation does."""
+    whole, first, second = (ranks[0]["statistics"][part] for part in ("whole", "first", "second"))
+    assert second["first_step"] == len(first["losses"]) < STEPS
+    assert first["losses"] + second["losses"] == whole["losses"]
+    assert second["evaluation_loss"] == whole["evaluation_loss"]
+
+
+@pytest.mark.torchrun
+@pytest.mark.usefixtures("ranks")
+def test_another_number_of_replicas_goes_on_from_the_statistics_of_the_first(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(final_path(folder / "statistics", STEPS), final_path(tmp_path, STEPS))
+    saved = [read_tensors(final_path(tmp_path, STEPS) / name) for name in (stage_file(0), buffers_file(0, 1))]
+    assert saved[1].keys() == {name for name in saved[0] if name.startswith("buffer.")}
+    assert not torch.equal(*(tensors["buffer.1.running_mean"] for tensors in saved))
+    alone = {**NORMED, "schedule": one_f_one_b(1, normed_stages.BATCH_MICROBATCHES)}
+    [stage] = run(config_of(tmp_path, **alone)).model.stages.values()
+    assert all(torch.equal(tensor, saved[0][name]) for name, tensor in stage_buffers(stage.module).items())
+    assert [text for text in caplog.messages if text.startswith("resumed with the buffers of replica 0")]
+
+
+@pytest.mark.torchrun
+@pytest.mark.usefixtures("ranks")
+def test_damaged_statistics_of_a_replica_are_found_by_that_replica(folder: Path, tmp_path: Path) -> None:
+    path = final_path(tmp_path, STEPS)
+    shutil.copytree(final_path(folder / "statistics", STEPS), path)
+    config = config_of(tmp_path, data_parallel=2, **NORMED)
+    assert config.schedule is not None
+    program = compile_schedule(config.schedule, reduce_gradients=True)
+    first, second = (Model(config, program, Launch(1, replicas=2, rank=rank)) for rank in range(2))
+    (path / buffers_file(0, 1)).write_bytes(b"")
+    assert resume(tmp_path, config, first) == (STEPS, [])
+    with pytest.raises(CheckpointError, match="none that is whole"):
+        resume(tmp_path, config, second)
 
 
 @pytest.mark.torchrun

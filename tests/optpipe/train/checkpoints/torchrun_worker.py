@@ -24,7 +24,7 @@ from optpipe.runtime.stage import Stage
 from optpipe.train import TrainingConfig, TrainingResult, train
 from optpipe.train.checkpoints.disk import Disk
 from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.optpipe.train.checkpoints.runs import config_of
+from tests.optpipe.train.checkpoints.runs import NORMED, config_of
 
 RANK = int(os.environ["RANK"])
 
@@ -37,6 +37,7 @@ def main(folder: Path) -> None:
         "two replicas": interrupted(
             config_of(folder / "replicas", schedule=one_f_one_b(1, 2), layers=2, data_parallel=2)
         ),
+        "statistics": interrupted(config_of(folder / "statistics", data_parallel=2, evaluate=2, **NORMED)),
         "from one process": summary(train(config_of(folder / "alone", resume="must"))),
         "full disk": full_disk(config_of(folder / "full", keep=1)),
     }
@@ -89,7 +90,8 @@ def full_disk(config: TrainingConfig) -> dict[str, Any]:
 
 
 def summary(result: TrainingResult) -> dict[str, Any]:
-    return {"first_step": result.first_step, "losses": result.losses, "stopped": result.stopped}
+    found = {"first_step": result.first_step, "losses": result.losses, "stopped": result.stopped}
+    return found | {"evaluation_loss": result.evaluation_loss}
 
 
 if __name__ == "__main__":
