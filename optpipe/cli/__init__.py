@@ -7,9 +7,10 @@ nothing found; 130 interrupted.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from optpipe.cli import (
@@ -31,8 +32,20 @@ from optpipe.cli import (
 from optpipe.cli.output import print_error, wants_json
 from optpipe.errors import InfeasibleError, InputError, MissingExtraError, NoSolutionError, OptPipeError, TrainingError
 
+
+class _Commands(TyperGroup):
+    """Typer answers an interrupt with a bare exit code, which leaves nothing to print; an Abort comes through."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Abort from interrupt
+
+
 app = typer.Typer(
     name="optpipe",
+    cls=_Commands,
     help="Schedules for pipeline-parallel training: solved, proved, compared, and run as planned.",
     no_args_is_help=True,
     add_completion=False,
@@ -87,7 +100,7 @@ def _run(arguments: list[str]) -> int:
         print_error(error, as_json)
         return _exit_code(error)
     except (KeyboardInterrupt, typer.Abort):
-        print_error("interrupted.", as_json)
+        print_error(KeyboardInterrupt("interrupted."), as_json)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout went away: nothing is left to say, and to nobody

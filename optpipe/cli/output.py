@@ -41,7 +41,7 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
-def print_error(error: OptPipeError | str, as_json: bool) -> None:
+def print_error(error: OptPipeError | KeyboardInterrupt | str, as_json: bool) -> None:
     """One message on stderr (and as a document on stdout where JSON was asked for); under torchrun by rank 0 alone."""
     if os.environ.get("RANK", "0") != "0":
         return

@@ -72,7 +72,7 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
         from optpipe.train.hardware import own_device
     from optpipe.cli.train_log import told
     from optpipe.cli.train_progress import progress
-    from optpipe.cli.train_report import document, hand_over, passed, print_result
+    from optpipe.cli.train_report import document, passed, print_result
     from optpipe.schedule_text import schedule_text
 
     if config.output.trace is None and config.output.trace_step is not None:
@@ -85,11 +85,13 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
     with told(), progress(config.steps, leads()) as report:
         result = train(config, report, _solver(config) if leads() else None)
     if leads():
-        print_json(document(result)) if as_json else print_result(result)
         if config.output.trace and result.trace:
-            hand_over(result.trace, config.output.trace, as_json)
+            write_whole(config.output.trace, result.trace.to_json() + "\n")
         if config.online.save and result.schedule:
             write_whole(config.online.save, schedule_text(result.schedule))
+        print_json(document(result)) if as_json else print_result(result, config.output.trace)
+        if config.output.plot and not result.losses:
+            stderr().print(f"no step was run: {config.output.plot} is not drawn", markup=False, highlight=False)
         if result.stopped:
             stderr().print(result.stopped, markup=False, highlight=False)
     if result.stopped:

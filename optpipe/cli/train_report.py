@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import share_text, stdout, table, write_whole
+from optpipe.cli.output import share_text, stdout, table
 
 if TYPE_CHECKING:
     from optpipe.trace import Trace
@@ -25,27 +26,29 @@ AUTOCAST_LIMIT_ON_CPU = 1e-5
 
 
 def document(result: TrainingResult) -> dict[str, Any]:
-    """The result as JSON values; of a trace its figures, for its ops are in the file, and of a schedule its method."""
+    """The result as JSON values; of a trace its figures, for its ops are in the file, and of a schedule its method.
+
+    Numbers that are none are null: the loss of a step that was skipped, an infinite error.
+    """
     values = asdict(replace(result, trace=None, schedule=None))
     del values["trace"], values["schedule"]
-    values |= {"method": result.schedule.method if result.schedule else None}
-    if result.trace is None:
-        return values
-    from optpipe.cli.trace_report import document as trace_document
-    from optpipe.trace.compare import compare
+    values["method"] = result.schedule.method if result.schedule else None
+    if result.trace is not None:
+        from optpipe.cli.trace_report import document as trace_document
+        from optpipe.trace.compare import compare
 
-    return values | {"trace": trace_document(compare(result.trace))}
+        values["trace"] = trace_document(compare(result.trace))
+    finite: dict[str, Any] = _finite(values)
+    return finite
 
 
-def hand_over(trace: Trace, path: Path, as_json: bool) -> None:
-    """Write a trace and say in short how it compares."""
-    from optpipe.cli.trace_report import print_short
-    from optpipe.trace.compare import compare
-
-    write_whole(path, trace.to_json() + "\n")
-    if not as_json:
-        print_short(trace, compare(trace))
-        stdout().print(f"wrote {path}; see 'optpipe trace {path}' for every difference", markup=False)
+def _finite(value: Any) -> Any:
+    """The same, with null in place of each number that is not finite, as JSON has none."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def passed(check: CheckResult, model: ModelConfig, on_cpu: bool) -> bool:
@@ -55,8 +58,11 @@ def passed(check: CheckResult, model: ModelConfig, on_cpu: bool) -> bool:
     return clean and check.max_gradient_error <= limit
 
 
-def print_result(result: TrainingResult) -> None:
-    """Loss, what was measured on the way, and of a check the gradient error and each device's memory."""
+def print_result(result: TrainingResult, trace_path: Path | None = None) -> None:
+    """Loss, what was measured on the way, and of a check the gradient error and each device's memory.
+
+    Of a trace, which has been written to `trace_path`, how it compares.
+    """
     console = stdout()
     console.print(_steps_text(result))
     if result.evaluation_loss is not None:
@@ -67,6 +73,8 @@ def print_result(result: TrainingResult) -> None:
         console.print(f"bubble measured: {waited}{planned}{_shared_cores()}")
     if result.check is not None:
         _print_check(result.check)
+    if result.trace is not None and trace_path is not None:
+        _print_trace(result.trace, trace_path)
 
 
 def _shared_cores() -> str:
@@ -93,3 +101,11 @@ def _print_check(check: CheckResult) -> None:
         rows.add_row(str(d), *sizes, f"{device.host_peak_bytes:,}", f"{left:,}")
     stdout().print(rows)
     stdout().print(f"largest gradient error against the plain step: {check.max_gradient_error:.2e}")
+
+
+def _print_trace(trace: Trace, path: Path) -> None:
+    from optpipe.cli.trace_report import print_short
+    from optpipe.trace.compare import compare
+
+    print_short(trace, compare(trace))
+    stdout().print(f"wrote {path}; see 'optpipe trace {path}' for every difference", markup=False)

@@ -1,34 +1,40 @@
-"""`--check`: the schedule's step against the plain step, and its memory against the plan. Changes no weight."""
+"""`--check`: the schedule's step against the plain step, its memory against the plan. Changes no weight, no buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
 
 from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.errors import TrainingError
 from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.messages import size_bytes
+from optpipe.runtime.random_numbers import RandomNumbers
 from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
 from optpipe.train.model import Model, moved
-from optpipe.train.plain import gradient_error, plain_step
+from optpipe.train.plain import Drawing, gradient_error, plain_step, relative_error
 from optpipe.train.result import CheckResult, DeviceMemory
 from optpipe.train.task import Batch
+from optpipe.train.updates.snapshot import Snapshot
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
     """Run one batch twice through the schedule and once through `plain_modules`, which have equal weights.
 
     These are on the hardware of the model.
-    In every process of the run, with the same answer.
+    In every process of the run, with the same answer. Raises TrainingError where no parameter is trainable.
     """
+    _refuse_frozen(plain_modules)
     planned = planned_peaks(model, batch)
     runs = [_metered_run(model, batch) for _ in range(2)]
     loss = model.mean_loss(runs[1][1])
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
-    plain_loss = plain_step(plain_modules, model.task.loss, *plain_batch, autocast)
+    plain_loss = plain_step(plain_modules, model.task.loss, *plain_batch, autocast, _drawing(model))
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
     found = model.launch.gather({"worst": worst, "devices": _memory(model, planned, [meter for meter, _ in runs])})
     error, parameter = max(tuple(entry["worst"]) for entry in found)
@@ -37,7 +43,19 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         for entry in found[: model.launch.pipeline_processes]
         for device in entry["devices"]
     ]
-    return CheckResult(error, parameter, abs(loss - plain_loss) / abs(plain_loss), tuple(devices))
+    return CheckResult(error, parameter, relative_error(abs(loss - plain_loss), abs(plain_loss)), tuple(devices))
+
+
+@contextmanager
+def unchanged(model: Model) -> Iterator[None]:
+    """Puts back what running its pipeline changes besides gradients: buffers, and the random numbers to be drawn."""
+    buffers, step = Snapshot([stage.module for stage in model.stages.values()], []), model.step_number
+    buffers.take()
+    try:
+        yield
+    finally:
+        buffers.restore()
+        model.step_number = step
 
 
 def planned_peaks(model: Model, batch: Batch) -> list[int]:
@@ -53,21 +71,47 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
 
 
 def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tuple[float, str]]:
-    """The gradient error of each parameter of this process's stages, with stage and name."""
+    """The gradient error of each parameter of this process's stages, with stage and name.
+
+    Infinity where only one of the two steps has a gradient, unless that is 0. Where neither has one, the parameter is
+    frozen and left out.
+    """
     errors = []
     for s, stage in model.stages.items():
         plain = dict(plain_modules[s].named_parameters())
         for name, parameter in stage.module.named_parameters():
-            assert parameter.grad is not None, "a step has been run"
-            reference = plain[name].grad
-            assert reference is not None, "the plain step uses every parameter"
-            errors.append((gradient_error(parameter.grad, reference), f"stages[{s}].{name}"))
+            both = [gradient for gradient in (parameter.grad, plain[name].grad) if gradient is not None]
+            if both:
+                error = gradient_error(*both) if len(both) == 2 else math.inf if both[0].any() else 0.0
+                errors.append((error, f"stages[{s}].{name}"))
     return errors
+
+
+def _refuse_frozen(modules: Sequence[nn.Module]) -> None:
+    if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+        raise TrainingError(
+            "no parameter of the model requires a gradient, so there is none to check. Maybe unfreeze some, or leave "
+            "the check out."
+        )
+
+
+def _drawing(model: Model) -> Drawing:
+    """What the stages of the model's next step draw, of all replicas: each draws for its own microbatches."""
+    step = model.step_number + 1  # the pipeline counts a step when it begins
+
+    def of(stage: int, microbatch: int) -> AbstractContextManager[None]:
+        replica, own = divmod(microbatch, model.program.microbatches)
+        numbers = RandomNumbers(model.config.seed + replica, stage)
+        numbers.step = step
+        return numbers.of(own, model.hardware)
+
+    return of
 
 
 def _metered_run(model: Model, batch: Batch) -> tuple[MemoryMeter, Tensor]:
     meter = MemoryMeter()
-    losses = model.pipeline.run(*model.own_part(batch), meter)
+    with unchanged(model):
+        losses = model.pipeline.run(*model.own_part(batch), meter)
     return meter, model.launch.sum(losses)
 
 

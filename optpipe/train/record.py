@@ -1,4 +1,4 @@
-"""`--trace`: one step of a training run, recorded by all processes and put together. Changes no weight."""
+"""`--trace`: one step of a training run, recorded by all processes and put together. Changes no weight, no buffer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from optpipe.runtime.trace_step import record_step
 from optpipe.trace import Trace
 from optpipe.trace.assemble import Part, assemble
-from optpipe.train.check import planned_peaks
+from optpipe.train.check import planned_peaks, unchanged
 from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.hardware import hardware_name
 from optpipe.train.model import Model
@@ -21,7 +21,8 @@ def record_trace(config: TrainingConfig, model: Model, batch: Batch, step: int) 
     assert config.schedule is not None, "a program has been compiled from it"
     planned = planned_peaks(model, batch)
     own, rank = model.own_part(batch), model.launch.rank
-    part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
+    with unchanged(model):
+        part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
     of_all = model.launch.gather(part.to_data())
     parts = [Part.from_data(data) for data in of_all[: model.launch.pipeline_processes]]
     return assemble(

@@ -1,0 +1,75 @@
+"""Stages with what a plain GPT has not: random numbers, running statistics, frozen, unused and dead parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, ROWS = 8, 16
+
+Built = tuple[list[nn.Module], Tensor, Tensor, nn.Module]
+
+
+class Unused(nn.Linear):
+    """Has a parameter that its forward leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+
+def dropout() -> Built:
+    """Both stages draw, and so does the loss."""
+    return _built([_block(nn.Dropout(0.3)), _block(nn.Dropout(0.3))], _Noisy())
+
+
+def batch_norm() -> Built:
+    """Both stages keep running statistics."""
+    return _built([_block(nn.BatchNorm1d(WIDTH)), _block(nn.BatchNorm1d(WIDTH))])
+
+
+def unused() -> Built:
+    """Each stage has a parameter without a gradient."""
+    return _built([Unused(), Unused()])
+
+
+def frozen() -> Built:
+    """All of the first stage, and half of the last."""
+    first, last = nn.Linear(WIDTH, WIDTH), _block(nn.Linear(WIDTH, WIDTH))
+    for module in (first, last[0]):
+        module.requires_grad_(False)
+    return _built([first, last])
+
+
+def all_frozen() -> Built:
+    """Nothing to train."""
+    return _built([nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(2)])
+
+
+def solved() -> Built:
+    """A loss of exactly 0, and no gradient but 0."""
+    stages: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    for parameter in [p for stage in stages for p in stage.parameters()]:
+        nn.init.zeros_(parameter)
+    return stages, torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss()
+
+
+def without_a_number(step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Two microbatches a step; those of step 1 have no finite loss."""
+    inputs = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+    if step == 1:
+        inputs[1, 0, 0] = torch.nan
+    return list(inputs), list(inputs.sin())
+
+
+class _Noisy(nn.MSELoss):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target + torch.randn_like(target))
+
+
+def _block(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def _built(stages: list[nn.Module], loss: nn.Module | None = None) -> Built:
+    return stages, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), loss or nn.MSELoss()

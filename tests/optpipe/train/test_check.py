@@ -1,0 +1,103 @@
+"""A check compares the same step, whatever the stages draw, keep or leave without a gradient, and changes none."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+
+from optpipe.compile import compile_schedule
+from optpipe.errors import TrainingError
+from optpipe.schedule_text import schedule_text
+from optpipe.train import CheckResult, ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train.check import gradient_errors
+from optpipe.train.launch import Launch
+from optpipe.train.model import Model
+from optpipe.train.plain import plain_step
+from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.torchrun import torchrun
+
+SCHEDULE = one_f_one_b(2, 2)
+STAGES = "tests.optpipe.train.odd_stages"
+MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
+
+
+def config(stages: str, *, check: bool = False, trace_step: int | None = None, evaluate: int = 0) -> TrainingConfig:
+    output = OutputConfig(trace_step=trace_step)
+    return TrainingConfig(
+        SCHEDULE, ModelConfig(f"{STAGES}:{stages}"), steps=2, check=check, output=output, evaluate=evaluate
+    )
+
+
+def checked(stages: str) -> CheckResult:
+    found = train(config(stages, check=True)).check
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("stages", ["dropout", "batch_norm", "unused", "frozen"])
+def test_the_steps_are_equal(stages: str) -> None:
+    found = checked(stages)
+    assert found.max_gradient_error < 1e-5
+    assert found.loss_error < 1e-6
+    assert found.worst_parameter
+    assert all(device.live_bytes == (0, 0) for device in found.devices)
+
+
+def test_a_step_that_draws_other_numbers_is_another_step() -> None:
+    """So the check above sees the random numbers."""
+    model = Model(config("dropout"), compile_schedule(SCHEDULE), Launch(2))
+    batch, modules = model.task.batch(0), model.task.build_stages()
+    model.pipeline.run(*batch)
+    plain_step(modules, model.task.loss, *batch)
+    assert max(gradient_errors(model, modules))[0] > 0.01
+
+
+def test_a_loss_of_zero() -> None:
+    found = checked("solved")
+    assert (found.max_gradient_error, found.loss_error) == (0.0, 0.0)
+
+
+def test_nothing_to_train_is_nothing_to_check() -> None:
+    with pytest.raises(TrainingError, match=r"no parameter of the model requires a gradient, .* Maybe unfreeze some"):
+        train(config("all_frozen", check=True))
+
+
+def test_a_gradient_of_one_step_alone_is_an_error_unless_it_is_zero() -> None:
+    model = Model(config("unused"), compile_schedule(SCHEDULE), Launch(2))
+    modules = model.task.build_stages()
+    parameters = dict(model.stages[0].module.named_parameters())
+    parameters["weight"].grad = torch.ones_like(parameters["weight"])
+    parameters["unused"].grad = torch.zeros_like(parameters["unused"])
+    modules[1].get_parameter("bias").grad = torch.full((8,), torch.nan)
+    assert gradient_errors(model, modules) == [
+        (inf, "stages[0].weight"),
+        (0.0, "stages[0].unused"),
+        (inf, "stages[1].bias"),
+    ]
+
+
+def test_running_statistics_stay_as_they_were() -> None:
+    """The evaluation at the end uses them."""
+    plain = train(config("batch_norm", evaluate=1))
+    looked_at = train(config("batch_norm", check=True, trace_step=1, evaluate=1))
+    assert looked_at.trace is not None
+    assert looked_at.losses == plain.losses
+    assert looked_at.evaluation_loss == plain.evaluation_loss
+
+
+def test_random_numbers_stay_as_they_were() -> None:
+    assert train(config("dropout", check=True, trace_step=1)).losses == train(config("dropout")).losses
+
+
+@pytest.mark.torchrun
+def test_each_replica_draws_its_own_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_text(SCHEDULE))
+    options = f"--model {STAGES}:dropout --steps 1 --check --data-parallel 2 --json"
+    found = json.loads(torchrun(MAIN, 4, "train", "--schedule", str(path), *options.split()))["check"]
+    assert found["max_gradient_error"] < 1e-5
+    assert found["loss_error"] < 1e-6
