@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "examples" / "problems" / "gpt-320b-1000-gpus.toml"
-DOCUMENTATION = (ROOT / "docs" / "profile.md").read_text()
 QUICK: tuple[str, ...] = ("--model", "tiny", "--sequence", "8", "--microbatch-size", "1", "--rounds", "2")
 
 
@@ -150,34 +147,3 @@ def test_two_processes_measure_a_stage_each(tmp_path: Path) -> None:
     assert "transfers: gloo between processes" in problem.source
     assert problem.transfer_us[0] > 0  # type: ignore[index, operator]
     assert problem.stages[0].activation_bytes > problem.stages[1].activation_bytes > 0, "two layers of three, and one"
-
-
-FENCE = "`" * 3
-
-
-def blocks(language: str) -> list[str]:
-    """The documentation's blocks of that language."""
-    return re.findall(rf"^{FENCE}{language}\n(.*?)^{FENCE}$", DOCUMENTATION, re.DOTALL | re.MULTILINE)
-
-
-def test_every_command_of_the_documentation_works(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, from one folder; only with a smaller model, fewer rounds and shorter searches."""
-    [model] = blocks("python")
-    assert len(model.splitlines()) <= 30
-    (tmp_path / "my_model.py").write_text(model)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    commands = "".join(blocks("sh")).splitlines()
-    assert len(commands) == 9
-    for command in commands:
-        words = shlex.split(command.replace("--model small", "--model tiny --sequence 8"))
-        assert words.pop(0) == "optpipe"
-        if words[0] == "profile" and "--model" in words:
-            words += ["--rounds", "1"]
-        elif words[0] in ("solve", "plan"):
-            words += ["--time-limit", "1"]
-        run = cli(*words)
-        assert run.code == 0, f"{command}\n{run.err}"
-    assert verify(Schedule.load("schedule.json")).ok

@@ -27,7 +27,7 @@ def main(folder: Path, mode: str) -> None:
         ModelConfig("tiny", dtype="float64"),
         OptimizerConfig(clip_norm=0.5),
         online=online,
-        steps=20,
+        steps=12,
         timeout_seconds=120,
     )
     leads = os.environ["RANK"] == "0"

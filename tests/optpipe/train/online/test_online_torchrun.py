@@ -24,7 +24,7 @@ def _ranks(folder: Path, mode: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def plain_losses() -> tuple[float, ...]:
     model, optimizer = ModelConfig("tiny", dtype="float64"), OptimizerConfig(clip_norm=0.5)
-    return train(TrainingConfig(solve(uniform(2, 4), "gpipe"), model, optimizer, steps=20)).losses
+    return train(TrainingConfig(solve(uniform(2, 4), "gpipe"), model, optimizer, steps=12)).losses
 
 
 @pytest.mark.torchrun
@@ -35,4 +35,5 @@ def test_both_processes_run_the_same_schedules_and_lose_as_much(
     first, second = _ranks(tmp_path, mode)
     assert first["method"] == second["method"] == ("gpipe" if mode == "off" else "zb-h1")
     assert first["losses"] == second["losses"] == pytest.approx(list(plain_losses), rel=1e-10)
+    # too few steps for a verdict, which on a busy machine may be either
     assert ("swapped" in first["kinds"]) == ("swapped" in second["kinds"]) == (mode == "online")
