@@ -1,7 +1,8 @@
-"""`optpipe profile` from the outside, and every command of its documentation."""
+"""`optpipe profile` from the outside."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
