@@ -55,7 +55,8 @@ def devices_of_stages(name: str, devices: int | None, stages: int | None, prefix
     except ValueError as error:
         raise InputError([Issue(f"{prefix}placement", "unknown", str(error))]) from None
     if stages is None and devices is None:
-        raise InputError([Issue(f"{prefix}devices", "missing", f"is missing. Maybe {prefix}devices 4, or {prefix}stages.")])
+        detail = f"is missing. Maybe {prefix}devices 4, or {prefix}stages."
+        raise InputError([Issue(f"{prefix}devices", "missing", detail)])
     found = (stages or 0) // chunks if devices is None else devices
     if stages is not None and stages != found * chunks:
         of = f"{devices} devices" if devices is not None else "each device"
