@@ -13,6 +13,7 @@ from statistics import mean
 
 from benchmarks.markdown import seconds_text, share_text, table, time_text
 from benchmarks.section import Section, Size, main
+from optpipe.gap import gap_of
 from optpipe.problem import Problem
 from solver.bench.cases import Case, cases_of
 from solver.bench.judge import PUBLIC_ROUNDING
@@ -42,7 +43,7 @@ def _table_of_records(suite_name: str, _size: Size, _pictures: Path) -> str:
 def _figures(problem: Problem, recorded: Recorded) -> Figures:
     """A record as the figures of its run."""
     value_us, bound_us = recorded.value_us, recorded.bound_us
-    gap, bubble = (value_us - bound_us) / value_us, 1 - max(problem.work_us) / value_us
+    gap, bubble = gap_of(value_us, bound_us), 1 - max(problem.work_us) / value_us
     return Figures(value_us, bound_us, 0.0 if recorded.proved else gap, bubble, recorded.seconds, recorded.proved)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from uuid import UUID
 
 from api.jobs.config import JobConfig
+from optpipe.gap import gap_of
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
@@ -50,7 +51,7 @@ class Job:
         """``(value - bound) / value``; None before there is a schedule."""
         if self.value_us is None or self.bound_us is None:
             return None
-        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+        return gap_of(self.value_us, self.bound_us)
 
     @property
     def ended(self) -> bool:

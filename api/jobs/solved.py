@@ -20,6 +20,7 @@ from api.jobs.config import JobConfig
 from api.jobs.direct import Statement
 from api.jobs.tables import answers, solved_problems
 from optpipe.errors import OptPipeError
+from optpipe.gap import gap_of
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -66,7 +67,7 @@ class Answer:
     @property
     def gap(self) -> float:
         """Likewise."""
-        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+        return gap_of(self.value_us, self.bound_us)
 
 
 _ANSWER = Statement(

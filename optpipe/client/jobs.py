@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from optpipe.errors import InfeasibleError, NoSolutionError, OptPipeError, ServiceError
+from optpipe.gap import gap_of
 from optpipe.schedule import Schedule
 
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
@@ -88,7 +89,7 @@ class Progress:
     @property
     def gap(self) -> float:
         """``(value - bound) / value``."""
-        return (self.value_us - self.bound_us) / self.value_us if self.value_us else 0.0
+        return gap_of(self.value_us, self.bound_us)
 
 
 OnProgress = Callable[[Progress], None]

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from optpipe.errors import InputError, Issue
+from optpipe.gap import gap_of
 from optpipe.plot.axes_grid import AxesGrid, line_widths, logarithmic_seconds, style
 from optpipe.plot.colours import BUDGET, FAINT_INK, INK
 from optpipe.plot.curve_colours import CurveLook, curve_looks, legend_lines
@@ -117,7 +118,7 @@ def _draw_instance(
 
 
 def _subtitle(instance: InstanceCurves, unit: Unit) -> str:
-    gap = 1 - instance.bound_us / instance.best_us if instance.best_us else 0.0
+    gap = gap_of(instance.best_us, instance.bound_us)
     parts = [
         f"{OBJECTIVE_NAMES[instance.objective]} {time_text(instance.best_us, unit)}",
         "proved optimal" if gap <= 0 else f"gap {percent_text(gap)}",

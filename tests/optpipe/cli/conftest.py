@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from optpipe.cli import main
+from optpipe.schedule_text import schedule_text
+from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.problems import uniform
 
 
@@ -64,4 +66,12 @@ def schedule_file(cli: Cli, problem_file: Path, tmp_path: Path) -> Path:
     """Its proved schedule."""
     path = tmp_path / "schedule.json"
     assert cli("solve", problem_file, "-o", path).code == 0
+    return path
+
+
+@pytest.fixture
+def quick_schedule_file(tmp_path: Path) -> Path:
+    """One that needs no search."""
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_text(one_f_one_b(2, 2)))
     return path

@@ -6,20 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.schedule_text import schedule_text
 from optpipe.train.config.flags import all_flags
 from tests.optpipe.cli.conftest import Cli
-from tests.optpipe.runtime.schedules import one_f_one_b
 
 NAME = "package.module:callable"
-
-
-@pytest.fixture
-def schedule_file(tmp_path: Path) -> Path:
-    """One that needs no search."""
-    path = tmp_path / "schedule.json"
-    path.write_text(schedule_text(one_f_one_b(2, 2)))
-    return path
 
 
 def refusal(cli: Cli, *arguments: object) -> str:
@@ -78,10 +68,10 @@ def refusal(cli: Cli, *arguments: object) -> str:
         ("", "is empty. Maybe the program that wrote it was stopped."),
     ],
 )
-def test_files(cli: Cli, schedule_file: Path, tmp_path: Path, text: str, message: str) -> None:
+def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "train.toml"
     has_schedule = "schedule" in text or not text
-    path.write_text(text if has_schedule else f"schedule = '{schedule_file.name}'\n{text}")
+    path.write_text(text if has_schedule else f"schedule = '{quick_schedule_file.name}'\n{text}")
     found = refusal(cli, "--config", path)
     assert message in found
     assert found.startswith(f"{path}: ") or "nowhere.json" in message
@@ -108,8 +98,8 @@ def test_files(cli: Cli, schedule_file: Path, tmp_path: Path, text: str, message
         (("--stepz", "3"), "No such option: --stepz"),
     ],
 )
-def test_flags(cli: Cli, schedule_file: Path, flags: tuple[str, ...], message: str) -> None:
-    assert message in refusal(cli, "--schedule", schedule_file, *flags)
+def test_flags(cli: Cli, quick_schedule_file: Path, flags: tuple[str, ...], message: str) -> None:
+    assert message in refusal(cli, "--schedule", quick_schedule_file, *flags)
 
 
 def test_no_schedule(cli: Cli, tmp_path: Path) -> None:
@@ -124,14 +114,14 @@ def test_no_schedule(cli: Cli, tmp_path: Path) -> None:
     assert found.endswith("Maybe it is the schedule, which --schedule takes.")
 
 
-def test_a_flag_is_named_where_a_file_is_given_too(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
+def test_a_flag_is_named_where_a_file_is_given_too(cli: Cli, quick_schedule_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
-    path.write_text(f"schedule = '{schedule_file.name}'\nsteps = 0")
+    path.write_text(f"schedule = '{quick_schedule_file.name}'\nsteps = 0")
     assert refusal(cli, "--config", path, "--steps", "-1").startswith("--steps is -1")
 
 
 def test_flags_win_over_the_file(
-    cli: Cli, schedule_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, quick_schedule_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And paths in the file are seen from its folder, those of flags from here."""
     folder = tmp_path / "run"

@@ -7,25 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.schedule_text import schedule_text
 from tests.optpipe.cli.conftest import Cli
-from tests.optpipe.runtime.schedules import one_f_one_b
 
 STAGES = "tests.optpipe.train.odd_stages"
 
 
-@pytest.fixture
-def schedule_file(tmp_path: Path) -> Path:
-    """One that needs no search."""
-    path = tmp_path / "schedule.json"
-    path.write_text(schedule_text(one_f_one_b(2, 2)))
-    return path
-
-
-def test_numbers_that_are_none_are_null(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_null(cli: Cli, quick_schedule_file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     own = ("--model", f"{STAGES}:unused", "--data", f"{STAGES}:without_a_number", "--steps", 3)
-    run = cli("train", "--schedule", schedule_file, *own, "--on-not-finite", "skip", "--trace", trace, "--json")
+    run = cli("train", "--schedule", quick_schedule_file, *own, "--on-not-finite", "skip", "--trace", trace, "--json")
     assert run.code == 0, run.err
     first, skipped, last = run.document["losses"]
     assert skipped is None
@@ -34,32 +24,42 @@ def test_numbers_that_are_none_are_null(cli: Cli, schedule_file: Path, tmp_path:
     assert json.loads(trace.read_text())
 
 
-def test_an_interrupt_is_one_error(cli: Cli, monkeypatch: pytest.MonkeyPatch, schedule_file: Path) -> None:
+def test_an_interrupt_is_one_error(cli: Cli, monkeypatch: pytest.MonkeyPatch, quick_schedule_file: Path) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("optpipe.train.train", interrupted)
-    run = cli("train", "--schedule", schedule_file, "--json")
+    run = cli("train", "--schedule", quick_schedule_file, "--json")
     assert run.code == 130
     assert run.err.splitlines()[-1] == "error: interrupted."
     assert run.document == {"error": {"type": "KeyboardInterrupt", "message": "interrupted."}}
 
 
 def test_files_are_written_before_the_result_is_printed(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, schedule_file: Path, tmp_path: Path
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, quick_schedule_file: Path, tmp_path: Path
 ) -> None:
     def broken(_: object) -> None:
         raise BlockingIOError(11, "stdout is full")
 
     monkeypatch.setattr("optpipe.cli.train.print_json", broken)
     trace = tmp_path / "trace.json"
-    run = cli("train", "--schedule", schedule_file, "--model", "tiny", "--steps", 1, "--trace", trace, "--json")
+    run = cli("train", "--schedule", quick_schedule_file, "--model", "tiny", "--steps", 1, "--trace", trace, "--json")
     assert run.code == 1
     assert json.loads(trace.read_text())
 
 
-def test_a_finished_run_says_that_nothing_is_drawn(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
-    again = ("train", "--schedule", schedule_file, "--model", "tiny", "--steps", 1, "--checkpoint", tmp_path / "kept")
+def test_a_finished_run_says_that_nothing_is_drawn(cli: Cli, quick_schedule_file: Path, tmp_path: Path) -> None:
+    again = (
+        "train",
+        "--schedule",
+        quick_schedule_file,
+        "--model",
+        "tiny",
+        "--steps",
+        1,
+        "--checkpoint",
+        tmp_path / "kept",
+    )
     assert cli(*again).code == 0
     run = cli(*again, "--plot", tmp_path / "run.png", "--json")
     assert run.document["losses"] == []
