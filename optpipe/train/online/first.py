@@ -17,11 +17,14 @@ from optpipe.train.online.config import OnlineConfig
 from optpipe.train.online.events import Events
 from optpipe.train.online.search import Search
 from optpipe.train.online.solver import Solver
-from optpipe.train.online.start import Setting, measure_before, setting_of, with_budgets_of
+from optpipe.train.online.start import Setting, measure_before, setting_of, within_what_is_taken
 from optpipe.train.task import task_of
 
 NEWS_S = 1.0
 """Rank 0 says so often that it still searches: a wait of other processes has an end, however long a search may be."""
+
+MESSAGES = 4
+"""What is advised leaves room for so many messages: two each way, more than one microbatch at a time has waiting."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,13 @@ def first_schedule(
     measured, seconds = measure_before(task, setting, launch, online.rounds)
     events.tell(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
     if given is not None:
-        return First(given, with_budgets_of(setting, given, measured), measured)
+        return First(given, within_what_is_taken(setting, given, measured), measured)
     begin = perf_counter()
-    schedule = _from_rank_0(online, setting.problem(measured), launch, solver, interrupted)
+    largest = max(measured.message_bytes, default=0)
+    schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
+    while any(excess := setting.excess_bytes(schedule, measured)):
+        setting = setting.reserving(excess)
+        schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
     seconds = perf_counter() - begin
     text = f"{schedule.method}: {schedule.value_us:,.0f} us a step predicted, found in {seconds:.2f} s"
     events.tell(0, "found", text, seconds)
@@ -62,9 +69,17 @@ def _objective(config: TrainingConfig, launch: Launch) -> Objective:
 
 
 def _from_rank_0(
-    config: OnlineConfig, problem: Problem, launch: Launch, solver: Solver | None, interrupted: Callable[[], bool]
+    config: OnlineConfig,
+    problem: Problem,
+    message_bytes: int,
+    launch: Launch,
+    solver: Solver | None,
+    interrupted: Callable[[], bool],
 ) -> Schedule:
-    """The schedule that rank 0 finds; the others wait for it, or for the reason why there is none."""
+    """The schedule that rank 0 finds; the others wait for it, or for the reason why there is none.
+
+    `message_bytes` is the size of the largest message.
+    """
     if launch.rank:
         while (news := launch.broadcast(None)) is None:
             pass
@@ -74,7 +89,7 @@ def _from_rank_0(
     try:
         if solver is None:
             raise TrainingError("a schedule is to be found, but no solver was given. Maybe use optpipe train --solve.")
-        schedule = _quick(problem, config.memory_bytes, solver)
+        schedule = _quick(problem, config.memory_bytes, message_bytes, solver)
         if config.mode == "first":
             schedule = _searched(config, problem, schedule, launch, solver, interrupted)
     except BaseException as error:
@@ -85,7 +100,7 @@ def _from_rank_0(
     return schedule
 
 
-def _quick(problem: Problem, memory_bytes: int | None, solver: Solver) -> Schedule:
+def _quick(problem: Problem, memory_bytes: int | None, message_bytes: int, solver: Solver) -> Schedule:
     """Raises NoSolutionError that speaks of the memory that the user gave, not of what it leaves for activations."""
     try:
         return solver.quick(problem)
@@ -94,7 +109,7 @@ def _quick(problem: Problem, memory_bytes: int | None, solver: Solver) -> Schedu
             raise
         budgets = [device.memory_bytes for device in problem.devices]
         least = [
-            need + memory_bytes - budget
+            need + memory_bytes - budget + MESSAGES * message_bytes
             for need, budget in zip(solver.least_budgets_bytes(problem), budgets, strict=True)
             if budget is not None
         ]

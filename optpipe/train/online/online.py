@@ -100,7 +100,8 @@ class Online(Boundary):
         self._events.tell(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
 
     def _solve(self, step: int, search: Search) -> None:
-        """Rank 0: begin a search for the newest times."""
+        """Rank 0: begin a search for the newest times, within the memory that messages leave."""
+        self._problem = self._setting.problem(self._measured)
         search.begin(self._problem, self._model.schedule)
         self._solved_for, self._stale = self._problem, False
         self._events.tell(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
@@ -119,6 +120,9 @@ class Online(Boundary):
         found = self._search.take()
         if found is None:
             return {"kind": "kept", "text": self._search.why_nothing}
+        if any(excess := self._setting.excess_bytes(found, self._measured)):
+            self._setting, self._stale = self._setting.reserving(excess), True
+            return {"kind": "kept", "text": f"{found.method} would take {max(excess):,} bytes too many for messages"}
         choice = choose(self._problem, self._model.schedule, found, self._config.least_gain)
         figures = f"{choice.in_use_us:,.0f} us a step predicted, {choice.found_us:,.0f} us with {found.method}"
         if not choice.better:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from optpipe.any_timing import any_timing_peak_bytes
+from optpipe.compile import compile_schedule
+from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.problem import Objective, Problem
 from optpipe.profile.chain import chain_of
 from optpipe.profile.measured import Measured, measure
@@ -21,21 +23,45 @@ from optpipe.train.task import Task
 class Setting:
     """Where a schedule has to fit: everything about a problem but what ops cost.
 
-    `budgets_bytes` are for activations, by device; None: what `memory_bytes` leaves, or no limit.
+    `limits_bytes` are what a device may hold of activations, workspaces and messages; None: what `memory_bytes`
+    leaves, or no limit. A budget of the problem counts no messages, so it is less by `reserved_bytes`.
     """
 
     placement: Sequence[int]
     microbatches: int
     objective: Objective = "makespan"
     memory_bytes: int | None = None
-    budgets_bytes: Sequence[int] | None = None
+    limits_bytes: Sequence[int] | None = None
+    reserved_bytes: Sequence[int] = ()
 
     def problem(self, measured: Measured) -> Problem:
         """The scheduling problem. Raises InputError where weights alone take more than the memory."""
         data = measured.problem(self.microbatches, self.memory_bytes).to_data() | {"objective": self.objective}
-        if self.budgets_bytes is not None:
-            data["devices"] = [{"memory_bytes": budget} for budget in self.budgets_bytes]
+        if self.limits_bytes is not None:
+            data["devices"] = [{"memory_bytes": limit} for limit in self.limits_bytes]
+        for device, reserved in zip(data["devices"], self.reserved_bytes, strict=False):
+            if device["memory_bytes"] is not None:
+                device["memory_bytes"] = max(0, device["memory_bytes"] - reserved)
         return Problem.from_data(data)
+
+    def excess_bytes(self, schedule: Schedule, measured: Measured) -> list[int]:
+        """By how much each device would exceed its limit with this schedule, messages that wait for their ops included.
+
+        The list of a program alone decides what a device holds when, so this is the same under any timing.
+        """
+        held = held_bytes(schedule, replace(self, reserved_bytes=()).problem(measured), measured)
+        limits = [device.memory_bytes for device in replace(self, reserved_bytes=()).problem(measured).devices]
+        return [0 if limit is None else max(0, h - limit) for h, limit in zip(held, limits, strict=True)]
+
+    def reserving(self, bytes_: Sequence[int]) -> Setting:
+        """The same with so much more of each device kept for messages."""
+        before = self.reserved_bytes or [0] * len(bytes_)
+        return replace(self, reserved_bytes=[old + more for old, more in zip(before, bytes_, strict=True)])
+
+
+def held_bytes(schedule: Schedule, problem: Problem, measured: Measured) -> list[int]:
+    """The most that each device holds with this schedule and the sizes of a problem, messages included."""
+    return planned_peaks_bytes(compile_schedule(schedule), problem, measured.message_bytes)
 
 
 def setting_of(config: OnlineConfig, schedule: Schedule | None, objective: Objective) -> Setting:
@@ -49,13 +75,15 @@ def setting_of(config: OnlineConfig, schedule: Schedule | None, objective: Objec
     return Setting(placement, microbatches, objective, config.memory_bytes)
 
 
-def with_budgets_of(setting: Setting, schedule: Schedule, measured: Measured) -> Setting:
+def within_what_is_taken(setting: Setting, schedule: Schedule, measured: Measured) -> Setting:
     """Where nobody says what memory there is: no device may take more than with this schedule, whatever the timing."""
     if setting.memory_bytes is not None:
         return setting
     problem, orders = setting.problem(measured), schedule.orders
     peaks = [any_timing_peak_bytes(problem, (d.compute, d.offload, d.reload), orders.waits) for d in orders.devices]
-    return replace(setting, budgets_bytes=peaks)
+    held = held_bytes(schedule, problem, measured)
+    limits = [max(pair) for pair in zip(peaks, held, strict=True)]
+    return replace(setting, limits_bytes=limits, reserved_bytes=[a - b for a, b in zip(limits, peaks, strict=True)])
 
 
 def measure_before(task: Task, setting: Setting, launch: Launch, rounds: int) -> tuple[Measured, float]:

@@ -132,6 +132,24 @@ def test_memory_that_is_too_small_for_activations_is_named_with_what_would_do() 
     assert len(train(_config(None, online), None, Scripted([None])).losses) == STEPS
 
 
+def test_messages_that_wait_for_their_ops_are_within_the_memory_given() -> None:
+    """The largest memory with which the first answer must be thrown away: one byte less than it takes with messages."""
+    online = replace(ONLINE, mode="first", devices=2, microbatches=4, memory_bytes=10**9)
+    config = _config(None, online)
+    free = train(replace(config, steps=1, check=True), None, Scripted([None], first="zb-h1"))
+    assert free.check is not None
+    problem_bytes = [10**9 - (device.memory_bytes or 0) for device in (free.schedule or _given("1f1b")).problem.devices]
+    taken = [held + device.planned_peak_bytes for held, device in zip(problem_bytes, free.check.devices, strict=True)]
+    memory = max(taken) - 1
+    tight = train(
+        replace(config, steps=1, check=True, online=replace(online, memory_bytes=memory)), None, Scripted([None] * 9)
+    )
+    assert tight.check is not None
+    assert all(
+        held + device.peak_bytes <= memory for held, device in zip(problem_bytes, tight.check.devices, strict=True)
+    )
+
+
 def test_a_schedule_cannot_be_sought_without_a_solver() -> None:
     with pytest.raises(TrainingError, match="no solver was given"):
         train(_config(None, replace(ONLINE, mode="first", devices=2)))
