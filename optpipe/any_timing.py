@@ -7,7 +7,7 @@ is three prefixes, and dependencies through other devices add nothing (they leav
 is totally ordered). Offloads only free memory, hence for given prefixes of compute and reload the least prefix of
 offloads that these require is best, and the closure is found by a scan instead of a minimum cut.
 
-This module is the verifier's own: it shares nothing with the simulator or the solvers.
+This module is the verifier's own: it takes nothing from the simulator or the solvers.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def any_timing_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> i
 def _levels(problem: Problem, ops: OpArray) -> Ints:
     """Memory after each prefix of a stream's events (start, end, start, end, ...), all else left aside."""
     here, stage = np.unique(ops.stage, return_inverse=True)
-    changes = np.array([[_changes(problem.stages[s], kind) for s in here] for kind in KINDS], np.int64)
+    changes = np.array([[memory_changes(problem.stages[s], kind) for s in here] for kind in KINDS], np.int64)
     return np.concatenate([[0], np.cumsum(changes[ops.kind, stage])]) if len(ops) else np.zeros(1, np.int64)
 
 
-def _changes(stage: Stage, kind: str) -> tuple[int, int]:
-    """Bytes that an op of a stage adds at its start and at its end by the contract."""
+def memory_changes(stage: Stage, kind: str) -> tuple[int, int]:
+    """Bytes that an op of a stage adds to its device's memory at its start and at its end, by the contract."""
     moved = stage.offload.bytes if stage.offload else 0
     if kind == "O":
         return 0, -moved
@@ -98,8 +98,9 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
     if waits:
         named = [(k, other) for k, op in enumerate(ops) for other in waits.get(op, ())]
         others = OpArray.of([other for _, other in named])
-        after = np.array([k for k, _ in named], np.int64)
-        found += pairs(after, (others.kind * stages + others.stage) * microbatches + others.microbatch)
+        known = (others.stage < stages) & (others.microbatch < microbatches)  # else a key would be that of another op
+        after = np.array([k for k, _ in named], np.int64)[known]
+        found += pairs(after, ((others.kind * stages + others.stage) * microbatches + others.microbatch)[known])
     target, source = (np.concatenate(column) for column in zip(*found, strict=True))
     by_target = np.argsort(target, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=len(key)))])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,10 @@ from optpipe.errors import InputError, Issue
 
 MAX_DEPTH = 32
 MAX_DIGITS = 400
+UNION_TAG = "as-"
+"""How the tags of unions begin: pydantic puts them into the paths of errors, where users should not see them."""
+MOST_ISSUES = 50
+"""Nobody reads more, and a wrong kind of document can have millions."""
 
 
 class Document(BaseModel):
@@ -35,11 +41,14 @@ class Document(BaseModel):
 
     @classmethod
     def from_data(cls, data: Any, source: str = "") -> Self:
-        """Check `data` (parsed JSON). Raises InputError that lists everything wrong; `source` names the document."""
+        """Check `data` (parsed JSON); `source` names the document.
+
+        Raises InputError that lists what is wrong: everything, or the first MOST_ISSUES with how many more there are.
+        """
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise InputError([_issue(cls, entry) for entry in error.errors()], source) from None
+            raise InputError(_issues(cls, error, source), source) from None
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "") -> Self:
@@ -65,7 +74,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         maybe = ". Maybe the path is misspelt." if isinstance(error, FileNotFoundError) else "."
         _refuse("unreadable", f"cannot be read: {error.strerror}{maybe}", source)
     if len(content) > max_bytes:
-        size = path.stat().st_size
+        size = max(path.stat().st_size, len(content))  # a pipe has none
         _refuse(
             "too_large",
             f"has {size:,} bytes but at most {max_bytes:,} are read. Maybe this is another file.",
@@ -160,10 +169,10 @@ _DIGITS_TO_0 = str.maketrans("123456789", "000000000")
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        key = next(key for k, (key, _) in enumerate(pairs) if key in dict(pairs[:k]))
-        raise _BadValueError(
-            "duplicate_key", f"has the key {key!r} twice in one object. Maybe one was meant otherwise."
-        )
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        detail = f"has the key {shown(twice)} twice in one object. Maybe one was meant otherwise."
+        raise _BadValueError("duplicate_key", detail)
     return result
 
 
@@ -200,8 +209,16 @@ def _finite_float(digits: str) -> float:
     return value
 
 
-def _issue(model: type[BaseModel], error: ErrorDetails) -> Issue:
-    """One pydantic error as an Issue in our words."""
+def _issues(model: type[BaseModel], error: ValidationError, source: str) -> list[Issue]:
+    """What pydantic found, in our words."""
+    entries = error.errors(include_url=False)
+    issues = [_issue(model, entry, source) for entry in entries[:MOST_ISSUES]]
+    if (more := len(entries) - MOST_ISSUES) > 0:
+        issues.append(Issue("", "more", f"and {more:,} more are wrong. Maybe this is another kind of document."))
+    return issues
+
+
+def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
     pointer = _pointer(error["loc"])
     kind = error["type"]
     if kind == "extra_forbidden":
@@ -211,7 +228,9 @@ def _issue(model: type[BaseModel], error: ErrorDetails) -> Issue:
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind.startswith("optpipe."):
         return Issue(pointer, kind.removeprefix("optpipe."), message + ".")
-    return Issue(pointer, kind, f"is {shown(error['input'])}: {message[0].lower()}{message[1:]}.")
+    message = message[0].lower() + re.sub(" or instance of .*", "", message[1:])  # which only Python knows
+    subject = "" if pointer or source else "the document "
+    return Issue(pointer, kind, f"{subject}is {shown(error['input'])}: {message}.")
 
 
 def shown(value: Any) -> str:
@@ -221,25 +240,48 @@ def shown(value: Any) -> str:
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:
-    """A path such as ``stages[3].offload.bytes``; tags that pydantic adds for unions are dropped."""
+    """A path such as ``stages[3].offload.bytes``, without the tags that pydantic adds for unions."""
     path = ""
-    for part in loc:
+    for part in _untagged(loc):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not part.startswith("as-"):
+        else:
             path += f".{part}" if path else part
     return path
 
 
+def _untagged(loc: tuple[int | str, ...]) -> Iterator[int | str]:
+    return (part for part in loc if isinstance(part, int) or not part.startswith(UNION_TAG))
+
+
 def _did_you_mean(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    names = _field_names(model)
-    close = get_close_matches(str(loc[-1]), sorted(names), n=1)
+    *above, name = _untagged(loc)
+    close = get_close_matches(str(name), _fields_at(model, tuple(above)), n=1)
     return f" Maybe you meant {close[0]}." if close else ""
 
 
+def _fields_at(model: type[BaseModel], above: tuple[int | str, ...]) -> list[str]:
+    """The names of the fields that an object at this place of a document can have."""
+    schema = _schema_of(model)
+    nodes = [*_alternatives(schema, schema)]
+    for part in above:
+        below = (node.get("items" if isinstance(part, int) else "properties", {}) for node in nodes)
+        chosen = (each if isinstance(part, int) else each.get(part, {}) for each in below)
+        nodes = [node for each in chosen for node in _alternatives(schema, each)]
+    return sorted({name for node in nodes for name in node.get("properties", {})})
+
+
+def _alternatives(schema: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a node of a JSON schema stands for, with references followed and each branch of a union by itself."""
+    if "$ref" in node:
+        yield from _alternatives(schema, schema["$defs"][node["$ref"].rpartition("/")[2]])
+        return
+    yield node
+    for branch in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from _alternatives(schema, branch)
+
+
 @cache
-def _field_names(model: type[BaseModel]) -> frozenset[str]:
-    """The names of all fields in a model and in the models under it. Kept: making a schema takes milliseconds."""
-    schema = model.model_json_schema()
-    parts = [schema, *schema.get("$defs", {}).values()]
-    return frozenset(name for part in parts for name in part.get("properties", {}))
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Kept: making a schema takes milliseconds."""
+    return model.model_json_schema()

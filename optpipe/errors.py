@@ -12,8 +12,9 @@
     ├── VerificationError     a solver's answer broke a rule: a bug in OptPipe, never returned
     ├── SolverDiedError       the process of a solve ended without an answer
     ├── ServiceError          a server cannot be reached, refuses, or failed at a job
-    └── TrainingError         a schedule cannot be trained as asked
-        └── CheckpointError   a checkpoint cannot be written, read or resumed
+    ├── TrainingError         a schedule cannot be trained as asked (exit code 2)
+    │   └── CheckpointError   a checkpoint cannot be written, read or resumed
+    └── RunFailedError        what had begun cannot go on: a loss is no number, another process has ended
 
 Messages name the field, the value and the limit, and end with "Maybe ..." where a likely fix is known.
 """
@@ -26,6 +27,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
+
+
+MOST_NAMES = 12
+"""Of a circle; it can go through every op of a schedule."""
 
 
 class OptPipeError(Exception):
@@ -71,11 +76,16 @@ class DeadlockError(OptPipeError):
     def __init__(self, cycle: Sequence[str], blocked: int) -> None:
         self.cycle = tuple(cycle)
         self.blocked = blocked
-        circle = " -> ".join((*self.cycle, self.cycle[0]))
         super().__init__(
-            f"the orders deadlock: {blocked} ops never start; these wait for one another: {circle}. "
+            f"the orders deadlock: {blocked} ops never start; these wait for one another: {circle_text(self.cycle)}. "
             f"Maybe the order on one device contradicts a dependency or a wait on another."
         )
+
+
+def circle_text(names: Sequence[str]) -> str:
+    """Names each of which waits for the one before it, as ``a -> b -> a``; of a very long circle the beginning."""
+    shown = names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "...")
+    return " -> ".join((*shown, names[0]))
 
 
 class BudgetError(OptPipeError):
@@ -134,3 +144,10 @@ class TrainingError(OptPipeError):
 
 class CheckpointError(TrainingError):
     """A checkpoint cannot be written, is damaged, or is of another run; in every process alike."""
+
+
+class RunFailedError(OptPipeError):
+    """Training or measuring had begun and cannot go on.
+
+    A loss is no number, a layer fails in a step, another process has ended, the last checkpoint cannot be written.
+    """

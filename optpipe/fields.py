@@ -30,18 +30,23 @@ def reject(code: str, detail: str) -> PydanticCustomError:
     return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
 
 
+def _is_real(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_number(value: Any) -> TypeGuard[int | float]:
     """Whether a value is a number that arithmetic with floats can take: finite, and no integer of 400 digits."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+    return _is_real(value) and abs(value) <= MAX_NUMBER
 
 
 def _time_us(value: Any) -> int | float:
-    if not _is_number(value):
+    if not _is_real(value) or value != value:
         raise reject("not_a_number", f"is {shown(value)} but must be a finite number of microseconds")
     if value < 0:
-        raise reject("negative", f"is {value} but must be at least 0. Maybe a sign slipped in")
+        raise reject("negative", f"is {shown(value)} but must be at least 0. Maybe a sign slipped in")
     if value > MAX_TIME_US:
-        raise reject("too_large", f"is {value} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds")
+        detail = f"is {shown(value)} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds"
+        raise reject("too_large", detail)
     return value
 
 
@@ -49,7 +54,7 @@ def _whole(value: Any, low: int, high: int, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise reject("not_an_integer", f"is {shown(value)} but must be an integer ({what})")
     if not low <= value <= high:
-        raise reject("out_of_range", f"is {value} but must be from {low} to {high} ({what})")
+        raise reject("out_of_range", f"is {shown(value)} but must be from {low} to {high} ({what})")
     return value
 
 
@@ -68,7 +73,7 @@ def _index(value: Any) -> int:
 def _any_time_us(value: Any) -> int | float:
     if not _is_number(value):
         raise reject("not_a_number", f"is {shown(value)} but must be a finite number of at most {MAX_NUMBER:g}")
-    return value
+    return float(value) if isinstance(value, float) else value  # also a float of numpy, which does not print as one
 
 
 def _share(value: Any) -> int | float:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from optpipe.display import Displayed
-from optpipe.document import Document, read_document
+from optpipe.document import UNION_TAG, Document, read_document
 from optpipe.fields import Bytes, Count, Index, TimeUs, reject
 
 MAX_PROBLEM_BYTES = 16 * 2**20
@@ -30,19 +30,24 @@ class DirectedTransfer(Document):
     backward: TimeUs
 
 
+_TIME, _DIRECTED, _LIST = (UNION_TAG + name for name in ("time", "directed", "list"))
+
+
+def _boundary_tag(value: Any) -> str:
+    return _DIRECTED if isinstance(value, dict | DirectedTransfer) else _TIME
+
+
 def _transfer_tag(value: Any) -> str:
-    if isinstance(value, dict | DirectedTransfer):
-        return "as-directed"
-    return "as-list" if isinstance(value, list | tuple) else "as-time"
+    return _LIST if isinstance(value, list | tuple) else _boundary_tag(value)
 
 
 _Boundary = Annotated[
-    Annotated[TimeUs, Tag("as-time")] | Annotated[DirectedTransfer, Tag("as-directed")], Discriminator(_transfer_tag)
+    Annotated[TimeUs, Tag(_TIME)] | Annotated[DirectedTransfer, Tag(_DIRECTED)], Discriminator(_boundary_tag)
 ]
 _Transfer = Annotated[
-    Annotated[TimeUs, Tag("as-time")]
-    | Annotated[DirectedTransfer, Tag("as-directed")]
-    | Annotated[list[_Boundary], Tag("as-list")],
+    Annotated[TimeUs, Tag(_TIME)]
+    | Annotated[DirectedTransfer, Tag(_DIRECTED)]
+    | Annotated[list[_Boundary], Tag(_LIST)],
     Discriminator(_transfer_tag),
 ]
 
@@ -172,7 +177,11 @@ class Problem(Displayed, Document):
             for device in group:
                 where = f"copy_channels.shared_by[{g}]"
                 if device >= len(self.devices):
-                    raise reject("unknown_device", f"{where} names device {device} of {len(self.devices)}")
+                    raise reject(
+                        "unknown_device",
+                        f"{where} names device {device} of {len(self.devices)}, counted from 0. "
+                        "Maybe a device is missing from devices",
+                    )
                 if device in seen:
                     raise reject(
                         "repeated_device",

@@ -100,7 +100,7 @@ class _Network:
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self.problem = problem
         streams = [_columns(stream) for device in orders.devices for stream in device.streams()]
-        self.ops = OpArray.joined(streams)
+        self.ops = OpArray.joined([OpArray([], [], []), *streams])  # orders may be for no device at all
         self.size = len(self.ops)
         self.lengths = [len(stream) for stream in streams]
         stream = np.repeat(np.arange(len(self.lengths)), self.lengths)

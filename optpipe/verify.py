@@ -14,8 +14,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.any_timing import any_timing_peak_bytes
-from optpipe.errors import DeadlockError
+from optpipe.any_timing import any_timing_peak_bytes, memory_changes
+from optpipe.circles import find_circle
+from optpipe.errors import DeadlockError, circle_text
 from optpipe.orders import KINDS, STREAMS, Op, OpArray
 from optpipe.problem import Stage
 from optpipe.schedule import Schedule
@@ -104,6 +105,7 @@ class _Judge:
         self._check_streams()
         self._check_dependencies()
         self._check_waits()
+        self._check_circles()
         self._check_channels()
         mine = [self._device_slice(d) for d in range(len(self.schedule.devices))]
         spans = [_span(self.start_us[m], self.end_us[m]) for m in mine]
@@ -200,16 +202,23 @@ class _Judge:
         self._broken_where("microbatch-order", wrong, lambda k: f"comes after {self.ops[int(previous[k])]}.")
 
     def _check_dependencies(self) -> None:
-        for op, before, delay_us in self._dependencies():
-            there = before >= 0
-            op, before = op[there], before[there]
-            ready = self.end_us[before] + np.broadcast_to(delay_us, there.shape)[there]
+        for op, before, delay_us in self._dependencies:
+            ready = self.end_us[before] + delay_us
             for k in np.flatnonzero(self.start_us[op] < ready - self.tolerance).tolist():
                 detail = f"starts before {self.ops[int(before[k])]} lets it ({ready[k]:g} us)."
                 self._broken("dependency", str(self.ops[int(op[k])]), float(self.start_us[op[k]]), detail)
 
-    def _dependencies(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
-        """What ops wait for by the rules of the model: places of ops and of what comes before, and the delay."""
+    @cached_property
+    def _dependencies(self) -> Sequence[tuple[Ints, Ints, Floats]]:
+        """What ops wait for by the rules of the model: places of ops and of what comes before, and the delays."""
+        found = []
+        for op, before, delay_us in self._rules():
+            there = before >= 0
+            found.append((op[there], before[there], np.broadcast_to(delay_us, there.shape)[there]))
+        return found
+
+    def _rules(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
+        """The same rule by rule, with -1 where what comes before is not in the schedule."""
         stage, last = self.ops.stage, len(self.problem.stages) - 1
         f, b, w, bw, o, r = (self.ops.kind == code for code in range(len(KINDS)))
         ahead = np.array([0.0, *self.problem.forward_delay_us])
@@ -230,18 +239,7 @@ class _Judge:
 
     def _check_waits(self) -> None:
         """A wait is for the end of an op on another stream of the same device."""
-        named = [
-            (first + place, name)
-            for first, stream in zip(self.begins.tolist(), self.streams, strict=False)
-            for place, names in stream.waits.items()
-            for name in names
-        ]
-        if not named:
-            return
-        others = OpArray.of([Op.parse(name) for _, name in named])
-        known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.microbatches)
-        found = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
-        for (k, name), before in zip(named, found.tolist(), strict=True):
+        for k, name, before in self._waits:
             if before < 0:
                 self._wait_broken(k, f"waits for {name}, which is not in the schedule.")
             elif self.home[before] != self.home[k] or self.ops[before].stream == self.ops[k].stream:
@@ -249,6 +247,32 @@ class _Judge:
             elif self.start_us[k] < self.end_us[before] - self.tolerance:
                 end = self.end_us[before]
                 self._wait_broken(k, f"starts before {name}, which it waits for, ends ({end:g} us).")
+
+    @cached_property
+    def _waits(self) -> Sequence[tuple[int, str, int]]:
+        """The places of ops that wait, with the name of what each waits for and its place (-1: there is none)."""
+        named = [
+            (first + place, name)
+            for first, stream in zip(self.begins.tolist(), self.streams, strict=False)
+            for place, names in stream.waits.items()
+            for name in names
+        ]
+        others = OpArray.of([Op.parse(name) for _, name in named])
+        known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.microbatches)
+        found = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
+        return [(k, name, before) for (k, name), before in zip(named, found.tolist(), strict=True)]
+
+    def _check_circles(self) -> None:
+        """No ops wait for one another in a circle, by rules, streams and waits."""
+        follows = 1 + np.flatnonzero(self.list_of[1:] == self.list_of[:-1])
+        waits = np.array([(k, before) for k, _, before in self._waits if before >= 0], np.int64).reshape(-1, 2)
+        edges = [(follows, follows - 1), (waits[:, 0], waits[:, 1]), *(edge[:2] for edge in self._dependencies)]
+        op, before = (np.concatenate(column) for column in zip(*edges, strict=True))
+        circle = find_circle(op, before, self.start_us)
+        if circle:
+            names = [str(self.ops[k]) for k in circle]
+            detail = f"waits for itself: {circle_text(names)}, each for the one before it."
+            self._broken("deadlock", names[0], float(self.start_us[circle[0]]), detail)
 
     def _wait_broken(self, k: int, detail: str) -> None:
         self._broken("wait", str(self.ops[k]), float(self.start_us[k]), detail)
@@ -290,14 +314,13 @@ class _Judge:
         compute, offload, reload = (ops.ops for ops in streams)
         try:
             return any_timing_peak_bytes(self.problem, (compute, offload, reload), waits)
-        except DeadlockError as error:
-            self._broken("deadlock", f"device {d}", None, str(error))
+        except DeadlockError:  # is among the circles
             return None
 
     @cached_property
     def _memory_changes(self) -> Ints:
         """Changes of a device's memory at start and end of an op: an array (kinds, stages, 2)."""
-        return np.array([[_changes_bytes(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.int64)
+        return np.array([[memory_changes(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.int64)
 
     def _check_host(self) -> int:
         """A host buffer is held from the start of O to the end of R."""
@@ -358,21 +381,6 @@ def _duration_us(stage: Stage, kind: str) -> float | None:
         "R": stage.offload.reload_us if stage.offload else None,
     }
     return durations[kind]
-
-
-def _changes_bytes(stage: Stage, kind: str) -> tuple[int, int]:
-    """What an op adds to its device's memory at its start, and at its end."""
-    moved = stage.offload.bytes if stage.offload else 0
-    freed = {
-        "F": -stage.activation_bytes,
-        "B": stage.activation_bytes - stage.backward_weight_bytes,
-        "W": stage.backward_weight_bytes,
-        "BW": stage.activation_bytes,
-        "O": moved,
-        "R": -moved,
-    }[kind]
-    work = getattr(stage.workspace_bytes, kind, 0)
-    return (work - freed, -work) if kind in "FR" else (work, -work - freed)
 
 
 def _span(start_us: Floats, end_us: Floats) -> float:

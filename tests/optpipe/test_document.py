@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.document import MAX_DEPTH, parse_json, read_bounded
+from optpipe.document import MAX_DEPTH, MOST_ISSUES, parse_json, read_bounded
 from optpipe.errors import InputError
+from optpipe.problem import Problem
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,12 @@ def test_refuses(text: str | bytes, code: str) -> None:
         parse_json(text, "some.json")
     assert [issue.code for issue in caught.value.issues] == [code]
     assert caught.value.source == "some.json"
+
+
+def test_one_key_twice_among_very_many_is_named_without_comparing_each_with_each() -> None:
+    text = "{" + ",".join(f'"{k}":1' for k in range(300_000)) + ',"299999":2}'
+    with pytest.raises(InputError, match="has the key '299999' twice in one object"):
+        parse_json(text)
 
 
 def test_brackets_within_strings_are_not_nesting() -> None:
@@ -69,3 +76,20 @@ def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     empty.touch()
     with pytest.raises(InputError, match="is empty"):
         read_bounded(empty, 10)
+
+
+def test_a_document_that_is_no_object_is_named() -> None:
+    with pytest.raises(InputError, match=r"^the document is \[\]: input should be a valid dictionary\.$"):
+        Problem.from_json("[]")
+    with pytest.raises(InputError, match=r"^is \[\]: ") as caught:
+        Problem.from_json("[]", "a.json")
+    assert caught.value.source == "a.json"
+
+
+def test_of_many_faults_the_first_are_told_and_the_rest_counted() -> None:
+    with pytest.raises(InputError) as caught:
+        Problem.from_data({f"x{k}": 1 for k in range(1000)})
+    assert len(caught.value.issues) == MOST_ISSUES + 1
+    assert str(caught.value.issues[-1]) == (
+        "and 954 more are wrong. Maybe this is another kind of document."  # four required fields are missing
+    )

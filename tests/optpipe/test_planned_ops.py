@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
@@ -83,3 +84,10 @@ def test_its_schema_is_that_of_a_list_of_ops(mode: Any) -> None:
     schema = STREAM.json_schema(mode=mode)
     assert schema["type"] == "array"
     assert schema["items"] == {"$ref": "#/$defs/ScheduledOp"}
+
+
+def test_times_of_numpy_are_plain_numbers() -> None:
+    """Whoever makes a schedule in Python may have them; written to a file they must read as numbers."""
+    planned = STREAM.validate_python([row(start_us=np.float64(0.25))])
+    assert type(planned.starts[0]) is float
+    assert planned[0].start_us == 0.25

@@ -43,10 +43,21 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
             "stages[0].foward_us is not a field. Maybe you meant forward_us.",
         ),
         (lambda d: d.update(microbatchs=1), "microbatchs is not a field. Maybe you meant microbatches."),
+        (lambda d: d.update(memory_bytes=1), "memory_bytes is not a field. Maybe you meant host_memory_bytes."),
+        (
+            lambda d: d.update(transfer_us=[{"foward": 1}]),
+            "transfer_us[0].foward is not a field. Maybe you meant forward.",
+        ),
+        (lambda d: d.update(transfer_us=[[1]]), "transfer_us[0] is [1] but must be a finite number of microseconds."),
+        (lambda d: d["devices"].append(3), "devices[2] is 3: input should be a valid dictionary."),
         (lambda d: d["stages"][1].update(forward_us=-1), "stages[1].forward_us is -1 but must be at least 0. Maybe"),
         (lambda d: d["stages"][1].update(forward_us=float("nan")), "stages[1].forward_us is NaN but must be a finite"),
         (lambda d: d["stages"][1].update(forward_us=True), "stages[1].forward_us is true but must be a finite"),
-        (lambda d: d["stages"][1].update(forward_us=10**399), "but must be a finite number of microseconds"),
+        (lambda d: d["stages"][1].update(forward_us=10**399), "... but at most 1000000000000 us are allowed. Maybe"),
+        (
+            lambda d: d["stages"][1].update(forward_us=1e31),
+            "stages[1].forward_us is 1e+31 but at most 1000000000000 us",
+        ),
         (lambda d: d["stages"][1].update(activation_bytes=10**399), "but must be from 0 to"),
         (lambda d: d["stages"][1].update(forward_us="10"), "stages[1].forward_us is '10' but must be a finite"),
         (lambda d: d["stages"][1].update(forward_us=1e13), "stages[1].forward_us is 10000000000000.0 but at most"),
@@ -71,7 +82,10 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
             lambda d: d.update(copy_channels={"shared_by": [[0, 1], [1]]}),
             "copy_channels.shared_by[1] names device 1, which",
         ),
-        (lambda d: d.update(copy_channels={"shared_by": [[4]]}), "copy_channels.shared_by[0] names device 4 of 2"),
+        (
+            lambda d: d.update(copy_channels={"shared_by": [[4]]}),
+            "copy_channels.shared_by[0] names device 4 of 2, counted from 0. Maybe a device is missing from devices.",
+        ),
         (lambda d: d.update(objective="bubble"), "objective is 'bubble'"),
         (lambda d: d.update(format="optpipe.problem/2"), "format is 'optpipe.problem/2'"),
         (lambda d: d.pop("devices"), "devices is missing."),
@@ -110,3 +124,10 @@ def test_a_schedule_is_not_a_problem(tmp_path: Path) -> None:
     path.write_text('{"format": "optpipe.schedule/1"}')
     with pytest.raises(InputError, match="is a schedule but a problem is needed"):
         Problem.load(path)
+
+
+def test_a_field_of_another_place_is_not_proposed_for_itself() -> None:
+    data = copy.deepcopy(EXAMPLE)
+    data["stages"][0]["memory_bytes"] = 1
+    with pytest.raises(InputError, match=r"^stages\[0\]\.memory_bytes is not a field\.$"):
+        Problem.from_data(data)

@@ -115,6 +115,11 @@ def test_refuses_waits_and_channels_of_ops_that_are_not_there(absent: str) -> No
             simulate(uniform(2, 1), orders)
 
 
+def test_refuses_orders_for_no_device() -> None:
+    with pytest.raises(OrderError, match=r"F0\.0 is missing"):
+        simulate(uniform(1, 1), Orders([]))
+
+
 def test_refuses_microbatches_out_of_order() -> None:
     orders = Orders.of_compute([ops("F0.1 F0.0 B0.0 B0.1 W0.0 W0.1")])
     with pytest.raises(OrderError, match=r"F0.1 comes before F0.0"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.errors import InputError, OrderError
+from optpipe.errors import DeadlockError, InputError, OrderError
 from optpipe.orders import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -151,6 +151,52 @@ def test_finds_waits_that_deadlock() -> None:
     assert rules_broken(schedule) == set()
     schedule["devices"][0]["offload"][0]["waits"] = ["B0.0"]
     assert rules_broken(schedule) == {"deadlock"}
+
+
+def test_orders_that_no_executor_could_begin_are_found_at_equal_times() -> None:
+    """W before its B on the stream: all three ops share an instant, so no time tells."""
+    data = uniform(1, 1).to_data()
+    data["stages"][0] |= {"backward_input_us": 0, "backward_weight_us": 0}
+    schedule = finish(Problem.from_data(data), Orders.of_compute([ops("F0.0 B0.0 W0.0")]), 0.0, "by hand", 0).to_data()
+    stream = schedule["devices"][0]["compute"]
+    stream[1], stream[2] = stream[2], stream[1]
+    [violation] = verify(Schedule.from_data(schedule)).violations
+    assert violation.rule == "deadlock"
+    assert violation.detail.startswith("waits for itself: ")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_without_any_length_what_the_simulator_cannot_run_is_found(data: st.DataObject) -> None:
+    """Two devices that share a channel hand over at one instant: only orders and waits say who goes first."""
+    problem = uniform(2, 2, transfer_us=0, offload={"bytes": 1, "offload_us": 0, "reload_us": 0}).to_data()
+    for stage in problem["stages"]:
+        stage |= dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 0)
+    kinds = [ops(f"F{s}.0 F{s}.1 B{s}.0 B{s}.1 W{s}.0 W{s}.1") for s in range(2)]
+    copies = DeviceOrders(kinds[0], ops("O0.0 O0.1"), ops("R0.0 R0.1"))
+    schedule = finish(Problem.from_data(problem), Orders([copies, DeviceOrders(kinds[1])]), 0.0, "by hand", 0).to_data()
+    for device in schedule["devices"]:
+        for place in data.draw(st.lists(st.integers(0, 4), max_size=3)):  # of neighbours that change places
+            device["compute"][place : place + 2] = device["compute"][place : place + 2][::-1]
+    schedule["devices"][0]["offload"][1]["waits"] = data.draw(st.sampled_from([[], ["B0.0"], ["R0.0"], ["B0.1"]]))
+    loaded = Schedule.from_data(schedule)
+    try:
+        simulate(loaded.problem, loaded.orders)
+        runs = True
+    except (DeadlockError, OrderError):
+        runs = False
+    assert runs != bool(rules_broken(schedule) & {"deadlock", "microbatch-order"})
+
+
+def test_a_wait_for_a_microbatch_that_is_not_there_is_not_taken_for_another() -> None:
+    problem = uniform(1, 2, offload=OFFLOAD, v_shape=True)
+    orders = Orders(
+        [DeviceOrders(ops("F0.0 F0.1 F1.0 F1.1 B1.0 W1.0 B1.1 W1.1 B0.0 W0.0 B0.1 W0.1"), ops("O0.0"), ops("R0.0"))]
+    )
+    data = finish(problem, orders, 0.0, "by hand", 0).to_data()
+    compute(data, 0, 0)["waits"] = ["F0.2"]  # F1.0, if microbatches were counted on into the next stage
+    [violation] = verify(Schedule.from_data(data)).violations
+    assert str(violation) == "F0.0 at 0 us: waits for F0.2, which is not in the schedule. [wait]"
 
 
 def test_channel_orders_of_transfers_without_length_follow_their_waits() -> None:
