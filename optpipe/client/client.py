@@ -77,7 +77,7 @@ class Client:
         """Queue a job, once however often the connection breaks; it may have ended, if an equal one was solved."""
         body = {"problem": problem.to_data(), "config": {"method": method, "time_limit_s": time_limit_s, **config}}
         headers = {"Idempotency-Key": str(uuid4())}
-        return JobState.of(self._connection.request("POST", "/v1/schedules", json=body, headers=headers).json())
+        return JobState.of(self._connection.read("POST", "/v1/schedules", json=body, headers=headers))
 
     def follow(self, job_id: str, on_progress: OnProgress | None = None, until: float | None = None) -> None:
         """Return when the job has ended, and call `on_progress` on the way.
@@ -112,16 +112,16 @@ class Client:
 
     def job(self, job_id: str) -> JobState:
         """The job as it stands."""
-        return JobState.of(self._connection.request("GET", f"/v1/schedules/{job_id}").json())
+        return JobState.of(self._connection.read("GET", f"/v1/schedules/{job_id}"))
 
     def wait(self, job_id: str, seconds: float) -> JobState:
         """The job once it has ended, or as it stands after some seconds (at most a minute)."""
         options = {"wait": min(seconds, MOST_WAIT_S)}
-        return JobState.of(self._connection.request("GET", f"/v1/schedules/{job_id}", params=options).json())
+        return JobState.of(self._connection.read("GET", f"/v1/schedules/{job_id}", params=options))
 
     def cancel(self, job_id: str) -> JobState:
         """Stop a job; its best schedule is kept."""
-        return JobState.of(self._connection.request("POST", f"/v1/schedules/{job_id}/cancel").json())
+        return JobState.of(self._connection.read("POST", f"/v1/schedules/{job_id}/cancel"))
 
     def schedule(self, job_id: str) -> Schedule:
         """The best schedule of a job so far."""

@@ -6,9 +6,10 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from optpipe.document import shown
 from optpipe.errors import InputError, Issue, ServiceError
 from optpipe.extras import needs_extra
 
@@ -83,6 +84,15 @@ class Connection:
                     raise
                 pauses.pause(error)
 
+    def read(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """The JSON object in an answer. Raises as `request`; ServiceError also where it is none."""
+        answer = self.request(method, path, **options)
+        with suppress(ValueError):
+            found = answer.json()
+            if isinstance(found, dict):
+                return found
+        raise ServiceError(_no_server(answer), status=answer.status_code)
+
     @contextmanager
     def lines(self, path: str, after: int, silence_s: float) -> Iterator[Iterator[str]]:
         """The lines of a stream as they come, from the event `after` on, once: whoever reads them resumes.
@@ -91,7 +101,7 @@ class Connection:
         """
         headers = {"Last-Event-ID": str(after)}
         with self._errors(), self._http.stream("GET", path, headers=headers, timeout=silence_s) as answer:
-            if answer.is_error:
+            if not answer.is_success:
                 answer.read()
             _raise_for_problem(answer)
             yield answer.iter_lines()
@@ -110,8 +120,8 @@ class Connection:
 
 
 def _raise_for_problem(answer: httpx.Response) -> None:
-    """Raise the error that an answer stands for, if it is one."""
-    if not answer.is_error:
+    """Raise the error that an answer stands for, if it is one; to be sent elsewhere is one too."""
+    if answer.is_success:
         return
     problem = _problem(answer)
     status = answer.status_code
@@ -135,8 +145,14 @@ def _problem(answer: httpx.Response) -> dict[str, Any]:
         problem = None
     if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
         return problem
-    text = f"{answer.url} answered {answer.status_code} {answer.reason_phrase}. Maybe it is no OptPipe server."
-    return {"detail": text}
+    return {"detail": _no_server(answer)}
+
+
+def _no_server(answer: httpx.Response) -> str:
+    """What is said of an answer that no OptPipe server gives."""
+    moved = answer.headers.get("location")
+    maybe = f"its address is {shown(moved)}" if answer.is_redirect and moved else "it is no OptPipe server"
+    return f"{answer.url} answered {answer.status_code} {answer.reason_phrase}. Maybe {maybe}."
 
 
 def _httpx() -> Any:

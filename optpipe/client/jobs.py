@@ -27,7 +27,10 @@ class JobState:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
-        """The job in an answer of the server."""
+        """The job in an answer of the server. Raises ServiceError where there is none in it."""
+        if missing := {"id", "status", "value_us", "bound_us", "termination", "error"} - answer.keys():
+            text = f"an answer lacks {', '.join(sorted(missing))}. Maybe it comes from another server than OptPipe's."
+            raise ServiceError(text)
         termination = answer["termination"] or {}
         return cls(
             id=answer["id"],

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optpipe.display import Displayed, Summary
 from optpipe.plot.headline import title_text
-from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.plot.units import bytes_text, percent_text, time_text, time_unit
 from optpipe.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class SideBySide(Displayed):
-    """Schedules by any name: a table of their figures, the best first, and of one problem their charts at one scale.
+    """Schedules by any name, the best first: a table of their figures, and of one problem their charts at one scale.
 
     What `solver.layout.ranking.rank` found, for example, are schedules of several problems::
 
@@ -23,16 +23,21 @@ class SideBySide(Displayed):
     schedules: Mapping[str, Schedule]
 
     @property
+    def best_first(self) -> Sequence[tuple[str, Schedule]]:
+        """The names and schedules by their value."""
+        return sorted(self.schedules.items(), key=lambda named: named[1].value_us)
+
+    @property
     def answer_one_problem(self) -> bool:
         """Whether there is a picture of them: those of several problems are not drawn together."""
         first = next(iter(self.schedules.values()), None)
         return first is not None and all(other.problem == first.problem for other in self.schedules.values())
 
     def summary(self) -> Summary:
-        """A row for each schedule, by its value."""
+        """A row for each schedule."""
         if not self.schedules:
             return Summary("No schedules")
-        best_first = sorted(self.schedules.items(), key=lambda named: named[1].value_us)
+        best_first = self.best_first
         head = ("", "method", "status", "value", "bound", "bubble", "peak, any timing")
         one = self.answer_one_problem
         title = title_text(best_first[0][1]) if one else f"{len(best_first)} schedules of several problems"
@@ -41,7 +46,7 @@ class SideBySide(Displayed):
 
 def _row(name: str, schedule: Schedule) -> tuple[str, ...]:
     unit = time_unit(schedule.value_us)
-    peak = max(device.peak_bytes_any_timing for device in schedule.devices)
+    peak_bytes = max(device.peak_bytes_any_timing for device in schedule.devices)
     times = time_text(schedule.value_us, unit), time_text(schedule.bound_us, unit)
     return (
         name,
@@ -49,5 +54,5 @@ def _row(name: str, schedule: Schedule) -> tuple[str, ...]:
         schedule.status,
         *times,
         percent_text(schedule.bubble),
-        bytes_text(peak, memory_unit(peak)),
+        bytes_text(peak_bytes),
     )

@@ -47,8 +47,8 @@ def _of_several(several: SideBySide) -> str:
     instead = "optpipe.plot.draw_comparison([(name, schedule), ...], Path('schedules.svg'))"
     if not several.answer_one_problem:
         return ""
-    labelled = list(several.schedules.items())
-    return _unless_too_large(list(several.schedules.values()), lambda: render_comparison(labelled, "svg"), instead)
+    schedules = list(several.schedules.values())
+    return _unless_too_large(schedules, lambda: render_comparison(several.best_first, "svg"), instead)
 
 
 def _unless_too_large(schedules: Sequence[Schedule], draw: Callable[[], bytes], instead: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from optpipe.display import Summary
 from optpipe.layers import LayerProfile
 from optpipe.plot.headline import OBJECTIVE_NAMES, title_text
-from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.plot.units import bytes_text, count_text, percent_text, time_text
 from optpipe.problem import Problem
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.trace import Trace
@@ -24,13 +24,19 @@ def summary_of(shown: Any) -> Summary:
 
 @summary_of.register
 def _of_problem(problem: Problem) -> Summary:
+    sizes = (("device", len(problem.devices)), ("stage", len(problem.stages)), ("microbatch", problem.microbatches))
     facts = [
-        ("", f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} microbatches"),
+        ("", ", ".join(count_text(count, name) for name, count in sizes)),
         ("objective", OBJECTIVE_NAMES[problem.objective]),
         ("", "may offload" if any(stage.offload for stage in problem.stages) else "nothing to offload"),
     ]
     rows = [
-        (_device(problem, d), _listed(problem.stages_of[d]), _time(problem.work_us[d]), _budget(device.memory_bytes))
+        (
+            _device(problem, d),
+            _listed(problem.stages_of[d]),
+            time_text(problem.work_us[d]),
+            _budget(device.memory_bytes),
+        )
         for d, device in enumerate(problem.devices)
     ]
     return Summary(problem.name or "Problem", facts, ("device", "stages", "work", "memory"), rows)
@@ -40,8 +46,8 @@ def _of_problem(problem: Problem) -> Summary:
 def _of_schedule(schedule: Schedule) -> Summary:
     facts = [
         ("", f"{schedule.method}, {schedule.status}"),
-        (OBJECTIVE_NAMES[schedule.objective], _time(schedule.value_us)),
-        ("bound", _time(schedule.bound_us)),
+        (OBJECTIVE_NAMES[schedule.objective], time_text(schedule.value_us)),
+        ("bound", time_text(schedule.bound_us)),
         ("gap", percent_text(schedule.gap)),
         ("bubble", percent_text(schedule.bubble)),
     ]
@@ -51,8 +57,12 @@ def _of_schedule(schedule: Schedule) -> Summary:
 
 
 def _planned(problem: Problem, d: int, plan: DevicePlan) -> tuple[str, ...]:
-    peaks = (_bytes(plan.peak_bytes), _bytes(plan.peak_bytes_any_timing), _budget(problem.devices[d].memory_bytes))
-    figures = (_time(plan.busy_us), percent_text(plan.bubble), f"{len(plan.offload):,}")
+    peaks = (
+        bytes_text(plan.peak_bytes),
+        bytes_text(plan.peak_bytes_any_timing),
+        _budget(problem.devices[d].memory_bytes),
+    )
+    figures = (time_text(plan.busy_us), percent_text(plan.bubble), f"{len(plan.offload):,}")
     return (_device(problem, d), _listed(problem.stages_of[d]), *figures, *peaks)
 
 
@@ -61,8 +71,8 @@ def _of_trace(trace: Trace) -> Summary:
     found = compare(trace)
     facts = [
         ("step", str(trace.step)),
-        ("planned", _time(found.planned_step_us)),
-        (found.basis, _time(found.step_us)),
+        ("planned", time_text(found.planned_step_us)),
+        (found.basis, time_text(found.step_us)),
         ("compute took", f"{found.work_ratio:.3f} times the planned"),
     ]
     head = ("device", "bubble, planned", f"bubble, {found.basis}", "peak", "peak, planned")
@@ -71,8 +81,8 @@ def _of_trace(trace: Trace) -> Summary:
             _device(trace.schedule.problem, d),
             percent_text(figures.planned_bubble),
             percent_text(figures.bubble),
-            _bytes(device.peak_bytes),
-            "-" if device.planned_peak_bytes is None else _bytes(device.planned_peak_bytes),
+            bytes_text(device.peak_bytes),
+            "-" if device.planned_peak_bytes is None else bytes_text(device.planned_peak_bytes),
         )
         for d, (figures, device) in enumerate(zip(found.devices, trace.devices, strict=True))
     ]
@@ -82,7 +92,7 @@ def _of_trace(trace: Trace) -> Summary:
 @summary_of.register
 def _of_layers(profile: LayerProfile) -> Summary:
     facts = [
-        ("", f"{len(profile.each_layer)} layers"),
+        ("", count_text(len(profile.each_layer), "layer")),
         ("microbatches of", str(profile.microbatch_size)),
         ("memory", _budget(profile.memory_bytes)),
     ]
@@ -91,8 +101,8 @@ def _of_layers(profile: LayerProfile) -> Summary:
         (
             layer.name or str(k),
             str(layer.repeat),
-            *map(_time, (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)),
-            *map(_bytes, (layer.activation_bytes, layer.parameter_bytes)),
+            *map(time_text, (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)),
+            *map(bytes_text, (layer.activation_bytes, layer.parameter_bytes)),
         )
         for k, layer in enumerate(profile.layers)
     ]
@@ -107,13 +117,5 @@ def _listed(stages: Any) -> str:
     return ", ".join(map(str, stages)) if len(stages) <= 4 else f"{len(stages)} stages"
 
 
-def _time(time_us: float) -> str:
-    return time_text(time_us, time_unit(time_us))
-
-
-def _bytes(size_bytes: float) -> str:
-    return bytes_text(size_bytes, memory_unit(size_bytes))
-
-
 def _budget(size_bytes: int | None) -> str:
-    return "no limit" if size_bytes is None else _bytes(size_bytes)
+    return "no limit" if size_bytes is None else bytes_text(size_bytes)

@@ -10,7 +10,7 @@ from matplotlib.collections import PolyCollection
 
 from optpipe.orders import Op
 from optpipe.planned_ops import PlannedOps
-from optpipe.plot.colours import IDLE, Rgb, ink_on, op_colour
+from optpipe.plot.colours import IDLE, WHITE, Rgb, ink_on, op_colour
 from optpipe.plot.panel import POINTS_PER_INCH, Lane, Panel
 from optpipe.problem import Problem
 
@@ -22,6 +22,8 @@ ROOM = 0.74
 """Share of a box's width that a number may fill."""
 FONT_HEIGHT = 1.45
 """Height of a box as a multiple of the font size that it needs."""
+THINNEST_POINTS = 0.6
+"""The width of a white border (narrow boxes have thinner ones), and the least width at which a box is drawn."""
 
 
 class Box(NamedTuple):
@@ -54,19 +56,19 @@ def draw_idle(panel: Panel, lanes: Sequence[Lane]) -> None:
 
 
 def draw_boxes(panel: Panel, boxes: Sequence[Box]) -> None:
-    """All boxes as one collection, with borders thin enough to leave narrow ones visible."""
+    """All boxes as one collection, with white borders that leave narrow ones visible."""
     if not boxes:
         return
     sides = np.array([(box.start_us, box.end_us, box.lane.top, box.lane.bottom) for box in boxes])
     widths_points = (sides[:, 1] - sides[:, 0]) * panel.points_per_us
-    border_points = min(0.6, 0.1 * float(np.median(widths_points)))
+    missing_points = np.maximum(0.0, THINNEST_POINTS - widths_points)  # made up for by a border of the box's own colour
     sides[:, :2] /= panel.unit.size
     corners = sides[:, [0, 2, 1, 2, 1, 3, 0, 3]].reshape(-1, 4, 2)
     collection = PolyCollection(
         corners,  # type: ignore[arg-type]  # one array is taken much faster than the sequence that is asked for
         facecolors=[box.colour for box in boxes],
-        edgecolors="white",
-        linewidths=border_points,
+        edgecolors=[box.colour if missing else WHITE for box, missing in zip(boxes, missing_points, strict=True)],
+        linewidths=np.where(missing_points, missing_points, np.minimum(THINNEST_POINTS, 0.1 * widths_points)).round(3),
         joinstyle="miter",
         zorder=2,
     )

@@ -36,6 +36,8 @@ LIGHTEST = 0.6
 
 Rgb = tuple[float, float, float]
 
+WHITE: Rgb = (1.0, 1.0, 1.0)
+
 
 def op_colour(kind: str, rank: int, stages: int) -> Rgb:
     """The colour of an op whose stage is the `rank`-th of the `stages` on its device: later stages are lighter."""

@@ -12,7 +12,7 @@ from optpipe.plot.headline import OBJECTIVE_NAMES, title_text
 from optpipe.plot.legend import draw_legend, kinds_in, op_entries
 from optpipe.plot.output import encode, format_of, settings
 from optpipe.plot.panel import Lane, Margins, Panel, printable
-from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.plot.units import bytes_text, percent_text, time_text, time_unit
 from optpipe.schedule import Schedule
 
 Labelled = tuple[str, Schedule]
@@ -95,18 +95,13 @@ def _draw_row(panel: Panel, label: str, schedule: Schedule, lanes: Sequence[Lane
 
 def _cells(schedule: Schedule) -> tuple[str, str, str]:
     peak_bytes = max(plan.peak_bytes for plan in schedule.devices)
-    return (
-        time_text(schedule.value_us, time_unit(schedule.value_us)),
-        percent_text(schedule.bubble),
-        bytes_text(peak_bytes, memory_unit(peak_bytes)),
-    )
+    return time_text(schedule.value_us), percent_text(schedule.bubble), bytes_text(peak_bytes)
 
 
 def _draw_header(panel: Panel, schedules: Sequence[Labelled]) -> None:
     first = schedules[0][1]
     panel.text_above(0.85, title_text(first), fontsize=15, fontweight="bold")
-    bound_us = max(schedule.bound_us for _, schedule in schedules)
-    bound = time_text(bound_us, time_unit(bound_us))
+    bound = time_text(max(schedule.bound_us for _, schedule in schedules))
     panel.text_above(0.55, f"{OBJECTIVE_NAMES[first.objective]}   ·   best proved bound {bound}", fontsize=10.5)
     kinds = set().union(*(kinds_in(schedule) for _, schedule in schedules)) - {"O", "R"}
     draw_legend(panel, op_entries(kinds, max(map(len, first.problem.stages_of))), 0.17)

@@ -14,13 +14,12 @@ from optpipe.plot.headline import figures_text, title_text
 from optpipe.plot.legend import draw_legend, kinds_in, memory_entries, op_entries
 from optpipe.plot.memory_strip import MemoryScale, draw_memory, peak_text
 from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.panel import Lane, Margins, Panel, printable
+from optpipe.plot.panel import Lane, Margins, Panel, printable, width_inches
 from optpipe.plot.units import percent_text, time_unit
 from optpipe.schedule import DevicePlan, Schedule
 
 MARGINS = Margins(left=1.3, right=2.05, top=1.1, bottom=0.6)
 LONGEST_DEVICE_NAME = 12
-NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
 COMPUTE_INCHES, TRANSFER_INCHES, MEMORY_INCHES, GAP_INCHES = 0.36, 0.14, 0.34, 0.22
 """Heights at 8 devices; more devices are drawn flatter, fewer taller."""
 NAMED_LANE_INCHES = 0.11
@@ -55,14 +54,15 @@ def schedule_panel(schedule: Schedule) -> Panel:
     rows = list(_layout(schedule.devices))
     start_us, end_us = schedule.time_span_us
     height = rows[-1].memory.bottom + 0.1
-    panel = Panel.of(_figure_width(schedule), height, MARGINS, start_us, end_us, time_unit(end_us - start_us))
+    width = width_inches(max(len(device.compute) for device in schedule.devices))
+    panel = Panel.of(width, height, MARGINS, start_us, end_us, time_unit(end_us - start_us))
     _draw_ops(panel, schedule, rows)
     scale = MemoryScale.of(schedule)
     for d, row in enumerate(rows):
         draw_memory(panel, row.memory, schedule, d, scale)
         _draw_labels(panel, schedule, d, row)
         _draw_peak(panel, schedule, d, row, scale)
-    _draw_header(panel, schedule)
+    _draw_header(panel, schedule, scale)
     return panel
 
 
@@ -79,12 +79,6 @@ def _layout(devices: Sequence[DevicePlan]) -> Iterator[_Rows]:
         memory = Lane(top + 0.03, stretch * MEMORY_INCHES)
         yield _Rows(streams, memory)
         top = memory.bottom + stretch * GAP_INCHES
-
-
-def _figure_width(schedule: Schedule) -> float:
-    """Wider for devices with more ops, so that a box keeps room for its number as long as the page allows."""
-    ops = max(len(device.compute) for device in schedule.devices)
-    return min(WIDEST_INCHES, max(NARROWEST_INCHES, 5.0 + 0.165 * ops))
 
 
 def _draw_ops(panel: Panel, schedule: Schedule, rows: Sequence[_Rows]) -> None:
@@ -137,9 +131,9 @@ def _stages_text(stages: Sequence[int]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _draw_header(panel: Panel, schedule: Schedule) -> None:
+def _draw_header(panel: Panel, schedule: Schedule, scale: MemoryScale) -> None:
     panel.text_above(0.8, title_text(schedule), fontsize=15, fontweight="bold")
     panel.text_above(0.5, figures_text(schedule), fontsize=10.5)
-    budgets = any(device.memory_bytes is not None for device in schedule.problem.devices)
+    budgets = any(scale.shows(device.memory_bytes) for device in schedule.problem.devices)
     most_stages = max(map(len, schedule.problem.stages_of))
     draw_legend(panel, op_entries(kinds_in(schedule), most_stages) + memory_entries(budgets), 0.17)

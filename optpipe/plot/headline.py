@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optpipe.plot.panel import printable
-from optpipe.plot.units import percent_text, time_text, time_unit
+from optpipe.plot.units import count_text, percent_text, time_text, time_unit
 from optpipe.schedule import Schedule
 
 OBJECTIVE_NAMES = {"makespan": "makespan", "device_span": "device span"}
@@ -13,7 +13,7 @@ LONGEST_TITLE = 70
 def title_text(schedule: Schedule) -> str:
     """The problem's name, or its size where it has none."""
     problem = schedule.problem
-    size = f"{len(problem.devices)} devices, {problem.microbatches} microbatches"
+    size = f"{count_text(len(problem.devices), 'device')}, {count_text(problem.microbatches, 'microbatch')}"
     name = printable(problem.name, LONGEST_TITLE)
     return f"{name}: {size}" if name else size[0].upper() + size[1:]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -31,6 +32,10 @@ class MemoryScale:
         drawn = [budget for budget in budgets if budget <= FARTHEST_BUDGET * peak]
         return cls(HEADROOM * max([peak, *drawn, 1]))
 
+    def shows(self, budget_bytes: int | None) -> TypeGuard[int]:
+        """Whether the line of a budget is within the strips."""
+        return budget_bytes is not None and budget_bytes <= self.top_bytes
+
     @property
     def unit(self) -> Unit:
         """What bytes are shown in."""
@@ -48,7 +53,7 @@ def draw_memory(panel: Panel, strip: Lane, schedule: Schedule, device: int, scal
     axes.step(times, heights, where="post", color=MEMORY_EDGE, linewidth=0.8, zorder=3)
     axes.plot(times[[0, -1]], [strip.bottom] * 2, color=MEMORY_EDGE, linewidth=0.8, zorder=3)
     budget = schedule.problem.devices[device].memory_bytes
-    if budget is not None and budget <= scale.top_bytes:
+    if scale.shows(budget):
         y = strip.bottom - strip.height * budget / scale.top_bytes
         axes.plot(times[[0, -1]], [y] * 2, color=BUDGET, linewidth=1.1, linestyle=(0, (5, 3)), zorder=4)
 
@@ -58,5 +63,4 @@ def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> 
     peak = f"peak {bytes_text(peak_bytes, scale.unit)}"
     if budget_bytes is None:
         return f"{peak}, no limit"
-    unit = scale.unit if budget_bytes <= scale.top_bytes else memory_unit(budget_bytes)
-    return f"{peak} of {bytes_text(budget_bytes, unit)}"
+    return f"{peak} of {bytes_text(budget_bytes, scale.unit if scale.shows(budget_bytes) else None)}"

@@ -19,6 +19,8 @@ from optpipe.errors import InputError, Issue
 
 FORMATS = ("png", "svg", "html")
 PNG_DPI = 160
+MOST_PIXELS = 30_000
+"""Along a side of a png, which is coarser where it would have more; the library draws no 2^16."""
 
 _SETTINGS = {
     "font.family": "sans-serif",
@@ -79,7 +81,8 @@ def encode(figure: Figure, picture_format: str, title: str) -> bytes:
 def _png(figure: Figure) -> bytes:
     target = io.BytesIO()
     FigureCanvasAgg(figure)
-    figure.savefig(target, format="png", dpi=PNG_DPI, metadata={"Software": "OptPipe"})
+    dpi = min(PNG_DPI, MOST_PIXELS / max(figure.get_size_inches()))
+    figure.savefig(target, format="png", dpi=dpi, metadata={"Software": "OptPipe"})
     return target.getvalue()
 
 

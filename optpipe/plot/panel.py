@@ -17,6 +17,8 @@ from optpipe.plot.units import Unit
 POINTS_PER_INCH = 72
 GUTTER_INCHES = 0.1
 """Between the panel and the text beside it."""
+NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
+"""Of a figure whose width follows the number of its boxes."""
 
 
 class Lane(NamedTuple):
@@ -116,6 +118,11 @@ class Panel:
         axes.grid(axis="x", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.set_xlabel(f"time ({self.unit.name})", color=FAINT_INK, fontsize=10)
+
+
+def width_inches(most_ops: int) -> float:
+    """The width of a figure: wider for more ops on a lane, so that boxes keep room for numbers as long as it can."""
+    return min(WIDEST_INCHES, max(NARROWEST_INCHES, 5.0 + 0.165 * most_ops))
 
 
 def _shrunk(text: Text, room_inches: float) -> Text:

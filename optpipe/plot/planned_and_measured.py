@@ -15,14 +15,13 @@ from optpipe.plot.colours import FAINT_INK, INK, op_colour
 from optpipe.plot.headline import title_text
 from optpipe.plot.legend import draw_legend, kinds_in, op_entries
 from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.panel import Lane, Margins, Panel, printable
-from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.plot.panel import Lane, Margins, Panel, printable, width_inches
+from optpipe.plot.units import bytes_text, percent_text, time_text, time_unit
 from optpipe.trace.document import MeasuredDevice, Trace
 from optpipe.trace.figures import Comparison
 from optpipe.trace.precedence import Span
 
 MARGINS = Margins(left=1.75, right=2.6, top=1.15, bottom=0.6)
-NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
 LONGEST_DEVICE_NAME = 10
 COMPUTE_INCHES, COPY_INCHES, BETWEEN_INCHES, GAP_INCHES = 0.3, 0.07, 0.05, 0.2
 """Heights at 8 devices or fewer; more devices are drawn flatter."""
@@ -75,15 +74,14 @@ def planned_and_measured_panel(trace: Trace, comparison: Comparison) -> Panel:
     both = [_from_zero(comparison.planned_spans, factor), _from_zero(comparison.spans, 1.0)]
     longest_us = max((span.end_us for spans in both for span in spans.values()), default=0.0)
     height = rows[-1][-1].bottom + 0.1
-    panel = Panel.of(_figure_width(trace), height, MARGINS, 0.0, longest_us, time_unit(longest_us))
+    width = width_inches(max(len(device.compute) for device in trace.schedule.devices))
+    panel = Panel.of(width, height, MARGINS, 0.0, longest_us, time_unit(longest_us))
     boxes = [_boxes(trace, spans, d, pair[k]) for k, spans in enumerate(both) for d, pair in enumerate(rows)]
     for k, length_us in enumerate((comparison.planned_step_us * factor, comparison.step_us)):
         draw_idle(replace(panel, end_us=length_us), [pair[k].whole for pair in rows])
     flat = [box for part in boxes for box in part]
-    compute = [box for box in flat if box.op.stream == "compute"]
-    draw_boxes(panel, compute)
-    draw_boxes(panel, [box for box in flat if box.op.stream != "compute"])  # with borders for their own width
-    draw_numbers(panel, compute)
+    draw_boxes(panel, flat)
+    draw_numbers(panel, [box for box in flat if box.op.stream == "compute"])
     measured = [box for part in boxes[len(rows) :] for box in part]
     _draw_path(panel, [box for box in measured if box.op in comparison.path_ops])
     for d, pair in enumerate(rows):
@@ -101,11 +99,6 @@ def _layout(devices: Sequence[MeasuredDevice]) -> Iterator[tuple[_Row, _Row]]:
         measured = _Row.at(planned.bottom + stretch * BETWEEN_INCHES, stretch, copies)
         yield planned, measured
         top = measured.bottom + stretch * GAP_INCHES
-
-
-def _figure_width(trace: Trace) -> float:
-    ops = max(len(device.compute) for device in trace.schedule.devices)
-    return min(WIDEST_INCHES, max(NARROWEST_INCHES, 5.0 + 0.165 * ops))
 
 
 def _from_zero(spans: Spans, factor: float) -> Spans:
@@ -165,7 +158,7 @@ def _draw_labels(panel: Panel, trace: Trace, comparison: Comparison, d: int, pai
 
 
 def _figures_text(bubble: float, peak_bytes: int) -> str:
-    return f"bubble {percent_text(bubble)}, peak {bytes_text(peak_bytes, memory_unit(peak_bytes))}"
+    return f"bubble {percent_text(bubble)}, peak {bytes_text(peak_bytes)}"
 
 
 def _draw_header(panel: Panel, trace: Trace, comparison: Comparison, factor: float) -> None:

@@ -23,8 +23,9 @@ def time_unit(span_us: float) -> Unit:
     return _fitting(TIME_UNITS, span_us, 2)
 
 
-def time_text(time_us: float, unit: Unit) -> str:
-    """A time with four significant digits."""
+def time_text(time_us: float, unit: Unit | None = None) -> str:
+    """A time with four significant digits, in the unit that suits it unless another is given."""
+    unit = unit or time_unit(time_us)
     return f"{_rounded(time_us / unit.size, 4)} {unit.name}"
 
 
@@ -33,9 +34,16 @@ def memory_unit(size_bytes: float) -> Unit:
     return _fitting(MEMORY_UNITS, size_bytes, 1)
 
 
-def bytes_text(size_bytes: float, unit: Unit) -> str:
-    """A size with three significant digits where it holds one of the unit, otherwise with two decimals."""
+def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
+    """A size in the unit that suits it unless another is given: three significant digits, two decimals below one."""
+    unit = unit or memory_unit(size_bytes)
     return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
+
+
+def count_text(count: int, name: str) -> str:
+    """So many of what `name` says in the singular: ``1 device``, ``1,024 microbatches``."""
+    plural = "" if count == 1 else "es" if name.endswith("ch") else "s"
+    return f"{count:,} {name}{plural}"
 
 
 def percent_text(share: float) -> str:

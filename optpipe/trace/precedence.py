@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
 from optpipe.compile.actions import RECEIVES, message_of
 from optpipe.compile.dependencies import Rules
+from optpipe.errors import DeadlockError, OrderError
 from optpipe.orders import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -54,7 +55,10 @@ def planned_spans(schedule: Schedule) -> dict[Op, Span]:
 
 
 def needs_of(schedule: Schedule) -> Needs:
-    """For each op the ends that it waits for: rules of the model, order of its stream or channel, waits."""
+    """For each op the ends that it waits for: rules of the model, order of its stream or channel, waits.
+
+    Raises OrderError where a wait is for no op of the schedule, DeadlockError where ops wait in a circle.
+    """
     problem, orders = schedule.problem, schedule.orders
     rules = Rules([stage.device for stage in problem.stages], frozenset(orders.ops()))
     needs = {op: [*_by_rule(rules, problem, op)] for op in orders.ops()}
@@ -62,8 +66,23 @@ def needs_of(schedule: Schedule) -> Needs:
     for before, op in (pair for ops in (*streams, *orders.channels) for pair in pairwise(ops)):
         needs[op].append(Need(before, 0.0))
     for op, waits in orders.waits.items():
-        needs[op] += [Need(before, 0.0) for before in waits]
+        for before in waits:
+            if before not in needs:
+                detail = "which is not in the schedule. Maybe run 'optpipe verify' on it."
+                raise OrderError(f"{op} waits for {before}, {detail}")
+            needs[op].append(Need(before, 0.0))
+    _in_order(needs)
     return needs
+
+
+def _in_order(needs: Needs) -> Sequence[Op]:
+    """All ops, each after those that it needs. Raises DeadlockError."""
+    sorter = TopologicalSorter({op: [need.op for need in before] for op, before in needs.items()})
+    try:
+        return [*sorter.static_order()]
+    except CycleError as error:
+        circle = [str(op) for op in error.args[1][:-1]]
+        raise DeadlockError(circle, len(circle)) from None
 
 
 def _by_rule(rules: Rules, problem: Problem, op: Op) -> Iterator[Need]:
@@ -87,9 +106,9 @@ def planned_delay_us(problem: Problem, direction: str, boundary: int) -> float:
 
 
 def retimed(needs: Needs, duration_us: Mapping[Op, float]) -> dict[Op, Span]:
-    """The times at which every op starts as soon as what it needs allows. Raises graphlib.CycleError for a deadlock."""
+    """The times at which every op starts as soon as what it needs allows."""
     spans: dict[Op, Span] = {}
-    for op in TopologicalSorter({op: [need.op for need in before] for op, before in needs.items()}).static_order():
+    for op in _in_order(needs):
         start = max((spans[need.op].end_us + need.delay_us for need in needs[op]), default=0.0)
         spans[op] = Span(start, start + duration_us[op])
     return spans

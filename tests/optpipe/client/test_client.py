@@ -200,3 +200,21 @@ def test_something_else_at_that_address(scripted: tuple[type[Scripted], str]) ->
     handler.script += [(404, {}, "<html>")]
     with Client(url) as client, pytest.raises(ServiceError, match=r"404 Not Found. Maybe it is no OptPipe server"):
         client.job("1")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "content", "message"),
+    [
+        (200, {}, "<html>", r"answered 200 OK. Maybe it is no OptPipe server\.$"),
+        (200, {}, "[]", r"answered 200 OK. Maybe it is no OptPipe server\.$"),
+        (200, {}, '{"id": "1"}', r"lacks bound_us, error, status, termination, value_us. Maybe it comes from another"),
+        (301, {"Location": "https://x.org/"}, "", r"301 Moved Permanently. Maybe its address is 'https://x.org/'\.$"),
+    ],
+)
+def test_an_answer_that_is_no_job(
+    scripted: tuple[type[Scripted], str], status: int, headers: dict[str, str], content: str, message: str
+) -> None:
+    handler, url = scripted
+    handler.script += [(status, headers, content)]
+    with Client(url) as client, pytest.raises(ServiceError, match=message):
+        client.job("1")

@@ -44,6 +44,12 @@ def _lines(panel: Panel, colour: str) -> list[Any]:
     return [line for line in panel.axes.lines if line.get_color() == colour]
 
 
+def _legend_texts(panel: Panel) -> list[str]:
+    legend = panel.axes.get_legend()
+    assert legend is not None
+    return [text.get_text() for text in legend.get_texts()]
+
+
 def test_every_op_has_a_box_at_its_times_in_the_colour_of_its_kind() -> None:
     schedule = pair()
     expected = [
@@ -80,6 +86,7 @@ def test_a_budget_is_a_dashed_line_unless_it_would_flatten_the_curves(budget: in
     drawn = _lines(panel, BUDGET)
     assert len(drawn) == lines
     assert all(line.is_dashed() for line in drawn)
+    assert ("budget" in _legend_texts(panel)) == bool(drawn)
     named = {None: "peak 8 B, no limit", 8: "peak 8 B of 8 B", 1000: "peak 8 B of 1,000 B"}[budget]
     assert [text.get_text() for text in panel.axes.texts].count(named) == 2
 
@@ -155,9 +162,7 @@ def test_no_numbers_where_there_is_no_room() -> None:
 def test_stages_of_one_device_differ_in_shade() -> None:
     panel = schedule_panel(all_forwards_first(uniform(2, 2, v_shape=True)))
     assert len({colour for *_, colour in _boxes(panel)}) == 6  # F, B and W, each in two shades
-    legend = panel.axes.get_legend()
-    assert legend is not None
-    assert "first to last stage" in [text.get_text() for text in legend.get_texts()]
+    assert "first to last stage" in _legend_texts(panel)
 
 
 def test_a_schedule_without_ops_is_drawn_empty() -> None:

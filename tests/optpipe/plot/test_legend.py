@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from optpipe.plot.colours import OP_LOOKS
-from optpipe.plot.gantt import MARGINS, NARROWEST_INCHES
+from optpipe.plot.gantt import MARGINS
 from optpipe.plot.legend import draw_legend, memory_entries, op_entries
 from optpipe.plot.output import settings
-from optpipe.plot.panel import Panel
+from optpipe.plot.panel import NARROWEST_INCHES, Panel
 from optpipe.plot.units import time_unit
 
 

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from optpipe.plot.colours import OP_LOOKS, Rgb, ink_on, op_colour
-from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.plot.units import bytes_text, count_text, memory_unit, percent_text, time_text, time_unit
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ from optpipe.plot.units import bytes_text, memory_unit, percent_text, time_text,
     ],
 )
 def test_times(time_us: float, text: str) -> None:
-    assert time_text(time_us, time_unit(time_us)) == text
+    assert time_text(time_us) == time_text(time_us, time_unit(time_us)) == text
 
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"), [(0, "0 B"), (400, "400 B"), (1609728, "1.54 MiB"), (2**34, "16.0 GiB")]
 )
 def test_sizes(size_bytes: int, text: str) -> None:
-    assert bytes_text(size_bytes, memory_unit(size_bytes)) == text
+    assert bytes_text(size_bytes) == bytes_text(size_bytes, memory_unit(size_bytes)) == text
 
 
 def test_sizes_in_a_larger_unit() -> None:
@@ -40,6 +40,14 @@ def test_sizes_in_a_larger_unit() -> None:
 )
 def test_shares(share: float, text: str) -> None:
     assert percent_text(share) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "text"),
+    [(1, "device", "1 device"), (0, "device", "0 devices"), (1024, "microbatch", "1,024 microbatches")],
+)
+def test_counts(count: int, name: str, text: str) -> None:
+    assert count_text(count, name) == text
 
 
 @pytest.mark.parametrize("kind", OP_LOOKS)

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.trace.precedence import deciding_path, needs_of, planned_spans, retimed
 from solver.finish import finish
-from tests.problems import problems
+from tests.problems import problems, uniform
 from tests.random_plans import execute, random_orders
 
 
@@ -60,3 +62,14 @@ def test_the_deciding_path_is_unbroken_and_as_long_as_the_step(drawn: tuple[Sche
     assert length == max(span.end_us for span in spans.values())
     for before, step in pairwise(path):
         assert before.op in [need.op for need in needs[step.op]]
+
+
+def test_a_plan_that_cannot_run_is_named() -> None:
+    """The ops of a trace are those of its plan, whose orders nobody has judged yet."""
+    plan = finish(uniform(1, 1), Orders.of_compute([[Op(kind, 0, 0) for kind in "FBW"]]), 0.0, "by hand", 0.0).to_data()
+    plan["devices"][0]["compute"][0]["waits"] = ["W0.0"]
+    with pytest.raises(DeadlockError, match=r"F0\.0.*B0\.0.*W0\.0|W0\.0.*F0\.0"):
+        needs_of(Schedule.from_data(plan))
+    plan["devices"][0]["compute"][0]["waits"] = ["O0.0"]
+    with pytest.raises(OrderError, match=r"F0\.0 waits for O0\.0, which is not in the schedule"):
+        needs_of(Schedule.from_data(plan))
