@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,7 @@ class Named:
             try:
                 return self._call(*arguments)
             except Exception as error:
-                given = f" for {', '.join(map(str, arguments))}" if arguments else ""
+                given = f" when called with {', '.join(map(str, arguments))}" if arguments else ""
                 self.refuse("failed", f"raises {_text_of(error)}{given}.")
 
     def refuse(self, code: str, detail: str) -> NoReturn:
@@ -80,7 +80,8 @@ def _current_folder_importable() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(here)
+        with suppress(ValueError):  # the user's code may have changed the path itself
+            sys.path.remove(here)
 
 
 def _text_of(error: Exception) -> str:

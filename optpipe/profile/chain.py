@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,25 +49,37 @@ class Chain:
         return None if after is None else map_leaves(lambda spec: _random_gradient(spec, device), after)
 
 
-def chain_of(subject: Subject, device: torch.device, microbatches: int, mine: Collection[int]) -> Chain:
+def chain_of(
+    subject: Subject,
+    device: torch.device,
+    microbatches: int,
+    mine: Collection[int],
+    autocast: torch.dtype | None = None,
+) -> Chain:
     """Put the stages in `mine` on `device`, and learn from all of them what crosses the boundaries.
 
-    Every stage runs forward once, one of another process only for that. `microbatches` scales the loss's gradient.
-    Raises InputError where a stage does not take what the one before returns.
+    Every stage runs forward once, one of another process only for that. `microbatches` scales the loss's gradient;
+    `autocast` is that of `Stage`. Raises InputError where a stage does not take what the one before returns.
     """
     inputs, targets = (map_leaves(lambda x: x.to(device), tree) for tree in (subject.inputs, subject.targets))
     message, messages = inputs, []
-    for s, module in enumerate(subject.stages):
-        module.to(device)
-        message = _output(subject, s, module, message)
-        messages.append(spec_of(message))
-        if s not in mine:
-            module.to("cpu")
-    _check_loss(subject, message, targets)
+    with torch.autocast(device.type, autocast) if autocast else nullcontext():
+        for s, module in enumerate(subject.stages):
+            module.to(device)
+            message = _output(subject, s, module, message)
+            messages.append(spec_of(message))
+            if s not in mine:
+                module.to("cpu")
+        _check_loss(subject, message, targets)
     last = len(subject.stages) - 1
     stages = {
         s: Stage(
-            module, first=s == 0, loss=subject.loss if s == last else None, gradient_scale=1 / microbatches, seed=0
+            module,
+            first=s == 0,
+            loss=subject.loss if s == last else None,
+            gradient_scale=1 / microbatches,
+            autocast=autocast,
+            seed=0,
         )
         for s, module in enumerate(subject.stages)
         if s in mine

@@ -31,22 +31,28 @@ SCORES = 5
 
 
 def profile_of(table: SizeTable) -> LayerProfile:
-    """The profile of a transformer: an embedding, its layers, and the output head with its loss."""
+    """The profile of a transformer: an embedding, its layers, and the output head with its loss.
+
+    Raises InputError where a time or a size comes out larger than a profile can hold.
+    """
     costs = _Costs(table)
     machine = table.machine
     copies = None
     if machine.copy_gb_per_s is not None:
         rate = machine.copy_gb_per_s * 1e3
         copies = HostCopies(offload_bytes_per_us=rate, reload_bytes_per_us=rate, channels=machine.channels)
-    return LayerProfile(
-        format="optpipe.layers/1",
-        name=table.name,
-        microbatch_size=table.model.microbatch_size,
-        layers=[costs.embedding(), costs.block(), costs.head()],
-        memory_bytes=int(machine.memory_gb * 1e9),
-        link=Link(latency_us=machine.link_latency_us, bytes_per_us=machine.link_gb_per_s * 1e3),
-        copies=copies,
-        source=" ".join(filter(None, (table.source, "By formula from a table of sizes, nothing measured."))),
+    return LayerProfile.from_data(
+        {
+            "format": "optpipe.layers/1",
+            "name": table.name,
+            "microbatch_size": table.model.microbatch_size,
+            "layers": [costs.embedding(), costs.block(), costs.head()],
+            "memory_bytes": int(machine.memory_gb * 1e9),
+            "link": Link(latency_us=machine.link_latency_us, bytes_per_us=machine.link_gb_per_s * 1e3),
+            "copies": copies,
+            "source": " ".join(filter(None, (table.source, "By formula from a table of sizes, nothing measured."))),
+        },
+        f"by formula from {table.name or 'the table'}",
     )
 
 
@@ -149,18 +155,21 @@ class _Costs:
         repeat: int = 1,
     ) -> Layer:
         launch_us = self.table.machine.launch_us
-        return Layer(
-            name=name,
-            repeat=repeat,
-            forward_us=self._us(forward) + launch_us,
-            backward_input_us=self._us(backward_input) + launch_us,
-            backward_weight_us=self._us(backward_weight) + launch_us,
-            fixed_us=launch_us,
-            activation_bytes=activation_bytes,
-            backward_weight_bytes=backward_weight_bytes,
-            offload_bytes=min(offload_bytes, activation_bytes),
-            parameter_bytes=self._parameter_bytes(parameters),
-            output_bytes=self._bytes(2 * self.elements * self.tokens * self.hidden),
+        return Layer.from_data(
+            {
+                "name": name,
+                "repeat": repeat,
+                "forward_us": self._us(forward) + launch_us,
+                "backward_input_us": self._us(backward_input) + launch_us,
+                "backward_weight_us": self._us(backward_weight) + launch_us,
+                "fixed_us": launch_us,
+                "activation_bytes": activation_bytes,
+                "backward_weight_bytes": backward_weight_bytes,
+                "offload_bytes": min(offload_bytes, activation_bytes),
+                "parameter_bytes": self._parameter_bytes(parameters),
+                "output_bytes": self._bytes(2 * self.elements * self.tokens * self.hidden),
+            },
+            f"{name}, by formula from {self.table.name or 'the table'}",
         )
 
     def _us(self, operations: float) -> float:

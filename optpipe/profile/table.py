@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from optpipe.document import Document, read_bounded
-from optpipe.errors import InputError, Issue
+from optpipe.document import Document
 from optpipe.fields import Count, reject
 from optpipe.problem import CopyChannels
+from optpipe.toml_file import read_toml
 
 MAX_TABLE_BYTES = 2**16
 
 Positive = Annotated[int | float, Field(gt=0, le=1e12)]
-Share = Annotated[int | float, Field(gt=0, le=1)]
 
 
 class Model(Document):
@@ -100,10 +98,4 @@ class SizeTable(Document):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a TOML file. Raises InputError naming the field, the value and the limit."""
-        source = str(path)
-        content = read_bounded(Path(path), MAX_TABLE_BYTES)
-        try:
-            data: dict[str, Any] = tomllib.loads(content.decode("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError([Issue("", "bad_toml", f"is not TOML: {error}.")], source) from None
-        return cls.from_data(data, source)
+        return cls.from_data(read_toml(Path(path), MAX_TABLE_BYTES), str(path))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optpipe.profile.timing import ClockName, Key, Spread, Stopwatch, spread_of, stopwatch_for
+from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.local import local_transport
 from optpipe.runtime.messages import Spec, leaves
 from optpipe.runtime.transport import Transport
@@ -47,10 +48,10 @@ def measure_transfers(
 ) -> Transfers:
     """The time of every boundary's message; between processes always on the wall clock.
 
-    Under torchrun, where rank = device, called by all processes together.
+    Under torchrun, where rank = device, called by all processes together. Raises RunFailedError where one has ended.
     """
     processes = dist.is_initialized()
-    group = dist.new_group(backend="nccl") if processes and device.type == "cuda" else None
+    group = _nccl_group() if processes and device.type == "cuda" else None
     mine: dict[str, Any] = {}
     found: Spread | None
     for b, spec in enumerate(messages):
@@ -58,13 +59,20 @@ def measure_transfers(
         if pair[0] == pair[1]:
             continue
         if processes:
-            found = _between_processes(pair, spec, device, group)
+            with exchanging(f"the message to be timed between stages {b} and {b + 1}"):
+                found = _between_processes(pair, spec, device, group)
         else:
             found = _within_process(pair, spec, device, clock)
         if found:
             mine[str(b)] = asdict(found)
     spreads = {int(b): Spread(**data) for part in gather(mine) for b, data in part.items()}
     return Transfers(_way(processes, device), [spreads.get(b) for b in range(len(messages))])
+
+
+def _nccl_group() -> dist.ProcessGroup:
+    with exchanging("the group in which GPUs send"):
+        group: dist.ProcessGroup = dist.new_group(backend="nccl")
+    return group
 
 
 def _way(processes: bool, device: torch.device) -> str:

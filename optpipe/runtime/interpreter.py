@@ -8,8 +8,8 @@ and in many.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from optpipe.compile import Program, compile_forward
 from optpipe.errors import TrainingError
 from optpipe.runtime.evaluation import evaluating
+from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.gradient_sync import GradientSync
 from optpipe.runtime.host_slabs import HostSlabs
 from optpipe.runtime.memory_meter import MemoryMeter
@@ -29,6 +30,8 @@ from optpipe.runtime.streams import Streams, streams_of
 from optpipe.runtime.trace import Recorder
 from optpipe.runtime.transport import Transport
 from optpipe.runtime.validation_point import validation_points
+
+SENT = "what processes send one another"
 
 
 class Pipeline:
@@ -80,7 +83,7 @@ class Pipeline:
         `inputs[i]` and `targets[i]` are microbatch i's. Returns the losses, shape (microbatches,), on the device of
         the last stage; zeros where that is in another process. With a meter, counts live and peak bytes by device;
         with a recorder, tells it of every action. Raises TrainingError that shows the program around an action that
-        failed; nothing is held afterwards.
+        failed, and RunFailedError where another process has ended; nothing is held afterwards.
 
         `validate` is called once, at the latest point that no gradient of this step has touched yet: until then
         `.grad` holds the last step's. It says whether the weights are those that the step began with, up to then; if
@@ -96,7 +99,7 @@ class Pipeline:
 
     def settle(self) -> None:
         """Wait until others have received all that was sent to them."""
-        with _exchanging():
+        with exchanging(SENT):
             self._transport.finish()
 
     def evaluate(self, inputs: Sequence[Tree], targets: Sequence[Tree], meter: MemoryMeter | None = None) -> Tensor:
@@ -133,12 +136,12 @@ class Pipeline:
                 if validate is not None:
                     self._play_to_points(players, validate)
                 _play(players)
-                with _exchanging():
+                with exchanging(SENT):
                     self._transport.close_step() if leave_sends else self._transport.finish()
             for player in players:
                 player.end()
             if self._sync:
-                with _exchanging():
+                with exchanging("the sums of gradients"):
                     self._sync.finish()
         except BaseException as error:
             self._clear(players, error)
@@ -154,7 +157,7 @@ class Pipeline:
             player.streams.end()
         right = validate()
         self._zero_gradients()
-        with _exchanging():
+        with exchanging(SENT):
             self._transport.finish_closed()
             for player in players:
                 player.go_on() if right else player.begin_anew()
@@ -191,17 +194,6 @@ class Pipeline:
         for stage in self._stages.values():
             stage.clear()
         _clear_frames(error)
-
-
-@contextmanager
-def _exchanging() -> Iterator[None]:
-    """Within, processes wait for one another outside of actions. Raises TrainingError where one does not answer."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TrainingError(
-            f"an exchange with another process failed: {error}. Maybe it has ended: see what it printed."
-        ) from error
 
 
 def _play(players: Sequence[Player]) -> None:

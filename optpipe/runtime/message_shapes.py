@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optpipe.errors import TrainingError
 from optpipe.runtime.evaluation import evaluating
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, spec_of
 from optpipe.runtime.stage import Stage
@@ -22,7 +23,8 @@ def learn_messages(
     """The spec of the message at each boundary of a model of `count` stages, of which this process has `stages`.
 
     Runs each stage forward once, the first on a microbatch of the size that all will have, the others on zeros.
-    Called by all processes together, those without the first stage too.
+    Called by all processes together, those without the first stage too. Raises TrainingError where a stage returns
+    what cannot be a message.
     """
     specs: list[Spec] = []
     received = microbatch
@@ -44,7 +46,12 @@ def _zeros_on(device: torch.device) -> Callable[[MessageSpec], Tensor]:
 
 
 def _to_data(spec: Spec) -> Any:
-    """A spec as JSON."""
+    """A spec as JSON, in which a named tuple would lose its names."""
+    if hasattr(spec, "_fields"):
+        raise TrainingError(
+            f"a stage returned the named tuple {type(spec).__name__}, whose names other processes do not know. "
+            "Maybe return a dict, or a plain tuple."
+        )
     if isinstance(spec, tuple | list):
         return {type(spec).__name__: [_to_data(part) for part in spec]}
     if isinstance(spec, dict):

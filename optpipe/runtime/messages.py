@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optpipe.errors import TrainingError
+
 Tree = Any
 """A message, as the type checker cannot say it: `Tensor | tuple[Tree, ...] | list[Tree] | dict[str, Tree]`."""
 
@@ -33,7 +35,9 @@ class MessageSpec:
 
     @staticmethod
     def of(tensor: Tensor) -> MessageSpec:
-        """The spec that a tensor meets."""
+        """The spec that a tensor meets. Raises TrainingError for anything else."""
+        if not isinstance(tensor, Tensor):
+            raise no_tensor(tensor)
         return MessageSpec(tuple(tensor.shape), tensor.dtype)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
@@ -79,8 +83,16 @@ def tensors(tree: Tree | Gradient) -> list[Tensor]:
 
 
 def spec_of(tree: Tree) -> Spec:
-    """The spec that a message meets."""
+    """The spec that a message meets. Raises TrainingError where it holds anything but tensors."""
     return map_leaves(MessageSpec.of, tree)
+
+
+def no_tensor(part: Any) -> TrainingError:
+    """What to raise where a stage returned this in place of a tensor."""
+    return TrainingError(
+        f"a stage returned {type(part).__name__} in its output, but only tensors and tuples, lists and dicts of "
+        "them go from stage to stage. Maybe leave it out of what the module returns."
+    )
 
 
 def size_bytes(spec: Spec) -> int:

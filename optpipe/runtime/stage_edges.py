@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from optpipe.errors import TrainingError
-from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild
+from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
 
 
 class Entry:
@@ -72,10 +71,7 @@ class Exit:
 
 def _edge(part: Any) -> GradientEdge | None:
     if not isinstance(part, Tensor):
-        raise TrainingError(
-            f"a stage returned {type(part).__name__} in its output, but only tensors and tuples, lists and dicts of "
-            "them go from stage to stage. Maybe leave it out of what the module returns."
-        )
+        raise no_tensor(part)
     if not part.requires_grad:
         return None
     node: Any = part.grad_fn

@@ -15,6 +15,8 @@ from time import perf_counter_ns
 import torch
 import torch.distributed as dist
 
+from optpipe.runtime.exchange import exchanging
+
 ROUNDS = 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -28,15 +30,19 @@ class Clock:
 
 
 def align_clocks() -> Clock:
-    """Called by all processes of the default group (one that sends tensors of the CPU); they end it together."""
+    """Called by all processes of the default group (one that sends tensors of the CPU); they end it together.
+
+    Raises RunFailedError where one of them has ended.
+    """
     rank = dist.get_rank()
     clock = Clock()
-    for other in range(1, dist.get_world_size()):
-        if rank == 0:
-            _answer_of(other)
-        elif rank == other:
-            clock = _ask_rank_0()
-    dist.barrier()
+    with exchanging("the clocks of all processes"):
+        for other in range(1, dist.get_world_size()):
+            if rank == 0:
+                _answer_of(other)
+            elif rank == other:
+                clock = _ask_rank_0()
+        dist.barrier()
     return clock
 
 

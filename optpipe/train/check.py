@@ -24,10 +24,10 @@ from optpipe.train.updates.snapshot import Snapshot
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
-    """Run one batch twice through the schedule and once through `plain_modules`, which have equal weights.
+    """Run one batch twice through the schedule and once through `plain_modules`.
 
-    These are on the hardware of the model.
-    In every process of the run, with the same answer. Raises TrainingError where no parameter is trainable.
+    These have the weights of the model and are on its hardware. Called by all processes together, with the same
+    answer. Raises TrainingError where no parameter is trainable, and where an action of the schedule fails.
     """
     _refuse_frozen(plain_modules)
     planned = planned_peaks(model, batch)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import TrainingError
+from optpipe.runtime.exchange import exchanging
 from optpipe.train.hardware import CPU
 
 
@@ -70,13 +71,13 @@ class Launch:
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, by rank, in every process.
 
-        As all that goes between processes, it raises TrainingError where one has ended or does not answer in time.
+        As all that goes between processes, it raises RunFailedError where one has ended or does not answer in time.
         """
         if not self.distributed:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        with _exchange("what all processes tell one another"):
+        with exchanging("what all processes tell one another"):
             dist.all_gather(lengths, torch.tensor([len(text)]))
             longest = max(int(length) for length in lengths)
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
@@ -89,7 +90,7 @@ class Launch:
             return value
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([len(text)])
-        with _exchange("what rank 0 tells all processes"):
+        with exchanging("what rank 0 tells all processes"):
             dist.broadcast(length, 0)
             if self.rank:
                 text = torch.empty(int(length), dtype=torch.uint8)
@@ -110,7 +111,7 @@ class Launch:
         Every process begins its sums, and its other exchanges, in the same order. Between GPUs the values stay there
         and NCCL sums them, behind what the current stream was given before: the host does not wait. (Not yet run.)
         """
-        with _exchange(_SUMS):
+        with exchanging(_SUMS):
             work = dist.all_reduce(values, async_op=True) if self.distributed else None
         return PendingSum(values, work)
 
@@ -122,25 +123,14 @@ class PendingSum:
         self._values, self._work = values, work
 
     def wait(self) -> torch.Tensor:
-        """The sum, on the CPU. Raises TrainingError where a process has ended or does not answer in time."""
+        """The sum, on the CPU. Raises RunFailedError where a process has ended or does not answer in time."""
         if self._work is not None:
-            with _exchange(_SUMS):
+            with exchanging(_SUMS):
                 self._work.wait()
         return self._values.cpu()
 
 
 _SUMS = "the sums of a step"
-
-
-@contextmanager
-def _exchange(what: str) -> Iterator[None]:
-    """Within: processes exchange `what`. What torch raises where one is gone or late becomes a TrainingError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TrainingError(
-            f"{what} did not come: {error}. Maybe another process has ended: see what it printed."
-        ) from error
 
 
 def leads() -> bool:
@@ -175,9 +165,8 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: 
     """The launch for a schedule of so many devices, in so many replicas, of which this process runs on `hardware`.
 
     Starts a process group under torchrun, and ends it at exit; one that the caller has started is used and left, and
-    for GPUs must have both gloo and NCCL.
-    Raises TrainingError where the number of processes is not the number of devices times the replicas, and where
-    another process ends before this one does.
+    for GPUs must have both gloo and NCCL. Raises TrainingError where the number of processes is not the number of
+    devices times the replicas, and RunFailedError where another process ends before this one does.
     """
     if not under_torchrun():
         _refuse_replicas(replicas)
@@ -190,14 +179,14 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: 
     if own:
         if hardware.type == "cuda":
             torch.cuda.set_device(hardware)  # where NCCL looks for it
-        with _exchange("the connections between all processes"):
+        with exchanging("the connections between all processes"):
             dist.init_process_group(backends(hardware), timeout=timedelta(seconds=timeout_seconds))
     try:
-        with _exchange("the groups of all processes"):
+        with exchanging("the groups of all processes"):
             groups = _groups(devices, replicas)
         yield Launch(devices, replicas, rank, True, *groups, hardware)
         if own:
-            with _exchange("the end of all processes"):
+            with exchanging("the end of all processes"):
                 dist.barrier()  # nobody takes the group down while another still talks
     finally:
         if own:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from optpipe.compile import Program, compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime.trace import Recorder
 from optpipe.trace import Trace
 from optpipe.train.boundary import Boundary
@@ -29,14 +31,18 @@ from optpipe.train.record import record_trace
 from optpipe.train.result import CheckResult, TrainingResult
 from optpipe.train.updates import StepOutcome
 
+LOG = logging.getLogger("optpipe.train")
+
 
 def train(config: TrainingConfig, report: Report | None = None, solver: Solver | None = None) -> TrainingResult:
     """Train as the schedule says; all devices in this process, or under torchrun one process a device.
 
     `report` is called after each step, in the leading process alone. `solver` finds schedules where the config asks
     for that. The result is the same in every process, but for its events. A signal ends the run between two steps,
-    with a checkpoint where these are kept. Raises OrderError or DeadlockError if the schedule cannot run, and
-    TrainingError if it cannot be trained as asked.
+    with a checkpoint where these are kept; while ops are measured or a schedule is sought, with KeyboardInterrupt.
+
+    Raises OrderError or DeadlockError if the schedule cannot run, InputError or TrainingError if it cannot be trained
+    as asked, and RunFailedError if a run that had begun cannot go on.
     """
     given = _compiled(config) if config.schedule else None
     devices = len(given.devices) if given else max(config.online.placed()) + 1
@@ -56,7 +62,7 @@ def _trained(
     if config.online.on:
         first = first_schedule(config, launch, solver, events, lambda: interrupts.requested is not None)
     used = replace(config, schedule=first.schedule) if first else config
-    model = Model(used, _compiled(used), launch)
+    model = Model(used, _compiled(used), launch, task=first.task if first else None)
     check = _check(model) if config.check else None
     checkpoints = Checkpoints(config, model, interrupts)
     begin = checkpoints.resume()
@@ -65,13 +71,15 @@ def _trained(
     if first and config.online.mode == "online":
         boundaries.append(Online(config.online, model, first, solver if launch.rank == 0 else None, events))
     run = _Run(config, model, boundaries)
-    with leaving(config.output, model.task.name, report, leads=launch.rank == 0) as watch.report:
+    evaluated = None
+    with leaving(config.output, model.task.name, report, leads=launch.rank == 0) as watch.report, _begun():
         try:
             run.go()
         finally:
             for boundary in boundaries:
                 boundary.end()
-    evaluates = config.evaluate and not checkpoints.stopped
+        if config.evaluate and not checkpoints.stopped:
+            evaluated = evaluation_loss(model, config.steps, config.evaluate)
     return TrainingResult(
         tuple(run.losses),
         tuple(run.step_seconds),
@@ -84,8 +92,17 @@ def _trained(
         events=tuple(events.all),
         schedule=model.schedule,
         bubbles=tuple(watch.bubbles),
-        evaluation_loss=evaluation_loss(model, config.steps, config.evaluate) if evaluates else None,
+        evaluation_loss=evaluated,
     )
+
+
+@contextmanager
+def _begun() -> Iterator[None]:
+    """Within, the run has begun: an error is no longer about how it was asked for."""
+    try:
+        yield
+    except TrainingError as error:
+        raise RunFailedError(str(error)) from error
 
 
 def _compiled(config: TrainingConfig) -> Program:
@@ -100,9 +117,9 @@ def _agree(config: TrainingConfig, given: Program | None, launch: Launch) -> Non
     found = launch.gather(options | {"program": program, "device": launch.hardware.type})
     for rank, theirs in enumerate(found):
         for field, value in found[0].items():
-            if theirs[field] != value:
+            if theirs.get(field) != value:  # another release may not have the field
                 raise TrainingError(
-                    f"{field} is {theirs[field]} on rank {rank} but {value} on rank 0. "
+                    f"{field} is {theirs.get(field)} on rank {rank} but {value} on rank 0. "
                     "Maybe the hosts were started with different commands or hold different files."
                 )
 
@@ -128,18 +145,26 @@ class _Run:
 
     def go(self) -> None:
         """From the model's step to the last of the run."""
-        model, task = self._model, self._model.task
+        model, task, recorded = self._model, self._model.task, self._recorded_step()
         for step in range(model.step_number, self._config.steps):
             self._act(step)
             if any(boundary.stopped for boundary in self._boundaries):
                 return
-            if step == self._config.recorded_step:
+            if step == recorded:
                 self._settle()
-                self.trace = record_trace(self._config, model, task.batch(step), step)
+                self.trace = record_trace(model, task.batch(step), step)
             recorder = self._recorder(step)
             self._note(model.step(task.batch(step), recorder=recorder, wishes=self._wishes))
         self._act(self._config.steps)
         self._settle()
+
+    def _recorded_step(self) -> int | None:
+        """The step to record; where it was done before this run was resumed, that is said."""
+        begin, model = self._model.step_number, self._model
+        step = self._config.recorded_step(begin)
+        if step is not None and step < begin and model.launch.rank == 0:
+            LOG.warning("no step is recorded: that would be step %d, and this run goes on with step %d", step, begin)
+        return step
 
     def _act(self, step: int) -> None:
         """Whoever is due before the step, or is asked for by any process, acts."""

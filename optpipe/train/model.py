@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from optpipe.compile import Program, compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
+from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.gradient_sync import GradientSync, tie_groups
 from optpipe.runtime.messages import Spec, map_leaves
 from optpipe.runtime.trace import Recorder
@@ -160,9 +161,19 @@ class Model:
         }
 
     def _learn_messages(self) -> list[Spec]:
+        """Of a microbatch of the first step. Raises TrainingError where a stage fails on it, whatever it raises."""
         inputs, targets = self.task.batch(0)
         [[microbatch], [target]] = moved((inputs[:1], targets[:1]), self.hardware)
-        return learn_messages(self.stages, len(self.program.placement), microbatch, target, self.launch.gather_pipeline)
+        count, gather = len(self.program.placement), self.launch.gather_pipeline
+        try:
+            return learn_messages(self.stages, count, microbatch, target, gather)
+        except OptPipeError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"a stage of {self.task.name} fails on what it receives: {type(error).__name__}: {error}. "
+                "Maybe the sizes of two stages differ; 'optpipe profile' says of which."
+            ) from error
 
     def _pipeline(self) -> Pipeline:
         return Pipeline(self.program, self.stages, self.devices, self._transport(), self.messages, sync=self._sync)
@@ -171,12 +182,14 @@ class Model:
         if not self.launch.distributed:
             return local_transport(self.hardware)
         if self.hardware.type == "cuda":
-            return Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
+            with exchanging("the groups in which GPUs send"):
+                return Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
         return Gloo(self.launch.pipeline)
 
     def _gradient_sync(self) -> GradientSync:
         launch, placement = self.launch, self.program.placement
-        ties = tie_groups(self.task.ties, lambda stage: launch.ranks_of(placement[stage]))
+        with exchanging("the groups of processes that share parameters"):
+            ties = tie_groups(self.task.ties, lambda stage: launch.ranks_of(placement[stage]))
         return GradientSync(self.stages, launch.same_device, ties)
 
     def _make_updates(self, optimistic: bool) -> Updates:

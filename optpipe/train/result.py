@@ -16,8 +16,8 @@ from optpipe.train.online.events import OnlineEvent
 class StepReport:
     """One step done, counted from 0 of `steps`. `loss` is the mean over the batch, of the GPT in nats a byte.
 
-    `tokens` of all replicas; `seconds` from the step's begin to its end in the leading process. `gradient_norm` is
-    None where it was not asked for; see `StepOutcome` for it and what follows it. `bubble`: the share of the step in
+    `tokens` of all replicas; `seconds` from the step's begin to its end in the leading process. `gradient_norm` and
+    what follows it are those of `StepOutcome`. `bubble`: the share of the step in
     which the leading process's device waited; None where devices take turns in one process or work apart from the
     host (CUDA). `peak_memory_bytes`: the most that the leading process has held, on its GPU or in all. `events`: what
     happened between steps since the last report.
@@ -28,7 +28,7 @@ class StepReport:
     loss: float
     seconds: float
     tokens: int = 0
-    gradient_norm: float | None = None
+    gradient_norm: float = 0.0
     learning_rate: float = 0.0
     clipped: bool = False
     skipped: bool = False
@@ -75,7 +75,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class TrainingResult(Displayed):
-    """A run that is over: loss (nats a byte, mean over the batch, before the step's update) and seconds of each step.
+    """A run that is over: loss (mean over the batch, before the step's update) and seconds of each step.
 
     The first of them is step `first_step`, above 0 where a checkpoint was resumed. `trace` is there where a step was
     to be recorded. `stopped`: where a signal ended the run, what it was and how to go on. `events` are those of
@@ -101,7 +101,7 @@ class TrainingResult(Displayed):
         """Steps, losses and seconds; of a check, what each device's memory was."""
         facts = [("", f"{len(self.losses)} steps of {self.parameters:,} parameters in {self.processes} process(es)")]
         if self.losses:
-            facts.append(("loss", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f} nats a byte"))
+            facts.append(("loss", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f}"))
             facts.append(("median step", f"{median(self.step_seconds):.2f} s"))
         if self.check is None:
             return Summary("A training run", facts)

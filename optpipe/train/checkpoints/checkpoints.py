@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -22,22 +21,12 @@ from optpipe.train.model import Model
 LOG = logging.getLogger("optpipe.train.checkpoints")
 
 
-@dataclass(frozen=True)
-class Written:
-    """One checkpoint: the steps done before it, where it is, its bytes and the seconds that training waited for it."""
-
-    step: int
-    path: Path
-    size_bytes: int
-    seconds: float
-
-
 class Checkpoints(Boundary):
     """Writes checkpoints when they are due, and ends the run where a signal asked any process for it.
 
     Without a folder it only ends the run. `stopped`: training is to end before the next step, in every process;
-    `message` then says where and how to go on. `written`: every checkpoint so far. `failure`: why the last one
-    could not be written, if it could not; the one before is still there, and training goes on.
+    `message` then says where and how to go on. `failure`: why the last checkpoint could not be written, if it could
+    not; the one before is still there, and training goes on.
     """
 
     def __init__(self, config: TrainingConfig, model: Model, interrupts: Interrupts, disk: Disk | None = None) -> None:
@@ -47,7 +36,6 @@ class Checkpoints(Boundary):
         self._damaged: list[int] = []
         self._said = False
         self.stopped, self.message = False, ""
-        self.written: list[Written] = []
         self.failure: str | None = None
 
     def resume(self) -> int:
@@ -106,9 +94,8 @@ class Checkpoints(Boundary):
         self.failure, self._at = None, step
         self._damaged = [other for other in self._damaged if other != step]
         self._retire(folder, step)
-        done = Written(step, final_path(folder, step), size_bytes, perf_counter() - begin)
-        self.written.append(done)
-        self._tell(logging.INFO, f"wrote {done.path}: {done.size_bytes:,} bytes in {done.seconds:.2f} s")
+        took = f"{size_bytes:,} bytes in {perf_counter() - begin:.2f} s"
+        self._tell(logging.INFO, f"wrote {final_path(folder, step)}: {took}")
 
     def _retire(self, folder: Path, step: int) -> None:
         """The checkpoint is written; old ones that cannot be deleted are no reason to call it failed."""

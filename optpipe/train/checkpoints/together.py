@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from optpipe.errors import CheckpointError, InputError, TrainingError
+from optpipe.errors import CheckpointError, InputError, RunFailedError
 from optpipe.train.launch import Launch
 
 Value = TypeVar("Value")
@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 def together(launch: Launch, do: Callable[[], Value]) -> list[Value]:
     """The JSON values of all processes, by rank.
 
-    Raises CheckpointError with the first process's reason, and TrainingError where another process has ended.
+    Raises CheckpointError with the first process's reason, and RunFailedError where another process has ended.
     """
     found: dict[str, Any]
     try:
@@ -23,9 +23,9 @@ def together(launch: Launch, do: Callable[[], Value]) -> list[Value]:
         found = {"error": _reason(error)}
     try:
         answers = launch.gather(found)
-    except TrainingError as lost:
+    except RunFailedError as lost:
         if "error" in found:
-            raise TrainingError(f"{found['error']} Then {lost}") from lost
+            raise RunFailedError(f"{found['error']} Then {lost}") from lost
         raise
     failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
     if failed:

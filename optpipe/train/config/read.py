@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from optpipe.document import read_bounded, shown
+from optpipe.document import shown
 from optpipe.errors import InputError, Issue
 from optpipe.schedule import Schedule
+from optpipe.toml_file import read_toml
 from optpipe.train.config.flags import GROUPS, SCHEDULE, Place, flag_of
 from optpipe.train.config.setting import Group, kind_of, settings_of, wrong_settings
 from optpipe.train.config.training import TrainingConfig
@@ -42,14 +42,15 @@ def read_config(path: Path | None, flags: Values) -> TrainingConfig:
 
 def _in_file(path: Path) -> dict[Place, Any]:
     """What a file says, with its paths. Raises InputError about keys that are no settings."""
-    data = _parsed(path)
+    data = read_toml(path, MAX_CONFIG_BYTES, "Maybe it is the schedule, which --schedule takes.")
+    tables = GROUPS.keys() - {""}
     found: dict[Place, Any] = {}
     issues = []
     for key, value in data.items():
-        if key in GROUPS and isinstance(value, dict):
+        if key in tables and isinstance(value, dict):
             issues += [_unknown(key, field) for field in value if not _is_setting(key, field)]
             found |= {(key, field): entry for field, entry in value.items()}
-        elif key in GROUPS:
+        elif key in tables:
             maybe = f" Maybe {key}.name is meant." if _is_setting(key, "name") else ""
             issues.append(Issue(key, "no_table", f"is {shown(value)} but must be a table.{maybe}"))
         elif _is_setting("", key):
@@ -58,14 +59,6 @@ def _in_file(path: Path) -> dict[Place, Any]:
             issues.append(_unknown("", key))
     _refuse(issues)
     return {place: _seen_from(path.parent, place, value) for place, value in found.items()}
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_bounded(path, MAX_CONFIG_BYTES).decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        maybe = " Maybe it is the schedule, which --schedule takes." if path.suffix == ".json" else ""
-        raise InputError([Issue("", "bad_toml", f"is not TOML: {error}.{maybe}")], str(path)) from None
 
 
 def _is_setting(table: str, field: str) -> bool:
@@ -81,7 +74,8 @@ def _unknown(table: str, key: str) -> Issue:
     if close:
         maybe = f" Maybe you meant {close[0]}."
     elif elsewhere:
-        maybe = f" Maybe it belongs {'in ' + f'[{elsewhere[0]}]' if elsewhere[0] else 'before the first table'}."
+        home = f"in [{elsewhere[0]}]" if elsewhere[0] else "before the first table"
+        maybe = f" Maybe it belongs {home}."
     return Issue(_pointer(table, key), "unknown_field", f"is not a setting.{maybe}")
 
 

@@ -16,6 +16,9 @@ from optpipe.errors import InputError, Issue
 
 T = TypeVar("T")
 
+MAX_NUMBER = 1e30
+"""Of settings without a limit of their own: far above all that means something, far below where floats end."""
+
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
@@ -145,12 +148,14 @@ def _shown(value: Any) -> str:
 
 
 def _outside(limits: Setting, name: str, value: float) -> Iterator[Issue]:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         yield Issue(name, "not_finite", f"is {value} but must be finite.")
     elif limits.above is not None and value <= limits.above:
-        yield Issue(name, "out_of_range", f"is {value} but must be above {limits.above:g}.")
+        yield Issue(name, "out_of_range", f"is {_shown(value)} but must be above {limits.above:g}.")
     elif (limits.least is not None and value < limits.least) or (limits.most is not None and value > limits.most):
-        yield Issue(name, "out_of_range", f"is {value} but must be {_range(limits)}.")
+        yield Issue(name, "out_of_range", f"is {_shown(value)} but must be {_range(limits)}.")
+    elif value > MAX_NUMBER:
+        yield Issue(name, "out_of_range", f"is {_shown(value)} but must be at most {MAX_NUMBER:g}.")
 
 
 def _range(limits: Setting) -> str:

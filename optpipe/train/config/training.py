@@ -45,18 +45,17 @@ class TrainingConfig(Group):
     evaluate: int = setting(
         0, "batches evaluated at the end, forward alone: those of the steps that would follow", least=0, most=10**6
     )
-    timeout_seconds: float = setting(300.0, "under torchrun: how long to wait for another process", above=0)
+    timeout_seconds: float = setting(300.0, "under torchrun: how long to wait for another process", above=0, most=1e6)
 
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients come together from several processes or stages."""
         return self.data_parallel > 1 or self.model.tied
 
-    @property
-    def recorded_step(self) -> int | None:
-        """Before which step to record one, if at all."""
+    def recorded_step(self, first_step: int) -> int | None:
+        """Before which step of a run that begins with `first_step` to record one, if at all."""
         if self.output.trace_step is None and self.output.trace is not None:
-            return min(WARM_UP_STEPS, self.steps - 1)
+            return min(first_step + WARM_UP_STEPS, self.steps - 1)
         return self.output.trace_step
 
     def conflicts(self) -> Iterator[Issue]:

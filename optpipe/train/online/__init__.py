@@ -1,6 +1,7 @@
 """Solve, then train, then solve again: what ops cost is measured before and in training, and schedules follow it.
 
 config.py    OnlineConfig
+first.py     the schedule to begin with
 start.py     before the first step: measure, and where a schedule has to fit
 costs.py     op times of training steps, and their drift
 solver.py    what is asked of a solver

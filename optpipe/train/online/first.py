@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
-from optpipe.errors import MethodError, NoSolutionError, TrainingError
+from optpipe.errors import MethodError, NoSolutionError, RunFailedError, TrainingError
 from optpipe.problem import Objective, Problem
 from optpipe.profile.measured import Measured
+from optpipe.profile.op_times import OnRound
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
@@ -18,7 +20,9 @@ from optpipe.train.online.events import Events
 from optpipe.train.online.search import Search
 from optpipe.train.online.solver import Solver
 from optpipe.train.online.start import Setting, measure_before, setting_of, within_what_is_taken
-from optpipe.train.task import task_of
+from optpipe.train.task import Task, task_of
+
+LOG = logging.getLogger("optpipe.train.online")
 
 NEWS_S = 1.0
 """Rank 0 says so often that it still searches: a wait of other processes has an end, however long a search may be."""
@@ -29,11 +33,12 @@ MESSAGES = 4
 
 @dataclass(frozen=True)
 class First:
-    """What the training begins with: the schedule, where later ones have to fit, and what was measured."""
+    """What training begins with: the schedule, where later ones have to fit, and what was measured of the task."""
 
     schedule: Schedule
     setting: Setting
     measured: Measured
+    task: Task
 
 
 def first_schedule(
@@ -41,16 +46,18 @@ def first_schedule(
 ) -> First:
     """Measure, and find the schedule to begin with; called by all processes together, with the same answer.
 
-    `solver` is rank 0's, which stops searching once it is `interrupted`. Raises OptPipeError in every process where
-    there is no schedule, and KeyboardInterrupt in rank 0.
+    `solver` is rank 0's. Raises OptPipeError in every process where there is no schedule. Where a process was
+    `interrupted` while ops were measured, KeyboardInterrupt in all of them; while rank 0 searches, in rank 0.
     """
     online, given = config.online, config.schedule
     setting = setting_of(online, given, _objective(config, launch))
     task = task_of(config, len(setting.placement), setting.microbatches)
-    measured, seconds = measure_before(task, setting, launch, online.rounds)
+    measured, seconds = measure_before(config, task, setting, launch, _heeding(interrupted, launch))
+    if any(launch.gather(interrupted())):
+        raise KeyboardInterrupt
     events.tell(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
     if given is not None:
-        return First(given, within_what_is_taken(setting, given, measured), measured)
+        return First(given, within_what_is_taken(setting, given, measured), measured, task)
     begin = perf_counter()
     largest = max(measured.message_bytes, default=0)
     schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
@@ -60,7 +67,27 @@ def first_schedule(
     seconds = perf_counter() - begin
     text = f"{schedule.method}: {schedule.value_us:,.0f} us a step predicted, found in {seconds:.2f} s"
     events.tell(0, "found", text, seconds)
-    return First(schedule, setting, measured)
+    return First(schedule, setting, measured, task)
+
+
+def _heeding(interrupted: Callable[[], bool], launch: Launch) -> OnRound:
+    """Ends the measuring of one process that was interrupted before its next round.
+
+    One of many says so and goes on: the others would wait for what it has measured, so all end together after it.
+    """
+    said = False
+
+    def look(_round: int, _rounds: int) -> None:
+        nonlocal said
+        if said or not interrupted():
+            return
+        if not launch.distributed:
+            raise KeyboardInterrupt
+        said = True
+        if launch.rank == 0:
+            LOG.warning("interrupted: ending when all ops are measured; Ctrl-C again ends at once")
+
+    return look
 
 
 def _objective(config: TrainingConfig, launch: Launch) -> Objective:
@@ -93,7 +120,7 @@ def _from_rank_0(
         if config.mode == "first":
             schedule = _searched(config, problem, schedule, launch, solver, interrupted)
     except BaseException as error:
-        with suppress(TrainingError):  # if the others are gone, nobody is left to be told
+        with suppress(RunFailedError):  # if the others are gone, nobody is left to be told
             launch.broadcast({"error": str(error) or type(error).__name__})
         raise
     launch.broadcast({"schedule": schedule.to_data()})
@@ -138,6 +165,9 @@ def _searched(
             if perf_counter() - said > NEWS_S:
                 launch.broadcast(None)
                 said = perf_counter()
-        return search.take() or start
+        found = search.take()
+        if found is None:
+            LOG.warning("training begins with %s: %s", start.method, search.why_nothing)
+        return found or start
     finally:
         search.cancel()

@@ -119,7 +119,7 @@ class Online(Boundary):
             return None
         found = self._search.take()
         if found is None:
-            return {"kind": "kept", "text": self._search.why_nothing}
+            return {"kind": "kept", "text": f"training goes on as it is: {self._search.why_nothing}"}
         if any(excess := self._setting.excess_bytes(found, self._measured)):
             self._setting, self._stale = self._setting.reserving(excess), True
             return {"kind": "kept", "text": f"{found.method} would take {max(excess):,} bytes too many for messages"}

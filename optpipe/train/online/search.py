@@ -39,9 +39,9 @@ class Search:
         try:
             found = solve.result()
         except OptPipeError as error:
-            self.why_nothing = f"the search failed, training goes on: {error}"
+            self.why_nothing = f"the search failed: {error}"
             return None
-        self.why_nothing = "" if found else "the search found nothing; training goes on"
+        self.why_nothing = "" if found else "the search found nothing."
         return found
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""Before the first step: what the stages cost on this hardware, and the schedule to begin with."""
+"""Before the first step: what the stages cost on this hardware, and where a schedule has to fit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.problem import Objective, Problem
 from optpipe.profile.chain import chain_of
 from optpipe.profile.measured import Measured, measure
+from optpipe.profile.op_times import OnRound
 from optpipe.profile.subject import Subject
 from optpipe.schedule import Schedule
+from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.online.config import OnlineConfig
 from optpipe.train.task import Task
@@ -49,8 +51,8 @@ class Setting:
 
         The list of a program alone decides what a device holds when, so this is the same under any timing.
         """
-        held = held_bytes(schedule, replace(self, reserved_bytes=()).problem(measured), measured)
-        limits = [device.memory_bytes for device in replace(self, reserved_bytes=()).problem(measured).devices]
+        whole = replace(self, reserved_bytes=()).problem(measured)
+        limits, held = [device.memory_bytes for device in whole.devices], held_bytes(schedule, whole, measured)
         return [0 if limit is None else max(0, h - limit) for h, limit in zip(held, limits, strict=True)]
 
     def reserving(self, bytes_: Sequence[int]) -> Setting:
@@ -86,15 +88,26 @@ def within_what_is_taken(setting: Setting, schedule: Schedule, measured: Measure
     return replace(setting, limits_bytes=limits, reserved_bytes=[a - b for a, b in zip(limits, peaks, strict=True)])
 
 
-def measure_before(task: Task, setting: Setting, launch: Launch, rounds: int) -> tuple[Measured, float]:
-    """Measure the task's stages, built for this alone, and return with it the seconds that it took.
+def measure_before(
+    config: TrainingConfig, task: Task, setting: Setting, launch: Launch, on_round: OnRound
+) -> tuple[Measured, float]:
+    """Measure the task's stages as the config has them run, built for this alone; with it the seconds that it took.
 
-    Called by all processes together, with the same answer.
+    Called by all processes together, with the same answer but for the seconds. Raises InputError where stages do not
+    fit one another, and what `on_round` raises.
     """
     begin = perf_counter()
     inputs, targets = task.batch(0)
     subject = Subject(task.name, task.build_stages(), inputs[0], targets[0], task.loss)
     mine = {s for s, device in enumerate(setting.placement) if device in launch.own_devices}
-    chain = chain_of(subject, launch.hardware, setting.microbatches, mine)
-    measured = measure(subject, chain, setting.placement, launch.hardware, rounds, gather=launch.gather)
+    chain = chain_of(subject, launch.hardware, setting.microbatches, mine, config.model.torch_autocast)
+    measured = measure(
+        subject,
+        chain,
+        setting.placement,
+        launch.hardware,
+        config.online.rounds,
+        gather=launch.gather,
+        on_round=on_round,
+    )
     return measured, perf_counter() - begin

@@ -17,9 +17,8 @@ Report = Callable[[StepReport], None]
 def leaving(output: OutputConfig, title: str, report: Report | None, *, leads: bool) -> Iterator[Report | None]:
     """Reports each step to `report` and into the files, in the process that leads; None in others.
 
-    Files are whole at the end, however the run ends.
-
-    Raises MissingExtraError where a file needs a package that is not installed.
+    Files are whole at the end, however the run ends. Raises MissingExtraError where a file needs a package that is not
+    installed.
     """
     if not leads:
         yield None

@@ -32,10 +32,20 @@ class Metrics:
 
 
 def record(report: StepReport) -> dict[str, Any]:
-    """A step as JSON values; numbers that are none are null."""
+    """A step as JSON values; numbers that are not finite are null."""
     values = asdict(report) | {"tokens_per_second": report.tokens_per_second}
     del values["steps"]
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+    found: dict[str, Any] = finite(values)
+    return found
+
+
+def finite(value: Any) -> Any:
+    """The same value, with None in place of each number in it that is not finite: JSON has none."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _opened_before(path: Path, step: int) -> IO[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,8 @@ MANY_STEPS = 50
 """From so many on every step is a thin line, and the strong one a median over the steps around it."""
 WINDOWS = 40
 """So many windows of that median fit side by side into the chart."""
+MEDIANS = 1000
+"""At most about so many are computed, each of a window that grows with the run: the chart has no more pixels."""
 MARKED_STEPS = 25
 """Up to so many have a dot each."""
 
@@ -85,9 +88,16 @@ def _draw(axes: Axes, steps: Sequence[StepReport], values: Sequence[float], colo
         axes.lines[-1].set_markersize(3.5)
         return
     reach = _window(steps) // 2
-    smooth = [median(values[max(0, k - reach) : k + reach + 1]) for k in range(len(values))]
+    chosen = sorted({*range(0, len(values), math.ceil(len(values) / MEDIANS)), len(values) - 1})
+    smooth = [_median(values[max(0, k - reach) : k + reach + 1]) for k in chosen]
     axes.plot(places, values, color=colour, linewidth=0.8, alpha=0.4)
-    axes.plot(places, smooth, color=colour, linewidth=1.8)
+    axes.plot([places[k] for k in chosen], smooth, color=colour, linewidth=1.8)
+
+
+def _median(values: Sequence[float]) -> float:
+    """Of those that are finite: a step that was skipped may have no loss."""
+    known = [value for value in values if math.isfinite(value)]
+    return median(known) if known else math.nan
 
 
 def _from_zero(axes: Axes) -> None:

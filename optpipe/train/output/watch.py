@@ -37,11 +37,13 @@ class _Begun(NamedTuple):
 class Watch(Boundary):
     """Reports steps to `report`, once there is one, and after the last gathers what each device has waited.
 
-    `bubbles`: the mean bubble of each device of the first replica, in every process; empty where it is not measured.
+    Made when the model is at the step that the run begins with. `bubbles`: the mean bubble of each device of the first
+    replica, in every process; empty where it is not measured.
     """
 
     def __init__(self, model: Model, steps: int, events: Events) -> None:
         self._model, self._steps, self._events = model, steps, events
+        self._first = model.step_number
         self.report: Callable[[StepReport], None] | None = None
         self._measures = model.launch.distributed and model.hardware.type == "cpu"
         self._tokens = model.task.tokens * model.program.microbatches * model.launch.replicas
@@ -52,13 +54,12 @@ class Watch(Boundary):
         self.bubbles: Sequence[float] = ()
 
     def due(self, step: int) -> bool:
-        """After the last step."""
-        return self._measures and step == self._steps
+        """After the last step, if there was any."""
+        return self._measures and self._first < step == self._steps
 
     def act(self, step: int) -> None:  # noqa: ARG002
         """Tell all processes what this one's device has waited."""
-        mean = sum(self._all) / len(self._all) if self._all else 0.0
-        self.bubbles = self._model.launch.gather_pipeline(mean)
+        self.bubbles = self._model.launch.gather_pipeline(sum(self._all) / len(self._all))
 
     def recorder(self, step: int) -> Recorder | None:
         """A step begins; no action is watched."""

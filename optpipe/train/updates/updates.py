@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError
 from optpipe.runtime.stage import Stage
 from optpipe.train.config import OptimizerConfig
 from optpipe.train.launch import Launch, PendingSum
@@ -45,7 +45,7 @@ class Updates:
     that are tied to one of another stage, whose norm counts them. With `optimistic` an update does not wait for other
     processes, unless that was wrong too often of late (`Patience`).
 
-    Raises TrainingError where a loss or gradient is not finite, unless such steps are to be skipped.
+    Raises RunFailedError where a loss or gradient is not finite, unless such steps are to be skipped.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Updates:
         if wrong and pending.optimistic:
             self.snapshot.restore()
         if not sums.finite and self._config.on_not_finite == "stop":
-            raise TrainingError(self._not_finite(pending.step, sums))
+            raise RunFailedError(self._not_finite(pending.step, sums))
         if sums.finite and (wrong or not pending.optimistic):
             self._clip(factor)
             self._apply(pending.step)

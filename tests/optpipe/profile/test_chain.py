@@ -35,6 +35,11 @@ def test_messages_are_learnt_from_the_stages() -> None:
     assert chain.gradient(1, CPU) is None
 
 
+def test_under_autocast_stages_pass_on_what_they_compute() -> None:
+    chain = chain_of(perceptron((3, 4, 5)), CPU, 4, [0, 1], autocast=torch.bfloat16)
+    assert chain.messages == [MessageSpec((ROWS, 4), torch.bfloat16)]
+
+
 def test_a_process_keeps_its_own_stages() -> None:
     assert list(chain_of(perceptron((3, 4, 5, 6)), CPU, 4, [1]).stages) == [1]
 

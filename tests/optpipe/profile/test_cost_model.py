@@ -81,6 +81,28 @@ def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message", "source"),
+    [
+        (
+            {"machine": MACHINE | {"memory_gb": 1e12}},
+            "memory_bytes is 1000000000000000000000 but must be",
+            "by formula",
+        ),
+        ({"machine": MACHINE | {"teraflops": 1e-9}}, "forward_us is .* but at most 1000000000000 us", "transformer l"),
+        (
+            {"model": MODEL | {"hidden": 10**6, "sequence": 10**6, "microbatch_size": 10**6}},
+            "output_bytes is 2000000000000000000 but must be",
+            "embedding, by formula from the table",
+        ),
+    ],
+)
+def test_figures_that_no_profile_can_hold_are_refused(changes: dict[str, Any], message: str, source: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        profile_of(table(**changes))
+    assert caught.value.source.startswith(source)
+
+
 def test_heads_divide_hidden() -> None:
     with pytest.raises(InputError, match="model has heads 7, which does not divide hidden 2048"):
         table(model=MODEL | {"heads": 7})

@@ -19,7 +19,7 @@ from solver.limits import Limits
 from solver.portfolio import solve
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.problems import WHOLE, uniform
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "torch_schedule_worker.py"
 
@@ -74,11 +74,11 @@ def test_peaks_are_within_two_percent_of_the_plan_on_every_device(name: str) -> 
 
 
 @pytest.mark.torchrun
-def test_1f1b_never_holds_more_than_in_the_runtime_of_torch(tmp_path: Path) -> None:
+def test_1f1b_never_holds_more_than_in_the_runtime_of_torch(run_ranks: RunRanks, tmp_path: Path) -> None:
     schedule = one_f_one_b(2, 4, fused=True)
     file = tmp_path / "schedule.json"
     file.write_text(json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()}))
-    torchrun(WORKER, 2, str(tmp_path), str(file))
+    run_ranks(WORKER, 2, str(tmp_path), str(file))
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["gradient_error"] <= 1e-5

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
+from optpipe.errors import TrainingError
 from optpipe.runtime import Stage
 from optpipe.runtime.message_shapes import learn_messages
 from optpipe.runtime.messages import MessageSpec
@@ -27,6 +30,33 @@ def test_trees_and_integers_come_as_they_are() -> None:
     stages = {0: Stage(Fork(), first=True), 1: Stage(nn.Identity()), 2: Stage(nn.Identity())}
     spec = {"both": (MessageSpec((2, 3), torch.float32), [MessageSpec((2, 3), torch.int64)])}
     assert learn_messages(stages, 3, torch.zeros(2, 3), None) == [spec, spec]
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+
+
+class Making(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: (x, None), "returned NoneType in its output, but only tensors"),
+        (lambda x: {"hidden": x, "count": 3}, "returned int in its output, but only tensors"),
+        (lambda x: [Named(x)], "returned the named tuple Named, .* Maybe return a dict"),
+    ],
+)
+def test_what_cannot_be_a_message_is_refused(make: Callable[[torch.Tensor], Any], message: str) -> None:
+    stages = {0: Stage(Making(make), first=True), 1: Stage(nn.Identity())}
+    with pytest.raises(TrainingError, match=message):
+        learn_messages(stages, 2, torch.zeros(2, 3), None)
 
 
 def test_a_process_learns_of_stages_that_are_elsewhere() -> None:

@@ -12,7 +12,7 @@ from optpipe.runtime.pair_groups import directed_pairs
 from optpipe.schedule_text import schedule_text
 from tests.optpipe.runtime.chains import M
 from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "pair_groups_worker.py"
 
@@ -26,7 +26,7 @@ def test_a_v_needs_no_group_where_it_turns() -> None:
 
 
 @pytest.mark.torchrun
-def test_four_ranks_train_over_their_groups_one_pipeline_or_two_replicas(tmp_path: Path) -> None:
+def test_four_ranks_train_over_their_groups_one_pipeline_or_two_replicas(run_ranks: RunRanks, tmp_path: Path) -> None:
     """A replica's ranks may stand in any order."""
     schedules = {
         "one pipeline": one_f_one_b(4, M, moved=[(s, i) for s in range(3) for i in range(M)]),
@@ -34,7 +34,7 @@ def test_four_ranks_train_over_their_groups_one_pipeline_or_two_replicas(tmp_pat
     }
     for name, schedule in schedules.items():
         (tmp_path / f"{name}.schedule.json").write_text(schedule_text(schedule))
-    torchrun(WORKER, 4, str(tmp_path))
+    run_ranks(WORKER, 4, str(tmp_path))
     for rank in range(4):
         found = json.loads((tmp_path / f"rank{rank}.results").read_text())
         assert len(found) == len(schedules)

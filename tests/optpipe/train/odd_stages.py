@@ -18,6 +18,20 @@ class Unused(nn.Linear):
         self.unused = nn.Parameter(torch.ones(WIDTH))
 
 
+class Breaking(nn.Linear):
+    """Fails in the third microbatch that it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.trained_on = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.trained_on += self.training
+        if self.trained_on == 3:
+            raise ValueError("the layer broke")
+        return super().forward(x)
+
+
 def dropout() -> Built:
     """Both stages draw, and so does the loss."""
     return _built([_block(nn.Dropout(0.3)), _block(nn.Dropout(0.3))], _Noisy())
@@ -31,6 +45,16 @@ def batch_norm() -> Built:
 def unused() -> Built:
     """Each stage has a parameter without a gradient."""
     return _built([Unused(), Unused()])
+
+
+def breaking() -> Built:
+    """The last stage fails in the second step of two microbatches."""
+    return _built([nn.Linear(WIDTH, WIDTH), Breaking()])
+
+
+def misfits() -> Built:
+    """The second of three stages does not take what the first returns."""
+    return _built([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, WIDTH)])
 
 
 def frozen() -> Built:

@@ -18,7 +18,7 @@ from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.plain import plain_step
 from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 SCHEDULE = one_f_one_b(2, 2)
 STAGES = "tests.optpipe.train.odd_stages"
@@ -94,10 +94,10 @@ def test_random_numbers_stay_as_they_were() -> None:
 
 
 @pytest.mark.torchrun
-def test_each_replica_draws_its_own_numbers(tmp_path: Path) -> None:
+def test_each_replica_draws_its_own_numbers(run_ranks: RunRanks, tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     path.write_text(schedule_text(SCHEDULE))
     options = f"--model {STAGES}:dropout --steps 1 --check --data-parallel 2 --json"
-    found = json.loads(torchrun(MAIN, 4, "train", "--schedule", str(path), *options.split()))["check"]
+    found = json.loads(run_ranks(MAIN, 4, "train", "--schedule", str(path), *options.split()))["check"]
     assert found["max_gradient_error"] < 1e-5
     assert found["loss_error"] < 1e-6

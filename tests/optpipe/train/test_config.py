@@ -28,9 +28,11 @@ SCHEDULE = one_f_one_b(3, 2)
         (ModelConfig, {"data": "mine:data"}, r"data is 'mine:data', but the GPT is trained on text\. Maybe"),
         (OptimizerConfig, {"learning_rate": 0.0}, r"learning_rate is 0.0 but must be above 0\."),
         (OptimizerConfig, {"learning_rate": float("nan")}, r"learning_rate is nan but must be finite\."),
+        (OptimizerConfig, {"learning_rate": 10**400}, r"learning_rate is 10{56}\.\.\. but must be at most 1e\+30\."),
         (OptimizerConfig, {"beta1": 1.0}, r"beta1 is 1.0 but must be from 0 to 0.999999\."),
         (OptimizerConfig, {"name": "sgd", "beta2": 0.9}, r"beta2 is 0.9, but sgd has no second moment\. Maybe"),
         (TrainingConfig, {"device": "tpu"}, r"device is 'tpu' but must be one of auto, cpu, cuda\."),
+        (TrainingConfig, {"timeout_seconds": 1e300}, r"timeout_seconds is 1e\+300 but must be at most 1000000\.0\."),
         (TrainingConfig, {"steps": 0}, r"steps is 0 but must be from 1 to 1000000000\."),
         (TrainingConfig, {"seed": -1}, r"seed is -1 but must be from 0 to 9223372036854775807\."),
         (

@@ -18,7 +18,7 @@ from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.text import Batches, standard_library_text
 from tests.optpipe.train.cases import MAX_ERROR, schedules
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
 
@@ -49,11 +49,13 @@ def test_tied_weights_stay_equal() -> None:
 
 @pytest.mark.torchrun
 @pytest.mark.parametrize("name", ["linear", "V"])
-def test_two_replicas_of_two_devices_get_the_plain_gradient_of_the_whole_batch(name: str, tmp_path: Path) -> None:
+def test_two_replicas_of_two_devices_get_the_plain_gradient_of_the_whole_batch(
+    run_ranks: RunRanks, name: str, tmp_path: Path
+) -> None:
     path = tmp_path / "schedule.json"
     path.write_text(schedule_text(schedules(2)[name]))
     options = "--model tiny --steps 2 --dtype float64 --check --data-parallel 2 --tied --json"
-    found: dict[str, Any] = json.loads(torchrun(MAIN, 4, "train", "--schedule", str(path), *options.split()))
+    found: dict[str, Any] = json.loads(run_ranks(MAIN, 4, "train", "--schedule", str(path), *options.split()))
     assert found["processes"] == 4
     assert found["check"]["max_gradient_error"] <= MAX_ERROR["float64"]
     assert found["check"]["loss_error"] <= MAX_ERROR["float64"]

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from optpipe.errors import CheckpointError, TrainingError
+from optpipe.errors import CheckpointError, RunFailedError, TrainingError
+from optpipe.profile.transfers import measure_transfers
+from optpipe.runtime import MessageSpec
+from optpipe.runtime.trace_clock import align_clocks
 from optpipe.train import OnlineConfig
 from optpipe.train.checkpoints.together import together
 from optpipe.train.launch import Launch, launched
@@ -68,6 +71,8 @@ EXCHANGES: dict[str, Callable[[Launch], object]] = {
     "broadcast": lambda launch: launch.broadcast(0),
     "sum": lambda launch: launch.sum(torch.ones(1)),
     "together": lambda launch: together(launch, lambda: 0),
+    "clocks": lambda launch: align_clocks(),
+    "transfers": lambda launch: measure_transfers([0, 1], [MessageSpec((2,), torch.float32)], torch.device("cpu")),
 }
 
 
@@ -75,23 +80,23 @@ def _each_fails(other: subprocess.Popen[bytes]) -> None:
     with launched(2, TIMEOUT_SECONDS) as launch:
         _bereft(launch, other)
         for exchange in EXCHANGES.values():
-            with pytest.raises(TrainingError, match=ENDED):
+            with pytest.raises(RunFailedError, match=ENDED):
                 exchange(launch)
 
 
 def _errors_on_their_way(other: subprocess.Popen[bytes]) -> None:
     with launched(2, TIMEOUT_SECONDS) as launch:
         _bereft(launch, other)
-        with pytest.raises(TrainingError, match=r"^the file is damaged\. Then what all processes .*" + ENDED):
+        with pytest.raises(RunFailedError, match=r"^the file is damaged\. Then what all processes .*" + ENDED):
             together(launch, _unreadable)
         with pytest.raises(TrainingError, match="no solver was given"):
-            _from_rank_0(OnlineConfig(), one_f_one_b(2, 2).problem, launch, None, lambda: False)
+            _from_rank_0(OnlineConfig(), one_f_one_b(2, 2).problem, 0, launch, None, lambda: False)
         raise ZeroDivisionError
 
 
 @pytest.mark.torchrun
 def test_every_exchange_and_the_exit_say_that_another_process_has_ended(other: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(TrainingError, match="the end of all processes" + ENDED):
+    with pytest.raises(RunFailedError, match="the end of all processes" + ENDED):
         _each_fails(other)
 
 
@@ -104,5 +109,5 @@ def test_an_error_on_its_way_is_not_hidden_by_those_that_follow_from_it(other: s
 def test_processes_that_never_come_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 looks for a rank 0 that is not there."""
     _rank_of_two(monkeypatch, 1)
-    with pytest.raises(TrainingError, match=r"the connections between all processes" + ENDED), launched(2, 1):
+    with pytest.raises(RunFailedError, match=r"the connections between all processes" + ENDED), launched(2, 1):
         pass

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
 from optpipe.compile import compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime.trace import HostRecorder, Recorder
-from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig
+from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
 from optpipe.train.boundary import Boundary
+from optpipe.train.hardware import CPU
 from optpipe.train.launch import Launch
-from optpipe.train.loop import _Run
+from optpipe.train.loop import _agree, _Run
 from optpipe.train.model import Model
 from optpipe.train.updates import StepOutcome
 from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
@@ -101,3 +103,26 @@ def test_a_swap_changes_no_number_and_refuses_another_placement() -> None:
     assert losses[0] == losses[1]
     with pytest.raises(TrainingError, match=r"new schedule's placement is \(0, 1\) but the model runs with \(0, 1, 1"):
         model.swap(one_f_one_b(2, 3))
+
+
+def test_a_layer_that_fails_in_a_step_ends_a_run_that_had_begun() -> None:
+    config = TrainingConfig(one_f_one_b(2, 2), ModelConfig("tests.optpipe.train.odd_stages:breaking"), steps=3)
+    reported: list[int] = []
+    with pytest.raises(RunFailedError, match=r"device 1 failed at F1\.0, action .*ValueError: the layer broke"):
+        train(config, lambda step: reported.append(step.step))
+    assert reported == [0]
+
+
+class _OtherRelease:
+    """Rank 1's release of OptPipe has no option that rank 0 has."""
+
+    hardware = CPU
+
+    def gather(self, options: dict[str, object]) -> list[dict[str, object]]:
+        return [options, {name: value for name, value in options.items() if name != "evaluate"}]
+
+
+def test_an_option_that_another_release_does_not_have_is_named() -> None:
+    config = TrainingConfig(one_f_one_b(2, 2), ModelConfig("tiny"))
+    with pytest.raises(TrainingError, match=r"evaluate is None on rank 1 but 0 on rank 0\. Maybe"):
+        _agree(config, None, cast(Launch, _OtherRelease()))

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from examples import own_stages
-from optpipe.errors import InputError
-from optpipe.train import ModelConfig, TrainingConfig, train
+from optpipe.errors import InputError, TrainingError
+from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
 from optpipe.train.task import task_of
 from tests.optpipe.runtime.schedules import one_f_one_b
+from tests.optpipe.train.online.solvers import Scripted
 
 BUILD, BATCH = "examples.own_stages:build", "examples.own_stages:batch"
 SCHEDULE = one_f_one_b(4, own_stages.MICROBATCHES)
@@ -46,6 +47,12 @@ def test_without_data_one_microbatch_is_repeated_and_that_is_said(caplog: pytest
     assert "no --data: every step trains on the one microbatch that examples.own_stages:build returns" in caplog.text
 
 
+def test_it_is_said_once_where_a_schedule_is_found_first(caplog: pytest.LogCaptureFixture) -> None:
+    online = OnlineConfig("first", devices=4, microbatches=4, rounds=1)
+    train(TrainingConfig(None, ModelConfig(BUILD), online=online, steps=1, device="cpu"), None, Scripted([None]))
+    assert caplog.text.count("no --data") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "returns", "message"),
     [
@@ -54,7 +61,7 @@ def test_without_data_one_microbatch_is_repeated_and_that_is_said(caplog: pytest
         ("tensor", "(x, [y] * 8)", "returns Tensor for inputs, but must return (inputs, targets), two lists"),
         ("shape", "([x] * 7 + [x[:1]], [y] * 8)", "returns float32[1, 16] as inputs[7] of step 0, but examples.own"),
         ("text", "(['x'] * 8, [y] * 8)", "returns str in inputs[0], but a tensor, or"),
-        ("fails", "1 / 0", "raises ZeroDivisionError: division by zero at data_fails.py:4 for 0."),
+        ("fails", "1 / 0", "raises ZeroDivisionError: division by zero at data_fails.py:4 when called with 0."),
     ],
 )
 def test_batches_that_do_not_fit(
@@ -67,6 +74,12 @@ def test_batches_that_do_not_fit(
     with pytest.raises(InputError) as caught:
         task_of(config, 4, 8)
     assert message in f"{caught.value.source.removeprefix('data ')}: {caught.value}"
+
+
+def test_stages_that_do_not_fit_one_another() -> None:
+    expected = r"a stage of .*:misfits fails on what it receives: RuntimeError: mat1 and mat2 .* 'optpipe profile' says"
+    with pytest.raises(TrainingError, match=expected):
+        train(TrainingConfig(one_f_one_b(3, 2), ModelConfig("tests.optpipe.train.odd_stages:misfits")))
 
 
 def test_another_number_of_stages_than_the_schedule_has() -> None:

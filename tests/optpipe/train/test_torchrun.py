@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
+from tests.ranks import RunRanks
 from tests.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
@@ -20,19 +22,19 @@ WORKER = Path(__file__).parent / "torchrun_worker.py"
 Ranks = list[dict[str, Any]]
 
 
-def run(folder: Path, runs: dict[str, Schedule], processes: int, *options: str) -> Ranks:
-    """Train the schedules under torchrun; the results that each rank wrote."""
+def run(launch: Callable[..., str], folder: Path, runs: dict[str, Schedule], processes: int, *options: str) -> Ranks:
+    """Train the schedules in as many processes, started by `launch`; the results that each rank wrote."""
     for name, schedule in runs.items():
         (folder / f"{name}.schedule.json").write_text(
             json.dumps(schedule.to_data() | {"problem": schedule.problem.to_data()})
         )
-    torchrun(WORKER, processes, str(folder), "2", *options)
+    launch(WORKER, processes, str(folder), "2", *options)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run(tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
+    return run(torchrun, tmp_path_factory.mktemp("two"), schedules(2), 2, "shared")
 
 
 CASES = [(name, dtype) for name in schedules(2) for dtype in MAX_ERROR]
@@ -83,8 +85,8 @@ def test_ranks_with_different_options_refuse_to_start(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.torchrun
-def test_three_ranks_start_and_end_their_own_group(tmp_path: Path) -> None:
-    ranks = run(tmp_path, {"linear": one_f_one_b(3, 4, moved=everything(3))}, 3)
+def test_three_ranks_start_and_end_their_own_group(run_ranks: RunRanks, tmp_path: Path) -> None:
+    ranks = run(run_ranks, tmp_path, {"linear": one_f_one_b(3, 4, moved=everything(3))}, 3)
     found = ranks[0]["linear, float32"]
     assert found["check"]["max_gradient_error"] <= MAX_ERROR["float32"]
     assert [device["live_bytes"] for device in found["check"]["devices"]] == [[0, 0]] * 3

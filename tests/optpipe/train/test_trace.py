@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from optpipe.errors import InputError
-from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train import CheckpointConfig, ModelConfig, OnlineConfig, OutputConfig, TrainingConfig, train
 from tests.optpipe.runtime.schedules import v_wave
+from tests.optpipe.train.online.solvers import Scripted
 
 SCHEDULE = v_wave(2, 3, moved=[(0, 0), (2, 1)])
 
@@ -31,6 +35,28 @@ def test_memory_is_as_planned_with_the_models_own_sizes() -> None:
         assert device.peak_bytes == checked.peak_bytes
         assert device.planned_peak_bytes == checked.planned_peak_bytes
         assert device.memory.bytes[-1] == 0
+
+
+def test_a_schedule_that_was_found_is_the_one_recorded() -> None:
+    online = OnlineConfig("first", devices=2, microbatches=4, rounds=1)
+    config = TrainingConfig(None, ModelConfig("tiny"), online=online, output=OutputConfig(trace_step=0), steps=1)
+    result = train(config, None, Scripted(["zb-h1"]))
+    assert result.trace is not None
+    assert result.trace.schedule == result.schedule
+    assert result.trace.schedule.method == "zb-h1"
+
+
+def test_a_resumed_run_records_a_step_of_its_own_or_says_that_it_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TrainingConfig(SCHEDULE, ModelConfig("tiny"), checkpoints=CheckpointConfig(tmp_path), steps=2)
+    train(config)
+    resumed = train(replace(config, steps=4, output=OutputConfig(trace=tmp_path / "trace.json")))
+    assert resumed.trace is not None
+    assert resumed.trace.step == 3
+    assert "no step is recorded" not in caplog.text
+    assert train(replace(config, steps=5, output=OutputConfig(trace_step=1))).trace is None
+    assert "no step is recorded: that would be step 1, and this run goes on with step 4" in caplog.messages
 
 
 def test_a_step_that_is_not_run_cannot_be_recorded() -> None:

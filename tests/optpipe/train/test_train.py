@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optpipe.compile import compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError
 from optpipe.train import CheckResult, ModelConfig, OptimizerConfig, StepReport, TrainingConfig, TrainingResult, train
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
@@ -133,7 +133,7 @@ def test_a_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loss_that_leaves_the_numbers_ends_the_run() -> None:
     config = TrainingConfig(one_f_one_b(1, 1), ModelConfig("tiny"), OptimizerConfig(learning_rate=1e30), steps=50)
     with pytest.raises(
-        TrainingError, match=r"the loss is (nan|inf) at step \d+ with learning_rate 1e\+30\. Maybe lower"
+        RunFailedError, match=r"the loss is (nan|inf) at step \d+ with learning_rate 1e\+30\. Maybe lower"
     ):
         train(config)
 

@@ -73,7 +73,7 @@ def test_what_was_asked_to_end_leaves_a_checkpoint_and_says_how_to_go_on(tmp_pat
     assert ended.checkpoints.message == (
         f"SIGINT: ended after 3 of 6 steps; all is in {final_path(tmp_path, 3)}. The same command goes on from there."
     )
-    assert [one.step for one in ended.checkpoints.written] == steps_in(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3]
     again = run(config_of(tmp_path, every_steps=100)).losses
     assert ended.losses | again == run(config_of(None)).losses
 

@@ -24,7 +24,8 @@ from optpipe.train.model import Model
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.train.checkpoints import normed_stages
 from tests.optpipe.train.checkpoints.runs import NORMED, STEPS, config_of, run
-from tests.torchrun import end, start, torchrun
+from tests.ranks import RunRanks
+from tests.torchrun import end, start
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
 ENDLESS = Path(__file__).parent / "endless_worker.py"
@@ -38,9 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Ranks:
+def ranks(run_ranks: RunRanks, folder: Path) -> Ranks:
     run(config_of(folder / "alone"), until=4)
-    torchrun(WORKER, 2, str(folder))
+    run_ranks(WORKER, 2, str(folder))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from optpipe.compile.actions import Action
+from optpipe.profile.measured import Measured
 from optpipe.runtime.trace import HostRecorder, Timing
 from optpipe.schedule import Schedule
 from optpipe.train.config import OnlineConfig
@@ -17,6 +18,7 @@ from optpipe.train.online.events import Events
 from optpipe.train.online.first import First
 from optpipe.train.online.online import Online
 from optpipe.train.online.start import Setting
+from optpipe.train.task import Task
 from optpipe.train.updates.outcome import StepOutcome
 from solver.portfolio import solve
 from tests.optpipe.train.online.measured import BEFORE, measured
@@ -54,8 +56,13 @@ class _Training:
         self.schedule = schedule
 
 
+def _first(training: _Training, found: Measured) -> First:
+    """As if measured before; the task has done its part by then."""
+    return First(training.schedule, SETTING, found, cast(Task, None))
+
+
 def _outcome(step: int, seconds: float) -> StepOutcome:
-    return StepOutcome(step, 1.0, None, 0.1, False, False, False, seconds)
+    return StepOutcome(step, 1.0, 1.0, 0.1, False, False, False, seconds)
 
 
 def _trained(seconds_after: float) -> tuple[_Training, Events]:
@@ -63,9 +70,7 @@ def _trained(seconds_after: float) -> tuple[_Training, Events]:
     found = measured()
     training = _Training(solve(SETTING.problem(found), "gpipe"))
     events, config = Events(leads=False), OnlineConfig("online", first_step=8, record_steps=1, every_steps=1000)
-    online = Online(
-        config, cast(Model, training), First(training.schedule, SETTING, found), Scripted(["zb-h1"]), events
-    )
+    online = Online(config, cast(Model, training), _first(training, found), Scripted(["zb-h1"]), events)
     for step in range(30):
         if online.due(step) or online.asks():
             online.act(step)
@@ -97,7 +102,7 @@ def test_what_changes_during_a_search_is_solved_for_after_it() -> None:
     training = _Training(solve(SETTING.problem(found), "gpipe"))
     config = OnlineConfig("online", first_step=0, record_steps=1, every_steps=4)
     events = Events(leads=False)
-    online = Online(config, cast(Model, training), First(training.schedule, SETTING, found), solver, events)
+    online = Online(config, cast(Model, training), _first(training, found), solver, events)
     for step in range(16):
         if online.due(step) or online.asks():
             online.act(step)

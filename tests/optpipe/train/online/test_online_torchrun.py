@@ -11,13 +11,13 @@ import pytest
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
 from solver.portfolio import solve
 from tests.problems import uniform
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "online_worker.py"
 
 
-def _ranks(folder: Path, mode: str) -> list[dict[str, Any]]:
-    torchrun(WORKER, 2, str(folder), mode)
+def _ranks(run_ranks: RunRanks, folder: Path, mode: str) -> list[dict[str, Any]]:
+    run_ranks(WORKER, 2, str(folder), mode)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -30,9 +30,9 @@ def plain_losses() -> tuple[float, ...]:
 @pytest.mark.torchrun
 @pytest.mark.parametrize("mode", ["off", "first", "online"])
 def test_both_processes_run_the_same_schedules_and_lose_as_much(
-    tmp_path: Path, mode: str, plain_losses: tuple[float, ...]
+    run_ranks: RunRanks, tmp_path: Path, mode: str, plain_losses: tuple[float, ...]
 ) -> None:
-    first, second = _ranks(tmp_path, mode)
+    first, second = _ranks(run_ranks, tmp_path, mode)
     assert first["method"] == second["method"] == ("gpipe" if mode == "off" else "zb-h1")
     assert first["losses"] == second["losses"] == pytest.approx(list(plain_losses), rel=1e-10)
     # too few steps for a verdict, which on a busy machine may be either

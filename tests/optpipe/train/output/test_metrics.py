@@ -49,7 +49,9 @@ def test_another_run_begins_anew(tmp_path: Path) -> None:
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m.jsonl")
-    metrics(step(0, loss=float("nan"), gradient_norm=float("inf"), skipped=True))
+    event = OnlineEvent(0, "timed", "by a broken clock", float("nan"))
+    metrics(step(0, loss=float("nan"), gradient_norm=float("inf"), skipped=True, events=(event,)))
     metrics.close()
     [line] = lines(tmp_path / "m.jsonl")
+    assert line["events"] == [{"step": 0, "kind": "timed", "text": "by a broken clock", "seconds": None}]
     assert (line["loss"], line["gradient_norm"], line["skipped"]) == (None, None, True)

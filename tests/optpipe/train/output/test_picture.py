@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from optpipe.plot.output import FORMATS, settings
 from optpipe.train import StepReport
 from optpipe.train.config.output import PICTURES
 from optpipe.train.online.events import OnlineEvent
-from optpipe.train.output.picture import MANY_STEPS, Picture, run_grid
+from optpipe.train.output.picture import MANY_STEPS, MEDIANS, Picture, run_grid
 from tests.optpipe.train.output.reports import step
 
 
@@ -42,6 +43,23 @@ def test_many_steps_have_a_median_that_no_outlier_moves() -> None:
         seconds = run_grid(steps, "a run").axes[2]
     assert max(curve(seconds)[1]) == 60
     assert set(curve(seconds, 1)[1]) == {3.0}
+
+
+def test_a_step_without_a_loss_is_in_no_median() -> None:
+    steps = [step(k, loss=math.nan if k == 30 else 3.0) for k in range(MANY_STEPS)]
+    with settings():
+        loss = run_grid(steps, "a run").axes[0]
+    assert set(curve(loss, 1)[1]) == {3.0}
+
+
+def test_a_long_run_has_no_more_medians_than_can_be_seen() -> None:
+    steps = [step(k, 3 * MEDIANS) for k in range(3 * MEDIANS)]
+    with settings():
+        loss = run_grid(steps, "a run").axes[0]
+    places, medians = curve(loss, 1)
+    assert len(medians) == MEDIANS + 1
+    assert (places[0], places[-1]) == (0, 3 * MEDIANS - 1)
+    assert medians[MEDIANS // 2] == steps[int(places[MEDIANS // 2])].loss, "in the middle of its window"
 
 
 def test_swaps_and_undone_updates_are_marked() -> None:

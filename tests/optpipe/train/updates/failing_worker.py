@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError, TrainingError
 from optpipe.train.launch import launched
 from tests.optpipe.train.updates.cases import M, config_of, noisy_model, schedules
 
@@ -58,6 +57,6 @@ def fail_in_step_three(module: torch.nn.Module, fail: Callable[[], None]) -> Non
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except (TrainingError, KeyboardInterrupt, dist.DistError) as error:
+    except (TrainingError, RunFailedError, KeyboardInterrupt) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optpipe.compile import compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import RunFailedError
 from optpipe.train.gpt import byte_loss
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
@@ -89,7 +89,7 @@ def test_a_loss_that_is_no_number_stops_and_touches_no_weight(optimistic: bool) 
         model.step(model.task.batch(step))
     model.settle()
     before = {name: tensor for name, tensor in state_of(model).items() if not name.endswith(("mean", "calls"))}
-    with pytest.raises(TrainingError, match=r"the loss is nan at step 2 with learning_rate 0\.01\. Maybe lower it"):
+    with pytest.raises(RunFailedError, match=r"the loss is nan at step 2 with learning_rate 0\.01\. Maybe lower it"):
         model.step(model.task.batch(2)) + model.settle()
     assert same_bits({name: state_of(model)[name] for name in before}, before)
 

@@ -14,7 +14,7 @@ from optpipe.train.plain import plain_step, tie_parameters
 from optpipe.train.task import task_of
 from optpipe.train.updates import StepOutcome
 from tests.optpipe.train.updates.cases import M, facts, replicated, schedules, synchronous
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "post_validation_worker.py"
 
@@ -25,11 +25,11 @@ def ranks_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four processes write, and two."""
     folder = tmp_path_factory.mktemp("post-validation")
-    torchrun(WORKER, 4, str(folder), *(name for name, s in schedules().items() if len(s.devices) == 4))
-    torchrun(WORKER, 2, str(folder), *(name for name, s in schedules().items() if len(s.devices) == 2))
+    run_ranks(WORKER, 4, str(folder), *(name for name, s in schedules().items() if len(s.devices) == 4))
+    run_ranks(WORKER, 2, str(folder), *(name for name, s in schedules().items() if len(s.devices) == 2))
     return folder
 
 
@@ -45,9 +45,9 @@ def test_processes_that_do_not_wait_equal_one_that_does(folder: Path, name: str)
 
 
 @pytest.mark.torchrun
-def test_replicas_and_tied_weights_count_once(tmp_path: Path) -> None:
+def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Norms and losses are those of the plain model, in which the tied weights are one, on the whole batch."""
-    torchrun(WORKER.parent / "replicas_worker.py", 2, str(tmp_path / "reports"))
+    run_ranks(WORKER.parent / "replicas_worker.py", 2, str(tmp_path / "reports"))
     found = [(report["loss"], report["gradient_norm"]) for report in json.loads((tmp_path / "reports").read_text())]
     config = replicated()
     task = task_of(config, 2, M)
