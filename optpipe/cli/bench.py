@@ -11,7 +11,8 @@ import typer
 
 from optpipe.cli.bench_report import document, print_report, result_line
 from optpipe.cli.compiling import compile_once
-from optpipe.cli.output import AsJson, check_writable, print_json, stderr, write_whole
+from optpipe.cli.names import names_in
+from optpipe.cli.output import AsJson, check_writable, doing, print_json, stderr, write_whole
 from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def command(
         raise InputError([Issue("--force", "no_record", "is given without --record. Maybe add --record.")])
     path = _suite_path(suite)
     loaded = Suite.load(path)
-    names = list(dict.fromkeys(name.strip() for name in methods.split(","))) if methods else None
+    names = names_in(methods) if methods else None
     cases = cases_of(path, loaded, names, only)
     _check_files(path if record else None, plot)
     seconds = time_limit or loaded.time_limit_s or DEFAULT_TIME_LIMIT_S
@@ -120,15 +121,14 @@ def _run(cases: Sequence[Case], limits: Callable[[], Limits], seconds_ratio: flo
     from solver.bench.measure import measure
 
     results: list[Result] = []
-    console = stderr()
     try:
         for place, case in enumerate(cases, start=1):
             head, these = f"{place}/{len(cases)}", limits()
-            with console.status(f"{head} {case.instance} with {case.method}, up to {these.time_limit_s:g} s"):
+            with doing(f"{head} {case.instance} with {case.method}, up to {these.time_limit_s:g} s"):
                 measured = measure(case.problem, case.method, these)
             result = Result(case, measured, judge(case, measured, these, seconds_ratio))
             results.append(result)
-            console.print(f"{head:>7}  {result_line(result)}", markup=False)
+            stderr().print(f"{head:>7}  {result_line(result)}")
             if measured.interrupted:
                 return Outcome(results, True)
     except KeyboardInterrupt:
@@ -154,4 +154,4 @@ def _draw(results: Sequence[Result], time_limit_s: float, path: Path, title: str
     if curves:
         draw_value_over_time(curves, time_limit_s, path, title)
     else:
-        stderr().print(f"{path} is not drawn: no schedule was found.", markup=False)
+        stderr().print(f"{path} is not drawn: no schedule was found.")

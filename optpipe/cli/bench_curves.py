@@ -12,7 +12,7 @@ Run = tuple[Case, Measured]
 
 
 def curves_of(runs: Sequence[Run]) -> list[InstanceCurves]:
-    """One chart for each instance on which some run found a figures, in the order of the runs."""
+    """One chart for each instance on which some run found a schedule, in the order of the runs."""
     by_instance: dict[str, list[Run]] = {}
     for case, measured in runs:
         if measured.figures is not None:

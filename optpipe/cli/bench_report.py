@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
 from optpipe.cli.output import share_text, stdout, table
 
 if TYPE_CHECKING:
@@ -36,15 +34,14 @@ def print_report(results: Sequence[Result], recorded: int | None) -> None:
     for column in (rows.columns[1], rows.columns[-1]):
         column.justify = "left"
     for result in results:
-        rows.add_row(*(escape(cell) for cell in _cells(result)))
+        rows.add_row(*_cells(result))
     console = stdout()
-    width = console.measure(rows, options=console.options.update(max_width=10_000)).maximum
-    console.print(rows, width=max(width, console.width))
+    console.print(rows)
     for result in results:
         for finding in result.verdict.findings:
-            console.print(f"regression: {result.case.instance} with {result.case.method}: {finding}", markup=False)
+            console.print(f"regression: {result.case.instance} with {result.case.method}: {finding}")
     for line in _summary(results, recorded):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _cells(result: Result) -> list[str]:

@@ -11,7 +11,8 @@ import typer
 
 from optpipe.cli.compiling import compile_once
 from optpipe.cli.interrupt import ctrl_c_cancels
-from optpipe.cli.output import AsJson, check_writable, print_json, share_text, stderr, stdout, table, time_text
+from optpipe.cli.names import names_in
+from optpipe.cli.output import AsJson, check_writable, doing, print_json, share_text, stderr, stdout, table, time_text
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError, SolverDiedError
 
@@ -37,7 +38,9 @@ def command(
     methods: Annotated[
         str | None, typer.Option(help="Names, separated by commas; default: all.", metavar="a,b")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the schedules at one time scale (png, svg).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the schedules at one time scale (png, svg, html).")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Run every method on a problem: value, bubble, peak and seconds, or why not. Each search gets the time limit.
@@ -48,7 +51,7 @@ def command(
     from solver.limits import Cancel, Limits
     from solver.methods import METHODS, method_named
 
-    names = [name.strip() for name in methods.split(",")] if methods else [name for name in METHODS if name != "auto"]
+    names = names_in(methods) if methods else [name for name in METHODS if name != "auto"]
     for name in names:
         method_named(name)
     if plot:
@@ -62,16 +65,16 @@ def command(
     cancel = Cancel()
     with ctrl_c_cancels(cancel):
         for name in names:
-            with stderr().status(f"{name}, up to {time_limit:g} s"):
+            with doing(f"{name}, up to {time_limit:g} s"):
                 rows.append(_run(loaded, name, Limits(time_limit, cancel=cancel)))
             if cancel.requested:
                 break
-    if plot:
-        _draw(rows, plot)
     if as_json:
         print_json([_document(row) for row in rows])
     else:
         _print(rows)
+    if plot:
+        _draw(rows, plot)
     return 130 if cancel.requested else 0
 
 
@@ -101,7 +104,11 @@ def _schedule(problem: Problem, name: str, limits: Limits) -> Schedule:
 def _draw(rows: Sequence[Row], path: Path) -> None:
     from optpipe.plot import draw_comparison
 
-    draw_comparison([(row.method, row.schedule) for row in rows if row.schedule], path)
+    found = [(row.method, row.schedule) for row in rows if row.schedule]
+    if found:
+        draw_comparison(found, path)
+    else:
+        stderr().print(f"{path} is not drawn: no schedule was found.")
 
 
 def _document(row: Row) -> dict[str, Any]:

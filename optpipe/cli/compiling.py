@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from optpipe.cli.output import stderr
+from optpipe.cli.output import doing
 
 
 def compile_once() -> None:
-    """Compile all kernels where that has not been done for this installation; in a process of its own."""
+    """Compile all kernels where that has not been done for this installation.
+
+    In a process of its own, and out of reach of Ctrl-C: on an interrupt this process ends it, which says so itself.
+    """
     from solver.warm_up import is_warm
 
     if is_warm():
         return
-    with stderr().status("compiling kernels: once for an installation, up to a minute or two"):
-        subprocess.run([sys.executable, "-P", "-m", "solver.warm_up"], check=False)
+    with doing("compiling kernels: once for an installation, up to a minute or two"):
+        subprocess.run([sys.executable, "-P", "-m", "solver.warm_up"], check=False, start_new_session=True)

@@ -47,7 +47,7 @@ def command(
         typer.Option(
             "--to",
             help="chrome-trace: for Perfetto and chrome://tracing. "
-            "torch-csv: for the runtime of torch.distributed.pipelining, torchtitan and NeMo AutoModel.",
+            "torch-csv: for torch's own pipelining runtime, torchtitan and NeMo AutoModel.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
@@ -68,7 +68,7 @@ def command(
         write_whole(output, _torch_csv_text(loaded, drop_offload))
         if drop_offload:
             document["devices"] = _memory_without_offload(loaded)
-    print_json(document) if as_json else stdout().print(f"wrote {output}", markup=False)
+    print_json(document) if as_json else stdout().print(f"wrote {output}")
     return 0
 
 
@@ -120,5 +120,5 @@ def _memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None
     for d, (need, budget) in enumerate(zip(needs, budgets, strict=True)):
         limit = "no limit" if budget is None else f"{budget:,} bytes"
         over = f", {need - budget:,} too few" if budget is not None and need > budget else ""
-        stderr().print(f"device {d} needs {need:,} bytes without offload (budget: {limit}{over})", markup=False)
+        stderr().print(f"device {d} needs {need:,} bytes without offload (budget: {limit}{over})")
     return [{"peak_bytes_any_timing": n, "memory_bytes": b} for n, b in zip(needs, budgets, strict=True)]

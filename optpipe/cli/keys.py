@@ -49,7 +49,7 @@ def list_keys(database_url: DatabaseUrl = None, as_json: AsJson = False) -> int:
     rows = table("id", "name", "created", "revoked")
     for data in map(_data, keys):
         rows.add_row(data["id"], data["name"], data["created_at"], data["revoked_at"] or "")
-    stdout().print(rows, markup=False)
+    stdout().print(rows)
     return 0
 
 

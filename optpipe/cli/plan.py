@@ -11,9 +11,11 @@ import typer
 
 from optpipe.cli.compiling import compile_once
 from optpipe.cli.interrupt import ctrl_c_cancels
+from optpipe.cli.names import names_in
 from optpipe.cli.output import (
     AsJson,
     check_writable,
+    doing,
     print_json,
     share_text,
     stderr,
@@ -22,17 +24,22 @@ from optpipe.cli.output import (
     time_text,
     write_whole,
 )
+from optpipe.cli.size import parse_size
 from optpipe.cli.solve import TimeLimit
+from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
     from optpipe.problem import Objective
     from solver.layout.candidates import Candidate, Search
-    from solver.layout.ranking import Judged
+    from solver.layout.ranking import Judged, OnJudged
 
 SHOWN = 24
-"""Rows of the table; `--json` has all."""
+"""Rows of the table, and reasons why no layout has a schedule; `--json` has all."""
+
+MOST_DIGITS = 7
+"""Of a global batch, and of what divides it."""
 
 
 class OffloadChoice(StrEnum):
@@ -58,7 +65,10 @@ def command(
         OffloadChoice.BOTH
     ),
     memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of a device, parameters included; default: the profile's.")
+        int | None,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Of a device, parameters included; default: the profile's."
+        ),
     ] = None,
     objective: Annotated[str, typer.Option(help="makespan or device_span.")] = "makespan",
     time_limit: TimeLimit = 60.0,
@@ -82,11 +92,13 @@ def command(
     search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective)
     compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
-    doing = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
-    with stderr().status(doing), ctrl_c_cancels(limits.cancel):
+    what = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
+    with doing(what), ctrl_c_cancels(limits.cancel):
         judged = rank(candidates(profile, search, limits), limits, _print_better())
     schedule = judged[0].schedule
     if schedule is None:
+        if limits.cancel.requested:
+            raise KeyboardInterrupt
         raise _nothing_found(judged)
     if output:
         from optpipe.schedule_text import schedule_text
@@ -115,12 +127,12 @@ def _search(
     issues: list[Issue] = []
     if objective not in ("makespan", "device_span"):
         issues.append(Issue("--objective", "unknown", f"is {objective!r} but must be makespan or device_span."))
-    names = [name.strip() for name in placements.split(",")] if placements else list(USUAL)
+    names = names_in(placements) if placements else list(USUAL)
     for name in names:
         try:
             placement_named(name)
         except ValueError as error:
-            issues.append(Issue("--placements", "unknown", f"holds {error}"))
+            issues.append(Issue("--placements", "unknown", f"is wrong: {error}"))
     wanted = _microbatch_sizes(sizes, devices, global_batch, issues)
     if offload is OffloadChoice.YES and not (profile.copies and any(layer.offload_bytes for layer in profile.layers)):
         detail = "is yes, but the profile says of no layer that it may leave, or not how fast. Maybe add copies to it."
@@ -138,16 +150,16 @@ def _microbatch_sizes(text: str | None, devices: int, global_batch: int, issues:
         usual = [2**k for k in range(20) if global_batch % 2**k == 0 and 2**k * devices <= global_batch]
         return usual or [1]
     sizes = []
-    for part in text.split(","):
-        size = int(part) if part.strip().isdecimal() else 0
+    for part in names_in(text):
+        size = int(part) if part.isdecimal() and len(part) <= MOST_DIGITS else 0
         if size < 1 or global_batch % size:
-            detail = f"holds {part.strip()!r}, which does not divide --global-batch {global_batch}."
+            detail = f"holds {shown(part)}, which does not divide --global-batch {global_batch}."
             issues.append(Issue("--microbatch-sizes", "no_divisor", detail))
         sizes.append(size)
     return sizes
 
 
-def _print_better() -> Any:
+def _print_better() -> OnJudged:
     """A line on stderr for each layout that is better than all before."""
     best_us = float("inf")
 
@@ -155,7 +167,7 @@ def _print_better() -> Any:
         nonlocal best_us
         if one.value_us < best_us:
             best_us = one.value_us
-            stderr().print(f"{time_text(one.value_us):>16}  {one.candidate.name}", markup=False)
+            stderr().print(f"{time_text(one.value_us):>16}  {one.candidate.name}")
 
     return show
 
@@ -215,9 +227,9 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
     if len(judged) > SHOWN:
         console.print(f"and {len(judged) - SHOWN} more, none better; --json lists all")
     assert best.candidate.layout is not None
-    console.print(f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))}", markup=False)
+    console.print(f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))}")
     if output:
-        console.print(f"wrote {output}", markup=False)
+        console.print(f"wrote {output}")
 
 
 def _cells(candidate: Candidate) -> tuple[str, str, str, str]:

@@ -22,5 +22,5 @@ def command(
 
     check_writable(output)
     draw_schedule(Schedule.load(schedule), output)
-    print_json({"output": str(output)}) if as_json else stdout().print(f"wrote {output}", markup=False)
+    print_json({"output": str(output)}) if as_json else stdout().print(f"wrote {output}")
     return 0

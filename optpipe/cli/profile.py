@@ -41,7 +41,8 @@ def command(
         Path | None, typer.Option(help="Nothing is measured: sizes and rates are read here.", metavar="TABLE.toml")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="tiny, small or medium (our GPT), or package.module:callable.", metavar="MODEL")
+        str | None,
+        typer.Option(help="tiny, small or medium (our GPT), or your own as module:callable.", metavar="MODEL"),
     ] = None,
     form: Annotated[
         Format | None, typer.Option("--format", help="Default: a problem where it is known how many stages there are.")
@@ -54,7 +55,12 @@ def command(
     ] = None,
     memory: Annotated[
         int | None,
-        typer.Option(parser=parse_size, help="Of a device, parameters included; default: no limit.", metavar="SIZE"),
+        typer.Option(
+            parser=parse_size,
+            help="Of a device: parameters with gradients and Adam's moments are taken off and the rest is the budget; "
+            "messages that wait for their op come on top. Default: no limit.",
+            metavar="SIZE",
+        ),
     ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, max=2000, help="Blocks of our GPT; default: one a stage.")
@@ -62,10 +68,13 @@ def command(
     microbatch_size: Annotated[int | None, typer.Option(min=1, max=4096, help="Sequences; default: 4.")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Bytes of text in one; default: the longest.")] = None,
     dtype: Annotated[Precision | None, typer.Option(help="Precision of our GPT; default: float32.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="How often each op is timed, after warm-up.")] = 10,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="How often each op is timed, after warm-up; default: 10.")
+    ] = None,
     clock: Annotated[
-        ClockChoice, typer.Option(help="cpu: the computing thread's time, which a busy machine does not lengthen.")
-    ] = ClockChoice.WALL,
+        ClockChoice | None,
+        typer.Option(help="cpu: the computing thread's time, which a busy machine does not lengthen; default: wall."),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Run steps and compare them with what is predicted.")] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -75,20 +84,22 @@ def command(
     the code that runs in training. Under torchrun each process measures the stages of its device.
     """
     check_writable(output)
-    own = {"--layers": layers, "--microbatch-size": microbatch_size, "--sequence": sequence, "--dtype": dtype}
+    our_gpt: dict[str, object] = {
+        "--layers": layers,
+        "--microbatch-size": microbatch_size,
+        "--sequence": sequence,
+        "--dtype": dtype,
+    }
+    measuring: dict[str, object] = {"--memory": memory, "--rounds": rounds, "--clock": clock, "--check": check or None}
     if from_table is not None:
-        _refuse(
-            "--from-table",
-            "measures nothing and has all from its table",
-            own | {"--model": model, "--memory": memory, "--check": check or None},
-        )
+        _refuse("--from-table", "measures nothing and has all from its table", {"--model": model} | our_gpt | measuring)
         from optpipe.cli.profile_table import profile_table
 
         return profile_table(from_table, output, form, devices, stages, placement, microbatches, as_json)
     if model is None:
         raise InputError([Issue("--model", "missing", "is missing. Maybe --model small, or --from-table TABLE.toml.")])
     if ":" in model:
-        _refuse("--model", f"is {model}, whose callable decides that", own)
+        _refuse("--model", f"is {model}, whose callable decides that", our_gpt)
     from optpipe.cli.profile_model import Options, profile_model
 
     options = Options(
@@ -102,8 +113,8 @@ def command(
         microbatch_size=microbatch_size or 4,
         sequence=sequence,
         dtype=(dtype or Precision.FLOAT32).value,
-        rounds=rounds,
-        clock=clock.value,
+        rounds=rounds or 10,
+        clock=(clock or ClockChoice.WALL).value,
         check=check,
     )
     return profile_model(model, options, output, as_json)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from optpipe.cli.output import print_json, stderr, write_whole
+from rich.text import Text
+
+from optpipe.cli.output import doing, print_json, stderr, write_whole
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError
 from optpipe.extras import needs_extra
 from optpipe.placements import devices_of_stages
@@ -95,7 +97,7 @@ def _check(measured: Measured, chain: Chain, problem: Problem, device: torch.dev
     from optpipe.profile.check import check_prediction
 
     schedule = _quick_schedule(measured, problem)
-    with stderr().status(f"running steps of {schedule.method}"):
+    with doing(f"running steps of {schedule.method}"):
         return check_prediction(measured, chain, schedule, device)
 
 
@@ -207,12 +209,12 @@ def _progress(name: str, leads: bool) -> Iterator[Callable[[int, int], None]]:
     if not leads:
         yield lambda _round, _rounds: None
     elif sys.stderr.isatty():
-        with stderr().status(f"measuring {name}") as status:
-            yield lambda number, rounds: status.update(f"measuring {name}: round {number + 1} of {rounds}")
+        with doing(f"measuring {name}") as status:
+            yield lambda number, rounds: status.update(Text(f"measuring {name}: round {number + 1} of {rounds}"))
     else:
         yield _print_round
 
 
 def _print_round(number: int, rounds: int) -> None:
     if number % max(1, rounds // 5) == 0:
-        stderr().print(f"round {number + 1:>4} of {rounds}", markup=False)
+        stderr().print(f"round {number + 1:>4} of {rounds}")

@@ -51,14 +51,14 @@ def _check_figures(check: Check) -> dict[str, Any]:
 def print_figures(measured: Measured, check: Check | None, output: Path, written: str) -> None:
     """Times and memory of the stages, messages, copies, and how the prediction compares with real steps."""
     console = stdout()
-    console.print(measured.name, markup=False)
-    console.print(f"{measured.source}\n", markup=False)
+    console.print(measured.name)
+    console.print(f"{measured.source}\n")
     _print_times(measured)
     _print_memory(measured)
     _print_copies(measured)
     if check:
         _print_check(check)
-    console.print(f"wrote {output} ({written})", markup=False)
+    console.print(f"wrote {output} ({written})")
 
 
 def _print_times(measured: Measured) -> None:

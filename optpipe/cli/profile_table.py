@@ -40,7 +40,7 @@ def profile_table(
         print_json(_document(sizes, profile, output, written.format))
     else:
         _print(sizes, profile)
-        stdout().print(f"wrote {output} ({written.format})", markup=False)
+        stdout().print(f"wrote {output} ({written.format})")
     return 0
 
 
@@ -106,4 +106,4 @@ def _print(sizes: SizeTable, profile: LayerProfile) -> None:
         console.print(f"\nk = {ratio:.2f}: a layer's offload and reload over its F, B and W; {verdict} (PipeOffload)")
     console.print("\nassumed:")
     for sentence in assumptions(sizes):
-        console.print(f"- {sentence}", markup=False)
+        console.print(f"- {sentence}")

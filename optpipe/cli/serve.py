@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option(help="postgresql://user:password@host/database, or OPTPIPE_DATABASE_URL.", metavar="URL"),
+    typer.Option(help="A PostgreSQL, as postgresql://host/name; default: OPTPIPE_DATABASE_URL.", metavar="URL"),
 ]
 
 OPEN_STREAMS_S = 3
@@ -25,11 +25,11 @@ OPEN_STREAMS_S = 3
 
 
 def command(
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.", show_default="8000")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; default: 8000.")] = None,
     database_url: DatabaseUrl = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, max=1, help="0: workers run elsewhere (optpipe worker).", show_default="1")
+        int | None, typer.Option(min=0, max=1, help="0: workers run elsewhere (optpipe worker); default: 1.")
     ] = None,
 ) -> int:
     """Run the HTTP service with its page and a worker.

@@ -12,6 +12,7 @@ from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.output import (
     AsJson,
     check_writable,
+    doing,
     print_json,
     share_text,
     stderr,
@@ -47,7 +48,9 @@ def command(
     method: Annotated[str, typer.Option(help="One of `optpipe methods`.")] = "auto",
     time_limit: TimeLimit = 30.0,
     gap: Annotated[float, typer.Option(min=0.0, max=1.0, help="Stop at (value - bound) / value of this.")] = 0.0,
-    workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores, on a server one.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the search.")] = 0,
     memory_limit: Annotated[
         int | None,
@@ -57,7 +60,7 @@ def command(
     ] = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep what was solved before.")] = True,
     server: Annotated[
-        str | None, typer.Option(help="Have this server solve it, such as http://localhost:8000.", metavar="URL")
+        str | None, typer.Option(help="Have this server solve it, such as http://host:8000.", metavar="URL")
     ] = None,
     key: Annotated[
         str | None, typer.Option(envvar="OPTPIPE_KEY", help="Bearer key for the server.", show_envvar=True)
@@ -71,34 +74,35 @@ def command(
     from optpipe.problem import Problem
     from solver.limits import Limits, available_cores
 
-    if output and output != "-":
+    if output is not None and output != "-":
         check_writable(Path(output))
     loaded = Problem.load(problem)
     what = f"{loaded.name or problem.name} with {method} for up to {time_limit:g} s"
     result: ChildResult | ServerResult
-    if server:
+    if server is not None:
         _refuse_local_options(memory_limit, cache)
         limits = Limits(time_limit, gap, workers or 1, seed)
-        with stderr().status(f"{server} solves {what}"):
+        with doing(f"{server} solves {what}"):
             result = _solve_on(server, key, loaded, method, limits)
     else:
         compile_once()
         limits = Limits(time_limit, gap, workers or available_cores(), seed)
-        result = _solve_here(loaded, method, limits, memory_limit, output, cache, f"solving {what}")
+        result = _solve_here(loaded, method, limits, memory_limit, output, cache, what)
     try:
         schedule = result.schedule_or_error()
     except NoSolutionError:
         if limits.cancel.requested:
             raise KeyboardInterrupt from None  # there was no time to find anything: it is the interruption that counts
         raise
+    interrupted = limits.cancel.requested
     _write(schedule, output)
-    if as_json and output != "-":
-        print_json(
-            summary(schedule) | {"output": output, "interrupted": limits.cancel.requested, "limit": result.limit}
-        )
-    elif output != "-":
+    if output == "-":
+        pass  # what is on stdout already is all that belongs there
+    elif as_json:
+        print_json(summary(schedule) | {"output": output, "interrupted": interrupted, "limit": result.limit})
+    else:
         _print_summary(schedule, output)
-    return 130 if limits.cancel.requested else 0
+    return 130 if interrupted else 0
 
 
 def _solve_here(
@@ -108,13 +112,13 @@ def _solve_here(
     memory_limit: int | None,
     output: str | None,
     cache: bool,
-    doing: str,
+    what: str,
 ) -> ChildResult:
     """A solve on this machine, or what the cache knows."""
     known = _cached(problem, method, limits) if cache else None
     if known is not None:
         return known
-    with stderr().status(doing):
+    with doing(f"solving {what}"):
         starts = _neighbours(problem) if cache else []
         result = _solve(problem, method, limits, memory_limit, output, starts)
     if cache and result.schedule:
@@ -138,7 +142,7 @@ def _solve_on(server: str, key: str | None, problem: Problem, method: str, limit
     with Client(server, key) as client:
         config = {"gap": limits.gap, "workers": limits.workers, "seed": limits.seed}
         job = client.submit(problem, method, limits.time_limit_s, **config)
-        stderr().print(f"job {job.id}", markup=False)
+        stderr().print(f"job {job.id}")
         try:
             client.follow(job.id, print_progress)
         except KeyboardInterrupt:
@@ -155,7 +159,7 @@ def _cached(problem: Problem, method: str, limits: Limits) -> ChildResult | None
     known = Cache().lookup(problem)
     if known is None or not known.answers(method, limits):
         return None
-    stderr().print("an equal problem was solved before (--no-cache solves it again)", markup=False)
+    stderr().print("an equal problem was solved before (--no-cache solves it again)")
     return ChildResult(known.schedule, known.schedule.status, None)
 
 
@@ -224,7 +228,6 @@ def print_progress(better: Incumbent | Progress) -> None:
     stderr().print(
         f"{better.seconds:8.2f} s  {time_text(better.value_us):>16}  bound {time_text(better.bound_us):>16}  "
         f"gap {share_text(better.gap):>8}  {better.method}",
-        markup=False,
     )
 
 
@@ -248,7 +251,8 @@ def summary(schedule: Schedule) -> dict[str, Any]:
 
 def _print_summary(schedule: Schedule, output: str | None) -> None:
     console = stdout()
-    proof = "optimal" if schedule.status == "optimal" else f"at most {share_text(schedule.gap)} above the optimum"
+    far = f"no schedule is shorter by more than {share_text(schedule.gap)}"
+    proof = "optimal" if schedule.status == "optimal" else far
     lines = [
         f"{schedule.problem.name or 'problem'}: {schedule.objective} {time_text(schedule.value_us)}, {proof} "
         f"(bound {time_text(schedule.bound_us)})",
@@ -259,7 +263,7 @@ def _print_summary(schedule: Schedule, output: str | None) -> None:
     if output:
         lines.append(f"wrote {output}")
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _offloads_text(schedule: Schedule) -> str:

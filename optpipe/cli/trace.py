@@ -44,5 +44,5 @@ def command(
     else:
         print_comparison(loaded, comparison)
         if plot:
-            stdout().print(f"wrote {plot}", markup=False)
+            stdout().print(f"wrote {plot}")
     return 0

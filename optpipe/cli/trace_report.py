@@ -31,8 +31,8 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
     """How the figures came about, the step, and the devices."""
     console = stdout()
     basis = comparison.basis
-    console.print(f"step {trace.step} of {trace.source or 'a training run'}", markup=False)
-    console.print(_basis_text(trace, comparison), markup=False)
+    console.print(f"step {trace.step} of {trace.source or 'a training run'}")
+    console.print(_basis_text(trace, comparison))
     ratio = _ratio_text(comparison.step_us, comparison.planned_step_us)
     console.print(
         f"step: planned {_us(comparison.planned_step_us)}, {basis} {_us(comparison.step_us)}, ratio {ratio}; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +29,8 @@ def document(result: TrainingResult) -> dict[str, Any]:
 
     Numbers that are none are null: the loss of a step that was skipped, an infinite error.
     """
+    from optpipe.train.output.metrics import finite
+
     values = asdict(replace(result, trace=None, schedule=None))
     del values["trace"], values["schedule"]
     values["method"] = result.schedule.method if result.schedule else None
@@ -38,17 +39,8 @@ def document(result: TrainingResult) -> dict[str, Any]:
         from optpipe.trace.compare import compare
 
         values["trace"] = trace_document(compare(result.trace))
-    finite: dict[str, Any] = _finite(values)
-    return finite
-
-
-def _finite(value: Any) -> Any:
-    """The same, with null in place of each number that is not finite, as JSON has none."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    found: dict[str, Any] = finite(values)
+    return found
 
 
 def passed(check: CheckResult, model: ModelConfig, on_cpu: bool) -> bool:

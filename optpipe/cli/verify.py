@@ -56,7 +56,7 @@ def _print(schedule: Schedule, verdict: Verdict) -> None:
     console.print(rows)
     console.print(f"makespan {time_text(verdict.makespan_us)}, device span {time_text(verdict.device_span_us)}")
     for violation in verdict.violations[:SHOWN_VIOLATIONS]:
-        console.print(f"broken: {violation}", markup=False)
+        console.print(f"broken: {violation}")
     if len(verdict.violations) > SHOWN_VIOLATIONS:
         console.print(f"... and {len(verdict.violations) - SHOWN_VIOLATIONS} more (all with --json)")
     console.print(

@@ -22,6 +22,7 @@ def refused(cli: Cli, *arguments: object) -> str:
     assert "Traceback" not in run.err
     lines = run.err.strip().splitlines()
     assert len(lines) == 1
+    assert lines[0].count("Maybe ") <= 1
     as_json = cli(*arguments, "--json")
     assert as_json.code == 2
     assert lines[0] == "error: " + as_json.document["error"]["message"]
@@ -90,15 +91,17 @@ def test_everything_wrong_is_said_at_once(cli: Cli, problem_file: Path) -> None:
     ("options", "message"),
     [
         (("--method", "zb-9"), "method is 'zb-9'; the methods are auto"),
-        (("--gap", "2"), "'--gap'"),
-        (("--gap", "nan"), "'--gap'"),
-        (("--time-limit", "0"), "'--time-limit'"),
-        (("--time-limit", "soon"), "'--time-limit'"),
-        (("--workers", "0"), "'--workers'"),
-        (("--seed", "-1"), "'--seed'"),
+        (("--gap", "2"), "Invalid value '2' for '--gap': Input should be less than or equal to 1."),
+        (("--gap", "nan"), "Invalid value 'nan' for '--gap'"),
+        (("--time-limit", "0"), "Invalid value '0' for '--time-limit'"),
+        (("--time-limit", "soon"), "Invalid value 'soon' for '--time-limit'"),
+        (("--workers", "0"), "Invalid value '0' for '--workers'"),
+        (("--seed", "-1"), "Invalid value '-1' for '--seed'"),
         (("--memory-limit", "much"), "'much' is not a size. Maybe write it as 8GiB"),
         (("--bogus",), "No such option: --bogus"),
         (("-o", "/no/such/folder/s.json"), "/no/such/folder is not a folder"),
+        (("-o", ""), "it is a folder. Maybe"),
+        (("--server", ""), "server is ''"),
     ],
 )
 def test_options(cli: Cli, problem_file: Path, options: tuple[str, ...], message: str) -> None:
@@ -113,6 +116,7 @@ def test_other_commands(cli: Cli, problem_file: Path, schedule_file: Path, tmp_p
     assert ".bmp" in refused(cli, "compare", problem_file, "--plot", tmp_path / "x.bmp")
     assert "methods are" in refused(cli, "compare", problem_file, "--methods", "cp-sat,nope")
     assert "--to" in refused(cli, "export", schedule_file, "--to", "pdf", "-o", tmp_path / "x")
+    assert "Choose from: chrome-trace, torch-csv" in refused(cli, "export", schedule_file, "-o", tmp_path / "x")
     assert "--model is 'huge'" in refused(cli, "train", "--schedule", schedule_file, "--model", "huge")
     assert "--learning-rate is -1.0" in refused(cli, "train", "--schedule", schedule_file, "--learning-rate", "-1")
 

@@ -42,11 +42,29 @@ def test_solve_to_stdout_is_the_schedule_alone(cli: Cli, problem_file: Path) -> 
     assert Schedule.from_json(run.out).status == "optimal"
 
 
+def test_a_name_that_looks_like_markup(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text(uniform(2, 3, name="[/gpu] :b:").to_json())
+    run = cli("solve", path, "--method", "zb-auto", "--no-cache")
+    assert run.code == 0
+    assert run.out.startswith("[/gpu] :b:: makespan")
+
+
 def test_solve_json_summary(cli: Cli, problem_file: Path) -> None:
     document = cli("solve", problem_file, "--json", "--method", "zb-auto").document
     assert document["method"] == "zb-auto"
     assert document["peak_bytes"] == [4, 3]
     assert document["interrupted"] is False
+
+
+def test_solve_says_by_how_much_a_schedule_could_be_shorter(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text(uniform(4, 8).to_json())
+    asked = ("solve", path, "--method", "1f1b")
+    told, found = cli(*asked).out, cli(*asked, "--json").document
+    assert found["bound_us"] < found["value_us"]
+    share = 100 * (found["value_us"] - found["bound_us"]) / found["value_us"]
+    assert f"no schedule is shorter by more than {share:.2f} %" in told
 
 
 def test_solve_stops_at_the_memory_it_may_take(cli: Cli, tmp_path: Path) -> None:
@@ -117,6 +135,15 @@ def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path
     rows = {row["method"]: row for row in cli("compare", problem_file, "--methods", "gpipe,cp-sat", "--json").document}
     assert rows["cp-sat"]["status"] == "optimal"
     assert "2 too few" in rows["gpipe"]["why_not"]
+
+
+def test_compare_without_a_schedule_shows_why_and_draws_nothing(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "c.svg"
+    run = cli("compare", problem_file, "--methods", "gpipe,gpipe", "--plot", picture, "--json")
+    assert run.code == 0
+    assert ["2 too few" in row["why_not"] for row in run.document] == [True]
+    assert f"{picture} is not drawn" in run.err
+    assert not picture.exists()
 
 
 def test_compare_when_interrupted_shows_what_is_done(

@@ -45,8 +45,9 @@ def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--microbatch-sizes", "9" * 5000), "does not divide --global-batch 8."),
         (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),
-        (("--placements", "zigzag"), "--placements holds 'zigzag' is not a placement. Maybe one of linear"),
+        (("--placements", "zigzag"), "--placements is wrong: 'zigzag' is not a placement. Maybe one of linear"),
         (("--objective", "time"), "--objective is 'time' but must be makespan or device_span."),
         (("--offload", "yes"), "--offload is yes, but the profile says of no layer that it may leave"),
     ],
@@ -58,6 +59,6 @@ def test_bad_options(cli: Cli, layers: Path, options: tuple[str, ...], message: 
 
 
 def test_nothing_fits(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1000", "--time-limit", "1")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1KB", "--time-limit", "1")
     assert run.code == 4
     assert "linear, even cut, microbatch 1: parameters alone take 4,000 of 1,000 bytes on device 0" in run.err

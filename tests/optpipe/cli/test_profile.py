@@ -12,7 +12,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.optpipe.cli.conftest import Cli
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "examples" / "problems" / "gpt-320b-1000-gpus.toml"
@@ -140,9 +140,9 @@ def test_ctrl_c_leaves_no_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.torchrun
-def test_two_processes_measure_a_stage_each(tmp_path: Path) -> None:
+def test_two_processes_measure_a_stage_each(run_ranks: RunRanks, tmp_path: Path) -> None:
     out = tmp_path / "problem.json"
-    torchrun(Path(__file__).parent / "main_worker.py", 2, "profile", *QUICK, "--layers", "3", "-o", str(out))
+    run_ranks(Path(__file__).parent / "main_worker.py", 2, "profile", *QUICK, "--layers", "3", "-o", str(out))
     problem = Problem.load(out)
     assert [stage.device for stage in problem.stages] == [0, 1]
     assert "transfers: gloo between processes" in problem.source

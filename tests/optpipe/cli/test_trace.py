@@ -13,7 +13,7 @@ from tests.optpipe.cli.conftest import Cli, Run
 from tests.optpipe.plot.schedules import pair
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.trace.traces import trace_of
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "main_worker.py"
 
@@ -119,10 +119,10 @@ def test_bad_input_is_named(
 
 
 @pytest.mark.torchrun
-def test_ranks_gather_one_trace_on_one_clock(schedule_file: Path, tmp_path: Path) -> None:
+def test_ranks_gather_one_trace_on_one_clock(run_ranks: RunRanks, schedule_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     options = ("--schedule", str(schedule_file), "--model", "tiny", "--steps", "2", "--trace", str(out))
-    torchrun(WORKER, 2, "train", *options)
+    run_ranks(WORKER, 2, "train", *options)
     trace = Trace.load(out)
     assert [device.process for device in trace.devices] == [0, 1]
     assert trace.devices_ran_at_once

@@ -24,6 +24,13 @@ def test_numbers_that_are_none_are_null(cli: Cli, quick_schedule_file: Path, tmp
     assert json.loads(trace.read_text())
 
 
+def test_a_run_that_had_begun_and_failed_is_no_bad_input(cli: Cli, quick_schedule_file: Path) -> None:
+    own = ("--model", f"{STAGES}:unused", "--data", f"{STAGES}:without_a_number", "--steps", 3)
+    run = cli("train", "--schedule", quick_schedule_file, *own)
+    assert run.code == 1
+    assert "error: the loss is nan at step 1 with learning_rate 0.001. Maybe lower it." in run.err
+
+
 def test_an_interrupt_is_one_error(cli: Cli, monkeypatch: pytest.MonkeyPatch, quick_schedule_file: Path) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -1,0 +1,63 @@
+"""Ctrl-C at any moment: exit code 130 and one message, with what was found by then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.core import TyperGroup
+
+from optpipe.cli.compiling import compile_once
+from solver.layout.ranking import Judged, rank
+from tests.optpipe.cli.conftest import Cli
+
+LAYERS = Path(__file__).parents[3] / "examples" / "problems" / "real8.layers.json"
+
+
+def _interrupted(*_: object, **__: object) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_while_the_program_is_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optpipe.cli.outcome.run", _interrupted)
+    assert cli("methods").code == 130
+
+
+def test_little_is_loaded_before_an_interrupt_is_answered() -> None:
+    loaded = "import optpipe.cli, sys; print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True, timeout=60)
+    assert {"typer", "rich", "numpy", "pydantic", "optpipe.cli.train"}.isdisjoint(names.stdout.split())
+
+
+def test_while_options_are_read(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TyperGroup, "make_context", _interrupted)
+    run = cli("methods", "--json")
+    assert run.code == 130
+    assert run.err == "error: interrupted.\n"
+    assert run.document["error"]["type"] == "KeyboardInterrupt"
+
+
+def test_while_layouts_are_judged(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(candidates: Any, limits: Any, on_judged: Any) -> Sequence[Judged]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return rank(candidates, limits, on_judged)
+
+    monkeypatch.setattr("solver.layout.ranking.rank", interrupted)
+    options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
+    run = cli("plan", LAYERS, *options)
+    assert (run.code, run.err.splitlines()[-1]) == (130, "error: interrupted.")
+
+
+def test_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal's Ctrl-C goes to every process of a session: this one would complain of it at length."""
+    started: dict[str, object] = {}
+    monkeypatch.setattr("solver.warm_up.is_warm", lambda: False)
+    monkeypatch.setattr(subprocess, "run", lambda _command, **options: started.update(options))
+    compile_once()
+    assert started["start_new_session"] is True
