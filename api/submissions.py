@@ -10,7 +10,7 @@ from api.jobs.config import JobConfig
 from api.settings import Settings
 from optpipe.document import Document
 from optpipe.problem import Problem
-from solver.exact.milp.model import MOST_OPS as MOST_MILP_OPS
+from solver.exact.milp.size import MOST_OPS as MOST_MILP_OPS
 from solver.size import count_ops
 
 

@@ -11,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optpipe.problem import Problem
-from solver.bounds.relaxation import relaxation_bound
-from solver.exact.cp_sat.model import solve_cp_sat
+from solver import searches
 from solver.lanes import Lane, Turn
-from solver.search.local import local_search
-from solver.search.pattern.search import pattern_search
-from solver.search.windows import improve_windows
 from solver.size import count_ops
 
 SMALL_OPS = 600
@@ -35,21 +31,21 @@ def auto_lanes(problem: Problem, workers: int) -> Sequence[Lane]:
     if ops <= SMALL_OPS:
         return [
             [
-                Turn("search", local_search, 0.05, workers),
-                Turn("cp-sat", solve_cp_sat, 0.6, workers),
-                Turn("windows", improve_windows, 0.15, workers),
-                Turn("search", local_search, 0.15, workers),
+                Turn("search", searches.local, 0.05, workers),
+                Turn("cp-sat", searches.cp_sat, 0.6, workers),
+                Turn("windows", searches.windows, 0.15, workers),
+                Turn("search", searches.local, 0.15, workers),
             ]
         ]
-    pattern = Turn("pattern", pattern_search, 0.25 if ops <= LARGE_OPS else 0.5, once=True)
+    pattern = Turn("pattern", searches.pattern, 0.25 if ops <= LARGE_OPS else 0.5, once=True)
     if workers == 1:
-        return [[pattern, Turn("search", local_search, 0.2), *_models(ops, 0.2, 1)]]
-    beside = _models(ops, 0.35, workers - 1) or [Turn("search", local_search, 0.35, workers - 1)]
-    return [[Turn("search", local_search, 0.35)], [pattern, *beside]]
+        return [[pattern, Turn("search", searches.local, 0.2), *_models(ops, 0.2, 1)]]
+    beside = _models(ops, 0.35, workers - 1) or [Turn("search", searches.local, 0.35, workers - 1)]
+    return [[Turn("search", searches.local, 0.35)], [pattern, *beside]]
 
 
 def _models(ops: int, share: float, workers: int) -> Lane:
     """Windows and bounds, where CP-SAT's models of them are built in time."""
     if ops > MOST_MODEL_OPS:
         return []
-    return [Turn("windows", improve_windows, share, workers), Turn("bound", relaxation_bound, 0.1, once=True)]
+    return [Turn("windows", searches.windows, share, workers), Turn("bound", searches.bounds, 0.1, once=True)]

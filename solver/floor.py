@@ -19,16 +19,25 @@ from solver.plan import orders_of_plan
 
 def serial_orders(problem: Problem) -> Orders | None:
     """Orders of the floor within the budgets, or None where even it needs more."""
-    return _Serial(problem, [device.memory_bytes for device in problem.devices]).orders()
+    return _within(problem, [device.memory_bytes for device in problem.devices])
 
 
 def known_budgets_bytes(problem: Problem) -> list[int]:
-    """For each device the smallest budget with which the floor runs: everything that may leave does."""
+    """For each device the smallest budget with which the floor runs, all of them together."""
     no_limits: list[int | None] = [None] * len(problem.devices)
     eager, lazy = _Serial(problem, no_limits, eager=True).orders(), _Serial(problem, no_limits).orders()
     assert eager is not None
     assert lazy is not None
-    return [min(pair) for pair in zip(peak_budgets(problem, eager), peak_budgets(problem, lazy), strict=True)]
+    everything_leaves = peak_budgets(problem, eager)
+    least = [min(pair) for pair in zip(everything_leaves, peak_budgets(problem, lazy), strict=True)]
+    # With little room on the host what leaves one device may keep that of another from leaving.
+    return least if _within(problem, least) is not None else everything_leaves
+
+
+def _within(problem: Problem, budgets: Sequence[int | None]) -> Orders | None:
+    """Orders in which what is in the way leaves or, where the host has no room for that, whatever may leave."""
+    lazy = _Serial(problem, budgets).orders()
+    return lazy if lazy is not None else _Serial(problem, budgets, eager=True).orders()
 
 
 def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
@@ -88,13 +97,14 @@ class _Serial:
     Offloads the longest-lived activation when an op needs room or, if `eager`, whatever may leave as soon as it may.
     """
 
-    def __init__(self, problem: Problem, budgets: list[int | None], eager: bool = False) -> None:
+    def __init__(self, problem: Problem, budgets: Sequence[int | None], eager: bool = False) -> None:
         self.problem = problem
         self.budgets = budgets
         self.eager = eager
         self.planned: dict[Op, tuple[float, float]] = {}
         self.memory = [0] * len(problem.devices)
         self.away: set[int] = set()
+        self.on_host_bytes = 0
         self.resident: list[list[int]] = [[] for _ in problem.devices]
 
     def orders(self) -> Orders | None:
@@ -115,7 +125,7 @@ class _Serial:
             return False
         self._run(Op("F", s, i))
         self.resident[stage.device].append(s)
-        if self.eager and stage.offload and self._host_has_room(s):
+        if self.eager and self._may_leave(s):
             self._offload(s, i)
         return True
 
@@ -131,23 +141,27 @@ class _Serial:
         if s in self.away:
             self._run(Op("R", s, i))
             self.away.remove(s)
+            self.on_host_bytes -= back
         for kind in kinds:
             self._run(Op(kind, s, i))
         return True
 
     def _make_room(self, device: int, needed: int, i: int) -> bool:
-        """Offload the longest-lived activations of a device until `needed` bytes are free."""
+        """Offload activations of a device, of those that may leave the longest-lived, until `needed` bytes are free."""
         budget = self.budgets[device]
         while budget is not None and self.memory[device] + needed > budget:
-            leaving = next((s for s in self.resident[device] if self.problem.stages[s].offload), None)
-            if leaving is None or not self._host_has_room(leaving):
+            leaving = next((s for s in self.resident[device] if self._may_leave(s)), None)
+            if leaving is None:
                 return False
             self._offload(leaving, i)
         return True
 
-    def _host_has_room(self, s: int) -> bool:
+    def _may_leave(self, s: int) -> bool:
+        """Whether the activation can be offloaded and the host has room for it."""
         limit = self.problem.host_memory_bytes
-        return limit is None or sum(self._moved(other) for other in (*self.away, s)) <= limit
+        if self.problem.stages[s].offload is None:
+            return False
+        return limit is None or self.on_host_bytes + self._moved(s) <= limit
 
     def _moved(self, s: int) -> int:
         offload = self.problem.stages[s].offload
@@ -156,6 +170,7 @@ class _Serial:
     def _offload(self, s: int, i: int) -> None:
         self.resident[self.problem.stages[s].device].remove(s)
         self.away.add(s)
+        self.on_host_bytes += self._moved(s)
         self._run(Op("O", s, i))
 
     def _run(self, op: Op) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +32,13 @@ Lane = Sequence[Turn]
 EARLY = 0.95
 """A search that ends before this share of its time has nothing more to try."""
 
-
 GRACE_S = 0.3
 """Time over the limit in which searches may still end by themselves."""
+
+SEEDS = 2**31
+"""As many seeds do solvers know: theirs are integers of 32 bits, not negative."""
+
+_THREAD_NAME = "lane"
 
 
 def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
@@ -50,7 +56,7 @@ def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
             failures.append(failure)
             board.stop.request()
 
-    threads = [Thread(target=run, args=(lane,), name="lane", daemon=True) for lane in lanes]
+    threads = [Thread(target=run, args=(lane,), name=_THREAD_NAME, daemon=True) for lane in lanes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -58,6 +64,14 @@ def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
     board.close()
     if failures:
         raise failures[0]
+
+
+def wait_for_outlived(seconds: float) -> None:
+    """Wait until every search of this process that outlived its limit has ended too, for at most `seconds` in all."""
+    until = time.perf_counter() + seconds
+    for thread in threading.enumerate():
+        if thread.name == _THREAD_NAME:
+            thread.join(max(until - time.perf_counter(), 0.0))
 
 
 def _patience_s(board: Board) -> float | None:
@@ -82,7 +96,7 @@ def _take(problem: Problem, board: Board, turn: Turn, round_number: int) -> bool
     It is not where a search ended before its time and found nothing: it would only do so again.
     """
     limits = board.limits.part(turn.share)
-    limits = replace(limits, workers=turn.workers, seed=limits.seed + round_number, cancel=board.stop)
+    limits = replace(limits, workers=turn.workers, seed=(limits.seed + round_number) % SEEDS, cancel=board.stop)
     before = board.best
 
     def offer(answer: Answer) -> None:

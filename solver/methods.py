@@ -9,8 +9,8 @@ from typing import Literal
 from optpipe.errors import InputError, Issue, MethodError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
-from solver.exact.cp_sat.model import solve_cp_sat
-from solver.exact.milp.model import refuse_too_large, solve_milp
+from solver import searches
+from solver.exact.milp.size import refuse_too_large
 from solver.finish import over_budget
 from solver.lanes import Search
 from solver.published.ada_offload import ada_offload
@@ -22,8 +22,6 @@ from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
 from solver.published.zero_bubble import zb_h1, zb_h2
-from solver.search.local import local_search
-from solver.search.pattern.search import pattern_search
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,10 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
-        Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=solve_cp_sat),
-        Method("milp", "exact", _HIGHS, _ANY, search=solve_milp, refuse=refuse_too_large),
-        Method("search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=local_search),
-        Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=pattern_search),
+        Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=searches.cp_sat),
+        Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large),
+        Method("search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=searches.local),
+        Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=searches.pattern),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),
         Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
         Method("interleaved-1f1b", "published", "1F1B over the chunks of a device", _CHUNKS, orders=interleaved_1f1b),
@@ -71,7 +69,7 @@ METHODS: dict[str, Method] = {
         Method("gis-h", "published", "GIS in smaller groups, best within each budget", _CHUNKS, orders=gis_h),
         Method("po-h", "published", "PipeOffload, the longer-lived half leaves", _CHUNKS_OFFLOAD, orders=po_h),
         Method("po-f", "published", "PipeOffload, all that can leave does", _CHUNKS_OFFLOAD, orders=po_f),
-        Method("ada-offload", "published", "OptPipe's start, within any budget that can do", _ANY, orders=ada_offload),
+        Method("ada-offload", "published", "OptPipe's start, offloads to keep each budget", _ANY, orders=ada_offload),
     )
 }
 
@@ -93,7 +91,7 @@ def published_orders(method: Method, problem: Problem) -> Orders:
         device, peak, budget = max(over, key=lambda entry: entry[1] - entry[2])
         raise MethodError(
             f"{method.name} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few"
-            + (f" (and {len(over) - 1} more devices)." if len(over) > 1 else ".")
-            + " Maybe use ada-offload or an exact method, which keep any budget that can be kept."
+            + (f" (the worst of {len(over)} devices)." if len(over) > 1 else ".")
+            + " Maybe use ada-offload, which offloads to keep it, or an exact method, which finds what keeps it."
         )
     return orders

@@ -88,9 +88,13 @@ def _contradictions(recorded: Recorded, figures: Figures) -> list[str]:
     maybe = "one of the two is wrong. Maybe the problem was changed after it was recorded; otherwise a bound has a bug."
     found = []
     if _above(recorded.bound_us, figures.value_us):
-        found.append(f"value_us is {figures.value_us:g}, below the recorded bound_us {recorded.bound_us:g}: {maybe}")
+        found.append(
+            f"value_us is {figures.value_us:.10g}, below the recorded bound_us {recorded.bound_us:.10g}: {maybe}"
+        )
     if _above(figures.bound_us, recorded.value_us):
-        found.append(f"bound_us is {figures.bound_us:g}, above the recorded value_us {recorded.value_us:g}: {maybe}")
+        found.append(
+            f"bound_us is {figures.bound_us:.10g}, above the recorded value_us {recorded.value_us:.10g}: {maybe}"
+        )
     return found
 
 

@@ -87,7 +87,7 @@ class Entry(Document):
         if self.memory_share is not None:
             limited = [device for device in data["devices"] if device["memory_bytes"] is not None]
             if not limited:
-                detail = f"is {self.memory_share:g}, but no device of {source} has a budget."
+                detail = f"is {self.memory_share:g}, but no device of {source} has a budget. Maybe leave it out."
                 raise InputError([Issue("memory_share", "no_budget", detail)])
             for device in limited:
                 device["memory_bytes"] = math.floor(self.memory_share * device["memory_bytes"])

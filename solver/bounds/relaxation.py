@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
+from optpipe.fields import MAX_TIME_US
 from optpipe.orders import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -99,13 +100,20 @@ def _delay(problem: Problem, before: int, after: int) -> dict[str, float]:
     return {"forward": _sum_us(activations), "backward": _sum_us(gradients)}
 
 
+def _longest_delay_us(problem: Problem, kept: Sequence[int]) -> float:
+    return max((max(_delay(problem, *pair).values()) for pair in pairwise(kept)), default=0.0)
+
+
 def _sum_us(times: Sequence[float]) -> float:
     """The sum as written in decimals, so that grids of time stay exact."""
     return float(sum((Fraction(str(time)) for time in times), Fraction(0)))
 
 
 def _parts(problem: Problem) -> Iterator[Sequence[int]]:
-    """Ever more stages: of the device that bounds most, then of devices spread over the pipeline as well."""
+    """Ever more stages: of the device that bounds most, then of devices spread over the pipeline as well.
+
+    None for which the others would be a longer delay than a problem may have.
+    """
     devices = [d for d, stages in enumerate(problem.stages_of) if stages]
     bounds = device_bounds_us(problem)
     first = devices[bounds.index(max(bounds))]
@@ -113,7 +121,7 @@ def _parts(problem: Problem) -> Iterator[Sequence[int]]:
     for number in range(1, len(devices)):
         spread = [devices[k * (len(devices) - 1) // max(1, number - 1)] for k in range(number)] if number > 1 else []
         kept = _connected(problem, {first, *spread})
-        if before != kept and len(kept) < len(problem.stages):
+        if before != kept and len(kept) < len(problem.stages) and _longest_delay_us(problem, kept) <= MAX_TIME_US:
             yield kept
         before = kept
 

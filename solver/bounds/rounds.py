@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optpipe.problem import Problem, Stage
-from solver.bounds.budgets import usable_bytes
-from solver.bounds.paths import Paths
+from solver.bounds.on_device import OnDevice
 
 
 def round_bounds_us(problem: Problem) -> Sequence[float]:
@@ -28,20 +27,17 @@ def round_bounds_us(problem: Problem) -> Sequence[float]:
     The bound strings such steps together: from 0 in steps of k, the last one longer by n = r; and then the turnaround,
     B and W of the last microbatch, or from some step on all B, W and F that are left.
     """
-    paths = Paths.of(problem)
-    return [_bound_us(problem, paths, stages[0]) if len(stages) == 1 else 0.0 for stages in problem.stages_of if stages]
+    return [_bound_us(device) if len(device.numbers) == 1 else 0.0 for device in OnDevice.each(problem)]
 
 
-def _bound_us(problem: Problem, paths: Paths, s: int) -> float:
-    stage = problem.stages[s]
+def _bound_us(device: OnDevice) -> float:
+    [s], [stage], microbatches = device.numbers, device.stages, device.problem.microbatches
     moved = stage.offload.bytes if stage.offload else 0
-    room, size = usable_bytes(problem, stage.device) - stage.workspace_bytes.F - moved, stage.activation_bytes - moved
-    if not 0 < size <= room < problem.microbatches * size:
+    room, size = device.budget - stage.workspace_bytes.F - moved, stage.activation_bytes - moved
+    if not 0 < size <= room < microbatches * size:
         return 0.0
-    rounds = _Rounds(problem.microbatches, int(room), size, stage, stage.forward_us + paths.turnaround_us(s, s))
-    head_us, tail_us = paths.forward_before[s], paths.backward_before[s]
-    through_us = head_us + rounds.to_last_backward_us + tail_us + problem.stages[0].backward_weight_us
-    return max(through_us, rounds.span_us + (head_us if problem.objective == "makespan" else 0))
+    rounds = _Rounds(microbatches, int(room), size, stage, stage.forward_us + device.paths.turnaround_us(s, s))
+    return device.value_us(rounds.span_us, rounds.to_last_backward_us)
 
 
 @dataclass(frozen=True)

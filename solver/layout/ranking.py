@@ -25,9 +25,10 @@ from solver.process import solve_in_child
 from solver.starts import offer_published
 
 ROUNDS = (0.25, 0.35, 0.4)
-"""Shares of the rest: the first round solves as many candidates as `FIRST`, each further one a third of them."""
+"""The share of the time for solving that each round has."""
 
 FIRST = 9
+"""How many candidates the first round solves; each further round solves a third as many."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _solved(one: Judged, limits: Limits) -> Judged:
     starts = [one.schedule.orders] if one.schedule else []
     try:
         result = solve_in_child(problem, "auto", limits, starts=starts)
-    except (InfeasibleError, SolverDiedError) as error:
+    except SolverDiedError as error:
         return one if one.schedule else replace(one, why_not=str(error))
     if isinstance(result.error, InfeasibleError):
         return replace(one, bound_us=inf, why_not=str(result.error))

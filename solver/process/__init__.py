@@ -7,13 +7,13 @@ orders are timed and verified in the parent.
     watch.py        solve_in_child: holds the child to its limits, and its result
     handle.py       the process from outside
     child.py        what runs inside
-    loading.py      what is slow to load, before anybody waits for it
+    loading.py      the verifier, loaded before anybody waits for it
     spare.py        published schedules of the parent, where the child brings nothing
     messages.py     what both say
     memory_use.py   memory of a process and of the machine
 """
 
-from solver.process.handle import Child
+from solver.process.handle import Child, import_path
 from solver.process.memory_use import available_bytes
 from solver.process.messages import Heartbeat, Incumbent, Limit
 from solver.process.watch import ChildResult, solve_in_child
@@ -25,5 +25,6 @@ __all__ = [
     "Incumbent",
     "Limit",
     "available_bytes",
+    "import_path",
     "solve_in_child",
 ]

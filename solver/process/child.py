@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -52,9 +53,7 @@ def main() -> None:
     _die_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the image of a process that exploded would fill the disk
     outbox = Outbox(_own_stdout())
-    import solver.portfolio  # noqa: F401 (slow to load, so before the problem is there: a child may wait for one)
-
-    load_verifier()
+    _load()
     request = sys.stdin.buffer.readline()
     if not request:
         return
@@ -63,6 +62,17 @@ def main() -> None:
     Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
     outbox.end(_answer(problem, method, limits, starts, outbox))
     os._exit(0)  # at once: the thread that still reads stdin would hold up a usual end
+
+
+def _load() -> None:
+    """Load what every solve needs; where no problem is there yet, what only searches need as well."""
+    import solver.portfolio  # noqa: F401 (with the parent's death and this process's output settled)
+    from solver import searches
+
+    load_verifier()
+    waits = not select.select([sys.stdin], [], [], 0)[0]
+    if waits:
+        searches.load()
 
 
 def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox) -> Message:

@@ -32,23 +32,30 @@ class Child:
     def __init__(self, module: str = "solver.process.child") -> None:
         self.folder = tempfile.mkdtemp(prefix="optpipe-solve-")
         self._errors = Path(self.folder) / "stderr.txt"
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                cwd=self.folder,
-                env=os.environ | {"TMPDIR": self.folder, "PYTHONPATH": _import_path()},
-                start_new_session=True,
-            )
+        try:
+            self._process = self._started(module)
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._pipe(self._process.stdout), selectors.EVENT_READ)
         os.set_blocking(self._pipe(self._process.stdin).fileno(), False)
         self._to_say = bytearray()
         self._heard = bytearray()
         self.silent = False
+
+    def _started(self, module: str) -> subprocess.Popen[bytes]:
+        with self._errors.open("wb") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                cwd=self.folder,
+                env=os.environ | {"TMPDIR": self.folder, "PYTHONPATH": import_path()},
+                start_new_session=True,
+            )
 
     @staticmethod
     def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -124,6 +131,6 @@ class Child:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _import_path() -> str:
-    """What this process imports from, for a child with another working folder."""
+def import_path() -> str:
+    """What this process imports from, as PYTHONPATH for a child that may have another working folder."""
     return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)

@@ -1,4 +1,4 @@
-"""What is slow to load, loaded before anybody waits for it: in the parent while the child starts, and in the child."""
+"""The verifier, loaded before anybody waits for it: in the parent while the child starts, and in the child."""
 
 from __future__ import annotations
 

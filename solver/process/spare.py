@@ -7,13 +7,15 @@ the floor. They are made only once a child is late, so that a usual solve does n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
 
 from optpipe.errors import MethodError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
+
+QUICK_METHODS = ("1f1b", "interleaved-1f1b", "zb-auto", "ada-offload")
+"""The published schedules that are tried, in this order."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,17 @@ class Spare:
         from solver.bounds import lower_bound_us
 
         self.bound_us = lower_bound_us(self._problem)
-        for name, orders_of in quick_methods().items():
+        for name in QUICK_METHODS:
             if not self._stopped:
-                self._try(name, orders_of)
+                self._try(name)
 
-    def _try(self, name: str, orders_of: Callable[[Problem], Orders]) -> None:
+    def _try(self, name: str) -> None:
         from optpipe.simulate import simulate
         from solver.finish import within_budgets
+        from solver.methods import METHODS
 
+        orders_of = METHODS[name].orders
+        assert orders_of is not None, "published schedules are made of nothing but the problem"
         try:
             orders = orders_of(self._problem)
         except MethodError:
@@ -66,21 +71,3 @@ class Spare:
         better = self.best is None or simulation.value_us < self.best.value_us
         if better and within_budgets(self._problem, orders, simulation):
             self.best = Published(orders, simulation.value_us, name)
-
-
-def quick_methods() -> dict[str, Callable[[Problem], Orders]]:
-    """The published schedules that are tried, by the names that `solver.methods` gives them.
-
-    They are not taken from there, because that loads CP-SAT and HiGHS as well, which takes as long as the child does.
-    """
-    from solver.published.ada_offload import ada_offload
-    from solver.published.interleaved import interleaved_1f1b
-    from solver.published.one_f_one_b import one_f_one_b
-    from solver.published.zb_auto import zb_auto
-
-    return {
-        "1f1b": one_f_one_b,
-        "interleaved-1f1b": interleaved_1f1b,
-        "zb-auto": zb_auto,
-        "ada-offload": ada_offload,
-    }

@@ -45,6 +45,8 @@ def _no_room(problem: Problem) -> MethodError:
         for d, (device, bytes_) in enumerate(zip(problem.devices, known, strict=True))
         if device.memory_bytes is not None and device.memory_bytes < bytes_
     ]
+    if problem.host_memory_bytes is not None:
+        short.append(f"the host has {problem.host_memory_bytes} for what leaves")
     return MethodError(
         f"ada-offload finds no room even for one microbatch at a time ({'; '.join(short)}). "
         f"Maybe raise devices[].memory_bytes to {known}, which is known to do."

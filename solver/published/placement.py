@@ -12,7 +12,7 @@ def require_one_stage_a_device(problem: Problem, method: str) -> None:
         if len(stages) != 1:
             raise MethodError(
                 f"{method} places one stage on each device, but device {d} has {len(stages)}. "
-                "Maybe use ada-offload or cp-sat, which take any placement."
+                "Maybe use ada-offload or an exact method, which take any placement."
             )
 
 
@@ -35,10 +35,16 @@ def require_interleaved(problem: Problem, method: str) -> int:
 
 def require_v_shape(problem: Problem, method: str) -> None:
     """Raise MethodError unless the stages go along the devices and back, two on each."""
-    p = len(problem.devices)
-    placement = [stage.device for stage in problem.stages]
-    if placement != [*range(p), *reversed(range(p))]:
+    p, stages = len(problem.devices), problem.stages
+    along_v = [*range(p), *reversed(range(p))]
+    if len(stages) != 2 * p:
         raise MethodError(
-            f"{method} places 2 stages on each of {p} devices, from device 0 to {p - 1} and back, but the "
-            f"{len(placement)} stages are on devices {placement}. Maybe use an exact method, which takes any placement."
+            f"{method} places 2 stages on each of {p} devices, from device 0 to {p - 1} and back, but there are "
+            f"{len(stages)} stages. Maybe use ada-offload or an exact method, which take any placement."
         )
+    for s, (stage, device) in enumerate(zip(stages, along_v, strict=True)):
+        if stage.device != device:
+            raise MethodError(
+                f"{method} places stages from device 0 to {p - 1} and back, but stages[{s}].device is {stage.device} "
+                f"and not {device}. Maybe use ada-offload or an exact method, which take any placement."
+            )

@@ -54,7 +54,10 @@ def zb_auto(problem: Problem) -> Orders:
     runs = [_run(costs, problem.microbatches, *switches) for switches in product((False, True), repeat=3)]
     orders = [_orders(problem, kinds) for finished, kinds in runs if finished]
     if not orders:
-        raise MethodError("zb-auto found no room for the next op in any of its runs. Maybe use an exact method.")
+        raise MethodError(
+            "zb-auto comes to a halt in each of its runs, without room for the next op of any stage within "
+            "devices[].memory_bytes. Maybe use ada-offload or an exact method."
+        )
     return min(orders, key=lambda o: simulate(problem, o).value_us)
 
 
@@ -74,7 +77,7 @@ def _check_one_microbatch_fits(problem: Problem) -> None:
         if budget is not None and needed > budget:
             raise MethodError(
                 f"zb-auto needs {needed} bytes for one microbatch on stages[{s}], but device {stage.device} has "
-                f"{budget}: {needed - budget} too few. Maybe offload, with an exact method."
+                f"{budget}: {needed - budget} too few. Maybe use ada-offload or an exact method, which can offload."
             )
 
 

@@ -162,7 +162,7 @@ def _shortage(problem: Problem, costs: _Costs, state: _State) -> str:
     missing, number, op = min(lacks)
     return (
         f"zb-v comes to a halt before {op}, for which device {number} has {missing} bytes too few with its budget "
-        f"of {problem.devices[number].memory_bytes}. Maybe offload, with an exact method."
+        f"of {problem.devices[number].memory_bytes}. Maybe use ada-offload or an exact method, which can offload."
     )
 
 

@@ -35,8 +35,19 @@ WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5])
 """How often each kind of move is tried."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
+"""Places in `State.numbers`."""
 
 MEAN, FLOW = range(2)
+"""Places in `State.energy_weights`."""
+
+PROPOSAL_WORK = 20
+"""Ops that could be timed while a change is proposed."""
+
+PLACES_AN_OP = 4
+"""Places along which memory is counted while an op is timed."""
+
+MOST_REPAIRS = 5
+"""Shifts that may bring a change back into the budgets; how many is drawn for each change."""
 
 
 class State(NamedTuple):
@@ -45,7 +56,9 @@ class State(NamedTuple):
     Annealing minimizes an energy: the value, plus ``energy_weights[MEAN]`` times the mean span, plus
     ``energy_weights[FLOW]`` times the sum of the ends of all F and B (less what it was at the beginning). Both lead
     across the plateaus of the value. `numbers`: value, mean span and energy of what is kept, best value. `work`: ops
-    timed so far (and what costs as much).
+    timed so far (and what costs as much). `start_us`: when each device begins. `levels`: the bytes on its device before
+    each place of what is kept. `touched`: where `tried` differs from that. `weights`: how often each kind of move is
+    tried.
     """
 
     table: Table
@@ -126,7 +139,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
             state.weights,
             state.random,
         )
-        state.work[0] += 20
+        state.work[0] += PROPOSAL_WORK
         mark = _allowed(state)
         if mark == NONE:
             _take_back(state, 0, 0)
@@ -190,6 +203,7 @@ def _keep(state: State, mark: int, done: int, row: int, value: float, mean: floa
 
 @njit(cache=True)
 def _take_back(state: State, mark: int, done: int) -> None:
+    """Make what was tried equal to what is kept again: its order differs from a mark on, up to `done`."""
     table = state.table
     copy_touched(table, state.kept, state.tried, state.touched)
     clear(state.touched)
@@ -206,7 +220,7 @@ def _take_back(state: State, mark: int, done: int) -> None:
 def _allowed(state: State) -> int:
     """The mark from which the change must be timed, NONE where nothing changed or a budget is broken."""
     table, touched = state.table, state.touched
-    repairs = int(6 * unit(state.random))
+    repairs = int((MOST_REPAIRS + 1) * unit(state.random))
     pull = unit(state.random) < 0.5
     first = UNTOUCHED
     for g in range(len(table.first)):
@@ -214,7 +228,7 @@ def _allowed(state: State) -> int:
             continue
         if not keeps_budgets(table, state.tried, state.levels, touched, g, repairs, pull):
             return NONE
-        state.work[0] += (touched[1, g] - touched[0, g]) // 4
+        state.work[0] += (touched[1, g] - touched[0, g]) // PLACES_AN_OP
         end = table.first[g] + state.kept.length[g] - 1
         first = min(first, state.kept_times.position[state.kept.ops[min(touched[0, g], end)]])
     return int(first // table.step) if first < UNTOUCHED else NONE

@@ -115,8 +115,8 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
                 continue
             if best != NONE:
                 late = key_us[k] - key_us[head[best]]
-                at_rank = table.classes[waiting[k] >> table.shift].acquires
-                if late > 0 or (late == 0 and at_rank >= table.classes[waiting[head[best]] >> table.shift].acquires):
+                takes = table.classes[waiting[k] >> table.shift].acquires
+                if late > 0 or (late == 0 and takes >= table.classes[waiting[head[best]] >> table.shift].acquires):
                     continue
             if _ready(table, there, place, waiting[k]):
                 best = lane

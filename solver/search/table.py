@@ -29,6 +29,9 @@ NONE = -1
 MARKS = 48
 """Marks a sweep at most; a sweep resumes at one of them."""
 
+NO_BUDGET = np.iinfo(np.int64).max // 4
+"""The budget of a device without one: no sum of bytes reaches it, and sums with it stay whole numbers of 64 bits."""
+
 _CLASS = np.dtype(
     [
         ("device", np.int32),
@@ -73,7 +76,6 @@ class Table(NamedTuple):
 def table_of(problem: Problem) -> Table:
     """The constants of a problem."""
     count, m = len(problem.stages), problem.microbatches
-    budgets = [np.iinfo(np.int64).max // 4 if d.memory_bytes is None else d.memory_bytes for d in problem.devices]
     classes = _classes(problem)
     capacity = np.bincount(classes["group"], minlength=len(problem.channel_groups)) * m
     offloadable = [s for s, stage in enumerate(problem.stages) if stage.offload]
@@ -88,9 +90,14 @@ def table_of(problem: Problem) -> Table:
         classes=classes,
         first=np.concatenate([[0], np.cumsum(capacity)[:-1]]).astype(np.int64),
         alone=np.array([g[0] if len(g) == 1 else NONE for g in problem.channel_groups], np.int64),
-        budget_bytes=np.array(budgets, np.int64),
+        budget_bytes=budgets_bytes(problem),
         offloadable=np.array(offloadable, np.int64),
     )
+
+
+def budgets_bytes(problem: Problem) -> Ints:
+    """For each device its budget, `NO_BUDGET` where there is none."""
+    return np.array([NO_BUDGET if d.memory_bytes is None else d.memory_bytes for d in problem.devices], np.int64)
 
 
 def _classes(problem: Problem) -> Records:

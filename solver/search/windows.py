@@ -17,6 +17,7 @@ from optpipe.orders import Orders
 from optpipe.problem import Problem
 from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
 from solver.exact.grid import Grid
+from solver.horizon import horizon_us, without_endless_copies
 from solver.limits import Answer, Limits, Start
 from solver.search.windows_choice import choose_window
 from solver.search.windows_model import WindowModel
@@ -49,7 +50,8 @@ class _Search:
 
     def __init__(self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> None:
         assert start.orders is not None
-        self.problem, self.limits, self.on_answer = problem, limits, on_answer
+        problem = without_endless_copies(problem, horizon_us(problem, start.value_us))
+        self.limits, self.on_answer = limits, on_answer
         self.best = Answer(start.orders, start.value_us, start.bound_us)
         numbering = Numbering(problem, Grid.of(problem, start.value_us))
         self.current = Surroundings.of(numbering, with_split_backwards(problem, start.orders))

@@ -10,7 +10,7 @@ from httpx import Client
 
 from api.settings import Settings
 from optpipe.problem import Problem
-from solver.exact.milp.model import MOST_OPS as MOST_MILP_OPS
+from solver.exact.milp.size import MOST_OPS as MOST_MILP_OPS
 from tests.api.solves import body
 from tests.problems import uniform
 

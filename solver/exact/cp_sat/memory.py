@@ -49,7 +49,7 @@ def _activation(variables: Variables, s: int, i: int, until: str, size: int, mov
     """Bytes held from F's start to the end of `until`'s last op, of which `moved` may be away between O and R."""
     forward, last = variables.task("F", s, i), variables.task(until[-1], s, i)
     back = _ticks(variables, until, s)
-    life = variables.round_trip(s) + back
+    life = variables.round_trips[s] + back
     yield Held(size - moved, start(forward), end(last), None, life)
     if moved:
         leaves = variables.leaves[s, i]

@@ -20,7 +20,7 @@ from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.grid import Grid
 from solver.exact.incumbent import Incumbent
 from solver.exact.weight_order import count_like_pairs, in_weight_order
-from solver.horizon import horizon_us
+from solver.horizon import horizon_us, without_endless_copies
 from solver.limits import Answer, Limits, Start
 from solver.plan import orders_of_plan
 
@@ -56,6 +56,9 @@ def solve_cp_sat(
 CLIMB = 0.25
 """The share of the time or work that may be spent on asking for a schedule at the bound itself."""
 
+MOST_STEPS = 1000
+"""Of a climb on the way from bound to value."""
+
 
 class _Search(Incumbent):
     """First from below: is there a schedule at the bound? If not the bound rises. Then from above, by minimising.
@@ -67,7 +70,7 @@ class _Search(Incumbent):
     def __init__(
         self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
     ) -> None:
-        super().__init__(problem, limits, start, on_answer)
+        super().__init__(without_endless_copies(problem, start.horizon_us), limits, start, on_answer)
         self.options = options
         self.work_left = limits.deterministic_limit
 
@@ -97,7 +100,7 @@ class _Search(Incumbent):
             self.raise_bound(grid.raised_us(self.bound_us))
             if not grid.exact or self._done:
                 return
-            ticks = -(-grid.bound_ticks(self.bound_us) // grid.step) * grid.step
+            ticks = self._next_ticks(grid)
             status, work = self._ask(grid, ticks, replace(limits, deterministic_limit=work_left))
             self._spend(work)
             work_left = None if work_left is None else max(work_left - work, 0.0)
@@ -105,6 +108,14 @@ class _Search(Incumbent):
             if status != cp_model.INFEASIBLE or out_of_time:
                 return
             self.raise_bound(grid.proved_us(ticks + grid.step))
+
+    def _next_ticks(self, grid: Grid) -> int:
+        """The step of the grid at the bound, or further on where so many steps lie between bound and value that single
+        ones lead nowhere: with times of many digits a step is next to nothing.
+        """
+        first = -(-grid.bound_ticks(self.bound_us) // grid.step)
+        ahead = grid.ticks_up(self.value_us) // grid.step - first
+        return (first + ahead // MOST_STEPS) * grid.step
 
     def _ask(self, grid: Grid, ticks: int, limits: Limits) -> tuple[cp_model.CpSolverStatus, float]:
         """Look for a schedule of at most `ticks`; offer it if there is one. Returns also the work done."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from ortools.sat.python import cp_model
 
@@ -65,7 +66,6 @@ class Variables:
         self.measured: list[tuple[Moment, Moment]] = []
         self.objective = self.model.new_int_var(0, horizon, "objective")
         self.length = cache(self._length)
-        self.round_trip = cache(self._round_trip)
 
     def add_all(self) -> None:
         """Every op of the problem."""
@@ -112,13 +112,15 @@ class Variables:
         """Ticks of an op."""
         return self.grid.length(self.problem.stages[s].duration_us(kind))
 
-    def _round_trip(self, s: int) -> int:
-        """Ticks from the start of F(s, i) to the earliest start of B(s, i): on to the last stage and back."""
-        if s == len(self.problem.stages) - 1:
-            return self.length("F", s)
-        ticks = self.grid.ticks
-        delays = ticks(self.problem.forward_delay_us[s]) + ticks(self.problem.backward_delay_us[s])
-        return self.length("F", s) + delays + self.round_trip(s + 1) + self.length("B", s + 1)
+    @cached_property
+    def round_trips(self) -> Sequence[int]:
+        """For each stage the ticks from the start of F to the earliest start of B: on to the last stage and back."""
+        ticks, last = self.grid.ticks, len(self.problem.stages) - 1
+        from_last = [self.length("F", last)]
+        for s in reversed(range(last)):
+            delays = ticks(self.problem.forward_delay_us[s]) + ticks(self.problem.backward_delay_us[s])
+            from_last.append(self.length("F", s) + delays + from_last[-1] + self.length("B", s + 1))
+        return from_last[::-1]
 
     def task(self, kind: str, stage: int, microbatch: int) -> Task:
         """The task of an op that the model has."""

@@ -8,18 +8,14 @@ from math import isfinite
 import highspy
 import numpy as np
 
-from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from solver.exact.grid import Grid
 from solver.exact.incumbent import Incumbent
 from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.point import Timing, point_of_orders
 from solver.exact.milp.program import Program, build, load
+from solver.exact.milp.size import refuse_too_large
 from solver.limits import Answer, Limits, Start
-from solver.size import count_ops
-
-MOST_OPS = 3000
-"""The largest model that is built: tables of all pairs of ops take 168 bytes a pair, 1.5 GB at this size."""
 
 BOUND_SLACK = 1e-5
 """Units by which a bound of HiGHS is lowered: ten times its tolerances, and at most 1e-8 of the horizon."""
@@ -41,16 +37,6 @@ def solve_milp(
     search = _Search(problem, limits, start, on_answer, options)
     with limits.cancel.calling(search.stop):
         return search.run()
-
-
-def refuse_too_large(problem: Problem) -> None:
-    """Raise MethodError with the size and the limit where the model would be too large."""
-    ops = count_ops(problem)
-    if ops > MOST_OPS:
-        raise MethodError(
-            f"milp would build a model of {ops} ops, and its limit is {MOST_OPS}: it decides on every pair of them. "
-            "Maybe use auto or cp-sat, or fewer microbatches."
-        )
 
 
 class _Search(Incumbent):

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from optpipe.orders import Orders
-from optpipe.problem import Device, Problem
+from optpipe.problem import Problem
 from solver.search.pattern.beam import find_places
 from solver.search.pattern.block import Pattern, orders_of, pattern_at
 from solver.search.pattern.ends import Ends, Filler
@@ -94,6 +94,10 @@ def _stretches(pattern: Pattern, budgets: Ints, stages: int) -> Iterator[Pattern
 
 
 def with_budget(problem: Problem, budget_bytes: int, microbatches: int) -> Problem:
-    """The same problem with another budget on every device and another number of microbatches."""
-    devices = [Device(memory_bytes=budget_bytes, name=device.name) for device in problem.devices]
-    return problem.model_copy(update={"devices": devices, "microbatches": microbatches})
+    """The same problem with another budget on every device and another number of microbatches.
+
+    It is made anew, because a copy would keep what the first one has computed of itself (`Problem.work_us`).
+    """
+    data = problem.to_data()
+    devices = [device | {"memory_bytes": budget_bytes} for device in data["devices"]]
+    return Problem.from_data(data | {"devices": devices, "microbatches": microbatches})

@@ -24,15 +24,15 @@ class Effort:
     work: float = 0.0
 
     def place(self, passes: int) -> None:
-        """Passes are placed on their circles."""
+        """Count passes that are placed on their circles."""
         self.work += passes / PLACED_PER_SECOND
 
     def play(self, ops: int) -> None:
-        """Ops are played."""
+        """Count ops that are played."""
         self.work += ops / PLAYED_PER_SECOND
 
     def write(self, ops: int) -> None:
-        """Orders of so many ops are written down and simulated."""
+        """Count ops of orders that are written down and simulated."""
         self.work += ops / WRITTEN_PER_SECOND
 
     def spent(self) -> bool:

@@ -124,6 +124,10 @@ def _fill(
     ``where[p, i]`` is the place in `planned` of pass p of microbatch i, ``local[begin[d]:begin[d + 1]]`` are the passes
     of device d, `forwards` says how many each device has. Writes to `order` the places in `planned` of the passes run,
     device by device. (Arguments are plain arrays: in tuples they made this two to three times slower.)
+
+    ``planned[head[d]]`` is the first pass of device d's plan that has not run, `left` the forwards that it still has,
+    `level` the bytes that it holds, `upcoming` the next microbatch of each pass, and `wake` the moments at which a
+    device looks for something to do.
     """
     devices, microbatches = len(first) - 1, where.shape[1]
     started = np.full((len(before), microbatches), np.inf)
@@ -137,7 +141,6 @@ def _fill(
         now, d = heappop(wake)
         if head[d] == first[d + 1] or now < free_at[d]:
             continue
-        chosen, best = -1, np.int64(2) * len(planned)
         late = left[d] <= hurry[d]
         lead = _first_without_weights(head[d], first[d + 1], done, planned, 2 * stages) if late else head[d]
         p, i = planned[lead], microbatch[lead]
@@ -145,21 +148,11 @@ def _fill(
         if comes <= now and _has_room(lead, head[d], done, planned, at_start, at_end, level[d], budgets[d]):
             chosen = lead
         else:
-            for p in local[begin[d] : begin[d + 1]]:
-                i = upcoming[p]
-                if i == microbatches or (before[p] >= 0 and started[before[p], i] + lag[p] > now):
-                    continue
-                place = where[p, i]
-                rank = place + (len(planned) if late and p >= 2 * stages else 0)
-                if rank >= best:
-                    continue
-                if place != head[d]:
-                    allowed = _allowed(early, p, i, end, microbatches)
-                    if rounds[place] - rounds[lead] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
-                        continue
-                    if not _has_room(place, head[d], done, planned, at_start, at_end, level[d], budgets[d]):
-                        continue
-                chosen, best = place, rank
+            chosen = _instead(
+                local[begin[d] : begin[d + 1]], upcoming, started, before, lag, where, rounds, duration, early, end,
+                patience, done, planned, at_start, at_end, level[d], budgets[d], head[d], lead, now, comes,
+                2 * stages if late else len(before),
+            )  # fmt: skip
         if chosen < 0:
             if now < comes < np.inf:
                 heappush(wake, (comes, d))
@@ -185,6 +178,37 @@ def _fill(
     if (head < first[1:]).any():
         return np.inf
     return float((free_at - np.minimum(begun, free_at)).max() if by_span else free_at.max())
+
+
+@njit(cache=True)
+def _instead(
+    here: Ints, upcoming: Ints, started: Floats, before: Ints, lag: Floats, where: Ints, rounds: Ints, duration: Floats,
+    early: Ints, end: int, patience: float, done: NDArray[np.bool_], planned: Ints, at_start: Ints, at_end: Ints,
+    level: int, budget: int, head: int, lead: int, now: float, comes: float, behind: int,
+) -> int:  # fmt: skip
+    """The place of the pass that a device runs `now` because the one at `lead` cannot; -1 where it has to wait.
+
+    Of its passes `here` it is the first of the plan that may run; those numbered from `behind` on come after all
+    others. The input of the pass at `lead` is there from `comes` on.
+    """
+    microbatches = where.shape[1]
+    chosen, best = -1, np.int64(2) * len(planned)
+    for p in here:
+        i = upcoming[p]
+        if i == microbatches or (before[p] >= 0 and started[before[p], i] + lag[p] > now):
+            continue
+        place = where[p, i]
+        rank = place + (len(planned) if p >= behind else 0)
+        if rank >= best:
+            continue
+        if place != head:
+            allowed = _allowed(early, p, i, end, microbatches)
+            if rounds[place] - rounds[lead] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
+                continue
+            if not _has_room(place, head, done, planned, at_start, at_end, level, budget):
+                continue
+        chosen, best = place, rank
+    return chosen
 
 
 @njit(cache=True)

@@ -13,7 +13,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.finish import within_budgets
 from solver.limits import Answer, Limits, Start
-from solver.search.pattern.beam import find_places
+from solver.search.pattern.beam import MOST_PERMUTATIONS, find_places
 from solver.search.pattern.block import Pattern, orders_of, pattern_at
 from solver.search.pattern.effort import WRITTEN_PER_SECOND, Effort
 from solver.search.pattern.ends import Filler
@@ -21,8 +21,7 @@ from solver.search.pattern.passes import Ints, Passes
 from solver.search.pattern.pool import Choice, Pool
 from solver.search.pattern.relief import Relief
 from solver.search.pattern.tuning import FIRST_PLAYS, few_microbatches, first_ends, tuned_ends
-
-NO_BUDGET = np.iinfo(np.int64).max // 4
+from solver.search.table import budgets_bytes
 
 LEANS = (0.15, 0.0, 0.4, 0.8)
 """Weighings of late stages' waiting, tried in turn."""
@@ -34,6 +33,7 @@ LANES = (1, 2)
 """Microbatches a round: two only where one does not reach the least period."""
 
 FIRST_WIDTH, MOST_WIDTH = 24, 1000
+"""Of the beams, which double."""
 
 MARGINS = (2, 1, 4)
 """Activations for which room is set aside where copies run beside the compute ops, tried in turn."""
@@ -42,7 +42,7 @@ BEGIN_SHARE = 0.5
 """Most of the time for the first patterns of all searches, where there are several: then the most promising goes on."""
 
 TRIED_ENDS = 12
-"""Patterns of one period whose ends are compared."""
+"""Patterns of one period whose ends are compared: so many, or up to twice as many, of those found."""
 
 STRETCHED_AT_ONCE = 4
 """Blocks stretched before their ends are tuned and other blocks are looked for."""
@@ -54,6 +54,7 @@ LATE_ROUNDS = (0, 1, 3, 8, 20)
 """Rounds by which W may come later where memory allows, tried with each block."""
 
 TUNING_STEPS = 400
+"""Changes of the ends of one pattern before the next pattern has its turn."""
 
 WORTH_A_LOOK = 1.02
 """Orders are written down where their promise is at most this much above the best value: a promise of the largest
@@ -67,7 +68,7 @@ def pattern_search(problem: Problem, limits: Limits, start: Start, on_answer: Ca
     """
     best = Answer(start.orders, start.value_us, start.bound_us)
     reliefs = [Relief(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
-    searches = [PatternSearch(problem, limits, start, on_answer, relief) for relief in (None, *reliefs)]
+    searches = [PatternSearch(problem, limits, on_answer, relief) for relief in (None, *reliefs)]
     for part, search in _shared(limits.part(BEGIN_SHARE) if reliefs else limits, searches):
         best = search.begin(part, best)
     for part, search in _shared(limits, sorted(searches, key=lambda search: search.period_us)):
@@ -80,11 +81,6 @@ def _shared(limits: Limits, searches: list[PatternSearch]) -> Iterator[tuple[Lim
     counted = limits.deterministic_limit is not None
     for k, search in enumerate(searches):
         yield limits.part(1 / len(searches) if counted else 1 / (len(searches) - k)), search
-
-
-def budgets_bytes(problem: Problem) -> Ints:
-    """For each device its budget, a number that nothing reaches where there is none."""
-    return np.array([NO_BUDGET if d.memory_bytes is None else d.memory_bytes for d in problem.devices], np.int64)
 
 
 def fitting_patterns(
@@ -106,23 +102,19 @@ def fitting_patterns(
 
 
 class PatternSearch:
-    """One run. `best` is the best answer so far, `pattern` the one with the smallest period.
+    """One run: first `begin`, then `go_on`, each with its part of the limits and the best answer known by then.
 
-    Without `relief` nothing is offloaded.
+    `best` is the best answer so far, `pattern` the one with the smallest period. Without `relief` nothing is offloaded.
     """
 
+    best: Answer
+
     def __init__(
-        self,
-        problem: Problem,
-        limits: Limits,
-        start: Start,
-        on_answer: Callable[[Answer], None],
-        relief: Relief | None = None,
+        self, problem: Problem, limits: Limits, on_answer: Callable[[Answer], None], relief: Relief | None
     ) -> None:
         self.problem = problem
         self.limits = limits
         self.on_answer = on_answer
-        self.best = Answer(start.orders, start.value_us, start.bound_us)
         self.effort = Effort(limits)
         self.rng = np.random.default_rng(limits.seed)
         self.relief = relief
@@ -196,7 +188,7 @@ class PatternSearch:
     def _try(self, lanes: int, period_us: float, width: int, lean: float) -> bool:
         """Look for patterns of this period; whether one has a smaller period than the best that is known."""
         passes = self.passes[lanes]
-        self.effort.place(48 * width * passes.size)
+        self.effort.place(2 * MOST_PERMUTATIONS * width * passes.size)  # each is tried twice
         found = fitting_patterns(passes, self.budgets, period_us, width, lean, self.rng, self.effort.spent)
         if not found:
             return False

@@ -24,14 +24,16 @@ HURRY = (0.5, 1.0)
 """Parts of each device's forwards in the cool-down that are left when its W begin to wait: tried next."""
 
 FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
+"""How often `first_ends` plays a pattern."""
 
-MOST_EARLY = 12
+EARLY_BELOW = 12
+"""A change lets passes run fewer rounds than this ahead of their plan."""
 
 HURRY_CHANGES = 0.2
 """Share of the steps that change when devices begin to hurry."""
 
 SLACK = 1e-4
-"""Share of the value by which a step may be worse at the begin of a search."""
+"""Share of the value by which a step may be worse at the beginning of a search."""
 
 
 def few_microbatches(pattern: Pattern, microbatches: int) -> int:
@@ -51,6 +53,7 @@ def first_ends(filler: Filler) -> tuple[float, Ends]:
 
 
 def _best(filler: Filler, tried: list[Ends]) -> tuple[float, Ends]:
+    """The best of these ends, with its value in us."""
     values = [filler.value_us(ends) for ends in tried]
     best = int(np.argmin(values))
     return values[best], tried[best]
@@ -78,7 +81,7 @@ def _changed(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
         return replace(ends, hurry=_hurried(ends.hurry, filler.cool_down, rng))
     early = ends.early.copy()
     for _ in range(int(rng.integers(1, 4))):
-        early[rng.integers(2), _group(filler.passes, rng)] = rng.integers(MOST_EARLY)
+        early[rng.integers(2), _group(filler.passes, rng)] = rng.integers(EARLY_BELOW)
     return replace(ends, early=early, patience=float(rng.choice(PATIENCE)) if rng.random() < 0.1 else ends.patience)
 
 
@@ -92,6 +95,7 @@ def _hurried(hurry: Ints, at_most: Ints, rng: np.random.Generator) -> Ints:
 
 
 def _group(passes: Passes, rng: np.random.Generator) -> Ints:
+    """One pass, those of one kind on neighbouring stages, or those of a device."""
     way = rng.random()
     if way < 0.4:
         return rng.integers(passes.size, size=1)

@@ -55,6 +55,13 @@ def test_regressions(recorded: dict[str, Any], bound_us: float, tolerance: float
     assert not found.contradiction
 
 
+def test_contradictions_are_told_with_all_their_digits() -> None:
+    found = measured(replace(figures(), value_us=1152599, bound_us=1152599))
+    recorded = RECORDED | {"value_us": 1152601, "bound_us": 1152600}
+    [text] = judge(case(recorded), found, LIMITS).findings
+    assert text.startswith("value_us is 1152599, below the recorded bound_us 1152600:")
+
+
 def test_a_run_with_less_time_or_fewer_cores_says_so() -> None:
     [text] = verdict({"value_us": 103, "time_limit_s": 60.0}).findings
     assert text.endswith("Maybe the time: 60 s when recorded, 30 s now.")

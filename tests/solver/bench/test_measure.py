@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
 
 from optpipe.problem import Problem
 from solver.bench.measure import Measured, Point, measure
-from solver.limits import Limits
+from solver.limits import Answer, Limits, Start
+from solver.methods import METHODS, Method
 from tests.problems import HALF, uniform
 from tests.solver.bench.suites import PROBLEM, figures
 
@@ -47,6 +49,21 @@ def test_a_bug_of_a_method_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> Non
     run = measure(PROBLEM, "auto", Limits())
     assert run.failed
     assert run.why_not == "AssertionError: no such stage"
+
+
+def test_a_search_that_outlives_its_limit_is_over_before_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def stubborn(problem: Problem, limits: Limits, start: Start, *_: object) -> Answer:
+        time.sleep(1.5)
+        ended.append(limits.seconds)
+        return Answer(start.orders, start.value_us, start.bound_us)
+
+    monkeypatch.setitem(METHODS, "stubborn", Method("stubborn", "search", "", "", search=stubborn))
+    monkeypatch.setattr("solver.portfolio.offer_published", lambda problem, board: None)
+    run = measure(PROBLEM, "stubborn", Limits(0.5))
+    assert "nothing within the budgets was found" in run.why_not
+    assert [seconds > run.seconds for seconds in ended] == [True]
 
 
 def test_reading_a_curve() -> None:

@@ -9,6 +9,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.exact.cp_sat.model import solve_cp_sat
+from solver.exact.cp_sat.options import Options
 from solver.floor import serial_orders
 from solver.limits import Limits, Start
 from solver.published.zb_auto import zb_auto
@@ -58,7 +59,9 @@ def test_no_schedule_is_below(problem: Problem) -> None:
     value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
     horizon_us = value_us if problem.objective == "makespan" else 2 * value_us
     start = Start(0.0, horizon_us, orders, value_us)
-    best = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.1), start, lambda answer: None)
+    limits = Limits(workers=1, deterministic_limit=0.1)
+    # Not from below: without a bound to begin with, that asks for a schedule at each single step of the grid.
+    best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
     assert bound_us <= best.value_us + 1e-9
 
 

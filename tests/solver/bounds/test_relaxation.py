@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from optpipe.fields import MAX_TIME_US
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.bounds.relaxation import projected, relaxation_bound, restricted
 from solver.exact.cp_sat.model import solve_cp_sat
+from solver.exact.cp_sat.options import Options
 from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Answer, Limits, Start
@@ -94,7 +96,9 @@ def test_no_schedule_is_below(problem: Problem) -> None:
     start = start_of(problem)
     assume(start is not None and split_backward_suffices(problem))
     assert start is not None
-    best = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.1), start, lambda answer: None)
+    limits = Limits(workers=1, deterministic_limit=0.1)
+    # Not from below: without a bound to begin with, that asks for a schedule at each single step of the grid.
+    best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
     assert bound_of(problem, start) <= best.value_us + 1e-9
 
 
@@ -115,6 +119,16 @@ def test_a_part_that_keeps_no_budget_proves_the_whole_infeasible() -> None:
     problem = uniform(4, 2, budget=1)
     answer = relaxation_bound(problem, Limits(workers=1, deterministic_limit=1.0), Start(0.0, 1000.0), [].append)
     assert answer.infeasible
+
+
+def test_parts_between_which_the_way_is_longer_than_a_delay_may_be_are_left_out() -> None:
+    data = uniform(4, 4, budget=4).to_data()
+    for stage in data["stages"]:
+        stage["forward_us"] = 0.6 * MAX_TIME_US
+    problem = Problem.from_data(data)
+    start = start_of(problem)
+    assert start is not None
+    assert lower_bound_us(problem) <= bound_of(problem, start) <= start.value_us
 
 
 def test_a_bound_of_the_whole_is_not_raised_to_the_values_of_a_part() -> None:

@@ -11,9 +11,8 @@ from solver.bounds import lower_bound_us
 from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Limits
-from solver.methods import METHODS
 from solver.process import Child, solve_in_child
-from solver.process.spare import Spare, quick_methods
+from solver.process.spare import QUICK_METHODS, Spare
 from tests.problems import HALF, uniform
 
 LIMIT_S = 4.0
@@ -45,10 +44,6 @@ def test_the_best_that_fits(problem: Problem) -> None:
     assert spare.bound_us == lower_bound_us(problem)
 
 
-def test_names_are_those_of_the_methods() -> None:
-    assert all(METHODS[name].orders is orders_of for name, orders_of in quick_methods().items())
-
-
 def test_nothing_is_made_that_nobody_waits_for() -> None:
     spare = Spare(uniform(4, 8))
     spare.stop()
@@ -65,5 +60,5 @@ def test_a_child_that_never_begins() -> None:
     assert (result.reason, result.limit) == ("feasible", "time")
     assert result.schedule is not None
     assert verify(result.schedule).ok
-    assert result.schedule.method in quick_methods()
+    assert result.schedule.method in QUICK_METHODS
     assert result.schedule.value_us < floor_us(problem) / 2

@@ -14,7 +14,7 @@ from solver.floor import known_budgets_bytes, serial_orders
 from solver.published.ada_offload import ada_offload
 from solver.published.in_flight import in_flight_orders
 from tests.placed_problems import placed_problems
-from tests.problems import REFERENCE, WHOLE, instance, problems, uniform
+from tests.problems import HALF, REFERENCE, WHOLE, instance, problems, uniform
 from tests.random_timings import exceeded, random_peaks_bytes
 
 WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
@@ -76,3 +76,10 @@ def test_valid_wherever_the_floor_is_and_under_any_timing(problem: Problem, seed
 def test_any_number_in_flight_runs(problem: Problem, in_flight: int, late_weights: int) -> None:
     orders = in_flight_orders(problem, in_flight, late_weights)
     assert len(simulate(problem, orders).ops) == 3 * len(problem.stages) * problem.microbatches
+
+
+def test_a_refusal_names_each_limit_that_may_be_too_small() -> None:
+    problem = uniform(2, 2, budget=1, offload=HALF, host_memory_bytes=3)
+    limits = "device 0 has 1: 1 too few; device 1 has 1: 1 too few; the host has 3 for what leaves"
+    with pytest.raises(MethodError, match=rf"{limits}.* Maybe raise devices\[\]\.memory_bytes to \[2, 2\]"):
+        ada_offload(problem)

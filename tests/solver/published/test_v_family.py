@@ -88,5 +88,5 @@ def test_any_costs_and_microbatches(data: st.DataObject, method: Method) -> None
 
 @pytest.mark.parametrize("method", MICROBATCHES_HELD)
 def test_refuses_other_placements(method: Method) -> None:
-    with pytest.raises(MethodError, match=r"from device 0 to 2 and back, but the 3 stages are on devices \[0, 1, 2\]"):
+    with pytest.raises(MethodError, match="from device 0 to 2 and back, but there are 3 stages"):
         method(uniform(3, 4))

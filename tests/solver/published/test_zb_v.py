@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.errors import MethodError
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.finish import finish, over_budget
 from solver.published.zb_v import zb_v
@@ -64,5 +65,9 @@ def test_any_costs_and_microbatches(data: st.DataObject) -> None:
 
 
 def test_refuses_other_placements() -> None:
-    with pytest.raises(MethodError, match=r"from device 0 to 2 and back, but the 3 stages are on devices \[0, 1, 2\]"):
+    data = uniform(3, 4, v_shape=True).to_data()
+    data["stages"][4]["device"] = 2
+    with pytest.raises(MethodError, match=r"stages\[4\]\.device is 2 and not 1. Maybe use ada-offload"):
+        zb_v(Problem.from_data(data))
+    with pytest.raises(MethodError, match="from device 0 to 2 and back, but there are 3 stages"):
         zb_v(uniform(3, 4))

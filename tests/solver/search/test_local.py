@@ -77,7 +77,10 @@ def test_a_cancelled_search_returns_its_start() -> None:
     limits = Limits(time_limit_s=600)
     limits.cancel.request()
     start = start_at(problem, serial_orders(problem))
-    assert local_search(problem, limits, start, lambda better: None).value_us <= start.value_us
+    reported: list[Answer] = []
+    answer = local_search(problem, limits, start, reported.append)
+    assert answer == Answer(start.orders, start.value_us, start.bound_us)
+    assert not reported
 
 
 def test_it_stops_at_the_gap() -> None:

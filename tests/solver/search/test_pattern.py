@@ -22,8 +22,9 @@ from solver.search.pattern.ends import Ends, Filler
 from solver.search.pattern.floor import least_period_us
 from solver.search.pattern.passes import Passes
 from solver.search.pattern.pool import Choice, Pool
-from solver.search.pattern.search import budgets_bytes, fitting_patterns
+from solver.search.pattern.search import fitting_patterns
 from solver.search.pattern.tuning import few_microbatches
+from solver.search.table import budgets_bytes
 from tests.problems import instance, problems, uniform
 
 
@@ -225,6 +226,14 @@ def test_the_curve_falls_with_memory() -> None:
         simulation = simulate(problem, point.orders)
         assert simulation.value_us == pytest.approx(point.value_us)
         assert within_budgets(with_budget(problem, point.budget_bytes, 24), point.orders, simulation)
+
+
+def test_another_number_of_microbatches_is_other_work() -> None:
+    problem = uniform(2, 4, budget=8)
+    work_us = np.array(problem.work_us)
+    other = with_budget(problem, 6, 12)
+    assert other == uniform(2, 12, budget=6)
+    assert (np.array(other.work_us) == 3 * work_us).all()
 
 
 def test_the_time_of_the_search_counts_few_microbatches() -> None:

@@ -97,3 +97,14 @@ def test_without_a_start_there_is_nothing_to_improve() -> None:
 
     answer = improve_windows(uniform(2, 2), Limits(1), Start(0.0, 1000.0), never)
     assert answer == Answer(None, float("inf"), 0.0)
+
+
+def test_copies_that_would_outlast_every_schedule_do_no_harm() -> None:
+    """In ticks, of which a transfer is a whole number, they exceed 64 bits."""
+    endless = {"bytes": 1, "offload_us": 1e12, "reload_us": 1e12}
+    problem = uniform(2, 4, budget=4, transfer_us=0.1234567, offload=endless)
+    orders = serial_orders(problem)
+    assert orders is not None
+    answer, seen = improved(problem, orders, work=0.1)
+    assert seen
+    assert answer.value_us < simulate(problem, orders).value_us

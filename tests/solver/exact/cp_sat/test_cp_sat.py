@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ import pytest
 from optpipe.errors import InfeasibleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.limits import Limits
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.bounds.paths import Paths
+from solver.exact.cp_sat.model import solve_cp_sat
+from solver.exact.cp_sat.variables import Variables
+from solver.exact.grid import Grid
+from solver.floor import serial_orders
+from solver.limits import Limits, Start
 from solver.portfolio import Progress, solve
 from tests.problems import HALF, KNOWN_OPTIMA, REFERENCE, WHOLE, instance, uniform
 
@@ -18,11 +26,25 @@ def solved(problem: Problem, **limits: Any) -> Schedule:
     return solve(problem, "cp-sat", Limits(**({"time_limit_s": 120} | limits)))
 
 
-@pytest.mark.parametrize(("problem", "value_us"), KNOWN_OPTIMA.values(), ids=KNOWN_OPTIMA.keys())
-def test_proves_known_optima(problem: Problem, value_us: float) -> None:
-    schedule = solved(problem)
+@cache
+def known(name: str) -> tuple[Schedule, list[Progress]]:
+    """A problem of KNOWN_OPTIMA solved, and what was reported on the way."""
+    seen: list[Progress] = []
+    return solve(KNOWN_OPTIMA[name][0], "cp-sat", Limits(120), seen.append), seen
+
+
+@pytest.mark.parametrize("name", KNOWN_OPTIMA)
+def test_proves_known_optima(name: str) -> None:
+    schedule, value_us = known(name)[0], KNOWN_OPTIMA[name][1]
     assert (schedule.status, schedule.value_us, schedule.bound_us) == ("optimal", value_us, value_us)
     assert schedule.method == "cp-sat"
+
+
+def test_round_trips_of_a_thousand_stages() -> None:
+    problem = uniform(1200, 1, budget=4)
+    round_trips = Variables(problem, Grid.of(problem, 1e6), 10**6).round_trips
+    turnaround_us = Paths.of(problem).turnaround_us
+    assert round_trips == [stage.forward_us + turnaround_us(s, s) for s, stage in enumerate(problem.stages)]
 
 
 def test_proves_a_reference_optimum() -> None:
@@ -62,8 +84,7 @@ def test_a_host_budget_limits_offload() -> None:
 
 
 def test_reports_incumbents_in_order() -> None:
-    seen: list[Progress] = []
-    schedule = solve(uniform(4, 8, budget=4, offload=HALF), "cp-sat", Limits(120), seen.append)
+    schedule, seen = known("offload")
     values = [progress.value_us for progress in seen]
     assert len(set(values)) > 3
     assert values == sorted(values, reverse=True)
@@ -103,3 +124,15 @@ def test_times_that_are_no_whole_numbers() -> None:
     data["stages"][1]["backward_weight_us"] = 10 / 3
     schedule = solved(Problem.from_data(data))
     assert schedule.value_us - schedule.bound_us <= 1e-6 * schedule.value_us
+
+
+def test_copies_that_outlast_every_schedule_and_times_of_many_digits_do_no_harm() -> None:
+    """In ticks these copies exceed 64 bits; bound and floor lie eighty million ticks apart."""
+    endless = {"bytes": 1, "offload_us": 1e12, "reload_us": 1e12}
+    problem = uniform(2, 4, budget=4, transfer_us=0.1234567, offload=endless)
+    orders = serial_orders(problem)
+    assert orders is not None
+    value_us = simulate(problem, orders).value_us
+    start = Start(lower_bound_us(problem), value_us, orders, value_us)
+    answer = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.2), start, lambda _: None)
+    assert answer.value_us < value_us

@@ -1,0 +1,67 @@
+"""The searches, each loaded when it begins.
+
+OR-Tools and HiGHS take longer to load than a published schedule takes to be made, and who only names methods, as the
+service does, needs neither. So what chooses a search takes it from here, and a process that waits for its problem
+loads them all meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optpipe.problem import Problem
+from solver.limits import Answer, Limits, Start
+
+OnAnswer = Callable[[Answer], None]
+
+
+def cp_sat(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    """CP-SAT on the whole model of intervals."""
+    from solver.exact.cp_sat.model import solve_cp_sat
+
+    return solve_cp_sat(problem, limits, start, on_answer)
+
+
+def milp(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    """HiGHS on the whole mixed-integer program. Raises MethodError where that would be too large."""
+    from solver.exact.milp.model import solve_milp
+
+    return solve_milp(problem, limits, start, on_answer)
+
+
+def local(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    """Simulated annealing over orders, offloads and waits."""
+    from solver.search.local import local_search
+
+    return local_search(problem, limits, start, on_answer)
+
+
+def pattern(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    """One block of a microbatch, repeated every period."""
+    from solver.search.pattern.search import pattern_search
+
+    return pattern_search(problem, limits, start, on_answer)
+
+
+def windows(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    """Parts of the best schedule in time, solved anew by CP-SAT."""
+    from solver.search.windows import improve_windows
+
+    return improve_windows(problem, limits, start, on_answer)
+
+
+def bounds(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    """Better bounds, from parts of the problem that CP-SAT solves exactly."""
+    from solver.bounds.relaxation import relaxation_bound
+
+    return relaxation_bound(problem, limits, start, on_answer)
+
+
+def load() -> None:
+    """Load them all."""
+    import solver.bounds.relaxation
+    import solver.exact.cp_sat.model
+    import solver.exact.milp.model
+    import solver.search.local
+    import solver.search.pattern.search
+    import solver.search.windows  # noqa: F401
