@@ -50,10 +50,10 @@ class BodyLimit:
 async def _json_body(request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        detail = f"the body is {media_type[:100]!a} but must be 'application/json'. Maybe set Content-Type."
+        detail = f"Content-Type is {media_type[:100]!a} but must be 'application/json'. Maybe it was not set."
         raise problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "not_json", detail)
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "encoded", "the body is compressed, which is not taken.")
+        raise problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "encoded", "the body is compressed. Maybe send it plain.")
     body = await request.body()
     if not body.strip():
         raise problem(HTTPStatus.BAD_REQUEST, "empty", "the body is empty, but JSON is needed.")

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from optpipe.errors import InputError, Issue
+from optpipe.toml_file import read_toml
 from solver.limits import available_cores
 
 CONFIG_FILE = "OPTPIPE_CONFIG_FILE"
 """The environment variable that names the TOML file."""
+
+MOST_FILE_BYTES = 2**20
+"""What is read of that file."""
 
 
 class Settings(BaseSettings):
@@ -71,7 +70,10 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Settings of this process; `given` wins, except where it is None. Raises InputError."""
+        """Settings of this process; `given` wins, except where it is None.
+
+        Raises InputError, also where the file that CONFIG_FILE names is not there or is no TOML.
+        """
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
@@ -98,7 +100,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """The order of the sources: what was given, the environment, the file."""
         file = os.environ.get(CONFIG_FILE)
-        from_file = [TomlConfigSettingsSource(settings_cls, Path(file))] if file else []
+        from_file = [InitSettingsSource(settings_cls, read_toml(Path(file), MOST_FILE_BYTES))] if file else []
         return (init_settings, env_settings, *from_file)
 
 

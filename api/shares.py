@@ -28,7 +28,7 @@ class Shares:
         """Hold one. Raises ProblemError: 429 where the caller holds too many, 503 where all together do."""
         what = self.name.replace("_", " ")
         if self._held[owner] >= self.most_of_one:
-            text = f"this key has {self.most_of_one} {what} already, which is all it may have at once."
+            text = f"this caller has {self.most_of_one} {what} already, which is all that one key may have at once."
             raise passing(HTTPStatus.TOO_MANY_REQUESTS, f"too_many_{self.name}", text, retry_after_s=1)
         if self.held >= self.most:
             text = f"the server has {self.most} {what} already, which is all it takes at once."

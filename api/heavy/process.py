@@ -10,10 +10,10 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from api.faults import Fault, ProblemError
+from solver.process import import_path
 
 
 class ProcessDiedError(Exception):
@@ -29,12 +29,11 @@ class HeavyProcess:
     @classmethod
     async def start(cls) -> HeavyProcess:
         """Start one, and return when it has loaded what is slow to load. Raises ProcessDiedError."""
-        import_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "api.heavy.child", str(os.getpid())),
             stdin=PIPE,
             stdout=PIPE,
-            env=os.environ | {"PYTHONPATH": import_path},
+            env=os.environ | {"PYTHONPATH": import_path()},
             start_new_session=True,
         )
         started = cls(process)

@@ -66,6 +66,7 @@ def make_engine(url: str) -> AsyncEngine:
         pool_use_lifo=True,  # few servers that have planned our statements, rather than many that each plan them anew
         connect_args={"connect_timeout": CONNECT_S, "application_name": "optpipe", **_KEEP_ALIVE},
     )
+    event.listen(engine.sync_engine, "connect", _use_utc)
     event.listen(engine.sync_engine, "checkout", _replace_if_closed)
     return engine
 
@@ -73,6 +74,14 @@ def make_engine(url: str) -> AsyncEngine:
 def for_reading(engine: AsyncEngine) -> AsyncEngine:
     """The same pool, of which each statement is a transaction of its own: one way to the server and back."""
     return engine.execution_options(isolation_level="AUTOCOMMIT")
+
+
+def _use_utc(connection: Any, _record: object) -> None:
+    """Have times come back as UTC, wherever the server believes it is."""
+    cursor = connection.cursor()
+    cursor.execute("SET TIME ZONE 'UTC'")
+    cursor.close()
+    connection.commit()
 
 
 def _replace_if_closed(connection: Any, _record: object, _proxy: object) -> None:

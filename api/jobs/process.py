@@ -18,7 +18,9 @@ from api.jobs.migrate import check_revision
 from api.jobs.solving import ChildSolver, Solve
 from api.jobs.worker import STOP_S, Worker
 from api.settings import Settings
+from solver.process import import_path
 from solver.process.loading import load_verifier
+from solver.warm_up import is_warm
 
 PAUSE_S = (0.5, 30.0)
 """Before a worker that ended by itself is started again: at first, and at most."""
@@ -40,10 +42,24 @@ def run_worker(settings: Settings, *, until_stdin_ends: bool = False, solve: Sol
     if solve is not None:
         asyncio.run(_run(Worker(settings, solve), until_stdin_ends))
         return
+    _compile_kernels()
     with closing(ChildSolver()) as solver:
         solver.prepare()
         load_verifier()
         asyncio.run(_run(Worker(settings, solver, solver.prepare), until_stdin_ends))
+
+
+def _compile_kernels() -> None:
+    """Once for an installation, before a job's clock runs: else the first jobs would spend their limits on this."""
+    if is_warm():
+        return
+    _log.info("compiling kernels: once for an installation, up to a minute or two")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends what runs here, too
+    try:
+        command = [sys.executable, "-P", "-m", "solver.warm_up"]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": import_path()}, check=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _run(worker: Worker, until_stdin_ends: bool) -> None:
@@ -94,9 +110,9 @@ def _keep(database_url: str, stopping: Event) -> None:
 def _run_one(database_url: str, stopping: Event) -> int:
     """Run one worker process until it ends or is to stop; its exit code."""
     with subprocess.Popen(
-        [sys.executable, "-m", "optpipe", "worker", "--until-stdin-ends"],
+        [sys.executable, "-P", "-m", "optpipe", "worker", "--until-stdin-ends"],
         stdin=subprocess.PIPE,  # its end tells the worker that we have gone, however that was
-        env=os.environ | {"OPTPIPE_DATABASE_URL": database_url},
+        env=os.environ | {"OPTPIPE_DATABASE_URL": database_url, "PYTHONPATH": import_path()},
         start_new_session=True,  # Ctrl-C in a terminal is for us: we stop it in our time
     ) as worker:
         while worker.poll() is None and not stopping.wait(0.1):

@@ -138,7 +138,10 @@ async def remember(
 async def start(connection: AsyncConnection, key: str) -> Orders | None:
     """Orders of an equal problem, where a search can begin."""
     row = (await connection.execute(select(solved_problems.c.orders).where(solved_problems.c.key == key))).one_or_none()
-    return read_orders(json.loads(row.orders)) if row else None
+    try:
+        return read_orders(json.loads(row.orders)) if row else None
+    except (ValueError, TypeError, KeyError):
+        return None  # see `schedule_of`
 
 
 async def keep(

@@ -73,17 +73,22 @@ class Worker:
         caretaker = asyncio.create_task(self._care(), name="caretaker")
         try:
             async with self._listener:
-                while not self._stopping:
-                    await self._take_up()
-                    if len(self._runs) < self.settings.solves:
-                        self._prepare()
-                    await self._rest()
-                await self._leave()
+                try:
+                    await self._work()
+                finally:  # a bug ends this worker: its jobs need not wait until the others find it silent
+                    await self._leave()
         finally:
             await end_tasks(caretaker)
             await self._engine.dispose()
             self._executor.shutdown()
         _log.info("worker ended", worker=str(self.id))
+
+    async def _work(self) -> None:
+        while not self._stopping:
+            await self._take_up()
+            if len(self._runs) < self.settings.solves:
+                self._prepare()
+            await self._rest()
 
     async def _take_up(self) -> None:
         """Begin as many jobs as there is room for."""

@@ -61,7 +61,9 @@ async def best_schedule(
 ) -> Response:
     """The best schedule so far, verified. The ETag changes whenever a better one is found."""
     if drop_offload and format != "torch-csv":
-        raise unprocessable("nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads.")
+        raise unprocessable(
+            "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
+        )
     best = await service.store.best_schedule(job_id, owner)
     form = _FORMS[format]
     tag = f'"{best.revision}{"-final" if best.final else ""}-{form.ending}{"-dropped" if drop_offload else ""}"'

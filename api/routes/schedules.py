@@ -40,7 +40,6 @@ def _printable(text: str) -> str:
     return text
 
 
-Wait = Annotated[float, Query(ge=0, le=MOST_WAIT_S, allow_inf_nan=False, description="Seconds to wait for the end.")]
 IdempotencyKey = Annotated[
     str | None,
     Header(max_length=200, pattern=r"^[\x21-\x7e]+$", description="The same key and body give the same job."),
@@ -48,17 +47,25 @@ IdempotencyKey = Annotated[
 Tag = Annotated[str | None, Query(min_length=1, max_length=64), AfterValidator(lambda tag: tag and _printable(tag))]
 
 
-async def _connection(service: TheService, owner: Owner, wait: Wait = 0) -> AsyncIterator[None]:
-    """A request that waits holds one of the caller's connections until it is answered."""
+async def _waiting(
+    service: TheService,
+    owner: Owner,
+    wait: Annotated[
+        float, Query(ge=0, le=MOST_WAIT_S, allow_inf_nan=False, description="Seconds to wait for the end.")
+    ] = 0,
+) -> AsyncIterator[float]:
+    """How long a request waits; one that does holds one of the caller's connections until it is answered."""
     with service.connections.taken(owner) if wait else nullcontext():
-        yield
+        yield wait
+
+
+Wait = Annotated[float, Depends(_waiting)]
 
 
 @router.post(
     "",
     status_code=202,
     response_model=JobAnswer,
-    dependencies=[Depends(_connection)],
     responses={
         200: {"model": JobAnswer | CheckedAnswer, "description": "The finished job, or what was checked."},
         202: {"description": "The job, queued.", "headers": {"Location": {"schema": {"type": "string"}}}},
@@ -70,8 +77,8 @@ async def submit(
     service: TheService,
     owner: Owner,
     body: JsonBody,
+    wait: Wait,
     operation: Annotated[Literal["solve", "validate"], Query(description="validate: only check.")] = "solve",
-    wait: Wait = 0,
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Have a problem solved. An equal problem that was solved at least as well before is answered at once."""
@@ -126,8 +133,8 @@ async def list_jobs(
     return Response(JobsAnswer.of(page).model_dump_json(), media_type="application/json")
 
 
-@router.get("/{job_id}", response_model=JobAnswer, responses=errors(404, 422), dependencies=[Depends(_connection)])
-async def get_job(service: TheService, owner: Owner, job_id: UUID, wait: Wait = 0) -> Response:
+@router.get("/{job_id}", response_model=JobAnswer, responses=errors(404, 422))
+async def get_job(service: TheService, owner: Owner, job_id: UUID, wait: Wait) -> Response:
     """A job as it stands, or once it has ended."""
     if wait:
         return _job_response(await service.store.wait_until_ended(job_id, owner, wait))

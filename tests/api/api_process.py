@@ -6,15 +6,13 @@ Every attempt of Python code to reach another machine is written to stdout, a li
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import uvicorn
 
 from api.app import create_app
 from api.logs import configure_logs
 from api.settings import Settings
-
-WATCHED = frozenset({"socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request"})
+from tests.api.outgoing import watch
 
 
 def main(database_url: str, port: str) -> None:
@@ -23,12 +21,6 @@ def main(database_url: str, port: str) -> None:
     configure_logs(as_json=True)
     settings = Settings.load(database_url=database_url, port=int(port))
     uvicorn.run(create_app(settings), port=settings.port, loop="asyncio", log_config=None)
-
-
-def watch(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note who is called, except for this process itself: asyncio wakes itself through a pair of sockets."""
-    if event in WATCHED and not any(name in repr(arguments) for name in ("127.0.0.1", "/")):
-        print(event, arguments[1:], flush=True)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from httpx import Client
 from sqlalchemy import make_url
 
 from api.app import create_app
-from api.jobs.migrate import migrate
 from api.jobs.store import Store
 from api.settings import Settings
 from tests.api.server import listening, working
 from tests.api.solves import at_once
+from tests.postgresql import TEMPLATE
 
 NewClient = Callable[[], Client]
 _numbers = count()
@@ -89,7 +89,6 @@ def _settings(postgresql: str, database: str) -> Settings:
     """
     database = f"{database}_{next(_numbers)}"
     with psycopg.connect(postgresql, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {database}".encode())
+        connection.execute(f"CREATE DATABASE {database} TEMPLATE {TEMPLATE}".encode())
     url = make_url(postgresql).set(database=database).render_as_string(hide_password=False)
-    migrate(url)
     return Settings.load(database_url=url, require_keys=True, max_workers=2, max_body_bytes=2**20)

@@ -29,6 +29,20 @@ def test_bad_ones_are_named_without_their_value(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [("missing.toml", "cannot be read: No such file"), (".", "cannot be read"), ("broken.toml", "is not TOML")],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    (tmp_path / "broken.toml").write_text("port = = 3")
+    monkeypatch.setenv(CONFIG_FILE, str(tmp_path / name))
+    with pytest.raises(InputError, match=said) as raised:
+        Settings.load()
+    assert raised.value.source == str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     ("host", "required"),
     [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True), ("::", True), ("gpu7", True)],
 )

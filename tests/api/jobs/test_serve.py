@@ -24,9 +24,12 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    root = os.getcwd()
+    (tmp_path / "structlog.py").write_text("raise ImportError('a file in the folder that somebody happens to be in')")
+    monkeypatch.chdir(tmp_path)
     with server_folder() as folder:
-        yield os.environ | {"OPTPIPE_DATA_FOLDER": str(folder), "OPTPIPE_HEARTBEAT_S": "1", "PYTHONPATH": os.getcwd()}
+        yield os.environ | {"OPTPIPE_DATA_FOLDER": str(folder), "OPTPIPE_HEARTBEAT_S": "1", "PYTHONPATH": root}
 
 
 def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> None:
@@ -39,16 +42,19 @@ def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> 
         worker.kill()
         _solved(client, microbatches=4)  # by the next one
 
-        worker = _worker_of(service)
+        worker, database = _worker_of(service), _database_of(environment)
         service.kill()
         worker.wait(PATIENCE_S)  # without its parent it ends by itself
+    assert database.is_running()
     with _serving(environment, free_tcp_port) as (service, client):
+        assert _database_of(environment) == database  # taken over
         assert client.get(first).json()["status"] == "succeeded"
         _solved(client, microbatches=5)
         worker = _worker_of(service)
         service.send_signal(signal.SIGTERM)
         assert service.wait(PATIENCE_S) == 0
         worker.wait(1)
+        assert _has_ended(database)
     keys = json.loads(_command(environment, "keys", "list", "--json").stdout)  # starts the database for itself
     assert [key["name"] for key in keys] == ["ci"]
     folder = Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql"
@@ -63,6 +69,11 @@ def test_it_brings_no_worker_where_told(environment: dict[str, str], free_tcp_po
         assert answer.json()["status"] == "queued"
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    """Also where nobody has asked for its exit code yet."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 @contextmanager
 def _serving(
     environment: dict[str, str], port: int, *options: str
@@ -70,7 +81,7 @@ def _serving(
     """A service that answers, and a client of it."""
     with (
         subprocess.Popen(
-            [sys.executable, "-m", "optpipe", "serve", "--port", str(port), *options],
+            [sys.executable, "-P", "-m", "optpipe", "serve", "--port", str(port), *options],
             env=environment,
         ) as service,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
@@ -100,6 +111,12 @@ def _solved(client: httpx.Client, microbatches: int) -> str:
     return str(path)
 
 
+def _database_of(environment: dict[str, str]) -> psutil.Process:
+    """The embedded PostgreSQL."""
+    file = Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql" / "postmaster.pid"
+    return psutil.Process(int(file.read_text().split()[0]))
+
+
 def _worker_of(service: subprocess.Popen[bytes]) -> psutil.Process:
     (worker,) = _workers_of(service)
     return worker
@@ -110,7 +127,7 @@ def _workers_of(service: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _command(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "optpipe", *arguments]
+    command = [sys.executable, "-P", "-m", "optpipe", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 
 from api.jobs.config import JobConfig
@@ -41,6 +43,19 @@ def test_jobs_wait_in_their_places(settings: Settings) -> None:
         assert [job.queue_place for job in (await store.list_jobs()).jobs] == [2, None, 1]
         assert await store.problem(first) == PROBLEM
 
+    with_store(settings, scenario)
+
+
+def test_times_are_utc_wherever_the_server_is(settings: Settings) -> None:
+    async def scenario(store: Store) -> None:
+        job = await store.get(await submit(store))
+        assert job.submitted_at.utcoffset() == timedelta(0)
+        (event,) = await store.events(job.id)
+        assert event.at.isoformat() == job.submitted_at.isoformat()
+
+    assert settings.database_url is not None
+    with psycopg.connect(settings.database_url.get_secret_value(), autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {connection.info.dbname} SET timezone = 'Asia/Tokyo'".encode())
     with_store(settings, scenario)
 
 

@@ -6,9 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+from sqlalchemy import insert
+
+from api.jobs import leases
 from api.jobs.config import JobConfig
+from api.jobs.database import make_engine, transaction
+from api.jobs.solved import Equality
 from api.jobs.solving import ChildSolver, OnEvent, Solve, Task
 from api.jobs.store import Store
+from api.jobs.tables import solved_problems
 from api.jobs.worker import Worker
 from api.settings import Settings
 from optpipe.schedule import Schedule
@@ -90,6 +97,36 @@ def test_a_bug_in_a_solve_ends_the_job_alone(settings: Settings) -> None:
             )
             good = await submitted(store, "good", seconds=0.1)
             assert (await store.wait_until_ended(good, wait_s=PATIENCE_S)).status == "succeeded"
+
+    with_store(settings, scenario)
+
+
+def test_a_bug_in_a_worker_gives_its_jobs_back(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(store: Store) -> None:
+        two = settings.model_copy(update={"solves": 2})  # one is free, so that it asks for another job
+        running = asyncio.create_task(Worker(two, scripted).run())
+        job_id = await submitted(store, "long", seconds=60)
+        await until(store, job_id, lambda job: job.value_us is not None)
+        monkeypatch.setattr(leases, "claim", None)  # not to be called
+        with pytest.raises(TypeError):
+            await running
+        left = await store.get(job_id)
+        assert (left.status, left.attempt) == ("queued", 1)
+
+    with_store(settings, scenario)
+
+
+def test_a_damaged_answer_of_an_equal_problem_counts_as_absent(settings: Settings) -> None:
+    async def scenario(store: Store) -> None:
+        row = {"asked": "auto", "worker_s": 0, "value": 1, "bound": 0, "method": "", "solve_seconds": 0, "orders": "{}"}
+        problem = job_named("damaged")
+        engine = make_engine(store.settings.database_url.get_secret_value())
+        async with transaction(engine) as connection:
+            await connection.execute(insert(solved_problems).values(key=Equality.of(problem).key, **row))
+        await engine.dispose()
+        async with working(settings, scripted):
+            job_id = (await store.submit(problem, JobConfig(time_limit_s=0.1))).job.id
+            assert (await store.wait_until_ended(job_id, wait_s=PATIENCE_S)).status == "succeeded"
 
     with_store(settings, scenario)
 

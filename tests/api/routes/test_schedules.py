@@ -110,6 +110,12 @@ def test_bad_queries_are_refused(idle: Client, query: str) -> None:
     assert answer.json()["errors"][0]["code"] in ("bad_parameter", "bad_cursor")
 
 
+def test_what_is_wrong_is_told_once(idle: Client) -> None:
+    answer = idle.post("/v1/schedules?wait=61&operation=x", json=body())
+    assert answer.status_code == 422
+    assert len(answer.json()["errors"]) == 2
+
+
 def test_cancel_retry_remove(idle: Client) -> None:
     path = idle.post("/v1/schedules", json=body()).headers["location"]
     assert idle.post(f"{path}/retry").status_code == 409

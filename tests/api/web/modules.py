@@ -7,13 +7,16 @@ from typing import Any
 
 from playwright.sync_api import Page
 
-_CALL = """async ([path, name, args]) => {
-  const folder = document.querySelector('link[rel=icon]').getAttribute('href').replace(/[^/]*$/, '');
-  const module = await import(`${folder}js/${path}`);
-  return module[name](...args);
-}"""
+_CALL = "async ([url, name, args]) => (await import(url))[name](...args)"
 
 
 def call(page: Page, module: str, name: str, *args: Any) -> Any:
     """What a function of a module answers, as JSON values; `page` shows any view."""
-    return page.evaluate(_CALL, [module, name, json.loads(json.dumps(args))])
+    return page.evaluate(_CALL, [address(page, module), name, json.loads(json.dumps(args))])
+
+
+def address(page: Page, module: str) -> str:
+    """Where the page has a module from, such as ``gantt/labels.js``."""
+    icon = page.get_attribute("link[rel=icon]", "href")
+    assert icon is not None
+    return f"{icon.rpartition('/')[0]}/js/{module}"

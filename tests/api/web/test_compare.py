@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from playwright.sync_api import Page, expect
 
@@ -49,6 +50,20 @@ def test_values_of_different_problems_are_not_compared(page: Page, service_url: 
     page.goto(f"/#/compare?ids={','.join(ids)}")
     expect(page.get_by_text("These schedules answer different problems")).to_be_visible()
     expect(page.locator(".best")).to_have_count(0)
+
+
+def test_jobs_without_a_schedule_say_why(page: Page, service_url: str, key: str) -> None:
+    page.goto(f"/#/compare?ids={posted(service_url, key, uniform(2, 4, budget=2))}")
+    expect(page.locator("[data-part=reasons]")).to_have_text(re.compile("nothing published keeps the budgets"))
+    expect(page.locator("[data-part=reasons]")).to_be_visible()
+    expect(page.locator("[data-part=figures]")).to_be_hidden()
+
+
+def test_a_long_name_leaves_room_for_the_figures(page: Page, service_url: str, key: str) -> None:
+    page.goto(f"/#/compare?ids={posted(service_url, key, name='W' * 200)}")
+    last = page.locator(ROWS).locator("td").last.bounding_box()
+    assert last is not None
+    assert last["x"] + last["width"] < 1280
 
 
 def test_nothing_to_compare(page: Page) -> None:

@@ -106,3 +106,23 @@ def test_downloads(page: Page, service_url: str, key: str) -> None:
 def test_a_job_that_is_not_there_is_said_to_be(page: Page) -> None:
     page.goto("/#/jobs/00000000-0000-4000-8000-000000000000")
     expect(page.get_by_role("alert")).to_contain_text("There is no such job")
+    expect(page.locator("[data-part=value]")).to_be_hidden()
+    expect(page.get_by_role("button", name="Delete")).to_be_hidden()
+
+
+def test_a_page_opened_while_the_server_is_away_finds_the_job_later(page: Page, service_url: str, key: str) -> None:
+    job = posted(service_url, key, name="mine")
+    page.route(f"**/v1/schedules/{job}", lambda route: route.abort(), times=1)
+    page.goto(f"/#/jobs/{job}")
+    expect(page.locator("h1")).to_have_text("mine")
+    expect(page.locator(VALUE)).to_have_text(value_text(-1))
+    expect(page.get_by_text("The server does not answer")).to_be_hidden()
+
+
+def test_a_job_that_was_answered_at_once_shows_no_search(page: Page, service_url: str, key: str) -> None:
+    posted(service_url, key)
+    page.goto(f"/#/jobs/{posted(service_url, key)}")
+    expect(page.locator(VALUE)).to_have_text(value_text(-1))
+    expect(page.locator("[data-part=elapsed]")).to_contain_text("an equal problem was solved before")
+    expect(page.locator(".curve-dot")).to_have_count(1)  # what the one event says
+    expect(page.get_by_role("heading", name="Search")).to_be_hidden()

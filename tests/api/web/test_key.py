@@ -47,3 +47,12 @@ def test_without_a_key_the_page_says_why_it_is_empty(stranger: Page) -> None:
     stranger.goto("/#/jobs")
     stranger.get_by_role("button", name="Cancel").click()
     expect(stranger.get_by_role("alert")).to_contain_text("this needs a key")
+
+
+def test_who_has_no_key_is_asked_once(stranger: Page) -> None:
+    stranger.clock.install()
+    stranger.goto("/#/jobs")
+    stranger.get_by_role("button", name="Cancel").click()
+    expect(stranger.get_by_role("alert")).to_contain_text("this needs a key")
+    stranger.clock.run_for(60_000)
+    expect(stranger.get_by_role("dialog")).to_be_hidden()

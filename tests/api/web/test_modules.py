@@ -14,7 +14,7 @@ from optpipe.plot import units
 from optpipe.plot.colours import LIGHTEST, OP_LOOKS, ink_on, op_colour
 from optpipe.problem import Problem
 from solver.portfolio import solve
-from tests.api.web.modules import call
+from tests.api.web.modules import address, call
 from tests.browser import open_page
 from tests.problems import instance, uniform
 
@@ -96,6 +96,21 @@ def test_sizes_in_words(anywhere: Page, size: int) -> None:
 @pytest.mark.parametrize("share", [0, 0.00001, 0.0004, 0.0099, 0.01, 0.172, 1])
 def test_shares_in_words(anywhere: Page, share: float) -> None:
     assert call(anywhere, "units.js", "percentText", share) == units.percent_text(share).replace(" ", NO_BREAK_SPACE)
+
+
+@pytest.mark.parametrize(("text", "most"), [("gpu0", 90), ("node-17.rack-4.example.org", 90), ("wwww", 1)])
+def test_names_are_cut_to_their_room(anywhere: Page, text: str, most: int) -> None:
+    measured = """async ([url, text, most]) => {
+      const {fitted} = await import(url);
+      const context = document.createElement('canvas').getContext('2d');
+      context.font = '600 13px sans-serif';
+      const shown = fitted(context, text, most);
+      return [shown, context.measureText(shown).width];
+    }"""
+    shown, width = anywhere.evaluate(measured, [address(anywhere, "gantt/labels.js"), text, most])
+    assert shown == text or (shown.endswith("…") and text.startswith(shown[:-1]))
+    assert width <= most or len(shown) == 2
+    assert (shown == text) == (text == "gpu0")
 
 
 def test_places_in_a_text(anywhere: Page) -> None:

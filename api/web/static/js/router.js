@@ -22,7 +22,16 @@ const FIRST = "jobs";
 export function parseRoute(hash) {
   const [path, query = ""] = hash.replace(/^#?\/?/, "").split("?");
   const [name, argument = ""] = path.split("/");
-  return { name: name || FIRST, argument: decodeURIComponent(argument), query: new URLSearchParams(query) };
+  return { name: name || FIRST, argument: decoded(argument), query: new URLSearchParams(query) };
+}
+
+/** @param {string} text perhaps typed by hand, and then perhaps none that can be decoded */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 /**
@@ -42,8 +51,8 @@ export function startRouter(views) {
     // What a view that has ended still does happens on an element that nobody sees.
     const view = element("div", "", "view");
     place.replaceChildren(view);
-    end = (views[name] ?? views[FIRST])(view, route);
-    markLink(route.name);
+    end = (Object.hasOwn(views, name) ? views[name] : views[FIRST])(view, route);
+    markLink(Object.hasOwn(views, name) ? route.name : FIRST);
     const heading = view.querySelector("h1");
     document.title = `${heading?.textContent || "OptPipe"} · OptPipe`;
     if (!moved) return;

@@ -28,7 +28,7 @@ export function drawLabels(context, scene, row) {
   context.textBaseline = "middle";
   context.fillStyle = theme.plain.ink;
   context.font = `600 ${isLow ? 11 : 13}px ${FONT}`;
-  context.fillText(name, right, middleOf(row.lanes[0]), right - 8);
+  context.fillText(fitted(context, name, right - 8), right, middleOf(row.lanes[0]));
   context.fillStyle = theme.plain.faintInk;
   context.font = `${isLow ? 10 : 11}px ${FONT}`;
   if (row.memory && row.memory.height >= LOWEST_STRIP_PX && layout.labels !== "narrow") {
@@ -58,6 +58,34 @@ function drawFigures(context, { layout, theme, model, width }, row, size) {
   const unit = memoryUnit(model.topBytes);
   const limit = budgetBytes === null ? "" : ` of ${bytesText(budgetBytes, unit)}`;
   context.fillText(`peak ${bytesText(plan.peak_bytes, unit)}${limit}`, left, middleOf(row.memory), width - left);
+}
+
+/**
+ * As much of a text as there is room for.
+ *
+ * @param {CanvasRenderingContext2D} context with the font in which it will be drawn
+ * @param {string} text
+ * @param {number} most its width
+ */
+export function fitted(context, text, most) {
+  if (context.measureText(text).width <= most) return text;
+  const letters = [...text];
+  let low = 1;
+  let high = letters.length;
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (context.measureText(cut(letters, middle)).width <= most) low = middle;
+    else high = middle - 1;
+  }
+  return cut(letters, low);
+}
+
+/**
+ * @param {string[]} letters
+ * @param {number} shown
+ */
+function cut(letters, shown) {
+  return `${letters.slice(0, shown).join("")}…`;
 }
 
 /** @param {import("./layout.js").Strip} strip */

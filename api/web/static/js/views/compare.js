@@ -85,7 +85,8 @@ class Comparison {
     return Promise.all(
       ids.map(async (id) => {
         const job = await getJob(id, this.signal);
-        if (job.value_us === null) return { name: nameOf(job), note: `${job.status}, no schedule`, schedule: null };
+        const note = job.error ?? `${job.status}, no schedule`;
+        if (job.value_us === null) return { name: nameOf(job), note, schedule: null };
         const schedule = await getSchedule(id, this.signal);
         return { name: nameOf(job), note: schedule.method, href: `#/jobs/${id}`, schedule };
       }),
@@ -116,6 +117,8 @@ class Comparison {
     part(this.place, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => rowOf(entry, best)));
     this.#showMissing(compared.filter(({ schedule }) => !schedule));
     part(this.place, "table", HTMLElement).hidden = false;
+    part(this.place, "figures", HTMLElement).hidden = !there.length;
+    part(this.place, "missing", HTMLDetailsElement).open = !there.length;
     const endUs = Math.max(...there.map(({ schedule }) => (schedule ? spanOf(schedule) : 0)));
     const time = new TimeWindow(0, endUs);
     const host = part(this.place, "charts", HTMLElement);
@@ -153,9 +156,11 @@ class Comparison {
       box.type = "checkbox";
       box.value = job.id;
       box.checked = chosen.includes(job.id);
+      const text = element("span", `${nameOf(job)} `);
       const note = element("span", `${job.method}, ${timeText(job.value_us)}, `, "faint");
       note.append(instantElement(job.submitted_at));
-      label.append(box, ` ${nameOf(job)} `, note);
+      text.append(note);
+      label.append(box, text);
       options.append(label);
     }
     this.picker.hidden = !options.childElementCount;

@@ -96,13 +96,21 @@ class JobView {
       this.#position,
       {
         onEvent: (event) => this.#onEvent(event),
-        onOpen: () => this.#tellConnection(""),
+        onOpen: () => this.#onOpen(),
         onLost: (pauseS) =>
           this.#tellConnection(`The connection to the server is lost; next try in ${Math.ceil(pauseS)} s.`),
         onRefused: (error) => this.#tell(error),
       },
       signal,
     );
+  }
+
+  #onOpen() {
+    this.#tellConnection("");
+    if (this.#job) return;
+    // The server did not answer when this page was opened, and does now.
+    this.#tell(null);
+    this.#refresh();
   }
 
   /** @param {import("../types.js").JobEvent} event */
@@ -174,6 +182,7 @@ class JobView {
     const ended = hasEnded(job.status);
     this.buttons.cancel.hidden = ended;
     this.buttons.retry.hidden = !ended;
+    this.buttons.delete.hidden = false;
     this.buttons.delete.disabled = job.status === "running";
     this.buttons.delete.title = job.status === "running" ? "Cancel it first" : "";
     const compare = part(this.place, "compare", HTMLAnchorElement);
@@ -237,11 +246,12 @@ class JobView {
 
   #drawCurve() {
     const { points, nowS } = this.#progress;
-    part(this.place, "progress", HTMLElement).hidden = !points.length;
+    // A job that was answered from an equal problem has not been searched for.
+    part(this.place, "progress", HTMLElement).hidden = !points.length || this.#job?.attempt === 0;
     drawCurve(this.curve, points, nowS);
     const found = points.filter(({ valueUs }, index) => valueUs !== null && valueUs !== points[index - 1]?.valueUs);
     part(this.place, "curve-text", HTMLElement).textContent = found.length
-      ? `${found.length === 1 ? "One schedule" : `${found.length} schedules`} found, the last after ` +
+      ? `${found.length === 1 ? "One schedule found," : `${found.length} schedules found, the last`} after ` +
         `${found[found.length - 1].seconds.toFixed(2)} s.`
       : "";
   }
@@ -291,6 +301,7 @@ class JobView {
     if (error === null) this.message.textContent = "";
     else if (error instanceof ApiError && error.status === 404) {
       this.message.textContent = "There is no such job. Maybe it was deleted, or belongs to another key.";
+      part(this.place, "parts", HTMLElement).hidden = !this.#job;
     } else this.message.textContent = error instanceof Error ? error.message : String(error);
   }
 

@@ -1,6 +1,6 @@
 /** All jobs, newest first, kept up to date. */
 
-import { listJobs } from "../api.js";
+import { ApiError, listJobs } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded } from "../events.js";
 import { OBJECTIVES, fillStatus, instantElement, nameOf, stateText } from "../jobs.js";
@@ -96,6 +96,7 @@ class JobList {
     } catch (error) {
       if (signal.aborted) return;
       this.message.textContent = error instanceof Error ? error.message : String(error);
+      if (error instanceof ApiError && error.status === 401) return; // the question for a key is not asked again and again
     }
     if (!document.hidden) this.#timer = window.setTimeout(() => this.#load(), pauseMs);
   }
@@ -163,7 +164,7 @@ class JobList {
     });
     const link = part(row, "name", HTMLAnchorElement);
     link.href = `#/jobs/${job.id}`;
-    link.textContent = nameOf(job);
+    link.textContent = link.title = nameOf(job);
     const tags = job.tags.map((tag) => tagLink(tag));
     part(row, "tags", HTMLElement).replaceChildren(...tags);
     part(row, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));
@@ -195,6 +196,7 @@ function fillRow(row, job) {
 /** @param {string} tag */
 function tagLink(tag) {
   const link = element("a", tag, "tag");
+  link.title = tag;
   link.href = `#/jobs?tag=${encodeURIComponent(tag)}`;
   return link;
 }
