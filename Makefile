@@ -2,30 +2,37 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint unit docs pictures dist bench bench-tables gpu-check browser page-types clean
+.PHONY: setup demo test test-slow lint unit docs pictures dist bench bench-tables gpu-check browser page-types clean
+
+# What is installed, and compiled kernels.
+setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo --out out/demo
 
-test: lint docs unit
+# A test builds the site as `make docs` does.
+test: lint unit
 
-lint: $(READY)
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Each process begins with one half of the files and takes from the other's when it is through: so most tests of a
+# file share what they have set up.
 unit: $(READY)
-	$(BIN)/python -m pytest -n 2 --durations=40 --durations-min=2
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40 --durations-min=2
 
 # What takes minutes: the wheel in clean environments, the promises at full size.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m 'slow or chaos'
 
 # The site, from docs/ and the docstrings; a warning is an error.
-docs: $(READY)
+docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d out/doctrees docs out/docs
 
 # Every picture of docs/concepts, drawn anew.
@@ -60,8 +67,11 @@ page-types:
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
+	touch $@
+
+$(READY): $(INSTALLED)
 	$(BIN)/python -m solver.warm_up
 	touch $@

@@ -10,6 +10,8 @@ from pathlib import Path
 
 TIMEOUT_SECONDS = 300
 """Of a busy machine: alone a run takes some seconds."""
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+"""Environment of processes that talk over gloo on this machine alone, and share its cores."""
 
 
 def torchrun(
@@ -38,11 +40,15 @@ def start(worker: Path, processes: int, *arguments: str, restarts: int = 0) -> s
     command = [sys.executable, "-W", "error", "-m", "torch.distributed.run"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}", str(worker), *arguments]
-    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     # Else processes that are started again look for those of before: torchrun keeps their addresses in one store.
-    loopback["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(
-        command, env=loopback, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=os.environ | LOOPBACK | own_store,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from optpipe.cli import app
+from optpipe.cli.commands import app
 from solver.methods import METHODS
 from tests.docs.blocks import ROOT
 

@@ -13,7 +13,7 @@ from optpipe.export.torch_csv import torch_csv
 from optpipe.schedule_text import schedule_text
 from tests.optpipe.cli.conftest import Cli, cli, own_cache
 from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 __all__ = ["cli", "own_cache"]
 
@@ -46,12 +46,12 @@ def test_own_stages_as_their_docstring_says(cli: Cli, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.torchrun
-def test_torch_trains_the_same(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_trains_the_same(cli: Cli, run_ranks: RunRanks, tmp_path: Path) -> None:
     """The exported order in torch's runtime gives the losses that it gives in ours."""
     schedule = one_f_one_b(STAGES, own_stages.MICROBATCHES)
     (tmp_path / "schedule.csv").write_text(torch_csv(schedule))
     (tmp_path / "schedule.json").write_text(schedule_text(schedule))
-    printed = torchrun(EXAMPLES / "torch_runtime.py", STAGES, str(tmp_path / "schedule.csv"))
+    printed = run_ranks(EXAMPLES / "torch_runtime.py", STAGES, str(tmp_path / "schedule.csv"))
     theirs = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     own = ("--model", "examples.own_stages:build", "--data", "examples.own_stages:batch", "--steps", len(theirs))
     ours = json.loads(cli("train", "--schedule", tmp_path / "schedule.json", *own, "--json").out)["losses"]

@@ -18,7 +18,7 @@ from solver.limits import Limits
 from solver.portfolio import solve
 from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule
 from tests.problems import uniform
-from tests.torchrun import torchrun
+from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "torch_runtime_worker.py"
 MAX_ERROR = 1e-12
@@ -65,24 +65,24 @@ def four_rank_schedules() -> dict[str, Schedule]:
     return {"interleaved-1f1b": published(interleaved(4, 2, 4), "interleaved-1f1b")}
 
 
-def run(folder: Path, schedules: dict[str, Schedule], processes: int) -> Ranks:
+def run(run_ranks: RunRanks, folder: Path, schedules: dict[str, Schedule], processes: int) -> Ranks:
     """Export the schedules, run each in torch's runtime; what each rank found."""
     for name, schedule in schedules.items():
         (folder / f"{name}.csv").write_text(torch_csv(schedule, drop_offload=True))
         sizes = {"stages": len(schedule.problem.stages), "microbatches": schedule.problem.microbatches}
         (folder / f"{name}.json").write_text(json.dumps(sizes))
-    torchrun(WORKER, processes, str(folder))
+    run_ranks(WORKER, processes, str(folder))
     return [json.loads((folder / f"rank{rank}.results").read_text()) for rank in range(processes)]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run(tmp_path_factory.mktemp("two"), two_rank_schedules(), 2)
+def two_ranks(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run(run_ranks, tmp_path_factory.mktemp("two"), two_rank_schedules(), 2)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run(tmp_path_factory.mktemp("four"), four_rank_schedules(), 4)
+def four_ranks(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run(run_ranks, tmp_path_factory.mktemp("four"), four_rank_schedules(), 4)
 
 
 @pytest.mark.torchrun

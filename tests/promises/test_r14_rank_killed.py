@@ -25,7 +25,8 @@ STEPS, EVERY = 8, 2
 MODEL = {"name": "tiny", "dtype": "float64"}
 OPTIMIZER = {"clip_norm": 1.9}
 """Below the gradient norm of some of the steps, above that of others."""
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 300
+"""Of a busy machine: alone the longest of these takes half a minute."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,14 @@ class Case:
 
 
 CASES = {
-    "two ranks, one killed in a backward": Case(2, ({"rank": 1, "step": 5, "at": "backward_input"},), (0, 4)),
-    "two ranks, killed while they write, then before the rename": Case(
-        2, ({"rank": 1, "step": 4, "at": "write_tensors"}, {"rank": 0, "step": 4, "at": "publish"}), (0, 2, 2)
+    "two ranks, killed while they write, then before the rename, then in a backward": Case(
+        2,
+        (
+            {"rank": 1, "step": 4, "at": "write_tensors"},
+            {"rank": 0, "step": 4, "at": "publish"},
+            {"rank": 1, "step": 5, "at": "backward_input"},
+        ),
+        (0, 2, 2, 4),
     ),
     "four ranks, killed in a forward, then in a weight gradient": Case(
         4, ({"rank": 2, "step": 3, "at": "forward"}, {"rank": 1, "step": 7, "at": "backward_weight"}), (0, 2, 6)

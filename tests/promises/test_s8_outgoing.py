@@ -40,7 +40,7 @@ def test_nothing_is_asked_of_others(
 def test_an_attempt_would_be_seen() -> None:
     """The watch of the test above sees what it should."""
     program = (
-        "import sys, socket; from tests.api.api_process import watch; sys.addaudithook(watch)\n"
+        "import sys, socket; from tests.api.outgoing import watch; sys.addaudithook(watch)\n"
         "try: socket.create_connection(('optpipe.invalid', 80), timeout=0.1)\n"
         "except OSError: pass"
     )
