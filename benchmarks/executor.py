@@ -26,6 +26,8 @@ from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.problems import uniform
 from tests.torchrun import torchrun
 
+NAME = "host-cost"
+COMMAND = f"python -m benchmarks.executor {NAME}"
 WORKER = Path(__file__).parent / "executor_worker.py"
 DEVICES = 4
 MICROBATCHES = 8
@@ -99,8 +101,7 @@ def _measure(size: Size, _: Path) -> str:
         "peak: ours / torch",
     ]
     rows = [[*name.rsplit(", ", 1), *_cells(cost), *ratios(name, costs)] for name, cost in costs.items()]
-    command = f"python -m benchmarks.executor host-cost --size {size}"
-    return f"{table(head, rows, text_columns=2)}\n\n`{command}`: {machine()}, torch {version('torch')}."
+    return f"{table(head, rows, text_columns=2)}\n\n`{COMMAND} --size {size}`: {machine()}, torch {version('torch')}."
 
 
 def _cells(cost: Cost) -> list[str]:
@@ -119,13 +120,13 @@ def ratios(name: str, costs: dict[str, Cost]) -> list[str]:
 
 SECTIONS = (
     Section(
-        "host-cost",
+        NAME,
         "Host cost of running a schedule",
         f"One linear layer a stage, {DEVICES} stages on {DEVICES} processes over gloo, {MICROBATCHES} microbatches: "
         "what the host spends on each compute op (F, B, W or BW) when there is next to nothing to compute, in "
         "OptPipe's runtime and in torch's (`Schedule1F1B`; `_PipelineScheduleRuntime` with the exported CSV) in the "
         "same processes in turns, each at its best round.",
-        "python -m benchmarks.executor host-cost",
+        COMMAND,
         _measure,
     ),
 )

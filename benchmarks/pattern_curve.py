@@ -150,9 +150,9 @@ def _beside_public(profile: Profile, curves: Curves, limit_s: float) -> str:
             point = next(point for point in curves[m] if profile.memory(point) == memory)
             problem = with_budget(profile.problem, point.budget_bytes, m)
             found = run(f"m = {m} at the memory of {name}", problem, "auto", limit_s)
-            ours = found.figures.bubble if found.figures else 1.0
-            least = 1 - m * profile.work_us / found.curve[-1].bound_us
-            shares = profile.bubble(point, m), ours, bubble, least
+            assert found.figures is not None, found.why_not
+            least = 1 - m * profile.work_us / found.figures.bound_us
+            shares = profile.bubble(point, m), found.figures.bubble, bubble, least
             rows.append([str(m), f"{name}, {memory}", *map(share_text, shares)])
     head = ["m", "memory, microbatches", "pattern alone", "auto", "public", "least possible"]
     return table(head, rows, text_columns=2)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from benchmarks.markdown import machine, table
 from benchmarks.section import Section, Size, main, say
 
+NAME = "predicted-steps"
+COMMAND = f"python -m benchmarks.predicted_steps {NAME}"
 WIDTH, ROWS, CLASSES = 512, 256, 10
 
 
@@ -59,13 +61,13 @@ def perceptron() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:
 
 
 def checked(subject: Subject) -> dict[str, Any]:
-    """What `optpipe profile --check` finds, on one thread and by that thread's clock."""
+    """What `optpipe profile --check` finds, on one thread and by that thread's clock; what it says goes to stderr."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "optpipe", "profile", *subject.options, "--clock", "cpu", "--check", "--json"]
         run = subprocess.run(
             [*command, "-o", str(Path(folder) / "problem.json")],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
@@ -95,17 +97,17 @@ def _measure(size: Size, _: Path) -> str:
         say(f"   {subject.name}")
         rows.append(row(subject, checked(subject)))
     head = ["model", "schedule", "predicted, ms", "measured, ms", "measured / predicted", "quartiles", "differs most"]
-    command = f"python -m benchmarks.predicted_steps predicted-steps --size {size}"
-    return f"{table(head, rows, text_columns=2)}\n\n`{command}`: {machine()}, torch {version('torch')} on one thread."
+    conditions = f"`{COMMAND} --size {size}`: {machine()}, torch {version('torch')} on one thread."
+    return f"{table(head, rows, text_columns=2)}\n\n{conditions}"
 
 
 SECTIONS = (
     Section(
-        "predicted-steps",
+        NAME,
         "Steps as predicted",
         "`optpipe profile --check`: a step predicted from the measured ops against steps that ran, all devices in one "
         "process, by the computing thread's clock. Quartiles are those of the measured steps.",
-        "python -m benchmarks.predicted_steps predicted-steps",
+        COMMAND,
         _measure,
     ),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,9 +34,9 @@ CONNECTIONS = 4
 SECONDS = {"quick": 2, "full": 10}
 READY_S = 60
 FIRST_SCHEDULES = {"quick": 3, "full": 12}
-"""Problems of which the first schedule is timed,"""
+"""Problems of which the first schedule is timed."""
 REST_S = 3.0
-"""with so much time between them that the worker has a process ready for the next one."""
+"""Time before each of them, in which the worker gets a process ready for it."""
 
 _UNIT_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
 
@@ -74,10 +75,12 @@ def _latency_ms(output: str, per_cent: int) -> float:
 
 
 def measure(size: Size, pictures: Path) -> str:
-    """The table, of a service of its own."""
+    """The table, of a service of its own. Ends the program where there is no wrk to ask it with."""
     del pictures  # nothing is drawn
-    with own_service() as url, Client(url, None) as client:
-        loads = cached_loads(client, url, None, SECONDS[size], CONNECTIONS)
+    if shutil.which("wrk") is None:
+        raise SystemExit("service-load asks with wrk, and there is none. Maybe 'apt-get install wrk'.")
+    with own_service() as url, Client(url) as client:
+        loads = cached_loads(client, url, SECONDS[size])
         first_ms = [first_schedule_ms(client, k) for k in range(FIRST_SCHEDULES[size])]
     rows = table(("call", "answers a second", "p50 ms", "p99 ms", "refused"), [load.row for load in loads], 1)
     return (
@@ -99,22 +102,25 @@ def own_service() -> Iterator[str]:
         log = Path(folder) / "log"
         with log.open("w") as out, subprocess.Popen(command, env=os.environ | more, stdout=out, stderr=out) as service:
             try:
-                yield _when_ready(f"http://127.0.0.1:{port}", log)
+                yield _when_ready(service, f"http://127.0.0.1:{port}", log)
             finally:
                 service.terminate()
 
 
-def _when_ready(url: str, log: Path) -> str:
+def _when_ready(service: subprocess.Popen[bytes], url: str, log: Path) -> str:
+    """The address, once the service answers there. Raises RuntimeError where it ends instead, or takes too long."""
     for _ in range(READY_S):
         time.sleep(1)
+        if service.poll() is not None:
+            raise RuntimeError(f"the service ended with code {service.returncode}:\n{log.read_text()[-2000:]}")
         with suppress(httpx.TransportError):
             if httpx.get(f"{url}/readyz").is_success:
                 return url
-    raise TimeoutError(f"the service was not ready after {READY_S} s:\n{log.read_text()[-2000:]}")
+    raise RuntimeError(f"the service was not ready after {READY_S} s:\n{log.read_text()[-2000:]}")
 
 
-def cached_loads(client: Client, url: str, key: str | None, seconds: int, connections: int) -> Sequence[Load]:
-    """Calls that are answered from what was solved before."""
+def cached_loads(client: Client, url: str, seconds: int) -> Sequence[Load]:
+    """Calls that are answered from what was solved before, each for so many seconds."""
     problem = instance("zb-1.5b-p8-m24-mem1")
     job = client.submit(problem, "zb-auto")
     client.follow(job.id)
@@ -127,29 +133,25 @@ def cached_loads(client: Client, url: str, key: str | None, seconds: int, connec
     )
     loads = []
     for what, call, body in calls:
-        loads.append(Load.read(what, _wrk(url + call, key, body, seconds, connections)))
+        loads.append(Load.read(what, _wrk(url + call, body, seconds)))
         say(" ".join(loads[-1].row))
     return loads
 
 
-def _wrk(url: str, key: str | None, body: str | None, seconds: int, connections: int) -> str:
+def _wrk(url: str, body: str | None, seconds: int) -> str:
+    """What wrk prints of a GET, or of a POST where there is a body."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "request.lua"
-        script.write_text(_lua(key, body))
-        rate = ("-t1", f"-c{connections}", f"-d{seconds}s")
+        script.write_text(_lua(body) if body else "")
+        rate = ("-t1", f"-c{CONNECTIONS}", f"-d{seconds}s")
         command: list[str] = ["wrk", *rate, "--latency", "--timeout", "10s", "-s", str(script), url]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         return run.stdout
 
 
-def _lua(key: str | None, body: str | None) -> str:
-    lines = [f'wrk.headers["Authorization"] = "Bearer {key}"'] if key else []
-    if body is not None:
-        lines += [
-            'wrk.method = "POST"',
-            'wrk.headers["Content-Type"] = "application/json"',
-            f"wrk.body = [==[{body}]==]",
-        ]
+def _lua(body: str) -> str:
+    """The script that lets wrk post a JSON body."""
+    lines = ['wrk.method = "POST"', 'wrk.headers["Content-Type"] = "application/json"', f"wrk.body = [==[{body}]==]"]
     return "\n".join(lines)
 
 
@@ -159,16 +161,15 @@ def first_schedule_ms(client: Client, number: int) -> float:
     time.sleep(REST_S)
     began = time.perf_counter()
     job = client.submit(problem, time_limit_s=1)
-    events = client.events(job.id)
-    for event in events:
-        if event.data["value_us"] is not None:
-            taken_ms = 1e3 * (time.perf_counter() - began)
-            break
+    with_value = (event for event in client.events(job.id) if event.data["value_us"] is not None)
+    next(with_value)
+    taken_ms = 1e3 * (time.perf_counter() - began)
     client.follow(job.id)
     return taken_ms
 
 
 def _new_problem(number: int) -> Problem:
+    """A problem whose transfers take a time that no other one's took, so that no answer is there yet."""
     moment = int(time.time() * 1000) % 10**6
     return uniform(4, 8, budget=8, transfer_us=1 + (1000 * moment + number) / 10**10)
 

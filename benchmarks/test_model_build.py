@@ -14,9 +14,8 @@ from solver.exact.grid import Grid
 from solver.exact.milp.program import build as build_milp
 from solver.exact.milp.program import load
 from solver.published.zb_auto import zb_auto
-from tests.problems import uniform
+from tests.problems import HALF, uniform
 
-HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
 PROBLEMS = {"no offload": uniform(4, 53, budget=8), "offload": uniform(4, 53, budget=4, offload=HALF)}
 
 

@@ -21,6 +21,8 @@ from solver.portfolio import solve
 from tests.problems import uniform
 from tests.torchrun import torchrun
 
+NAME = "updates"
+COMMAND = f"python -m benchmarks.updates {NAME}"
 WORKER = Path(__file__).parent / "updates_worker.py"
 DEVICES, MICROBATCHES = 4, 8
 METHODS = ("zb-h1", "zb-h2")
@@ -68,8 +70,7 @@ def _measure(size: Size, _: Path) -> str:
         "each step undone",
     ]
     rows = [_row(name, *planned_ms(schedule), found[name]) for name, schedule in schedules().items()]
-    command = f"python -m benchmarks.updates updates --size {size}"
-    return f"{table(head, rows, text_columns=1)}\n\n`{command}`: {machine()}. Milliseconds a step."
+    return f"{table(head, rows, text_columns=1)}\n\n`{COMMAND} --size {size}`: {machine()}. Milliseconds a step."
 
 
 def _row(name: str, makespan: float, span: float, seconds: dict[str, float]) -> list[str]:
@@ -80,14 +81,14 @@ def _row(name: str, makespan: float, span: float, seconds: dict[str, float]) -> 
 
 SECTIONS = (
     Section(
-        "updates",
+        NAME,
         "Steps without a barrier",
         f"{DEVICES} processes over gloo, {MICROBATCHES} microbatches, stages that sleep as long as the plan says (F, B "
         "and W 30 ms each, so that two cores are enough for four devices). With a barrier a step should take the "
         "plan's makespan; where each device updates its weights at once and the sums are validated in the next step, "
         'its device span. "Each step undone": every update turns out wrong, so its successor begins twice. ZB-H1 has '
         "nothing to gain by plan: its first device works from the first op to the last.",
-        "python -m benchmarks.updates updates",
+        COMMAND,
         _measure,
     ),
 )

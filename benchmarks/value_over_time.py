@@ -65,8 +65,11 @@ def _measure(section: str, instances: Sequence[str], methods: Sequence[str], siz
     marks = MARKS_S[size]
     runs = _runs(chosen, methods, marks[-1])
     draw_value_over_time(curves_of(runs), marks[-1], pictures / f"{section}.png", "Best value over time")
-    command = f"python -m benchmarks.value_over_time {section} --size {size}"
-    return f"{_table(runs, marks)}\n\n{conditions(command, marks[-1])}"
+    return f"{_table(runs, marks)}\n\n{conditions(f'{_command(section)} --size {size}', marks[-1])}"
+
+
+def _command(section: str) -> str:
+    return f"python -m benchmarks.value_over_time {section}"
 
 
 def _runs(instances: Sequence[str], methods: Sequence[str], time_limit_s: float) -> list[Run]:
@@ -94,8 +97,7 @@ def _row(case: Case, measured: Measured, marks_s: Sequence[float]) -> list[str]:
 
 
 def _section(name: str, title: str, intent: str, instances: Sequence[str], methods: Sequence[str]) -> Section:
-    command = f"python -m benchmarks.value_over_time {name}"
-    return Section(name, title, intent, command, partial(_measure, name, instances, methods))
+    return Section(name, title, intent, _command(name), partial(_measure, name, instances, methods))
 
 
 SECTIONS = (

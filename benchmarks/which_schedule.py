@@ -160,9 +160,10 @@ class Table:
         """The table as Markdown; that of the memory is drawn as well."""
         limit_s = TIME_LIMIT_S[size]
         warm_up(["auto"])
-        rows = [_row(label, numbers, self.columns, limit_s) for label, numbers in self._chosen(size)]
+        chosen = self._chosen(size)
+        rows = [_row(label, numbers, self.columns, limit_s) for label, numbers in chosen]
         if self.columns == ALL:
-            _draw(rows, pictures / f"{self.name}.png")
+            _draw(rows, _subtitle(chosen[0][1]), pictures / f"{self.name}.png")
         cells = [[label, *(offer.text(self.unit) if offer else "does not fit" for offer in row)] for label, row in rows]
         head = [self.first, *(COLUMNS[column] for column in self.columns)]
         shown = table(head, cells, text_columns=len(head))
@@ -176,7 +177,7 @@ class Table:
         return [(label, replace(numbers, devices=4, microbatches=4)) for label, numbers in self.rows[:2]]
 
 
-def _draw(rows: Sequence[Row], path: Path) -> None:
+def _draw(rows: Sequence[Row], subtitle: str, path: Path) -> None:
     """One line a column over the memory, from little to much."""
     lines = []
     for place, column in enumerate(COLUMNS):
@@ -184,9 +185,16 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         points = [(memory, offer.bubble) for memory, offer in found if offer]
         if points:
             lines.append(MemoryLine(column, points))
-    subtitle = "p = 8, m = 16, F = B = W, transfers of 5 % of F, to the host and back 80 % of F + B + W"
     chart = MemoryChart("Bubble within a budget", subtitle, "memory over that of 1F1B", lines)
     draw_bubble_over_memory(chart, path, "What memory buys")
+
+
+def _subtitle(numbers: Numbers) -> str:
+    """What the rows of a table over the memory have in common: all but the memory."""
+    assert numbers.backward == numbers.weight == 1
+    times = f"F = B = W, transfers of {100 * numbers.transfer:g} % of F"
+    copies = f"to the host and back {100 * (numbers.round_trip or 0):g} % of F + B + W"
+    return f"p = {numbers.devices}, m = {numbers.microbatches}, {times}, {copies}"
 
 
 BASE = Numbers()
@@ -210,7 +218,9 @@ TABLES = (
         OFFLOADING,
     ),
     Table(
-        "which-microbatches", "m over p", [(f"{m // 8}", replace(BASE, microbatches=m)) for m in (8, 16, 32, 64, 128)]
+        "which-microbatches",
+        "m over p",
+        [(f"{m // BASE.devices}", replace(BASE, microbatches=m)) for m in (8, 16, 32, 64, 128)],
     ),
     Table(
         "which-unequal",

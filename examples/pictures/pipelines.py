@@ -25,22 +25,20 @@ def pipeline(
     placement: Sequence[int] = LINEAR,
     *,
     k: float | None = None,
-    copy_gib: float = 1.0,
     objective: Objective = "makespan",
-    transfer_us: int = 0,
 ) -> Problem:
-    """Four devices that each take 1 ms for F, B and W of a microbatch and hold 1 GiB of activations for it.
+    """Four devices that take 1 ms each for F, for B and for W of a microbatch and hold 1 GiB of activations for it.
 
     Half of that stays until W. With several stages on a device (`placement`: the device of each) each has its share of
-    the time and memory. `k` is the round trip of a microbatch's activations to the host over its compute; without it
-    nothing leaves. `copy_gib` is how much of the activation may leave.
+    the time and memory. `k` is the round trip of a microbatch's activations to the host over its compute (PipeOffload,
+    section 3); without it nothing leaves. Results reach the next device at once.
     """
     share = len(LINEAR) / len(placement)
     activation_bytes = int(share * GIB)
     offload = None
     if k is not None:
         copy_us = k * 3 * MS * share / 2
-        offload = {"bytes": int(share * copy_gib * GIB), "offload_us": copy_us, "reload_us": copy_us}
+        offload = {"bytes": activation_bytes, "offload_us": copy_us, "reload_us": copy_us}
     stage = {
         "forward_us": share * MS,
         "backward_input_us": share * MS,
@@ -55,7 +53,7 @@ def pipeline(
             "format": "optpipe.problem/1",
             "microbatches": microbatches,
             "objective": objective,
-            "transfer_us": transfer_us,
+            "transfer_us": 0,
             "devices": [{"memory_bytes": budget_bytes} for _ in LINEAR],
             "stages": [{"device": device, **stage} for device in placement],
         }

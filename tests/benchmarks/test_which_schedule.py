@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import which_schedule
 from benchmarks.marks import between
 from benchmarks.which_schedule import ALL, BASE, CHUNKS, DOCUMENT, TABLES, UNIT_BYTES, Placement, Table
+from optpipe.plot.bubble_over_memory import MemoryChart, draw_bubble_over_memory
 from solver.finish import peak_budgets
 from solver.methods import METHODS
 
@@ -48,7 +50,15 @@ def test_the_guide_has_every_table() -> None:
 def test_a_table_shows_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.which_schedule.PUBLISHED", ["zb-v"])
     monkeypatch.setattr("benchmarks.which_schedule.TIME_LIMIT_S", {"quick": 0.5})
+    charts = []
+
+    def draw(chart: MemoryChart, path: Path, title: str) -> None:
+        charts.append(chart)
+        draw_bubble_over_memory(chart, path, title)
+
+    monkeypatch.setattr(which_schedule, "draw_bubble_over_memory", draw)
     small = replace(BASE, devices=2, microbatches=2, budget=0.5, round_trip=1.0)
     shown = Table("one", "memory", [("0.5", small)], ALL).measure("quick", tmp_path)
     assert "| 0.5 | does not fit | zb-v" in shown
     assert (tmp_path / "one.png").is_file()
+    assert "p = 4, m = 4, " in charts[0].subtitle, "the quick size"
