@@ -17,6 +17,7 @@ from solver.board import Board, OnProgress, Progress
 from solver.bounds import lower_bound_us
 from solver.finish import finish, snapped_bound
 from solver.floor import impossible_budgets, known_budgets_bytes
+from solver.kernels import forget_stale
 from solver.lanes import Lane, Turn, run_lanes
 from solver.limits import Limits
 from solver.methods import method_named, published_orders
@@ -62,6 +63,7 @@ def search(
 ) -> Found:
     """`solve` without its last step: the orders still have to be verified, as `solver.finish` does. Raises the same."""
     chosen = method_named(method)
+    forget_stale()
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us

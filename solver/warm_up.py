@@ -7,22 +7,14 @@ it.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import numba
-
-import optpipe
-import solver
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
-from solver.cache import default_folder
+from solver.kernels import forget_stale, is_marked, mark
 
 WORK = 0.02
 """Units of work that each search gets on each toy: every kernel is called, nothing is solved."""
@@ -30,8 +22,7 @@ WORK = 0.02
 
 def is_warm() -> bool:
     """Whether `warm_up` has run for this state of the kernels, of Python and of numba."""
-    mark = _mark()
-    return any((folder / mark).exists() for folder in _folders())
+    return is_marked(_WARM)
 
 
 def warm_up() -> None:
@@ -45,6 +36,7 @@ def warm_up() -> None:
     from solver.search.pattern.search import pattern_search
     from solver.search.windows import improve_windows
 
+    forget_stale()
     for problem in _toys():
         for method in METHODS.values():
             if method.orders is not None:
@@ -57,7 +49,7 @@ def warm_up() -> None:
             limits = Limits(workers=1, deterministic_limit=WORK)
             search(problem, limits, Start(0.0, 2 * value_us, orders, value_us), lambda _: None)
         finish(problem, orders, 0.0, "floor", 0.0)
-    _leave_mark()
+    mark(_WARM)
 
 
 def _toys() -> Iterator[Problem]:
@@ -75,32 +67,7 @@ def _toys() -> Iterator[Problem]:
 
 
 _OBJECTIVES = ("makespan", "device_span")
-
-
-def _leave_mark() -> None:
-    """In the first folder that can be written; where none can, the next solve compiles again."""
-    for folder in _folders():
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _mark()).touch()
-            return
-
-
-def _folders() -> list[Path]:
-    """Where the mark may be: beside what numba keeps, so that both are lost together, or with the user's caches."""
-    own = os.environ.get("NUMBA_CACHE_DIR")
-    return [Path(own) if own else Path(__file__).parent / "__pycache__", default_folder()]
-
-
-def _mark() -> str:
-    """The name of a file that exists once everything is compiled; numba compiles anew where a source file changed."""
-    state = [sys.version, numba.__version__]
-    for package in (optpipe, solver):
-        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
-            if b"njit" in path.read_bytes():
-                stat = path.stat()
-                state.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
-    return f"warm-{hashlib.sha256('|'.join(state).encode()).hexdigest()[:16]}"
+_WARM = "warm"
 
 
 if __name__ == "__main__":

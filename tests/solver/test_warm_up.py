@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from solver import warm_up
+from solver import kernels, warm_up
 from solver.limits import Limits
 from solver.portfolio import solve
 from tests.problems import instance
@@ -27,7 +27,7 @@ def signatures() -> dict[str, int]:
 
 
 def test_is_done_once_for_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "_folders", lambda: [tmp_path / "no" / "such", tmp_path])
+    monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path / "no" / "such", tmp_path])
     (tmp_path / "no").write_text("a file where a folder is wanted")
     assert not warm_up.is_warm()
     warm_up.warm_up()

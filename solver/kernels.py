@@ -1,0 +1,95 @@
+"""What numba keeps of compiled kernels on disk, and whether that is of their present sources.
+
+Numba compiles a function anew where its own file has changed. What it takes in from other files (functions, constants,
+the fields of a table) it does not look at: after an upgrade old machine code could run on new tables. So everything
+that is kept is forgotten together where any of these files has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import numba
+from numba.core.dispatcher import Dispatcher
+
+import optpipe
+import solver
+from solver.cache import default_folder
+
+_KERNEL = re.compile(rb"^@njit", re.MULTILINE)
+_IMPORT = re.compile(r"^from ((?:optpipe|solver)\.[\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
+_ROOT = Path(solver.__path__[0]).parent
+
+
+def is_marked(stage: str) -> bool:
+    """Whether `mark` was called with this stage for the present state of the kernels, of Python and of numba."""
+    return any((folder / _name(stage)).exists() for folder in _folders())
+
+
+def mark(stage: str) -> None:
+    """Leave a file in the first folder that can be written; where none can be, nothing is known of it later."""
+    for folder in _folders():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _name(stage)).touch()
+            return
+
+
+@cache
+def forget_stale() -> None:
+    """Forget what is kept on disk where it may be of other sources; once for each state of these."""
+    if is_marked("fresh"):
+        return
+    for module in sorted(_modules_with_kernels()):
+        for kernel in vars(import_module(module)).values():
+            if isinstance(kernel, Dispatcher):
+                with suppress(OSError):
+                    kernel._cache.flush()  # type: ignore[attr-defined]  # its stubs do not tell of it
+    mark("fresh")
+
+
+def _folders() -> list[Path]:
+    """Where marks may be: beside what numba keeps, so that both are lost together, or with the user's caches."""
+    own = os.environ.get("NUMBA_CACHE_DIR")
+    return [Path(own) if own else Path(__file__).parent / "__pycache__", default_folder()]
+
+
+@cache
+def _name(stage: str) -> str:
+    digest = hashlib.sha256(f"{sys.version} {numba.__version__} {_ROOT}".encode())
+    for module in sorted(_sources()):
+        digest.update(_path(module).read_bytes())
+    return f"{stage}-{digest.hexdigest()[:16]}"
+
+
+def _sources() -> frozenset[str]:
+    """The modules with kernels, and those whose constants and tables they use."""
+    modules = _modules_with_kernels()
+    return modules | {used for module in modules for used in _used_by(module)}
+
+
+@cache
+def _modules_with_kernels() -> frozenset[str]:
+    paths = [path for package in (optpipe, solver) for path in Path(package.__path__[0]).rglob("*.py")]
+    with_kernels = [path for path in paths if _KERNEL.search(path.read_bytes())]
+    return frozenset(".".join(path.relative_to(_ROOT).with_suffix("").parts) for path in with_kernels)
+
+
+def _used_by(module: str) -> Iterator[str]:
+    """What a module imports constants from, or anything in its own room."""
+    room = module.split(".")[:2]
+    for used, names in _IMPORT.findall(_path(module).read_text()):
+        if used.split(".")[:2] == room or any(name.isupper() for name in re.findall(r"\w+", names)):
+            yield used
+
+
+def _path(module: str) -> Path:
+    return _ROOT.joinpath(*module.split(".")).with_suffix(".py")

@@ -1,0 +1,54 @@
+"""Compiled kernels are never of other sources than those that are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import solver
+from solver.kernels import _sources
+
+ROOT = Path(solver.__path__[0]).parent
+PROGRAM = """
+from solver.kernels import forget_stale
+forget_stale()
+from solver.search.toy import answer
+print(answer())
+"""
+
+
+def test_sources_are_kernels_and_the_constants_and_tables_that_they_use() -> None:
+    sources = _sources()
+    assert {"solver.search.kernel", "solver.search.table", "solver.search.pattern.passes", "optpipe.orders"} <= sources
+    assert not {"solver.portfolio", "solver.kernels", "optpipe.verify"} & sources
+
+
+def test_a_changed_constant_is_not_answered_with_old_machine_code(tmp_path: Path) -> None:
+    """Numba alone would: the file of the kernel is the same.."""
+    for package in ("optpipe", "solver"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    toy, constants = (tmp_path / "solver" / "search" / name for name in ("toy.py", "toy_constants.py"))
+    toy.write_text(
+        "from numba import njit\nfrom solver.search.toy_constants import ANSWER\n\n\n"
+        "@njit(cache=True)\ndef answer():\n    return ANSWER\n"
+    )
+    constants.write_text("ANSWER = 1\n")
+    assert _run(tmp_path) == "1"
+    constants.write_text("ANSWER = 22\n")
+    assert _run(tmp_path) == "22"
+
+
+def _run(folder: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM],
+        env=environment | {"PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return run.stdout.strip()
