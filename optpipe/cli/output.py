@@ -97,7 +97,8 @@ def check_writable(path: Path) -> None:
     if os.path.isdir(target):
         why = "it is a folder. Maybe name a file in it."
     elif not os.path.isdir(folder):
-        why = f"{folder} is not a folder. Maybe make it first."
+        exists = os.path.exists(folder)
+        why = f"{folder} is {'a file, not a folder' if exists else 'not a folder. Maybe make it first'}."
     elif os.path.exists(target) and not os.access(target, os.W_OK):
         why = "no permission."
     elif not _stays(target) and not os.access(folder, os.W_OK):

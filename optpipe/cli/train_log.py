@@ -14,14 +14,14 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         name = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        stderr().print(f"{name}{record.getMessage()}", markup=False, highlight=False)
+        stderr().print(f"{name}{record.getMessage()}")
 
 
 @contextmanager
 def told() -> Iterator[None]:
     """Within: what `optpipe.train` logs is shown, in the processes that log it."""
     log, handler = logging.getLogger("optpipe.train"), _Lines()
-    before = log.level, log.propagate
+    level, propagate = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -29,4 +29,5 @@ def told() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-        log.level, log.propagate = before
+        log.setLevel(level)  # which also forgets what loggers below it remember
+        log.propagate = propagate

@@ -81,7 +81,7 @@ def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, m
     ("flags", "message"),
     [
         (("--steps", "0"), "--steps is 0 but must be from 1 to 1000000000."),
-        (("--steps", "x"), "Invalid value for '--steps': Input should be a valid integer"),
+        (("--steps", "x"), "Invalid value 'x' for '--steps': Input should be a valid integer"),
         (("--model", "huge"), "--model is 'huge' but must be one of tiny, small, medium, or " + NAME),
         (("--learning-rate", "-1"), "--learning-rate is -1.0 but must be above 0."),
         (("--sequence", "129"), "--sequence is 129 but must be from 1 to 128."),
@@ -90,7 +90,7 @@ def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, m
         (("--memory", "much"), "'much' is not a size. Maybe write it as 8GiB or 512M"),
         (("--checkpoint-every", "0"), "--checkpoint-every is 0 but must be at least 1."),
         (("--plot", "run.jpg"), "--plot is 'run.jpg' but must end in .png, .svg, .html."),
-        (("--plot", "README.md/run.png"), "README.md/run.png: cannot be written: README.md is not a folder."),
+        (("--plot", "README.md/run.png"), "README.md is a file, not a folder."),
         (("--config", "missing.toml"), "missing.toml: cannot be read: No such file or directory. Maybe the path is"),
         (("--solve",), "--schedule is given, but --solve has one found before training. Maybe --online, which begins"),
         (("--solve", "--online"), "--online solves beside the training, but --solve before it."),
