@@ -102,6 +102,7 @@ class _Judge:
         self._check_once()
         self._check_presence()
         self._check_placement_and_duration()
+        self._check_begins()
         self._check_streams()
         self._check_dependencies()
         self._check_waits()
@@ -179,6 +180,10 @@ class _Judge:
             np.abs(took - expected) > self.tolerance,
             lambda k: f"takes {took[k]:g} us instead of {expected[k]:g} us.",
         )
+
+    def _check_begins(self) -> None:
+        early = self.start_us < -self.tolerance
+        self._broken_where("begin", early, lambda k: f"starts at {self.start_us[k]:g} us, but times count from 0.")
 
     def _check_streams(self) -> None:
         """One op at a time on a stream, in the order of its list; microbatches in order within op type and stage."""

@@ -70,6 +70,7 @@ def move(op: dict[str, Any], by_us: float) -> None:
         (lambda d: compute(d, 0, 0).update(end_us=9.0), "duration"),
         (lambda d: move(compute(d, 1, 0), -5), "dependency"),
         (lambda d: move(compute(d, 0, 2), -5), "overlap"),
+        (lambda d: move(compute(d, 0, 0), -5), "begin"),
         (lambda d: d["devices"][0]["compute"].pop(), "presence"),
         (lambda d: d["devices"][0]["reload"].pop(), "presence"),
         (lambda d: d["devices"][1]["compute"].append(d["devices"][0]["compute"].pop()), "placement"),
