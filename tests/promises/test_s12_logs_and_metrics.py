@@ -31,12 +31,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What is logged during a test, as a process of the service logs it."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
-    root = logging.getLogger()
-    before = root.handlers, root.level
+    loggers = [logging.getLogger(name) for name in ("", "optpipe", "uvicorn.error")]
+    handlers, levels = loggers[0].handlers, [logger.level for logger in loggers]
     configure_logs(as_json=True)
     yield stream
     log_through_pytest()
-    root.handlers, root.level = before
+    loggers[0].handlers = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def test_nothing_that_clients_wrote(log: io.StringIO, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
