@@ -30,6 +30,9 @@ START_SHARE = 1 / 3
 SMALL_OPS = 20_000
 """Ops up to which all the quick ones together take a tenth of a second: they are tried however late it is."""
 
+TINY_OPS = 1000
+"""Ops up to which the slow ones are as quick: where loading took long, they are tried all the same."""
+
 
 def offer_published(problem: Problem, board: Board) -> None:
     """Offer every published schedule that fits to the board; where none does, the floor."""
@@ -59,10 +62,10 @@ def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> N
 
 def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:
     found = False
-    small = count_ops(problem) <= SMALL_OPS
+    ops = count_ops(problem)
     quick = [method for method in METHODS.values() if method.name not in SLOW]
     for method in (*quick, *(METHODS[name] for name in SLOW)):
-        at_once = small and method.name not in SLOW
+        at_once = ops <= (TINY_OPS if method.name in SLOW else SMALL_OPS)
         if method.orders is None or (found and not at_once and _late(board)):
             continue
         try:
