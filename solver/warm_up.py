@@ -7,6 +7,9 @@ it.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
@@ -15,6 +18,7 @@ from typing import Any
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from solver.kernels import forget_stale, is_marked, mark
+from solver.process import import_path
 
 WORK = 0.02
 """Units of work that each search gets on each toy: every kernel is called, nothing is solved."""
@@ -50,6 +54,13 @@ def warm_up() -> None:
             search(problem, limits, Start(0.0, 2 * value_us, orders, value_us), lambda _: None)
         finish(problem, orders, 0.0, "floor", 0.0)
     mark(_WARM)
+
+
+def warm_up_in_child(start_new_session: bool = False) -> None:
+    """`warm_up` in a process of its own, which a caller can leave behind or end; a failure is only printed there."""
+    command = [sys.executable, "-P", "-m", "solver.warm_up"]
+    environment = os.environ | {"PYTHONPATH": import_path()}
+    subprocess.run(command, env=environment, check=False, start_new_session=start_new_session)
 
 
 def _toys() -> Iterator[Problem]:

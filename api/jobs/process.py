@@ -20,7 +20,7 @@ from api.jobs.worker import STOP_S, Worker
 from api.settings import Settings
 from solver.process import import_path
 from solver.process.loading import load_verifier
-from solver.warm_up import is_warm
+from solver.warm_up import is_warm, warm_up_in_child
 
 PAUSE_S = (0.5, 30.0)
 """Before a worker that ended by itself is started again: at first, and at most."""
@@ -56,8 +56,7 @@ def _compile_kernels() -> None:
     _log.info("compiling kernels: once for an installation, up to a minute or two")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends what runs here, too
     try:
-        command = [sys.executable, "-P", "-m", "solver.warm_up"]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": import_path()}, check=False)
+        warm_up_in_child()
     finally:
         signal.signal(signal.SIGTERM, before)
 

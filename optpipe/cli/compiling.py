@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 from optpipe.cli.output import doing
 
 
@@ -14,11 +10,9 @@ def compile_once() -> None:
 
     In a process of its own, and out of reach of Ctrl-C: on an interrupt this process ends it, which says so itself.
     """
-    from solver.process import import_path
-    from solver.warm_up import is_warm
+    from solver.warm_up import is_warm, warm_up_in_child
 
     if is_warm():
         return
-    command = [sys.executable, "-P", "-m", "solver.warm_up"]
     with doing("compiling kernels: once for an installation, up to a minute or two"):
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": import_path()}, check=False, start_new_session=True)
+        warm_up_in_child(start_new_session=True)
