@@ -10,7 +10,7 @@
     ├── InfeasibleError       proved: no schedule keeps the budgets (exit code 3)
     ├── NoSolutionError       time ran out with nothing found (exit code 4)
     ├── VerificationError     a solver's answer broke a rule: a bug in OptPipe, never returned
-    ├── SolverDiedError       the process of a solve ended without an answer
+    ├── SolverDiedError       the process of a solve ended without an answer (in solver.process)
     ├── ServiceError          a server cannot be reached, refuses, or failed at a job
     ├── TrainingError         a schedule cannot be trained as asked (exit code 2)
     │   └── CheckpointError   a checkpoint cannot be written, read or resumed
@@ -23,11 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
-
 
 MOST_NAMES = 12
 """Of a circle; it can go through every op of a schedule."""
@@ -114,14 +109,6 @@ class NoSolutionError(OptPipeError):
 
 class VerificationError(OptPipeError):
     """An answer of a solver broke a rule of the model. It is a bug, and the schedule is not returned."""
-
-
-class SolverDiedError(OptPipeError):
-    """The process of a solve ended without an answer, by a signal or a bug; `best` is what it had found by then."""
-
-    def __init__(self, how: str, best: Schedule | None) -> None:
-        self.best = best
-        super().__init__(f"the solver's process {how}. Maybe the machine ran out of memory, or this is a bug.")
 
 
 class ServiceError(OptPipeError):

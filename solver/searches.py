@@ -52,16 +52,16 @@ def windows(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer)
 
 def bounds(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
     """Better bounds, from parts of the problem that CP-SAT solves exactly."""
-    from solver.bounds.relaxation import relaxation_bound
+    from solver.exact.relaxation import relaxation_bound
 
     return relaxation_bound(problem, limits, start, on_answer)
 
 
 def load() -> None:
     """Load them all."""
-    import solver.bounds.relaxation
     import solver.exact.cp_sat.model
     import solver.exact.milp.model
+    import solver.exact.relaxation
     import solver.search.local
     import solver.search.pattern.search
     import solver.search.windows  # noqa: F401

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from uuid import UUID, uuid4
 
 from psycopg.types.json import Jsonb
 from sqlalchemy import CTE, ColumnElement, FromClause, Insert, Table, bindparam, func, insert, literal, select, true
@@ -15,10 +18,29 @@ from api.jobs.direct import Statement
 from api.jobs.records import Job, Limit
 from api.jobs.solved import Answer
 from api.jobs.tables import answers, documents, events, incumbents, jobs, schedules, solved_problems
+from optpipe.problem import Problem
 from solver.methods import METHODS
 
-if TYPE_CHECKING:
-    from api.jobs.submitting import Request
+
+@dataclass(frozen=True)
+class Request:
+    """A job to be taken in. `body_hash` is a digest of the parsed body."""
+
+    problem: Problem
+    config: JobConfig
+    owner: UUID | None
+    idempotency_key: str | None
+    body_hash: bytes
+
+    @cached_property
+    def problem_json(self) -> str:
+        """The problem as it is stored."""
+        return self.problem.to_json()
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The same for problems that are equal word for word."""
+        return hashlib.sha256(self.problem_json.encode()).digest()
 
 
 async def queued(connection: AsyncConnection, request: Request) -> Job:

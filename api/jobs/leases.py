@@ -21,7 +21,7 @@ from api.jobs.config import JobConfig
 from api.jobs.database import transaction
 from api.jobs.errors import LeaseLostError
 from api.jobs.history import change
-from api.jobs.records import Limit, Reason, Status
+from api.jobs.records import Outcome
 from api.jobs.tables import AnyRow, incumbents, jobs
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -54,19 +54,6 @@ class Lease:
     def config(self) -> JobConfig:
         """Its config. Raises InputError likewise."""
         return JobConfig.from_data(self.config_data)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended; `schedule`, where there is one, is verified and the best that is known."""
-
-    status: Status
-    schedule: Schedule | None
-    reason: Reason | None
-    limit: Limit | None
-    error: str | None = None
-    died: bool = False
-    """The process of the solve ended by itself."""
 
 
 async def claim(

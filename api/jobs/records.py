@@ -10,6 +10,7 @@ from uuid import UUID
 
 from api.jobs.config import JobConfig
 from optpipe.gap import gap_of
+from optpipe.schedule import Schedule
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
@@ -141,3 +142,16 @@ class Counts:
     silence_s: float
     workers: int
     totals: Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended; `schedule`, where there is one, is verified and the best that is known."""
+
+    status: Status
+    schedule: Schedule | None
+    reason: Reason | None
+    limit: Limit | None
+    error: str | None = None
+    died: bool = False
+    """The process of the solve ended by itself."""

@@ -18,18 +18,19 @@ from api.jobs import best, leases, solved
 from api.jobs.config import JobConfig
 from api.jobs.database import transaction
 from api.jobs.errors import DatabaseGoneError, LeaseLostError
-from api.jobs.leases import Lease, Outcome
+from api.jobs.leases import Lease
 from api.jobs.patience import Patience
+from api.jobs.records import Outcome
 from api.jobs.solved import Equality
 from api.jobs.solving import Solve, Task
 from api.jobs.worker_metrics import WorkerMetrics
-from optpipe.errors import OptPipeError, SolverDiedError
+from optpipe.errors import OptPipeError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.finish import finish
 from solver.limits import Cancel
-from solver.process import ChildResult, Heartbeat, Incumbent
+from solver.process import ChildResult, Heartbeat, Incumbent, SolverDiedError
 
 BEAT_S = 0.3
 """Between two heartbeats: a cancel request comes back with one."""

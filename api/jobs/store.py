@@ -18,6 +18,7 @@ from uuid import UUID
 from sqlalchemy import text
 
 from api.jobs import best, keys, queue, reading
+from api.jobs.arrivals import Request
 from api.jobs.caps import room_of
 from api.jobs.config import JobConfig
 from api.jobs.database import for_reading, make_engine, transaction
@@ -26,7 +27,7 @@ from api.jobs.history import CANCEL, CHANGED, change, notify
 from api.jobs.listener import Listener
 from api.jobs.migrate import head_revision
 from api.jobs.records import ApiKey, BestSchedule, Counts, Event, Job, NewApiKey, Page, Status, Submission
-from api.jobs.submitting import Request, Submissions
+from api.jobs.submitting import Submissions
 from api.jobs.tables import jobs, schedules
 from api.settings import Settings
 from optpipe.problem import Problem

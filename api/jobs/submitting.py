@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from uuid import UUID
 
@@ -14,8 +11,8 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from api.jobs import arrivals, reading, solved
+from api.jobs.arrivals import Request
 from api.jobs.caps import Room, room_of
-from api.jobs.config import JobConfig
 from api.jobs.database import for_reading, transaction
 from api.jobs.errors import IdempotencyMismatchError, JobError
 from api.jobs.records import Job, Submission
@@ -23,30 +20,8 @@ from api.jobs.solved import Answer, Equality
 from api.jobs.tables import idempotency_keys
 from api.jobs.together import Together
 from api.settings import Settings
-from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
-
-
-@dataclass(frozen=True)
-class Request:
-    """A job to be taken in. `body_hash` is a digest of the parsed body."""
-
-    problem: Problem
-    config: JobConfig
-    owner: UUID | None
-    idempotency_key: str | None
-    body_hash: bytes
-
-    @cached_property
-    def problem_json(self) -> str:
-        """The problem as it is stored."""
-        return self.problem.to_json()
-
-    @cached_property
-    def digest(self) -> bytes:
-        """The same for problems that are equal word for word."""
-        return hashlib.sha256(self.problem_json.encode()).digest()
 
 
 class Submissions:

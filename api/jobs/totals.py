@@ -8,16 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from api.jobs.records import Outcome
 from api.jobs.tables import totals
-
-if TYPE_CHECKING:
-    from api.jobs.leases import Outcome
 
 Totals = Mapping[tuple[str, str], float]
 """Figures by name and label; one that is not there is 0. Both come from short fixed lists."""

@@ -14,7 +14,7 @@ from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.names import names_in
 from optpipe.cli.output import AsJson, check_writable, doing, print_json, share_text, stderr, stdout, table, time_text
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
-from optpipe.errors import InfeasibleError, MethodError, NoSolutionError, SolverDiedError
+from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -79,6 +79,8 @@ def command(
 
 
 def _run(problem: Problem, name: str, limits: Limits) -> Row:
+    from solver.process import SolverDiedError
+
     schedule: Schedule | None = None
     why_not = ""
     try:

@@ -21,7 +21,7 @@ from optpipe.cli.output import (
     write_whole,
 )
 from optpipe.cli.size import parse_size
-from optpipe.errors import InputError, Issue, NoSolutionError, SolverDiedError
+from optpipe.errors import InputError, Issue, NoSolutionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,7 +186,7 @@ def _solve(
     starts: Sequence[Orders],
 ) -> ChildResult:
     """Solve in a process of its own; where that dies of itself, what it had found is written all the same."""
-    from solver.process import solve_in_child
+    from solver.process import SolverDiedError, solve_in_child
 
     memory_limit = memory_limit or free_memory_bytes()
     try:

@@ -19,7 +19,8 @@ from optpipe.runtime.trace import Recorder
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
-from optpipe.train.task import Batch, Task, task_of
+from optpipe.train.task import Batch, Task
+from optpipe.train.tasks import task_of
 from optpipe.train.updates import StepOutcome, Updates
 from optpipe.train.updates.sums import SumsLayout
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.messages import Tree
 from optpipe.runtime.stage import Loss
-
-if TYPE_CHECKING:
-    from optpipe.train.config import TrainingConfig
 
 Batch = tuple[list[Tree], list[Tree]]
 """Inputs and targets by microbatch."""
@@ -52,15 +49,3 @@ class Task(Protocol):
     def identity(self) -> dict[str, Any]:
         """What must be equal in all processes and when a checkpoint is resumed, as JSON."""
         ...
-
-
-def task_of(config: TrainingConfig, stages: int, microbatches: int) -> Task:
-    """The task of a run whose schedule has so many stages and, in each of its replicas, microbatches.
-
-    Raises InputError where a user's own stages cannot be loaded or do not fit.
-    """
-    from optpipe.train.gpt_task import GPTTask
-    from optpipe.train.own_stages import OwnStages
-
-    kind = OwnStages if config.model.own else GPTTask
-    return kind(config, stages, microbatches * config.data_parallel)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 
-from optpipe.errors import InfeasibleError, SolverDiedError
+from optpipe.errors import InfeasibleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -21,7 +21,7 @@ from solver.floor import impossible_budgets
 from solver.layout.candidates import Candidate
 from solver.layout.turns import PUBLISHED_SHARE, Turns, late
 from solver.limits import Limits
-from solver.process import solve_in_child
+from solver.process import SolverDiedError, solve_in_child
 from solver.starts import offer_published
 
 ROUNDS = (0.25, 0.35, 0.4)

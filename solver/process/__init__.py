@@ -16,7 +16,7 @@ orders are timed and verified in the parent.
 from solver.process.handle import Child, import_path
 from solver.process.memory_use import available_bytes
 from solver.process.messages import Heartbeat, Incumbent, Limit
-from solver.process.watch import ChildResult, solve_in_child
+from solver.process.watch import ChildResult, SolverDiedError, solve_in_child
 
 __all__ = [
     "Child",
@@ -24,6 +24,7 @@ __all__ = [
     "Heartbeat",
     "Incumbent",
     "Limit",
+    "SolverDiedError",
     "available_bytes",
     "import_path",
     "solve_in_child",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Literal
 
-from optpipe.errors import InfeasibleError, NoSolutionError, SolverDiedError
+from optpipe.errors import InfeasibleError, NoSolutionError, OptPipeError
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -38,6 +38,14 @@ VERIFY_S_PER_OP = 5e-6
 """What reading, timing and verifying an answer takes (4 us an op measured on one core). It is part of the limit."""
 
 OnEvent = Callable[[Incumbent | Heartbeat], None]
+
+
+class SolverDiedError(OptPipeError):
+    """The process of a solve ended without an answer, by a signal or a bug; `best` is what it had found by then."""
+
+    def __init__(self, how: str, best: Schedule | None) -> None:
+        self.best = best
+        super().__init__(f"the solver's process {how}. Maybe the machine ran out of memory, or this is a bug.")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
-from solver.bounds.relaxation import relaxation_bound
+from solver.exact.relaxation import relaxation_bound
 from solver.finish import within_budgets
 from solver.floor import impossible_budgets, serial_orders
 from solver.limits import Limits, Start

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
-from optpipe.train.checkpoints.config import CheckpointConfig
+from optpipe.train.config.checkpoints import CheckpointConfig
 from optpipe.train.config.model import ModelConfig
+from optpipe.train.config.online import OnlineConfig
 from optpipe.train.config.optimizer import OptimizerConfig
 from optpipe.train.config.output import OutputConfig
 from optpipe.train.config.setting import Group, Kind, Setting, kind_of, settings_of
 from optpipe.train.config.training import TrainingConfig
-from optpipe.train.online.config import OnlineConfig
 
 GROUPS: Mapping[str, type[Group]] = {
     group.table: group

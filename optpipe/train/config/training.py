@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from optpipe.errors import InputError, Issue
-from optpipe.train.checkpoints.config import CheckpointConfig
+from optpipe.train.config.checkpoints import CheckpointConfig
 from optpipe.train.config.model import ModelConfig
+from optpipe.train.config.online import OnlineConfig
 from optpipe.train.config.optimizer import OptimizerConfig
 from optpipe.train.config.output import OutputConfig
 from optpipe.train.config.setting import Group, setting
-from optpipe.train.online.config import OnlineConfig
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule

@@ -14,13 +14,14 @@ from optpipe.profile.measured import Measured
 from optpipe.profile.op_times import OnRound
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
+from optpipe.train.config.online import OnlineConfig
 from optpipe.train.launch import Launch
-from optpipe.train.online.config import OnlineConfig
 from optpipe.train.online.events import Events
 from optpipe.train.online.search import Search
 from optpipe.train.online.solver import Solver
 from optpipe.train.online.start import Setting, measure_before, setting_of, within_what_is_taken
-from optpipe.train.task import Task, task_of
+from optpipe.train.task import Task
+from optpipe.train.tasks import task_of
 
 LOG = logging.getLogger("optpipe.train.online")
 

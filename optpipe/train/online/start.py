@@ -16,8 +16,8 @@ from optpipe.profile.op_times import OnRound
 from optpipe.profile.subject import Subject
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
+from optpipe.train.config.online import OnlineConfig
 from optpipe.train.launch import Launch
-from optpipe.train.online.config import OnlineConfig
 from optpipe.train.task import Task
 
 

@@ -8,7 +8,8 @@ from uuid import uuid4
 
 from api.jobs import leases, solved
 from api.jobs.database import make_engine, transaction
-from api.jobs.leases import FOREVER_S, Lease, Outcome
+from api.jobs.leases import FOREVER_S, Lease
+from api.jobs.records import Outcome
 from api.jobs.solved import Equality
 from api.settings import Settings
 from optpipe.schedule import Schedule

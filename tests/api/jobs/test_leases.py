@@ -11,7 +11,8 @@ from psycopg.errors import CheckViolation, RaiseException, UniqueViolation
 from api.jobs import leases
 from api.jobs.config import JobConfig
 from api.jobs.errors import LeaseLostError
-from api.jobs.leases import MOST_LOST, Outcome
+from api.jobs.leases import MOST_LOST
+from api.jobs.records import Outcome
 from api.jobs.store import Store
 from api.settings import Settings
 from optpipe.schedule import Schedule

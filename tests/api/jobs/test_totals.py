@@ -7,7 +7,7 @@ import pytest
 from api.jobs import leases, totals
 from api.jobs.config import JobConfig
 from api.jobs.errors import LeaseLostError
-from api.jobs.leases import Outcome
+from api.jobs.records import Outcome
 from api.jobs.store import Store
 from api.metrics import Metrics
 from api.settings import Settings

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.errors import SolverDiedError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.methods import METHODS
 from solver.portfolio import solve
-from solver.process import ChildResult
+from solver.process import ChildResult, SolverDiedError
 from tests.optpipe.cli.conftest import Cli
 from tests.problems import INSTANCES, uniform
 

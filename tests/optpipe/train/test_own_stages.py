@@ -10,7 +10,7 @@ import torch
 from examples import own_stages
 from optpipe.errors import InputError, TrainingError
 from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
-from optpipe.train.task import task_of
+from optpipe.train.tasks import task_of
 from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.train.online.solvers import Scripted
 

@@ -15,7 +15,7 @@ from optpipe.train import CheckResult, ModelConfig, OptimizerConfig, StepReport,
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.plain import gradient_error, plain_step
-from optpipe.train.task import task_of
+from optpipe.train.tasks import task_of
 from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule
 from tests.optpipe.train.cases import MAX_ERROR, schedules
 

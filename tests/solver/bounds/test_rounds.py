@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.bounds.relaxation import projected
 from solver.bounds.rounds import round_bounds_us
 from solver.exact.cp_sat.model import solve_cp_sat
+from solver.exact.relaxation import projected
 from solver.floor import serial_orders
 from solver.limits import Limits, Start
 from tests.problems import HALF, WHOLE, instance, uniform

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from optpipe.errors import InputError, MethodError, SolverDiedError
+from optpipe.errors import InputError, MethodError
 from optpipe.verify import verify
 from solver.limits import Limits
-from solver.process import Child, Heartbeat, solve_in_child
+from solver.process import Child, Heartbeat, SolverDiedError, solve_in_child
 from solver.process.memory_use import available_bytes, resident_bytes
 from tests.problems import KNOWN_OPTIMA, instance, uniform
 from tests.promises.solves import heard

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from optpipe.train.plain import plain_step, tie_parameters
-from optpipe.train.task import task_of
+from optpipe.train.tasks import task_of
 from optpipe.train.updates import StepOutcome
 from tests.optpipe.train.updates.cases import M, facts, replicated, schedules, synchronous
 from tests.ranks import RunRanks

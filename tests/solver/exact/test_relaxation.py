@@ -13,9 +13,9 @@ from optpipe.fields import MAX_TIME_US
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
-from solver.bounds.relaxation import projected, relaxation_bound, restricted
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.cp_sat.options import Options
+from solver.exact.relaxation import projected, relaxation_bound, restricted
 from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Answer, Limits, Start
