@@ -1,8 +1,8 @@
 """Solved problems on disk: an equal one is answered at once, a neighbour gives a solve its start.
 
 One file a problem, in a folder for each family of problems that differ in microbatches, budgets and objective alone.
-A file is written whole or not at all, so several processes may share the folder; one that cannot be read, or whose
-checksum is wrong, counts as absent. Whatever comes out is simulated and verified again.
+A file is written whole or not at all, so several processes may share the folder; one that cannot be read, whose
+checksum is wrong or that lacks a field counts as absent. Whatever comes out is simulated and verified again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
 from optpipe.orders import Orders
@@ -35,6 +37,9 @@ MAX_AGE_S = 90 * 24 * 3600.0
 
 MAX_NEIGHBOURS = 8
 """Neighbours that are tried as starts, those with the most similar number of microbatches first."""
+
+_NO_ORDERS = (ValueError, TypeError, LookupError, AttributeError)
+"""Errors of reading orders from JSON of another shape."""
 
 
 def default_folder() -> Path:
@@ -65,6 +70,38 @@ class CachedSchedule:
         return good_enough or tried_enough
 
 
+class _Entry(BaseModel):
+    """The content of a file. Values and bounds are in units of the problem's canonical form."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    problem: dict[str, Any]
+    asked: str
+    worker_s: Annotated[float, Field(ge=0)]
+    method: str
+    solve_seconds: Annotated[float, Field(ge=0)]
+    value: Annotated[float, Field(ge=0)]
+    bound: Annotated[float, Field(ge=0)]
+    orders: dict[str, Any]
+
+    @field_validator("problem")
+    @classmethod
+    def _has_microbatches(cls, problem: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(problem.get("microbatches"), int):
+            raise ValueError("no number of microbatches")
+        return problem
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the problem, by which neighbours differ."""
+        return int(self.problem["microbatches"])
+
+    def updated(self, new: Self) -> Self:
+        """The one with the better value, of equal ones the one that was given more time; with the higher bound."""
+        better = new if (new.value, -new.worker_s) <= (self.value, -self.worker_s) else self
+        return better.model_copy(update={"bound": max(self.bound, new.bound)})
+
+
 class Cache:
     """The solved problems in a folder, which need not exist. Never raises for what is or is not on disk."""
 
@@ -78,17 +115,17 @@ class Cache:
         form = canonical(problem)
         path = self._path(form)
         entry = _read(path)
-        if entry is None or entry["problem"] != form.data:
+        if entry is None or entry.problem != form.data:
             return None
-        bound_us = entry["bound"] * float(form.time_us)
+        bound_us = entry.bound * float(form.time_us)
         try:
-            orders = read_orders(entry["orders"])
-            schedule = finish(problem, orders, bound_us, entry["method"], entry["solve_seconds"])
-        except (OptPipeError, ValueError, TypeError, KeyError):
+            orders = read_orders(entry.orders)
+            schedule = finish(problem, orders, bound_us, entry.method, entry.solve_seconds)
+        except (OptPipeError, *_NO_ORDERS):
             return None
         with suppress(OSError):
             os.utime(path)
-        return CachedSchedule(schedule, entry["asked"], entry["worker_s"])
+        return CachedSchedule(schedule, entry.asked, entry.worker_s)
 
     def neighbours(self, problem: Problem) -> list[Orders]:
         """Orders for this problem made of schedules for other budgets, objectives or microbatches, within its budgets.
@@ -100,12 +137,12 @@ class Cache:
         form = canonical(problem)
         family = self._path(form).parent
         entries = [entry for path in family.glob("*.json") if (entry := _read(path)) is not None]
-        others = [entry for entry in entries if entry["problem"] != form.data]
-        others.sort(key=lambda entry: abs(entry["problem"]["microbatches"] - problem.microbatches))
+        others = [entry for entry in entries if entry.problem != form.data]
+        others.sort(key=lambda entry: abs(entry.microbatches - problem.microbatches))
         found = []
         for entry in others[:MAX_NEIGHBOURS]:
-            with suppress(ValueError, TypeError, KeyError):
-                found.append(adapted(problem, read_orders(entry["orders"]), entry["problem"]["microbatches"]))
+            with suppress(*_NO_ORDERS):
+                found.append(adapted(problem, read_orders(entry.orders), entry.microbatches))
         return [orders for orders in found if orders is not None]
 
     def store(self, schedule: Schedule, asked: str, worker_s: float) -> None:
@@ -113,20 +150,20 @@ class Cache:
         one is there. The higher bound is kept in either case."""
         form = canonical(schedule.problem)
         time_us = float(form.time_us)
-        entry = {
-            "problem": form.data,
-            "asked": asked,
-            "worker_s": worker_s,
-            "method": schedule.method,
-            "solve_seconds": schedule.solve_seconds,
-            "value": schedule.value_us / time_us,
-            "bound": schedule.bound_us / time_us,
-            "orders": orders_data(schedule.orders),
-        }
+        entry = _Entry(
+            problem=form.data,
+            asked=asked,
+            worker_s=worker_s,
+            method=schedule.method,
+            solve_seconds=schedule.solve_seconds,
+            value=schedule.value_us / time_us,
+            bound=schedule.bound_us / time_us,
+            orders=orders_data(schedule.orders),
+        )
         path = self._path(form)
         known = _read(path)
-        if known is not None and known["problem"] == form.data:
-            entry = _better(known, entry) | {"bound": max(known["bound"], entry["bound"])}
+        if known is not None and known.problem == form.data:
+            entry = known.updated(entry)
         with suppress(OSError):
             _write(path, entry)
             self._prune()
@@ -149,13 +186,8 @@ class Cache:
                 yield state.st_mtime, state.st_size, path
 
 
-def _better(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The one with the better value; of equal ones the one that was given more time."""
-    return new if (new["value"], -new["worker_s"]) <= (known["value"], -known["worker_s"]) else known
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The entry in a file; None where there is none, or it was damaged."""
+def _read(path: Path) -> _Entry | None:
+    """The entry in a file; None where there is none, or it was damaged or written by other code."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -163,18 +195,25 @@ def _read(path: Path) -> dict[str, Any] | None:
     checksum, _, body = content.partition(b"\n")
     if checksum != _checksum(body):
         return None
-    entry: dict[str, Any] = json.loads(body)
-    return entry
+    try:
+        return _Entry.model_validate(json.loads(body))
+    except (ValueError, RecursionError):  # a ValidationError is a ValueError
+        return None
 
 
-def _write(path: Path, entry: dict[str, Any]) -> None:
-    body = json.dumps(entry, separators=(",", ":"), allow_nan=False).encode()
+def _write(path: Path, entry: _Entry) -> None:
+    body = json.dumps(entry.model_dump(), separators=(",", ":"), allow_nan=False).encode()
     if len(body) > MAX_ENTRY_BYTES:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="new-", delete=False) as file:
-        file.write(_checksum(body) + b"\n" + body)
-    os.replace(file.name, path)
+        try:
+            file.write(_checksum(body) + b"\n" + body)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def _checksum(body: bytes) -> bytes:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +107,7 @@ def test_the_better_schedule_and_the_higher_bound_stay(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"", lambda b: b.replace(b"F0.0", b"F0.1", 1)])
-def test_a_damaged_file_counts_as_absent(cache: Cache, optimal: Schedule, damage: module.Any) -> None:
+def test_a_damaged_file_counts_as_absent(cache: Cache, optimal: Schedule, damage: Callable[[bytes], bytes]) -> None:
     cache.store(optimal, "auto", 60)
     (file,) = files(cache)
     file.write_bytes(damage(file.read_bytes()))
@@ -116,11 +120,76 @@ def test_a_damaged_file_counts_as_absent(cache: Cache, optimal: Schedule, damage
 def test_orders_that_break_the_rules_are_not_believed(cache: Cache, optimal: Schedule) -> None:
     """Not even with a right checksum: it is the verifier that decides."""
     cache.store(optimal, "auto", 60)
-    (file,) = files(cache)
-    entry = json.loads(file.read_bytes().partition(b"\n")[2])
+    entry = content(cache)
     entry["orders"]["devices"][0][0] = " ".join(reversed(entry["orders"]["devices"][0][0].split()))
-    module._write(file, entry)
+    overwrite(cache, entry)
     assert cache.lookup(optimal.problem) is None
+
+
+def content(cache: Cache) -> dict[str, Any]:
+    """What the only file says."""
+    (file,) = files(cache)
+    entry: dict[str, Any] = json.loads(file.read_bytes().partition(b"\n")[2])
+    return entry
+
+
+def overwrite(cache: Cache, entry: object) -> None:
+    """Write the only file anew, with a right checksum."""
+    (file,) = files(cache)
+    body = json.dumps(entry).encode()
+    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
+FIELDS = ("problem", "asked", "worker_s", "method", "solve_seconds", "value", "bound", "orders")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lambda entry, name=name: entry.pop(name) for name in FIELDS),
+        lambda entry: entry.update(unknown=1),
+        lambda entry: entry.update(bound="1"),
+        lambda entry: entry.update(value=None),
+        lambda entry: entry.update(problem={}),
+        lambda entry: entry.update(orders={"devices": [[1]]}),
+        lambda entry: entry["orders"].update(waits=[]),
+    ],
+    ids=[*(f"without {name}" for name in FIELDS), "unknown", "text", "null", "no problem", "no orders", "no waits"],
+)
+def test_an_entry_of_another_shape_counts_as_absent(
+    cache: Cache, optimal: Schedule, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """Such as one that another version has written: its checksum is right."""
+    cache.store(optimal, "auto", 60)
+    entry = content(cache)
+    change(entry)
+    overwrite(cache, entry)
+    assert cache.lookup(optimal.problem) is None
+    assert cache.neighbours(uniform(3, 5, budget=4, offload=HALF)) == []
+    cache.store(optimal, "auto", 60)
+    assert cache.lookup(optimal.problem) is not None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b"\xff"])
+def test_no_entry_at_all_counts_as_absent(cache: Cache, optimal: Schedule, body: bytes) -> None:
+    cache.store(optimal, "auto", 60)
+    (file,) = files(cache)
+    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    assert cache.lookup(optimal.problem) is None
+    assert cache.neighbours(uniform(3, 5, budget=4, offload=HALF)) == []
+
+
+def test_a_full_disk_is_no_error_and_leaves_nothing_behind(cache: Cache, optimal: Schedule) -> None:
+    """A file that may not grow fails like one on a full disk: when it is written, not when it is made."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        cache.store(optimal, "auto", 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(cache) == []
+    cache.store(optimal, "auto", 60)
+    assert cache.lookup(optimal.problem) is not None
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, optimal: Schedule) -> None:
