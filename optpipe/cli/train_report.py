@@ -12,16 +12,7 @@ from optpipe.cli.output import share_text, stdout, table
 
 if TYPE_CHECKING:
     from optpipe.trace import Trace
-    from optpipe.train import CheckResult, ModelConfig, TrainingResult
-
-GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-7}
-"""A check fails beyond these: what re-ordered sums of a precision can differ by.
-
-Under autocast on a GPU that is two roundings to bfloat16, of 2^-8 each, where it sums in another order before them.
-"""
-
-AUTOCAST_LIMIT_ON_CPU = 1e-5
-"""There the order is the same: the error was below 1e-6, and a step that left autocast out is 0.006 away."""
+    from optpipe.train import CheckResult, TrainingResult
 
 
 def document(result: TrainingResult) -> dict[str, Any]:
@@ -41,13 +32,6 @@ def document(result: TrainingResult) -> dict[str, Any]:
         values["trace"] = trace_document(compare(result.trace))
     found: dict[str, Any] = finite(values)
     return found
-
-
-def passed(check: CheckResult, model: ModelConfig, on_cpu: bool) -> bool:
-    """Whether a check found nothing beyond rounding, and no memory left alive."""
-    limit = AUTOCAST_LIMIT_ON_CPU if model.autocast and on_cpu else GRADIENT_LIMITS[model.autocast or model.dtype]
-    clean = all(left == 0 for device in check.devices for left in device.live_bytes)
-    return clean and check.max_gradient_error <= limit
 
 
 def print_result(result: TrainingResult, trace_path: Path | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,15 @@ from optpipe.train.plain import Drawing, gradient_error, plain_step, relative_er
 from optpipe.train.result import CheckResult, DeviceMemory
 from optpipe.train.task import Batch
 from optpipe.train.updates.snapshot import Snapshot
+
+GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-7}
+"""A check fails beyond these: what re-ordered sums of a precision can differ by.
+
+Under autocast on a GPU that is two roundings to bfloat16, of 2^-8 each, where it sums in another order before them.
+"""
+
+AUTOCAST_LIMIT_ON_CPU = 1e-5
+"""There the order is the same: the error was below 1e-6, and a step that left autocast out is 0.006 away."""
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
@@ -43,7 +52,8 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         for entry in found[: model.launch.pipeline_processes]
         for device in entry["devices"]
     ]
-    return CheckResult(error, parameter, relative_error(abs(loss - plain_loss), abs(plain_loss)), tuple(devices))
+    result = CheckResult(error, parameter, relative_error(abs(loss - plain_loss), abs(plain_loss)), tuple(devices))
+    return replace(result, failures=(*_gradient_failures(result, model), *_memory_failures(result)))
 
 
 @contextmanager
@@ -85,6 +95,30 @@ def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tu
                 error = gradient_error(*both) if len(both) == 2 else math.inf if both[0].any() else 0.0
                 errors.append((error, f"stages[{s}].{name}"))
     return errors
+
+
+def _gradient_failures(check: CheckResult, model: Model) -> Iterator[str]:
+    """A sentence about the worst parameter, if its error is beyond rounding."""
+    config = model.config.model
+    limit = GRADIENT_LIMITS[config.autocast or config.dtype]
+    if config.autocast and model.hardware.type == "cpu":
+        limit = AUTOCAST_LIMIT_ON_CPU
+    if not check.max_gradient_error <= limit:
+        yield (
+            f"the gradient of {check.worst_parameter} differs from the plain step's by {check.max_gradient_error:.2e} "
+            f"of its largest entry, but rounding explains at most {limit:.2e}. Maybe its stage keeps something from "
+            "one microbatch to the next, or draws random numbers by other means than torch's."
+        )
+
+
+def _memory_failures(check: CheckResult) -> Iterator[str]:
+    """A sentence about each device whose memory is not as it should be."""
+    for d, device in enumerate(check.devices):
+        if left := max(device.live_bytes, default=0):
+            yield (
+                f"device {d} has {left:,} bytes left alive after a step, but must have none. Maybe a module of its "
+                "stages keeps tensors of its forward."
+            )
 
 
 def _refuse_frozen(modules: Sequence[nn.Module]) -> None:

@@ -38,8 +38,9 @@ def train(config: TrainingConfig, report: Report | None = None, solver: Solver |
     """Train as the schedule says; all devices in this process, or under torchrun one process a device.
 
     `report` is called after each step, in the leading process alone. `solver` finds schedules where the config asks
-    for that. The result is the same in every process, but for its events. A signal ends the run between two steps,
-    with a checkpoint where these are kept; while ops are measured or a schedule is sought, with KeyboardInterrupt.
+    for that. The result is the same in every process, but for its events. Where the config asks for a check that fails,
+    nothing is trained, and the result's `check.failures` say why. A signal ends the run between two steps, with a
+    checkpoint where these are kept; while ops are measured or a schedule is sought, with KeyboardInterrupt.
 
     Raises OrderError or DeadlockError if the schedule cannot run, InputError or TrainingError if it cannot be trained
     as asked, and RunFailedError if a run that had begun cannot go on.
@@ -64,6 +65,10 @@ def _trained(
     used = replace(config, schedule=first.schedule) if first else config
     model = Model(used, _compiled(used), launch, task=first.task if first else None)
     check = _check(model) if config.check else None
+    if check is not None and check.failures:
+        return TrainingResult(
+            (), (), model.parameters, launch.world, check, events=tuple(events.all), schedule=model.schedule
+        )
     checkpoints = Checkpoints(config, model, interrupts)
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events)

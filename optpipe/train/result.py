@@ -64,19 +64,22 @@ class CheckResult:
     """The schedule's step against the plain one, on equal weights and an equal batch.
 
     `max_gradient_error`: the largest over all parameters of max|g - g_plain| / max|g_plain|; it is that of
-    `worst_parameter` (stage and name). `loss_error`: |loss - loss_plain| / |loss_plain|.
+    `worst_parameter` (stage and name). `loss_error`: |loss - loss_plain| / |loss_plain|. `failures`: a sentence for
+    each thing that is wrong beyond rounding, with the parameter or the device; empty where the check passed.
     """
 
     max_gradient_error: float
     worst_parameter: str
     loss_error: float
     devices: tuple[DeviceMemory, ...]
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrainingResult(Displayed):
     """A run that is over: loss (mean over the batch, before the step's update) and seconds of each step.
 
+    Both are empty where the check failed (`check.failures`): nothing was trained.
     The first of them is step `first_step`, above 0 where a checkpoint was resumed. `trace` is there where a step was
     to be recorded. `stopped`: where a signal ended the run, what it was and how to go on. `events` are those of
     profiling and solving (as this process saw them), `schedule` is the one in use at the end. `bubbles`: the share of

@@ -32,6 +32,40 @@ class Breaking(nn.Linear):
         return super().forward(x)
 
 
+class Counting(nn.Linear):
+    """Multiplies by how often it has run, so that the same batch gives something else each time."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.calls * super().forward(x)
+
+
+class Hoarding(nn.Linear):
+    """Keeps what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(super().forward(x))
+        return self.kept[-1]
+
+
+def counting() -> Built:
+    """The last stage has a gradient that no plain step has."""
+    return _built([nn.Linear(WIDTH, WIDTH), Counting()])
+
+
+def hoarding() -> Built:
+    """The last stage leaves memory alive."""
+    return _built([nn.Linear(WIDTH, WIDTH), Hoarding()])
+
+
 def dropout() -> Built:
     """Both stages draw, and so does the loss."""
     return _built([_block(nn.Dropout(0.3)), _block(nn.Dropout(0.3))], _Noisy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import inf
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
 from optpipe.schedule_text import schedule_text
-from optpipe.train import CheckResult, ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train import CheckResult, ModelConfig, OutputConfig, StepReport, TrainingConfig, train
 from optpipe.train.check import gradient_errors
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
@@ -59,6 +60,36 @@ def test_a_step_that_draws_other_numbers_is_another_step() -> None:
 def test_a_loss_of_zero() -> None:
     found = checked("solved")
     assert (found.max_gradient_error, found.loss_error) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "named"),
+    [
+        ("counting", r"the gradient of stages\[\d\]\.\w+ differs from the plain step's by .* at most 1.00e-05"),
+        ("hoarding", r"device 1 has [\d,]+ bytes left alive after a step, but must have none"),
+    ],
+)
+def test_a_check_that_fails_is_said_before_anything_is_trained(stages: str, named: str) -> None:
+    reports: list[StepReport] = []
+    result = train(config(stages, check=True), reports.append)
+    assert result.check is not None
+    [failure] = result.check.failures
+    assert re.match(named, failure)
+    assert (result.losses, reports) == ((), [])
+
+
+@pytest.mark.torchrun
+def test_a_check_that_fails_ends_every_process_with_exit_code_1(run_ranks: RunRanks, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_text(SCHEDULE))
+    options = ("--model", f"{STAGES}:counting", "--check", "--checkpoint", str(tmp_path / "kept"))
+    first, second = run_ranks.each(MAIN, 2, "train", "--schedule", str(path), *options)
+    assert (first.code, second.code) == (1, 1)
+    assert "error: the check failed and nothing was trained: the gradient of stages[" in first.err
+    assert "largest gradient error" in first.out
+    assert "Traceback" not in first.err + second.err
+    assert (second.out, second.err) == ("", "")
+    assert not (tmp_path / "kept").exists()
 
 
 def test_nothing_to_train_is_nothing_to_check() -> None:
