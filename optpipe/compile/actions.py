@@ -160,6 +160,10 @@ class Program:
         for actions in self.devices:
             yield from actions
 
+    def kinds_of(self, stage: int) -> frozenset[str]:
+        """The kinds of a stage's actions."""
+        return frozenset(action.kind for action in self.actions() if action.stage == stage)
+
     def crosses(self, boundary: int) -> bool:
         """Whether stages `boundary` and `boundary + 1` sit on different devices."""
         return self.placement[boundary] != self.placement[boundary + 1]

@@ -15,6 +15,7 @@ from optpipe.profile.subject import Subject
 from optpipe.runtime.evaluation import evaluating
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, spec_of, spec_text
 from optpipe.runtime.stage import Stage
+from optpipe.runtime.weight_gradients import compiler_failure
 
 GRADIENT_SCALE = 1e-3
 """Of sampled gradients: far from numbers so small that a CPU computes with them slowly."""
@@ -96,6 +97,9 @@ def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree
     except Exception as error:
         what = f"what stages[{s - 1}] returns" if s else "the inputs"
         kind, text = type(module).__name__, str(error).strip().splitlines() or [""]
+        if failure := compiler_failure(error):
+            detail = f"stages[{s}]: torch.compile fails: {failure}. Maybe train without torch.compile."
+            refuse(subject.name, "compiler_failed", detail)
         refuse(
             subject.name,
             "stage_does_not_fit",

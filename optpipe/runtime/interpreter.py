@@ -59,7 +59,7 @@ class Pipeline:
         self._transport, self._stages, self._sync = transport, stages, sync
         reducers = sync.reducers if sync else {}
         for number, stage in stages.items():
-            stage.join(number, {action.kind for action in program.actions() if action.stage == number})
+            stage.join(number, program.kinds_of(number))
         self._parts = {
             device: _parts(program, device, stages, transport, messages, reducers, offload_bytes or {}, streams)
             for device in devices

@@ -101,8 +101,7 @@ class Stage:
         """
         if self.random:
             self.random.stage = number
-        if not self.splits and not {"B", "W"}.isdisjoint(kinds):
-            raise TrainingError(f"stages[{number}]: {self._cannot_split()}")
+        check_splits(number, self.module, kinds)
 
     def begin_step(self) -> None:
         """Random numbers are those of the next step. Gradients stay: those of the last one may still count."""
@@ -179,8 +178,8 @@ class Stage:
         The gradient of a tree has its form, with None for integers and booleans. The weight gradients are left to
         `backward_weight`.
         """
-        if not self.splits:
-            raise TrainingError(self._cannot_split())
+        if self._compiled is not None:
+            raise TrainingError(_cannot_split(self._compiled))
         graph = self._graphs.pop(microbatch)
         with self._weight_gradients.backward_input(microbatch, graph.splitting):
             return self._backward(graph, gradient)
@@ -215,13 +214,6 @@ class Stage:
     def _autocasting(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else _NOTHING
 
-    def _cannot_split(self) -> str:
-        part = f"module.{self._compiled}" if self._compiled else "module"
-        return (
-            f"{part} is compiled by torch.compile, which computes input and weight gradients at once, but the "
-            "program has B and W apart. Maybe solve with fused backwards (BW), or compile less of the module."
-        )
-
     def _activations(self, microbatch: int) -> ActivationStore:
         activations = self._graphs[microbatch].activations
         assert activations is not None, "only microbatches run with offloads=True leave"
@@ -235,6 +227,21 @@ class Stage:
         if self._own is None:
             self._own = _storages([*self.module.parameters(), *self.module.buffers()])
         return self._own | _storages(batch) if batch else self._own
+
+
+def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:
+    """Raise TrainingError if there are B and W among the kinds of a stage's ops but its module is compiled."""
+    compiled = compiled_part(module)
+    if compiled is not None and not {"B", "W"}.isdisjoint(kinds):
+        raise TrainingError(f"stages[{number}]: {_cannot_split(compiled)}")
+
+
+def _cannot_split(compiled: str) -> str:
+    part = f"module.{compiled}" if compiled else "module"
+    return (
+        f"{part} is compiled by torch.compile, which computes input and weight gradients at once, but the "
+        "program has B and W apart. Maybe solve with fused backwards (BW), or compile less of the module."
+    )
 
 
 def _detached(output: Tree) -> Tree:

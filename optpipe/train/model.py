@@ -15,7 +15,9 @@ from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messag
 from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.gradient_sync import GradientSync, tie_groups
 from optpipe.runtime.messages import Spec, map_leaves
+from optpipe.runtime.stage import check_splits
 from optpipe.runtime.trace import Recorder
+from optpipe.runtime.weight_gradients import compiler_failure
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
@@ -148,6 +150,8 @@ class Model:
         modules, placement, config = self.task.build_stages(), self.program.placement, self.config
         self.parameters = sum(p.numel() for module in modules for p in module.parameters())
         last = len(modules) - 1
+        for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
+            check_splits(s, module, self.program.kinds_of(s))
         return {
             s: Stage(
                 module.to(self.hardware),
@@ -171,6 +175,10 @@ class Model:
         except OptPipeError:
             raise
         except Exception as error:
+            if failure := compiler_failure(error):
+                raise TrainingError(
+                    f"torch.compile fails on a stage of {self.task.name}: {failure}. Maybe train without torch.compile."
+                ) from error
             raise TrainingError(
                 f"a stage of {self.task.name} fails on what it receives: {type(error).__name__}: {error}. "
                 "Maybe the sizes of two stages differ; 'optpipe profile' says of which."

@@ -8,7 +8,12 @@ registered, and the parameters of any other module get their gradient in B.
 from optpipe.runtime.weight_gradients.embedding import SplitEmbedding
 from optpipe.runtime.weight_gradients.linear import SplitLinear
 from optpipe.runtime.weight_gradients.pending import Splitting, WeightGradients
-from optpipe.runtime.weight_gradients.registry import compiled_part, defer_weight_gradients, register_deferred
+from optpipe.runtime.weight_gradients.registry import (
+    compiled_part,
+    compiler_failure,
+    defer_weight_gradients,
+    register_deferred,
+)
 from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate
 
 __all__ = [
@@ -19,6 +24,7 @@ __all__ = [
     "WeightGradients",
     "accumulate",
     "compiled_part",
+    "compiler_failure",
     "defer_weight_gradients",
     "register_deferred",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -103,3 +104,13 @@ def compiled_part(module: nn.Module) -> str | None:
 
 def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def compiler_failure(error: Exception) -> str | None:
+    """A failure of torch.compile in a line; None for an error that is not the compiler's."""
+    dynamo = sys.modules.get("torch._dynamo.exc")  # where nothing was compiled it need not be loaded
+    if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+        return None
+    lines = [*str(error).strip().splitlines(), "", ""]
+    text = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") else lines[0]  # "backend=... raised:", then what
+    return f"{type(error).__name__}: {text.rstrip('.')}"
