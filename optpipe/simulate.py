@@ -157,7 +157,7 @@ class _Network:
                 raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
 
     def _check_microbatch_order(self, at: Ints) -> None:
-        """Microbatches keep their order within one op type of one stage; BW is a B as well."""
+        """Microbatches keep their order within one op type of one stage; BW counts as B, not as W."""
         backward = np.where(at[B] >= 0, at[B], at[BW])
         for ops in (*at[[F, W, O, R]].reshape(-1, at.shape[2]), *backward):
             nodes = ops[ops >= 0]

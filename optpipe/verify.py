@@ -196,7 +196,7 @@ class _Judge:
             early,
             lambda k: f"starts before {self.ops[k - 1]} on its stream ends ({self.end_us[k - 1]:g} us).",
         )
-        kind = np.where(self.ops.kind == KINDS.index("BW"), KINDS.index("B"), self.ops.kind)  # BW is a B as well
+        kind = np.where(self.ops.kind == KINDS.index("BW"), KINDS.index("B"), self.ops.kind)  # BW counts as B, not as W
         alike = (self.list_of * len(KINDS) + kind) * len(self.problem.stages) + self.ops.stage
         order = np.argsort(alike, kind="stable")
         group, microbatch = alike[order], self.ops.microbatch[order]

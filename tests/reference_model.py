@@ -139,7 +139,7 @@ class _Model:
                     self._after(runs[earlier, stage, i], runs[kind, s, i], delay_us)
 
     def _microbatch_order(self) -> None:
-        """Within one op type of a stage; BW is a B as well."""
+        """Within one op type of a stage; BW counts as B, not as W."""
         for (one, s, i), (other, t, j) in product(self.runs, repeat=2):
             if i < j and s == t and (one == other or {one, other} == {"B", "BW"}):
                 self._after(self.runs[one, s, i], self.runs[other, t, j])

@@ -20,17 +20,17 @@ from optpipe.orders import Op
 from optpipe.problem import Problem
 
 Pair = tuple[Op, Op]
-Time = TypeVar("Time", int, float)
+Time = TypeVar("Time", int, float, tuple[float, float])
 
 
 def like_weights(problem: Problem) -> Iterator[Sequence[int]]:
-    """Groups of stages on one device whose W are alike; only those of two or more."""
+    """Groups of stages on one device whose W are alike, also those of a single stage."""
     for stages in problem.stages_of:
         groups = defaultdict(list)
         for s in stages:
             stage = problem.stages[s]
             groups[stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W].append(s)
-        yield from (group for group in groups.values() if len(group) > 1)
+        yield from groups.values()
 
 
 def count_like_pairs(problem: Problem) -> int:
@@ -47,7 +47,11 @@ def like_pairs(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
 
 
 def in_weight_order(problem: Problem, starts: Mapping[Op, Time]) -> dict[Op, Time]:
-    """Starts of a schedule without fused backwards, with like W sorted so."""
+    """Starts, or starts and ends, of a schedule without fused backwards, with like W sorted so.
+
+    The W of one stage are alike too. Where a fused backward that overtook a W was split (docs/adr/0006), they are out
+    of order until they are sorted here.
+    """
     result = dict(starts)
     for group in like_weights(problem):
         both = ([op for op in starts if op.kind == kind and op.stage in group] for kind in "BW")

@@ -76,8 +76,8 @@ def _begins(problem: Problem, table: Table, start: Start, others: Sequence[Order
     if not known:
         known = [floor for floor in (serial_orders(problem),) if floor is not None]
     timed = sorted((simulate(problem, orders) for orders in known), key=lambda simulation: simulation.value_us)
-    merged = [merge(table, simulation) for simulation in timed]
-    return [sequences for sequences in merged if sequences is not None and state_of(table, sequences, 0) is not None]
+    merged = (merge(table, simulation) for simulation in timed)
+    return [sequences for sequences in merged if state_of(table, sequences, 0) is not None]
 
 
 class _Best:

@@ -62,16 +62,17 @@ def copied(merged: Merged) -> Merged:
     return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy())
 
 
-def merge(table: Table, simulation: Simulation) -> Merged | None:
-    """The sequences of simulated orders, None where fused and split backwards of a stage overtake each other.
+def merge(table: Table, simulation: Simulation) -> Merged:
+    """The sequences of simulated orders.
 
     An op stands where its start is planned, one that only releases where its end is: so the level along a sequence
-    is the planned memory, and no wait delays an op at its planned time. Fused backwards are split.
+    is the planned memory, and no wait delays an op at its planned time. Fused backwards are split; where one overtakes
+    a W (docs/adr/0006), the W of that stage, which are all alike, change places to be in order.
     """
     ops, key_us, lanes = _numbered(table, simulation)
-    for of_class in range(len(table.classes)):
-        if (np.diff(ops[ops >> table.shift == of_class]) < 0).any():
-            return None
+    for weights in range(W * table.stages, (W + 1) * table.stages):
+        mine = ops >> table.shift == weights
+        ops[mine] = np.sort(ops[mine])
     return _merge(table, ops, key_us, lanes)
 
 

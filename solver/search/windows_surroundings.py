@@ -15,6 +15,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from solver.exact.grid import Grid
 from solver.exact.rules import rule_edges
+from solver.exact.weight_order import in_weight_order
 from solver.finish import within_budgets
 from solver.plan import orders_of_plan
 
@@ -147,7 +148,7 @@ def _lengthen(tails: Ints, length: Ints, edges: Ints) -> None:
 
 
 def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
-    """The orders with W right behind each B in place of both fused."""
+    """The orders with W right behind each B in place of both fused, and W in the order of their B."""
     simulation = simulate(problem, orders)
     planned = {}
     for op, k in simulation.index.items():
@@ -157,4 +158,4 @@ def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
             planned[Op("B", *op[1:])], planned[Op("W", *op[1:])] = (start, middle), (middle, end)
         else:
             planned[op] = (start, end)
-    return orders_of_plan(problem, planned)
+    return orders_of_plan(problem, in_weight_order(problem, planned))

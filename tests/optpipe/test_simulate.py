@@ -49,6 +49,14 @@ def test_fused_backward_frees_all_at_its_end_and_delays_the_stage_before() -> No
     assert (memory.times_us.tolist(), memory.bytes.tolist()) == ([11, 21, 41], [2, 2, 0])
 
 
+def test_a_fused_backward_counts_as_b_and_not_as_w_in_the_order_of_microbatches() -> None:
+    simulation = simulate(uniform(1, 2), Orders.of_compute([ops("F0.0 F0.1 B0.0 BW0.1 W0.0")]))
+    assert times(simulation)["W0.0"] == (50, 60)
+    for wrong in ("F0.0 F0.1 B0.1 W0.1 BW0.0", "F0.0 F0.1 BW0.1 B0.0 W0.0", "F0.0 F0.1 B0.0 B0.1 W0.1 W0.0"):
+        with pytest.raises(OrderError, match="microbatches keep their order within a stage"):
+            simulate(uniform(1, 2), Orders.of_compute([ops(wrong)]))
+
+
 OFFLOAD = {"bytes": 1, "offload_us": 4, "reload_us": 6}
 
 

@@ -134,6 +134,15 @@ def test_a_fused_backward_keeps_its_place_among_the_split_ones() -> None:
         simulate(problem, Orders([DeviceOrders(ops("F0.0 F0.1 B0.1 W0.1 BW0.0"))]))
 
 
+def test_a_fused_backward_may_come_before_the_weight_pass_of_an_earlier_microbatch() -> None:
+    """BW counts as B in the order of microbatches, and not as W."""
+    orders = Orders.of_compute([ops("F0.0 F0.1 B0.0 BW0.1 W0.0")])
+    schedule = finish(uniform(1, 2), orders, 0.0, "by hand", 0.0)
+    assert rules_broken(schedule.to_data()) == set()
+    assert schedule.value_us == 60
+    assert schedule.orders.devices[0].compute == orders.devices[0].compute
+
+
 def test_finds_microbatches_out_of_order() -> None:
     problem = uniform(1, 2)
     data = finish(problem, Orders.of_compute([ops("F0.0 F0.1 B0.0 B0.1 W0.0 W0.1")]), 1.0, "by hand", 0).to_data()

@@ -108,6 +108,28 @@ def test_optima_in_tight_memory(problem: Problem) -> None:
     assert (schedule.status, schedule.value_us) == ("optimal", reference_optimum_us(problem))
 
 
+OVERTAKEN = "F0.0 F0.1 B0.0 BW0.1 W0.0"
+"""W of microbatch 0 after BW of microbatch 1: BW counts as B in the order of microbatches, not as W (docs/adr/0006)."""
+
+
+def test_a_fused_backward_before_an_earlier_weight_pass_is_one_of_all_orders() -> None:
+    every = [" ".join(map(str, orders)) for orders in all_orders(uniform(1, 2), [0])]
+    assert OVERTAKEN in every
+    assert "F0.0 F0.1 BW0.1 B0.0 W0.0" not in every
+
+
+@pytest.mark.parametrize("method", ["cp-sat", "milp", "search", "pattern", "auto"])
+def test_methods_that_begin_with_a_fused_backward_before_an_earlier_weight_pass(method: str) -> None:
+    """Every method takes it for a schedule, and none loses the optimum by it."""
+    problem = uniform(2, 2, budget=4)
+    last = [Op(op.kind, 1, op.microbatch) for op in map(Op.parse, OVERTAKEN.split())]
+    start = Orders.of_compute([[Op.parse(name) for name in OVERTAKEN.split()], last])
+    assert value_us(problem, start) < float("inf")
+    schedule = solve(problem, method, Limits(workers=1), starts=[start])
+    assert schedule.bound_us <= reference_optimum_us(problem) <= schedule.value_us
+    assert schedule.status == "optimal" or method in ("search", "pattern")
+
+
 def without_offload(problem: Problem) -> Problem:
     """The problem if nothing leaves to the host."""
     data = problem.to_data()

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from ortools.sat.python import cp_model
 
-from optpipe.orders import Orders
+from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from solver.board import Board
 from solver.bounds import split_backward_suffices
 from solver.exact.cp_sat.model import add_hint
@@ -23,7 +24,7 @@ from solver.exact.milp.program import load
 from solver.limits import Limits, Start
 from solver.starts import offer_published
 from tests.placed_problems import placed_problems
-from tests.problems import KNOWN_OPTIMA
+from tests.problems import KNOWN_OPTIMA, uniform
 
 FEASIBLE = 1e-6
 """What HiGHS allows a row to be short of."""
@@ -76,6 +77,24 @@ def test_a_point_of_the_constraint_model(known: Known) -> None:
     assert solver.solve(variables.model) == cp_model.OPTIMAL
     slack_us = grid.us(2 * grid.step)  # ops without length take a tick each, all of them less than a step
     assert grid.us(int(solver.objective_value)) == pytest.approx(known.start.value_us, abs=slack_us)
+
+
+def test_a_fused_backward_that_overtook_a_weight_pass_is_a_point_of_both_models() -> None:
+    """BW counts as B and not as W (docs/adr/0006): where it is split, the W of the stage are put in order."""
+    problem = uniform(2, 3)
+    lists = ("F0.0 F0.1 F0.2 B0.0 BW0.1 W0.0 B0.2 W0.2", "F1.0 F1.1 B1.0 F1.2 BW1.1 W1.0 BW1.2")
+    orders = Orders.of_compute([[Op.parse(name) for name in names.split()] for names in lists])
+    value_us = simulate(problem, orders).value_us
+    program = build_milp(problem, value_us, 0.0, value_us)
+    point = point_of_orders(program.variables, orders)
+    assert (program.matrix @ point >= program.row_lower - FEASIBLE).all()
+    variables = build_cp_sat(problem, Grid.of(problem, value_us), value_us, 0.0)
+    add_hint(variables, orders)
+    solver = cp_model.CpSolver()
+    solver.parameters.fix_variables_to_their_hinted_value = True
+    solver.parameters.num_workers = 1
+    assert solver.solve(variables.model) == cp_model.OPTIMAL
+    assert solver.objective_value * float(1 / variables.grid.ticks_per_us) == value_us
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -25,7 +25,8 @@ def test_stages_whose_weights_differ_are_not_alike() -> None:
     assert list(like_weights(Problem.from_data(data))) == [[0, 3], [1, 2]]
     data["stages"][3]["backward_weight_us"] = 11
     data["stages"][2]["workspace_bytes"] = {"W": 1}
-    assert list(like_weights(Problem.from_data(data))) == []
+    assert list(like_weights(Problem.from_data(data))) == [[0], [3], [1], [2]]
+    assert count_like_pairs(Problem.from_data(data)) == 0
 
 
 @settings(deadline=None, max_examples=100)

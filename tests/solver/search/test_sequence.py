@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.any_timing import any_timing_peak_bytes
@@ -15,7 +15,7 @@ from optpipe.verify import verify
 from solver.finish import finish
 from solver.search.sequence import Merged, merge, orders_of
 from solver.search.table import Table, table_of
-from tests.problems import problems
+from tests.problems import problems, uniform
 from tests.random_plans import random_orders
 
 
@@ -32,14 +32,6 @@ def levels_bytes(problem: Problem, table: Table, merged: Merged) -> list[int]:
     return peaks
 
 
-def merged_of(problem: Problem, table: Table, orders: Orders) -> Merged:
-    """The sequences of orders that have any."""
-    merged = merge(table, simulate(problem, orders))
-    assume(merged is not None)
-    assert merged is not None
-    return merged
-
-
 def split(orders: Orders) -> set[Op]:
     """The ops of orders, fused backwards as two."""
     return {Op(kind, *op[1:]) for op in orders.ops() for kind in (op.kind if op.kind == "BW" else (op.kind,))}
@@ -50,7 +42,7 @@ def split(orders: Orders) -> set[Op]:
 def test_sequences_of_any_orders_are_orders_again(problem: Problem, rng: Random) -> None:
     orders = random_orders(problem, rng)
     table = table_of(problem)
-    again = orders_of(problem, table, merged_of(problem, table, orders))
+    again = orders_of(problem, table, merge(table, simulate(problem, orders)))
     assert set(again.ops()) == split(orders)
     simulate(problem, again)
 
@@ -59,10 +51,18 @@ def test_sequences_of_any_orders_are_orders_again(problem: Problem, rng: Random)
 @settings(max_examples=150, deadline=None)
 def test_memory_under_any_timing_is_within_the_level_along_the_sequence(problem: Problem, rng: Random) -> None:
     table = table_of(problem)
-    merged = merged_of(problem, table, random_orders(problem, rng))
+    merged = merge(table, simulate(problem, random_orders(problem, rng)))
     orders = orders_of(problem, table, merged)
     for device, level in zip(orders.devices, levels_bytes(problem, table, merged), strict=True):
         assert any_timing_peak_bytes(problem, tuple(device.streams()), orders.waits) <= level
+
+
+def test_a_fused_backward_that_overtook_a_weight_pass_is_split_with_its_weights_in_order() -> None:
+    problem = uniform(1, 2)
+    overtaken = Orders.of_compute([[Op.parse(name) for name in ["F0.0", "F0.1", "B0.0", "BW0.1", "W0.0"]]])
+    table = table_of(problem)
+    orders = orders_of(problem, table, merge(table, simulate(problem, overtaken)))
+    assert [str(op) for op in orders.devices[0].compute] == ["F0.0", "F0.1", "B0.0", "B0.1", "W0.0", "W0.1"]
 
 
 @given(problems(), st.randoms(use_true_random=False))
@@ -71,5 +71,5 @@ def test_orders_of_a_sequence_make_a_valid_schedule(problem: Problem, rng: Rando
     table = table_of(problem)
     devices = [{"memory_bytes": None}] * len(problem.devices)
     free = Problem.from_data({**problem.to_data(), "host_memory_bytes": None, "devices": devices})
-    orders = orders_of(free, table, merged_of(problem, table, random_orders(problem, rng)))
+    orders = orders_of(free, table, merge(table, simulate(problem, random_orders(problem, rng))))
     assert verify(finish(free, orders, 0.0, "search", 0.0)).ok

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from optpipe.orders import Orders
+from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
@@ -79,6 +79,13 @@ def test_splits_fused_backwards() -> None:
     answer, _ = improved(problem, one_f_one_b(problem), work=1.0)
     assert answer.orders is not None
     assert {op.kind for op in answer.orders.ops()} == {"F", "B", "W"}
+
+
+def test_splits_a_fused_backward_that_overtook_a_weight_pass() -> None:
+    problem = uniform(1, 2)
+    orders = Orders.of_compute([[Op.parse(name) for name in ["F0.0", "F0.1", "B0.0", "BW0.1", "W0.0"]]])
+    answer = improve_windows(problem, Limits(600, workers=1, deterministic_limit=0.1), start_at(problem, orders), print)
+    assert answer.value_us == answer.bound_us == 60
 
 
 def test_keeps_fused_backwards_where_only_they_fit() -> None:
