@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from benchmarks.executor_case import Case
 from benchmarks.markdown import machine, table
+from benchmarks.runs import torchrun
 from benchmarks.section import Section, Size, main
+from instances import uniform
+from instances.schedules import one_f_one_b
 from optpipe.export.torch_csv import torch_csv
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
 from solver.limits import Limits
 from solver.portfolio import solve
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.problems import uniform
-from tests.torchrun import torchrun
 
 NAME = "host-cost"
 COMMAND = f"python -m benchmarks.executor {NAME}"

@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.gpu_rig import Rig
 from benchmarks.markdown import table
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.runtime.trace import MemoryUse, Timing
 from optpipe.runtime.trace_cuda import CudaMemoryRecorder, CudaRecorder
 from optpipe.schedule import Schedule
 from optpipe.train.gpt import GPTShape, byte_loss
 from optpipe.train.plain import gradient_error, plain_step
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 
 DEVICES, MICROBATCHES = 4, 8
 SMALL = GPTShape(width=64, heads=2, sequence=32, layers=8)

@@ -14,6 +14,7 @@ from statistics import geometric_mean
 
 from benchmarks.markdown import Row, conditions, seconds_text, table, time_text
 from benchmarks.section import Section, Size, main, say
+from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
@@ -22,7 +23,6 @@ from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.program import build
 from solver.limits import Limits, Start
 from solver.published.ada_offload import ada_offload
-from tests.problems import HALF, uniform
 
 NAME = "milp-accelerations"
 COMMAND = f"python -m benchmarks.milp_accelerations {NAME}"

@@ -6,26 +6,28 @@ No service is asked: a server has the page and its files alone. Needs Chromium (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple, cast
 
+import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Page
+from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 from api.web.page import mount_page
 from benchmarks.markdown import Row, machine, table
+from instances import uniform
 from solver.portfolio import solve
-from tests.api.server import listening
-from tests.api.web.modules import address
-from tests.browser import open_page, running_browser
-from tests.problems import uniform
 
 DEVICES, MICROBATCHES = 32, 128
 FRAMES = 90
 VIEWS = (("all ops", 1), ("a quarter of the time", 4), ("a twelfth", 12))
 """What is in view, and how much larger than the whole."""
-WINDOW = {"width": 1366, "height": 2400}
+CHROMIUM = "/usr/bin/chromium"
+WINDOW: ViewportSize = {"width": 1366, "height": 2400}
 """High enough for all devices with their memory."""
 
 DRAW = """async ([chartUrl, schedule, magnifications, frames]) => {
@@ -73,15 +75,31 @@ def measure() -> tuple[Sequence[Frames], tuple[int, int]]:
     """Frames of each view, and the size of the canvas in pixels."""
     problem = uniform(DEVICES, MICROBATCHES, budget=2 * DEVICES)
     schedule = solve(problem, "zb-h1").to_data()
-    app = FastAPI()
-    mount_page(app)
-    with listening(app) as url, running_browser() as browser, open_page(browser, url, viewport=WINDOW) as page:
+    with _served_page() as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport=WINDOW)
+        page.goto(url)
         return _frames(page, schedule)
 
 
+@contextmanager
+def _served_page() -> Iterator[str]:
+    """Serve the page and its files in a thread of this process."""
+    app = FastAPI()
+    mount_page(app)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
 def _frames(page: Page, schedule: object) -> tuple[Sequence[Frames], tuple[int, int]]:
-    page.goto("/")
-    chart = address(page, "gantt/chart.js")
+    icon = page.get_attribute("link[rel=icon]", "href") or ""
+    chart = f"{icon.rpartition('/')[0]}/js/gantt/chart.js"
     found = page.evaluate(DRAW, [chart, schedule, [times for _, times in VIEWS], FRAMES])
     frames = [Frames(one["drawing"], one["between"]) for one in found["measured"]]
     return frames, (cast(int, found["width"]), cast(int, found["height"]))

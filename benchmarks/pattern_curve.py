@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.curves import Mark, MemoryChart, MemoryLine, draw_bubble_over_memory
 from benchmarks.markdown import Row, conditions, share_text, table, time_text
+from benchmarks.pareto import CurvePoint, memory_curve, patterns_found, with_budget
 from benchmarks.runs import run
 from benchmarks.section import Section, Size, main, say
-from optpipe.plot.bubble_over_memory import Mark, MemoryChart, MemoryLine, draw_bubble_over_memory
+from instances import instance
 from optpipe.problem import Problem
 from solver.search.pattern.block import Pattern
-from solver.search.pattern.curve import CurvePoint, memory_curve, patterns_found, with_budget
 from solver.search.pattern.floor import least_period_us
-from tests.problems import instance
 
 NAME = "pattern-curve"
 COMMAND = f"python -m benchmarks.pattern_curve {NAME}"

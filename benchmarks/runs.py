@@ -1,14 +1,18 @@
-"""Runs whose seconds are compared: nothing is loaded or compiled in them, and each says when it is done."""
+"""Measured runs: solves with everything loaded and compiled beforehand, and worker scripts under torchrun."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.section import say
+from instances import HALF, uniform
 from optpipe.problem import Problem
 from solver.bench.measure import Measured, measure
 from solver.limits import Limits
-from tests.problems import HALF, uniform
 
 
 def warm_up(methods: Sequence[str]) -> None:
@@ -25,3 +29,21 @@ def run(name: str, problem: Problem, method: str, time_limit_s: float) -> Measur
     figures = measured.figures
     say(f"{name}  {method}  {measured.seconds:.1f} s  {figures.value_us if figures else measured.why_not}")
     return measured
+
+
+def torchrun(worker: Path, processes: int, *arguments: str) -> None:
+    """Run a worker script on every rank, over gloo on the loopback; ranks share the cores, with one thread each.
+
+    Raises CalledProcessError where a rank fails; what the ranks print on stderr is shown.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(worker), *arguments]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as launcher:
+        try:
+            code = launcher.wait()
+        except BaseException:
+            launcher.terminate()  # it ends its ranks, which would otherwise go on alone
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)

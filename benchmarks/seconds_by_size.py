@@ -11,13 +11,13 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.curves import SizeChart, SizeLine, draw_seconds_by_size
 from benchmarks.markdown import conditions, seconds_text, share_text, table, time_text
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
-from optpipe.plot.seconds_by_size import SizeChart, SizeLine, draw_seconds_by_size
+from instances import HALF, uniform
 from optpipe.problem import Problem
 from solver.bench.measure import Measured
-from tests.problems import HALF, uniform
 
 QUICK_S, QUICK_SHAPES = 2.0, 2
 CLOSENESS = 1.02

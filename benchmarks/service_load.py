@@ -25,9 +25,9 @@ import httpx
 
 from benchmarks.markdown import Row, machine, table
 from benchmarks.section import Section, Size, main, say
+from instances import instance, uniform
 from optpipe.client import Client
 from optpipe.problem import Problem
-from tests.problems import instance, uniform
 
 COMMAND = "python -m benchmarks.service_load service-load"
 CONNECTIONS = 4

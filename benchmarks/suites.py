@@ -18,10 +18,9 @@ from optpipe.problem import Problem
 from solver.bench.cases import Case, cases_of
 from solver.bench.judge import PUBLIC_ROUNDING
 from solver.bench.measure import Figures
-from solver.bench.suite import Recorded, Suite
-from tests.problems import INSTANCES
+from solver.bench.suite import Recorded, Suite, suites_folder
 
-SUITES = INSTANCES.parent / "regression"
+SUITES = suites_folder()
 
 Known = tuple[Case, Figures, Recorded]
 """A case with its record, also as figures."""
@@ -90,7 +89,7 @@ def _conditions(suite_name: str, records: Sequence[Recorded]) -> str:
     cores = _range(sorted({recorded.workers for recorded in records}))
     versions = ", ".join(sorted({recorded.version for recorded in records}))
     return (
-        f"The runs in `tests/regression/{suite_name}.json`, recorded by `optpipe bench {suite_name} --record` with "
+        f"The runs in `instances/suites/{suite_name}.json`, recorded by `optpipe bench {suite_name} --record` with "
         f"{cores} cores, version {versions}; a run may have been replaced by a better one of another day or of more "
         "time, as its last column says. Values are microseconds."
     )
@@ -109,7 +108,7 @@ SECTIONS = (
     _section(
         "published",
         "Against public schedulers",
-        "`auto` on every instance of `tests/instances`, beside the best public schedule in `reference.json` there.",
+        "`auto` on every problem of `instances`, beside the best public schedule in `reference.json` there.",
     ),
     _section(
         "budgets",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from instances import instance, uniform
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -17,7 +18,6 @@ from solver.published.v_family import v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
 from solver.published.zero_bubble import zb_h1
-from tests.problems import instance, uniform
 
 Benchmark = Any
 """pytest-benchmark's fixture; its own types stop at `pedantic`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.exact.cp_sat.model import build as build_cp_sat
@@ -14,7 +15,6 @@ from solver.exact.grid import Grid
 from solver.exact.milp.program import build as build_milp
 from solver.exact.milp.program import load
 from solver.published.zb_auto import zb_auto
-from tests.problems import HALF, uniform
 
 PROBLEMS = {"no offload": uniform(4, 53, budget=8), "offload": uniform(4, 53, budget=4, offload=HALF)}
 

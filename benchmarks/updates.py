@@ -10,16 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.markdown import machine, table
+from benchmarks.runs import torchrun
 from benchmarks.section import Section, Size, main
 from benchmarks.updates_case import SECONDS_PER_US
+from instances import uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
 from optpipe.simulate import simulate
 from solver.limits import Limits
 from solver.portfolio import solve
-from tests.problems import uniform
-from tests.torchrun import torchrun
 
 NAME = "updates"
 COMMAND = f"python -m benchmarks.updates {NAME}"

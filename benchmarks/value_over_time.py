@@ -12,13 +12,13 @@ from pathlib import Path
 from benchmarks.markdown import conditions, seconds_text, share_text, table, time_text
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
+from instances import INSTANCES, instance
 from optpipe.cli.bench_curves import Run, curves_of
 from optpipe.plot.value_over_time import draw_value_over_time
 from solver.bench.cases import Case
 from solver.bench.measure import Measured
 from solver.bench.public import load_public
 from solver.methods import METHODS
-from tests.problems import INSTANCES, instance
 
 MARKS_S: dict[Size, tuple[float, ...]] = {"quick": (1, 2), "full": (1, 3, 10, 30)}
 """The seconds at which values are shown; the last is the time limit."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.curves import MemoryChart, MemoryLine, draw_bubble_over_memory
 from benchmarks.markdown import machine, share_text, table
 from benchmarks.marks import replaced
 from benchmarks.runs import run, warm_up
 from benchmarks.section import SIZES, Size, say
-from optpipe.plot.bubble_over_memory import MemoryChart, MemoryLine, draw_bubble_over_memory
 from optpipe.problem import Problem
 from solver.methods import METHODS
 

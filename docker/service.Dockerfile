@@ -10,6 +10,7 @@ COPY constraints.txt pyproject.toml README.md ./
 COPY optpipe optpipe
 COPY solver solver
 COPY api api
+COPY instances instances
 RUN python -m venv /opt/optpipe && /opt/optpipe/bin/pip install '.[serve]'
 
 FROM ${PYTHON_IMAGE}

@@ -15,6 +15,7 @@ COPY constraints.txt pyproject.toml README.md ./
 COPY optpipe optpipe
 COPY solver solver
 COPY api api
+COPY instances instances
 RUN python3 -m venv /opt/optpipe && /opt/optpipe/bin/pip install '.[train]'
 RUN useradd --system --create-home --uid 10001 optpipe \
     && install --directory --owner optpipe /var/cache/optpipe /work

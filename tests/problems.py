@@ -1,67 +1,15 @@
-"""Problems for tests: the instances that are measured or have known optima, uniform ones, and random ones."""
+"""Problems for tests: the instances, uniform ones, those with known optima, and random ones."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
+from instances import HALF, INSTANCES, REFERENCE, WHOLE, instance, uniform
 from optpipe.problem import Problem
 
-INSTANCES = Path(__file__).parent / "instances"
-REFERENCE: dict[str, Any] = json.loads((INSTANCES / "reference.json").read_text())
-
-
-def instance(name: str) -> Problem:
-    """A problem of tests/instances by name."""
-    return Problem.load(INSTANCES / f"{name}.json")
-
-
-def uniform(
-    p: int,
-    m: int,
-    *,
-    objective: str = "makespan",
-    transfer_us: float = 1,
-    activation_bytes: int = 2,
-    backward_weight_bytes: int = 1,
-    budget: int | None = None,
-    offload: dict[str, Any] | None = None,
-    v_shape: bool = False,
-    **more: Any,
-) -> Problem:
-    """p devices with equal stages (F, B and W of 10 us each); `offload` for every stage but the last."""
-    devices = [*range(p), *reversed(range(p))] if v_shape else list(range(p))
-    stages = [
-        {
-            "device": device,
-            "forward_us": 10,
-            "backward_input_us": 10,
-            "backward_weight_us": 10,
-            "activation_bytes": activation_bytes,
-            "backward_weight_bytes": backward_weight_bytes,
-            "offload": offload if s < len(devices) - 1 else None,
-        }
-        for s, device in enumerate(devices)
-    ]
-    return Problem.from_data(
-        {
-            "format": "optpipe.problem/1",
-            "microbatches": m,
-            "objective": objective,
-            "transfer_us": transfer_us,
-            "devices": [{"memory_bytes": budget}] * p,
-            "stages": stages,
-            **more,
-        }
-    )
-
-
-HALF = {"bytes": 1, "offload_us": 10, "reload_us": 10}
-"""Half of the activation of `uniform` may leave, each way as long as an op."""
-WHOLE = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+__all__ = ["HALF", "INSTANCES", "KNOWN_OPTIMA", "REFERENCE", "WHOLE", "instance", "problems", "uniform"]
 
 KNOWN_OPTIMA = {
     "makespan": (uniform(4, 8, budget=8), 282),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from solver.bench.suite import Suite
     from solver.limits import Limits
 
-SUITES = Path("tests/regression")
 DEFAULT_TIME_LIMIT_S = 30.0
 
 
@@ -35,7 +34,10 @@ class Outcome:
 
 def command(
     suite: Annotated[
-        str, typer.Argument(help=f"A suite file (optpipe.suite/1), or the name of one in {SUITES}.", metavar="SUITE")
+        str,
+        typer.Argument(
+            help="A suite file (optpipe.suite/1), or a named suite: small, budgets, large, published.", metavar="SUITE"
+        ),
     ] = "small",
     time_limit: Annotated[
         float | None,
@@ -67,6 +69,8 @@ def command(
     if force and not record:
         raise InputError([Issue("--force", "no_record", "is given without --record. Maybe add --record.")])
     path = _suite_path(suite)
+    if record:
+        _check_not_installed(path)
     loaded = Suite.load(path)
     names = names_in(methods) if methods else None
     cases = cases_of(path, loaded, names, only)
@@ -94,14 +98,27 @@ def _suite_path(suite: str) -> Path:
     """The file itself, or the suite of that name. Raises InputError where there is none of that name."""
     if suite.endswith(".json"):
         return Path(suite)
-    path = SUITES / f"{suite}.json"
+    from solver.bench.suite import suites_folder
+
+    folder = suites_folder()
+    path = folder / f"{suite}.json"
     if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in SUITES.glob("*.json"))) or "none"
-        detail = (
-            f"is {suite!r}, but the suites in {SUITES} are: {names}. Maybe give the path of a file that ends in .json."
-        )
+        names = ", ".join(sorted(file.stem for file in folder.glob("*.json"))) or "none"
+        detail = f"is {suite!r}, but the named suites are: {names}. Maybe give the path of a file that ends in .json."
         raise InputError([Issue("suite", "unknown_suite", detail)])
     return path
+
+
+def _check_not_installed(path: Path) -> None:
+    """Refuse to record into the installed suites: the next installation would overwrite the records."""
+    from solver.bench.suite import INSTALLED
+
+    if path.resolve().is_relative_to(INSTALLED):
+        detail = (
+            f"would change the installed suite {path}. Maybe copy the folder {INSTALLED} and give the path of the "
+            "suite in the copy."
+        )
+        raise InputError([Issue("--record", "installed_suite", detail)])
 
 
 def _check_files(suite: Path | None, plot: Path | None) -> None:

@@ -19,6 +19,9 @@ from solver.finish import snapped_bound
 
 MAX_SUITE_BYTES = 4 * 2**20
 
+INSTALLED = Path(__file__).parents[1] / "instances"
+"""The instances and suites that a wheel brings with it."""
+
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
@@ -150,6 +153,12 @@ class Suite(Document):
         yield ",\n".join(f"    {_one_line(entry)}" for entry in entries)
         yield "  ]"
         yield "}"
+
+
+def suites_folder() -> Path:
+    """Return the folder of the named suites: the installed one, or that of the checkout this module lies in."""
+    instances = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "instances"
+    return instances / "suites"
 
 
 def _one_line(value: Any) -> str:

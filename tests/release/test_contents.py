@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path, PurePosixPath
@@ -12,6 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from instances import INSTANCES
 from tests.release.conftest import ROOT, Distributions
 
 PACKAGES = ("api", "optpipe", "solver")
@@ -38,6 +41,15 @@ def metadata(distributions: Distributions) -> Message:
         return message_from_bytes(wheel.read(name))
 
 
+@pytest.fixture(scope="module")
+def unpacked(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in a folder, as pip lays it out; what it asks for comes from the environment of the tests."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with ZipFile(distributions.wheel) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
 def kept_in_git(*folders: str) -> Iterator[str]:
     """Files of the repository that are there; skips the test where this is none, as in an unpacked sdist."""
     listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True)
@@ -62,6 +74,8 @@ def test_the_wheel_has_every_file_of_the_packages(in_wheel: frozenset[str]) -> N
         "api/web/templates/index.html",
         "api/web/static/js/main.js",
         "api/web/static/styles/base.css",
+        "solver/instances/reference.json",
+        "solver/instances/suites/small.json",
     ],
 )
 def test_the_wheel_has_what_runs_without_the_repository(in_wheel: frozenset[str], pattern: str) -> None:
@@ -73,6 +87,30 @@ def test_the_wheel_has_the_packages_alone(in_wheel: frozenset[str]) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert not any(Path(name).name.startswith(("test_", "conftest")) for name in in_wheel)
     assert not any(Path(name).suffix in (".pyc", ".nbi", ".nbc") for name in in_wheel)
+
+
+def test_the_suites_come_with_the_wheel(unpacked: Path) -> None:
+    ours = {str(file.relative_to(INSTANCES)) for file in INSTANCES.rglob("*.json")}
+    installed = unpacked / "solver" / "instances"
+    assert {str(file.relative_to(installed)) for file in installed.rglob("*.json")} == ours
+    assert not list(installed.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("published", "--plot", "x.bmp"), "x.bmp: has the suffix '.bmp'"),  # by then all problems have been read
+        (("small", "--record"), "error: --record would change the installed suite"),
+    ],
+)
+def test_suites_are_found_from_any_folder_and_not_recorded_where_they_are_installed(
+    unpacked: Path, tmp_path: Path, words: Sequence[str], message: str
+) -> None:
+    command = [sys.executable, "-m", "optpipe", "bench", *words]
+    variables = os.environ | {"PYTHONPATH": str(unpacked)}
+    said = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 2
+    assert message in said.stderr
 
 
 def test_the_sdist_has_the_repository(in_sdist: frozenset[str]) -> None:

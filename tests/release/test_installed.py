@@ -114,6 +114,14 @@ def test_the_wheel_alone_solves_verifies_and_draws(plain: Installed) -> None:
     assert (plain.folder / "schedule.svg").read_text().startswith("<?xml")
 
 
+def test_the_wheel_alone_runs_a_suite_and_compares_with_its_records(plain: Installed) -> None:
+    done = plain.run("optpipe", "bench", "small", "--only", "a-p4*", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert results
+    assert all(result["recorded"] for result in results)
+
+
 def test_the_wheel_says_its_version(plain: Installed, distributions: Distributions) -> None:
     (_, version) = plain.run("optpipe", "--version").stdout.split()
     assert distributions.wheel.name.startswith(f"optpipe-{version}-")

@@ -9,7 +9,7 @@ block.py    a pattern: its order, its memory, its orders for any number of micro
 ends.py     warm-up and cool-down: what they leave idle is filled; tuning.py: good ways to do so
 pool.py     the blocks found, and which to work on next;  effort.py: what may still be spent
 relief.py   patterns of problems that may offload
-floor.py    the least period possible;  curve.py: period and value over memory
+floor.py    the least period possible
 """
 
 from solver.search.pattern.block import Pattern

@@ -11,14 +11,14 @@ import pytest
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from solver.bench.cases import cases_of
-from solver.bench.suite import Entry, Suite
+from solver.bench.suite import Entry, Suite, suites_folder
 from tests.problems import INSTANCES, uniform
 from tests.solver.bench.suites import RECORDED, write_suite
 
-REGRESSION = INSTANCES.parent / "regression"
+SUITES = suites_folder()
 
 
-@pytest.mark.parametrize("path", sorted(REGRESSION.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.json")), ids=lambda path: path.stem)
 def test_every_suite_of_the_project_loads_with_all_its_problems(path: Path) -> None:
     suite = Suite.load(path)
     assert suite.to_text() == path.read_text()
@@ -27,7 +27,7 @@ def test_every_suite_of_the_project_loads_with_all_its_problems(path: Path) -> N
 
 
 def test_published_has_every_instance() -> None:
-    names = {entry.instance for entry in Suite.load(REGRESSION / "published.json").entries}
+    names = {entry.instance for entry in Suite.load(SUITES / "published.json").entries}
     assert names == {file.stem for file in INSTANCES.glob("*.json")} - {"reference"}
 
 

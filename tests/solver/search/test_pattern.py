@@ -17,7 +17,6 @@ from solver.finish import peak_budgets, within_budgets
 from solver.limits import Answer, Cancel, Limits, Start
 from solver.search.pattern import Pattern, pattern_search
 from solver.search.pattern.block import orders_of
-from solver.search.pattern.curve import memory_curve, patterns_found, with_budget
 from solver.search.pattern.ends import Ends, Filler
 from solver.search.pattern.floor import least_period_us
 from solver.search.pattern.passes import Passes
@@ -213,27 +212,6 @@ def test_the_floor_of_the_period_is_memory_over_time() -> None:
     problem = uniform(2, 4, budget=2)
     chain_us = 10 + 1 + 10 + 10 + 1 + 10
     assert least_period_us(problem) == pytest.approx((2 * chain_us + 1 * 10) / 2)
-
-
-def test_the_curve_falls_with_memory() -> None:
-    problem = unit_v(4, 24, 8)
-    patterns = patterns_found(problem, [60, 90], width=4)
-    points = memory_curve(problem, patterns, [1, 6, 8, 12])
-    assert [point.budget_bytes for point in points][-2:] == [8, 12]
-    periods = [point.pattern.period_us for point in points]
-    assert periods == sorted(periods, reverse=True)
-    for point in points:
-        simulation = simulate(problem, point.orders)
-        assert simulation.value_us == pytest.approx(point.value_us)
-        assert within_budgets(with_budget(problem, point.budget_bytes, 24), point.orders, simulation)
-
-
-def test_another_number_of_microbatches_is_other_work() -> None:
-    problem = uniform(2, 4, budget=8)
-    work_us = np.array(problem.work_us)
-    other = with_budget(problem, 6, 12)
-    assert other == uniform(2, 12, budget=6)
-    assert (np.array(other.work_us) == 3 * work_us).all()
 
 
 def test_the_time_of_the_search_counts_few_microbatches() -> None:

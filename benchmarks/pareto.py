@@ -1,4 +1,4 @@
-"""What memory buys: the smallest period, and the value, for each budget."""
+"""Pareto front of memory and time: the smallest period, and the value, within each budget."""
 
 from __future__ import annotations
 
