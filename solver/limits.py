@@ -57,10 +57,10 @@ class Cancel:
 class Limits:
     """When to stop: after `time_limit_s`, or as soon as ``(value - bound) / value <= gap``, or when `cancel` is set.
 
-    The clock runs from the construction. With a `deterministic_limit` no search reads the clock to decide anything: it
-    is the work that they may do, in units of about a second each (CP-SAT's deterministic time, evaluations of a local
-    search), so that one worker and one seed give the same answer in every run. Only `milp` keeps to the time limit
-    even so, because HiGHS counts no work.
+    The clock runs from the construction; `time_limit_s` may be infinite. With a `deterministic_limit` no search reads
+    the clock to decide anything: it is the work that they may do, in units of about a second each (CP-SAT's
+    deterministic time, evaluations of a local search), so that one worker and one seed give the same answer in every
+    run. Only `milp` keeps to the time limit even so, because HiGHS counts no work.
     """
 
     time_limit_s: float = 30.0

@@ -106,9 +106,13 @@ def _found(problem: Problem, board: Board, method: str) -> Found:
         return Found(best.orders, best.value_us, best.bound_us, method)
     if board.infeasible:
         raise InfeasibleError("proved: no schedule keeps the memory budgets.", known_budgets_bytes(problem))
+    work = board.limits.deterministic_limit
+    spent = f"in {board.limits.seconds:.1f} s. Maybe allow more time (--time-limit)"
+    if work is not None:
+        spent = f"with {work:g} units of work. Maybe allow more (--deterministic-limit)"
     raise NoSolutionError(
-        f"nothing within the budgets was found in {board.limits.seconds:.1f} s. Maybe allow more time "
-        f"(--time-limit), or raise devices[].memory_bytes to {known_budgets_bytes(problem)}, which is known to do."
+        f"nothing within the budgets was found {spent}, or raise devices[].memory_bytes to "
+        f"{known_budgets_bytes(problem)}, which is known to do."
     )
 
 

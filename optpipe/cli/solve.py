@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 TimeLimit = Annotated[float, typer.Option("--time-limit", min=0.01, max=1e6, help="Seconds to search.")]
 
+SEARCH = "The search"
+"""Panel of the help with the options that say how long and how hard to search."""
+
+TIME_LIMIT_S = 30.0
+"""How long a search takes at most, unless told otherwise."""
+
 MEMORY_SHARE = 0.8
 """How much of the memory that is free a search may take, unless told otherwise."""
 
@@ -46,16 +52,42 @@ def command(
         typer.Option("-o", "--output", help="Write the schedule here; - for stdout.", metavar="SCHEDULE.json"),
     ] = None,
     method: Annotated[str, typer.Option(help="One of `optpipe methods`.")] = "auto",
-    time_limit: TimeLimit = 30.0,
-    gap: Annotated[float, typer.Option(min=0.0, max=1.0, help="Stop at (value - bound) / value of this.")] = 0.0,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores, on a server one.")
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1e6, help=f"Seconds to search; default: {TIME_LIMIT_S:g}.", rich_help_panel=SEARCH),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the search.")] = 0,
+    deterministic_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1e6,
+            metavar="WORK",
+            rich_help_panel=SEARCH,
+            help="Work to do instead of a time limit: the same schedule, byte for byte, in every run. A unit takes one "
+            "core about a second.",
+        ),
+    ] = None,
+    gap: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Stop at (value - bound) / value of this.", rich_help_panel=SEARCH),
+    ] = 0.0,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Threads; default: all cores; on a server, and with --deterministic-limit, one.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the search.", rich_help_panel=SEARCH)] = 0,
     memory_limit: Annotated[
         int | None,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Memory of the search, such as 8GiB; default: 80 % of what is free."
+            parser=parse_size,
+            metavar="SIZE",
+            help="Memory of the search, such as 8GiB; default: 80 % of what is free.",
+            rich_help_panel=SEARCH,
         ),
     ] = None,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep what was solved before.")] = True,
@@ -70,6 +102,10 @@ def command(
     """Find a schedule: the order of every op on every device, and what is offloaded when, within every budget.
 
     Progress goes to stderr, a summary to stdout. Ctrl-C stops the search and keeps the best schedule so far.
+
+    With --deterministic-limit the same problem, seed and limit give the same file in every run, however busy the
+    machine is: one thread searches, work is counted instead of time, and the cache is neither asked nor filled. The
+    schedule's solve_seconds is then the work allowed. Ctrl-C and the memory limit still end the search early.
     """
     from optpipe.problem import Problem
     from solver.limits import Limits, available_cores
@@ -77,16 +113,23 @@ def command(
     if output is not None and output != "-":
         check_writable(Path(output))
     loaded = Problem.load(problem)
-    what = f"{loaded.name or problem.name} with {method} for up to {time_limit:g} s"
+    if deterministic_limit is None:
+        time_limit_s = time_limit or TIME_LIMIT_S
+        allowed = f"{time_limit_s:g} s"
+    else:
+        _refuse_with_deterministic_limit(time_limit, method, workers, server)
+        time_limit_s, workers, cache = float("inf"), 1, False
+        allowed = f"{deterministic_limit:g} unit{'' if deterministic_limit == 1 else 's'} of work"
+    what = f"{loaded.name or problem.name} with {method} for up to {allowed}"
     result: ChildResult | ServerResult
     if server is not None:
         _refuse_local_options(memory_limit, cache)
-        limits = Limits(time_limit, gap, workers or 1, seed)
+        limits = Limits(time_limit_s, gap, workers or 1, seed)
         with doing(f"{server} solves {what}"):
             result = _solve_on(server, key, loaded, method, limits)
     else:
         compile_once()
-        limits = Limits(time_limit, gap, workers or available_cores(), seed)
+        limits = Limits(time_limit_s, gap, workers or available_cores(), seed, deterministic_limit=deterministic_limit)
         result = _solve_here(loaded, method, limits, memory_limit, output, cache, what)
     try:
         schedule = result.schedule_or_error()
@@ -99,9 +142,11 @@ def command(
     if output == "-":
         pass  # what is on stdout already is all that belongs there
     elif as_json:
-        print_json(summary(schedule) | {"output": output, "interrupted": interrupted, "limit": result.limit})
+        limit = "work" if deterministic_limit is not None and result.limit == "time" else result.limit
+        print_json(summary(schedule) | {"output": output, "interrupted": interrupted, "limit": limit})
     else:
-        _print_summary(schedule, output)
+        took = f"{schedule.solve_seconds:.2f} s" if deterministic_limit is None else f"at most {allowed}"
+        _print_summary(schedule, took, output)
     return 130 if interrupted else 0
 
 
@@ -124,6 +169,27 @@ def _solve_here(
     if cache and result.schedule:
         _keep(result.schedule, method, limits, result.limit)
     return result
+
+
+def _refuse_with_deterministic_limit(
+    time_limit: float | None, method: str, workers: int | None, server: str | None
+) -> None:
+    """Raise InputError for each option with which two runs could end differently."""
+    issues = []
+    if time_limit is not None:
+        detail = "ends a search by the clock, which --deterministic-limit does not read. Maybe leave one of them out."
+        issues.append(Issue("--time-limit", "not_deterministic", detail))
+    if method == "milp":
+        detail = "is milp, whose solver HiGHS keeps to a time but counts no work. Maybe take cp-sat."
+        issues.append(Issue("--method", "not_deterministic", detail))
+    if workers not in (None, 1):
+        detail = f"is {workers}, but only a search by 1 gives the same schedule in every run. Maybe leave it out."
+        issues.append(Issue("--workers", "not_deterministic", detail))
+    if server is not None:
+        detail = "is given with --deterministic-limit, but a server's jobs are limited in time. Maybe solve it here."
+        issues.append(Issue("--server", "not_deterministic", detail))
+    if issues:
+        raise InputError(issues)
 
 
 def _refuse_local_options(memory_limit: int | None, cache: bool) -> None:
@@ -249,15 +315,14 @@ def summary(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _print_summary(schedule: Schedule, output: str | None) -> None:
+def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
     console = stdout()
     far = f"no schedule is shorter by more than {share_text(schedule.gap)}"
     proof = "optimal" if schedule.status == "optimal" else far
     lines = [
         f"{schedule.problem.name or 'problem'}: {schedule.objective} {time_text(schedule.value_us)}, {proof} "
         f"(bound {time_text(schedule.bound_us)})",
-        f"method {schedule.method}, {schedule.solve_seconds:.2f} s; bubble {share_text(schedule.bubble)}; "
-        f"{_offloads_text(schedule)}",
+        f"method {schedule.method}, {took}; bubble {share_text(schedule.bubble)}; {_offloads_text(schedule)}",
         _memory_text(schedule),
     ]
     if output:

@@ -179,7 +179,8 @@ class _Solve:
     def _answered(self) -> ChildResult:
         assert self.last is not None
         # Work that was counted is the same in every run; the clock is not.
-        seconds = self.limits.deterministic_limit or self.last["seconds"]
+        work = self.limits.deterministic_limit
+        seconds = self.last["seconds"] if work is None else work
         orders = read_orders(self.last["orders"])
         schedule = self._finish(orders, self.last["bound_us"], self.last["method"], seconds)
         return self._found(schedule, self.last["limit"])

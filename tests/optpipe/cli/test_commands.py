@@ -85,6 +85,62 @@ def test_solve_knows_what_was_solved_before(cli: Cli, problem_file: Path, tmp_pa
     assert Schedule.load(anew).value_us == Schedule.load(first).value_us
 
 
+@pytest.mark.parametrize(
+    ("instance", "options"),
+    [
+        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("auto", "--seed", "3")),
+        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("cp-sat",)),
+        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("search", "--seed", "5")),
+        ("d-p4-m8-o1-mo1-b1o2-linear-make", ("ada-offload",)),
+        ("d-p16-m32-o1-mo1-b1o4-linear-make", ("auto",)),
+        ("d-p16-m32-o1-mo1-b1o4-linear-make", ("pattern",)),
+    ],
+)
+def test_a_deterministic_limit_gives_the_same_bytes(
+    cli: Cli, tmp_path: Path, instance: str, options: tuple[str, ...]
+) -> None:
+    """Also after a solve by the clock, whose schedule is in the cache."""
+    path = INSTANCES / f"{instance}.json"
+    schedules, told = [], []
+    for run in range(2):
+        out = tmp_path / "schedule.json"
+        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.3", "--json", "--method", *options)
+        assert found.code == 0
+        schedules.append(out.read_bytes())
+        told.append(found.out)
+        if run == 0:
+            assert cli("solve", path, "--time-limit", "2", "--method", *options).code == 0
+    assert schedules[0] == schedules[1]
+    assert told[0] == told[1]
+    schedule = Schedule.load(out)
+    assert verify(schedule).ok
+    assert schedule.solve_seconds == 0.3
+
+
+def test_a_deterministic_limit_ends_the_search_and_says_so(cli: Cli) -> None:
+    options = ("--deterministic-limit", "0.2", "--method", "search")
+    problem = INSTANCES / "a-p8-m16-c0.1-b1o2-linear-make.json"
+    assert cli("solve", problem, *options, "--json").document["limit"] == "work"
+    assert "at most 0.2 units of work" in cli("solve", problem, *options).out
+
+
+def test_a_deterministic_limit_stands_alone(cli: Cli, problem_file: Path) -> None:
+    options = ("--time-limit", "30", "--workers", "2", "--method", "milp", "--server", "http://127.0.0.1:1")
+    run = cli("solve", problem_file, "--deterministic-limit", "1", *options)
+    assert run.code == 2
+    for name in ("--time-limit", "--workers", "--method", "--server"):
+        assert f"error: {name} " in run.err or f"\n{name} " in run.err
+    assert "Maybe take cp-sat" in run.err
+
+
+def test_nothing_found_with_the_work_allowed(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "hard.json"
+    path.write_text(uniform(8, 64, v_shape=True, activation_bytes=100, backward_weight_bytes=99, budget=199).to_json())
+    run = cli("solve", path, "--deterministic-limit", "0.01")
+    assert run.code == 4
+    assert "0.01 units of work. Maybe allow more (--deterministic-limit)" in run.err
+
+
 def test_the_clock_starts_when_all_is_compiled(cli: Cli, problem_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first solve of an installation has its whole limit too."""
     compiled: list[float] = []
