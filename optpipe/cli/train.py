@@ -17,7 +17,6 @@ from optpipe.extras import needs_extra
 if TYPE_CHECKING:
     from optpipe.cli.train_solver import ChildSolver
     from optpipe.train import OutputConfig, TrainingConfig
-    from optpipe.train.config.flags import Place
 
 
 @with_settings
@@ -53,15 +52,15 @@ def command(
     rounding (1e-5 of the largest, 1e-12 in float64, 2^-7 with autocast on a GPU), or memory is left alive after a step.
     With --trace one step is run a few times more and compared with the plan. What settings mean: docs/train.md.
     """
-    from optpipe.train.config.read import read_config
+    from optpipe.train.config import read_config
 
     settings = given_settings(given) | _mode(solve, online)
     if schedule is not None:
-        settings["", "schedule"] = schedule
+        settings["schedule"] = schedule
     return _train(read_config(config, settings), as_json)
 
 
-def _mode(solve: bool, online: bool) -> dict[Place, str]:
+def _mode(solve: bool, online: bool) -> dict[str, str]:
     if solve and online:
         raise InputError([Issue("--online", "conflict", "solves beside the training, but --solve before it.")])
     return {MODE: "online" if online else "first"} if solve or online else {}

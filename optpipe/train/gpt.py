@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from optpipe.train.gpt_sizes import SIZES, GPTShape, GPTSize
+from optpipe.train.config import SIZES, GPTShape, GPTSize
 
 __all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "blocks_of", "build_stages", "byte_loss", "tied_weights"]
 

@@ -13,8 +13,7 @@ from optpipe.problem import Objective, Problem
 from optpipe.profile.measured import Measured
 from optpipe.profile.op_times import OnRound
 from optpipe.schedule import Schedule
-from optpipe.train.config import TrainingConfig
-from optpipe.train.config.online import OnlineConfig
+from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.online.events import Events
 from optpipe.train.online.search import Search

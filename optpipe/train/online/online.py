@@ -16,7 +16,7 @@ from optpipe.runtime.trace import HostRecorder, Recorder
 from optpipe.runtime.trace_cuda import CudaRecorder
 from optpipe.schedule import Schedule
 from optpipe.train.boundary import Boundary
-from optpipe.train.config.online import OnlineConfig
+from optpipe.train.config import OnlineConfig
 from optpipe.train.model import Model
 from optpipe.train.online.choice import STEPS_BEFORE, Trial, choose
 from optpipe.train.online.costs import drift, op_times, retimed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from optpipe.errors import OptPipeError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.train.config.online import OnlineConfig
+from optpipe.train.config import OnlineConfig
 from optpipe.train.online.solver import Solve, Solver
 
 

@@ -15,8 +15,7 @@ from optpipe.profile.measured import Measured, measure
 from optpipe.profile.op_times import OnRound
 from optpipe.profile.subject import Subject
 from optpipe.schedule import Schedule
-from optpipe.train.config import TrainingConfig
-from optpipe.train.config.online import OnlineConfig
+from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.task import Task
 

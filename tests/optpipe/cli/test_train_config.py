@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.train.config.flags import all_flags
+from optpipe.train.config import SETTINGS
 from tests.optpipe.cli.conftest import Cli
 
 NAME = "package.module:callable"
@@ -114,6 +114,23 @@ def test_no_schedule(cli: Cli, tmp_path: Path) -> None:
     assert found.endswith("Maybe it is the schedule, which --schedule takes.")
 
 
+def test_everything_wrong_in_a_file_is_said_at_once(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("steps = 0\nstep = 3\nschedule = 3\n[model]\nlayers = 0\nlayer = 3\n[output]\nplot = 3")
+    run = cli("train", "--config", path, "--keep", "0")
+    assert run.code == 2
+    for name in (
+        "steps is 0",
+        "step is not",
+        "schedule is 3",
+        "model.layers is 0",
+        "model.layer is not",
+        "output.plot",
+    ):
+        assert f" {name} " in run.err
+    assert "--keep is 0 but must be from 1 to 1000000." in run.err
+
+
 def test_a_flag_is_named_where_a_file_is_given_too(cli: Cli, quick_schedule_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text(f"schedule = '{quick_schedule_file.name}'\nsteps = 0")
@@ -137,15 +154,14 @@ def test_flags_win_over_the_file(
 
 
 def test_every_setting_has_one_flag_and_a_text() -> None:
-    flags = list(all_flags())
-    assert len({flag.name for flag in flags}) == len(flags) > 40
-    assert all(flag.setting.text for flag in flags)
+    assert len({setting.flag for setting in SETTINGS.values()}) == len(SETTINGS) > 40
+    assert all(setting.text for setting in SETTINGS.values())
 
 
 def test_help_has_a_panel_for_each_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     shown = cli("train", "--help").out
-    for flag in all_flags():
-        assert flag.place == ("online", "mode") or flag.name in shown
+    for setting in SETTINGS.values():
+        assert setting.name == "online.mode" or setting.flag in shown
     for panel in ("Run", "[model]", "[optimizer]", "[checkpoints]", "[online]", "[output]"):
         assert panel in shown

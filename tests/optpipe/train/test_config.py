@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
-from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig
+from optpipe.train import ModelConfig, OptimizerConfig, OutputConfig, TrainingConfig
 from optpipe.train.config import Group
 from tests.optpipe.runtime.schedules import one_f_one_b
 
@@ -29,6 +29,9 @@ SCHEDULE = one_f_one_b(3, 2)
         (OptimizerConfig, {"learning_rate": 0.0}, r"learning_rate is 0.0 but must be above 0\."),
         (OptimizerConfig, {"learning_rate": float("nan")}, r"learning_rate is nan but must be finite\."),
         (OptimizerConfig, {"learning_rate": 10**400}, r"learning_rate is 10{56}\.\.\. but must be at most 1e\+30\."),
+        (OptimizerConfig, {"lr": 0.1}, r"lr is not a setting\."),
+        (ModelConfig, {"tied": 1}, r"tied is 1 but must be true or false\."),
+        (OutputConfig, {"plot": "run.png"}, r"plot is 'run.png' but must be a path\."),
         (OptimizerConfig, {"beta1": 1.0}, r"beta1 is 1.0 but must be from 0 to 0.999999\."),
         (OptimizerConfig, {"name": "sgd", "beta2": 0.9}, r"beta2 is 0.9, but sgd has no second moment\. Maybe"),
         (TrainingConfig, {"device": "tpu"}, r"device is 'tpu' but must be one of auto, cpu, cuda\."),
@@ -51,6 +54,13 @@ def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(InputError) as caught:
         OptimizerConfig(beta1=2, clip_norm=-1.0)
     assert [issue.pointer for issue in caught.value.issues] == ["beta1", "clip_norm"]
+
+
+def test_arguments_without_a_name_are_named() -> None:
+    with pytest.raises(
+        InputError, match=r"^schedule is \{\} but must be a Schedule\.\nmodel is 3 but must be a table\. Maybe"
+    ):
+        TrainingConfig({}, 3)
 
 
 def test_layers_are_one_a_stage_unless_given() -> None:

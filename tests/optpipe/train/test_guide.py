@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.train.config.flags import Flag, all_flags
+from optpipe.train.config import SETTINGS, Setting
 
 PAGE = (Path(__file__).parents[3] / "docs" / "train.md").read_text()
-SETTINGS = PAGE.partition("## All settings")[2]
+ROWS = PAGE.partition("## All settings")[2]
 
 
-@pytest.mark.parametrize("flag", list(all_flags()), ids=lambda flag: ".".join(flag.place))
-def test_every_setting_is_in_the_table(flag: Flag) -> None:
-    table, field = flag.place
-    rows = SETTINGS.partition(f"### `[{table}]`" if table else "### Top of the file")[2].partition("\n### ")[0]
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+def test_every_setting_is_in_the_table(setting: Setting) -> None:
+    table, _, field = setting.name.rpartition(".")
+    rows = ROWS.partition(f"### `[{table}]`" if table else "### Top of the file")[2].partition("\n### ")[0]
     [row] = [row for row in rows.splitlines() if row.startswith("|") and f"| `{field}` |" in row]
-    name = "`--solve`, `--online`" if flag.place == ("online", "mode") else f"`{flag.name}`"
-    assert [cell.strip() for cell in row.split("|")[1:-1]] == [name, f"`{field}`", flag.setting.text, default_of(flag)]
+    name = "`--solve`, `--online`" if setting.name == "online.mode" else f"`{setting.flag}`"
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [name, f"`{field}`", setting.text, default_of(setting)]
 
 
-def default_of(flag: Flag) -> str:
-    if flag.default is None or "default:" in flag.setting.text:
+def default_of(setting: Setting) -> str:
+    if setting.default is None or "default:" in setting.text:
         return ""
-    if isinstance(flag.default, bool):
-        return "yes" if flag.default else "no"
-    return str(flag.default)
+    if isinstance(setting.default, bool):
+        return "yes" if setting.default else "no"
+    return str(setting.default)

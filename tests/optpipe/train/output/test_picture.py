@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from optpipe.plot.output import FORMATS, settings
 from optpipe.train import StepReport
-from optpipe.train.config.output import PICTURES
+from optpipe.train.config import PICTURES
 from optpipe.train.online.events import OnlineEvent
 from optpipe.train.output.picture import MANY_STEPS, MEDIANS, Picture, run_grid
 from tests.optpipe.train.output.reports import step

@@ -1,0 +1,551 @@
+"""Settings of a training run: frozen pydantic dataclasses, read from TOML, flags or Python. Imports no torch.
+
+The docstring under a field is its text in `--help` and in docs/train.md; its limits are pydantic's (ge, gt, le).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ModelWrapValidatorHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
+
+from optpipe.document import shown
+from optpipe.errors import InputError, Issue
+from optpipe.placements import devices_of_stages
+from optpipe.schedule import Schedule
+from optpipe.toml_file import read_toml
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_CONFIG_BYTES = 2**16
+MAX_NUMBER = 10**30
+"""Limit of settings without one of their own: far above any sensible value, far below where floats end."""
+MAX_SEED = 2**63 - 1
+WARM_UP_STEPS = 3
+"""Steps trained before one is recorded, if the run has as many: the first take longer, threads start, memory is got."""
+PICTURES = (".png", ".svg", ".html")
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+def _from_folder_of_file(value: Any, info: ValidationInfo) -> Any:
+    """Resolve a path of a configuration file against that file's folder, the validation context."""
+    return info.context / value if isinstance(value, str) and info.context is not None else value
+
+
+InputPath = Annotated[Path, BeforeValidator(_from_folder_of_file), Field(strict=True)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True))
+class Group:
+    """Settings that belong together: a table of the TOML file, a panel of `--help`.
+
+    Raises InputError that lists every field that is wrong, with its value and limit; then conflicts between fields.
+    """
+
+    __pydantic_fields__: ClassVar[Mapping[str, FieldInfo]]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, ArgsKwargs):  # of another group or a file, which collect what is wrong in all tables
+            return handler(data)
+        try:
+            group = handler(data)
+        except ValidationError as error:
+            raise InputError(_issues(cls, error)) from None
+        if issues := list(group.conflicts()):
+            raise InputError(issues)
+        return group
+
+    def to_data(self) -> dict[str, Any]:
+        """All settings as JSON values, those of groups in it under their names."""
+        data: dict[str, Any] = to_jsonable_python(self, exclude={"schedule"})
+        return data
+
+    def conflicts(self) -> Iterator[Issue]:
+        """Issues between fields that are right each by itself."""
+        yield from ()
+
+
+class GPTSize(NamedTuple):
+    """Width, heads and longest sequence; the schedule decides how many layers there are."""
+
+    width: int
+    heads: int
+    sequence: int
+
+
+SIZES = {"tiny": GPTSize(32, 2, 32), "small": GPTSize(256, 8, 128), "medium": GPTSize(384, 6, 256)}
+"""In one layer 13 thousand, 0.8 million and 1.8 million parameters."""
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """The numbers that fix the shape of every parameter."""
+
+    width: int
+    heads: int
+    sequence: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class ModelConfig(Group):
+    """The model, cut into the schedule's stages, and its batches."""
+
+    name: StrictStr = "small"
+    """our GPT of a size (tiny, small, medium), or package.module:callable"""
+    layers: StrictInt | None = Field(default=None, ge=1, le=2000)
+    """blocks of the GPT; default: one a stage"""
+    sequence: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)
+    """bytes of text in a sequence; default: the model's longest"""
+    microbatch_size: StrictInt = Field(default=4, ge=1, le=4096)
+    """sequences in a microbatch"""
+    dtype: Literal["float32", "float64"] = "float32"
+    """precision of weights and of what is not cast"""
+    autocast: Literal["bfloat16"] | None = None
+    """compute matrix products in it; weights stay float32"""
+    tied: StrictBool = False
+    """the output head uses the embedding's weights, on whichever devices the two are"""
+    data: StrictStr | None = None
+    """package.module:callable that gives the batch of a step number to stages of your own"""
+
+    @property
+    def own(self) -> bool:
+        """Whether the stages are the user's own."""
+        return ":" in self.name
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Precision of weights."""
+        import torch
+
+        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
+
+    @property
+    def torch_autocast(self) -> torch.dtype | None:
+        """Precision that autocast computes in, if it is on."""
+        import torch
+
+        return torch.bfloat16 if self.autocast else None
+
+    def shape(self, stages: int) -> GPTShape:
+        """The GPT that is trained, of a model that is not `own`."""
+        size = SIZES[self.name]
+        sequence = size.sequence if self.sequence is None else self.sequence
+        return GPTShape(size.width, size.heads, sequence, stages if self.layers is None else self.layers)
+
+    def conflicts(self) -> Iterator[Issue]:
+        """Own stages have sizes of their own; the GPT has a longest sequence; autocast is from float32."""
+        if self.own:
+            for name in ("layers", "sequence", "microbatch_size", "dtype", "tied"):
+                if (value := getattr(self, name)) != self.__pydantic_fields__[name].default:
+                    detail = f"is {value!r}, but {self.name} decides that. Maybe leave it out."
+                    yield Issue(name, "meaningless", detail)
+        elif self.name not in SIZES:
+            detail = f"is {self.name!r} but must be one of {', '.join(SIZES)}, or package.module:callable."
+            yield Issue("name", "unknown", detail)
+        else:
+            longest = SIZES[self.name].sequence
+            if self.sequence is not None and self.sequence > longest:
+                yield Issue("sequence", "out_of_range", f"is {self.sequence} but must be from 1 to {longest}.")
+            if self.data is not None:
+                detail = (
+                    f"is {self.data!r}, but the GPT is trained on text. Maybe name stages of your own in model.name."
+                )
+                yield Issue("data", "meaningless", detail)
+        if self.autocast and self.dtype != "float32":
+            detail = (
+                f"is {self.dtype!r} with autocast to {self.autocast}, but autocast leaves all but float32 alone. "
+                "Maybe leave one of them out."
+            )
+            yield Issue("dtype", "autocast", detail)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Group):
+    """The optimizer of every stage, its learning rate over the steps, and what is done about large gradients."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """which rule"""
+    learning_rate: StrictFloat = Field(default=1e-3, gt=0, le=MAX_NUMBER)
+    """of the optimizer, after warm-up"""
+    weight_decay: StrictFloat = Field(default=0.01, ge=0, le=1)
+    """how strongly weights are drawn towards zero"""
+    beta1: StrictFloat = Field(default=0.9, ge=0, le=0.999999)
+    """of AdamW's first moment; of SGD its momentum"""
+    beta2: StrictFloat = Field(default=0.999, ge=0, le=0.999999)
+    """of AdamW's second moment"""
+    warm_up_steps: StrictInt = Field(default=0, ge=0, le=10**9)
+    """steps in which the learning rate rises from 0"""
+    decay: Literal["none", "cosine"] = "none"
+    """of the learning rate, after warm-up, to 0 after the last step"""
+    clip_norm: StrictFloat | None = Field(default=None, gt=0, le=MAX_NUMBER)
+    """the largest norm of all gradients together; default: not clipped"""
+    optimistic: StrictBool = True
+    """under torchrun each stage steps at once, and back where the norm of all then says so, instead of waiting"""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """what to do at a loss or gradient that is no number: stop, or skip the update"""
+
+    def conflicts(self) -> Iterator[Issue]:
+        """SGD has one moment."""
+        if self.name == "sgd" and self.beta2 != 0.999:
+            yield Issue("beta2", "meaningless", f"is {self.beta2}, but sgd has no second moment. Maybe leave it out.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Group):
+    """Where the state of a run is kept, how often, and whether to go on from it; without a folder nothing is kept."""
+
+    folder: InputPath | None = None
+    """where checkpoints are kept; under torchrun on a file system that all hosts share"""
+    every_steps: StrictInt = Field(default=100, ge=1, le=MAX_NUMBER)
+    """steps from one checkpoint to the next; one is written at the end, too"""
+    keep: StrictInt = Field(default=2, ge=1, le=10**6)
+    """how many of the newest checkpoints stay"""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest checkpoint that is whole, if there is any; must: from the newest, which must be
+    whole; never: begin anew, in a folder without checkpoints"""
+
+    def conflicts(self) -> Iterator[Issue]:
+        """Going on needs something to go on from."""
+        if self.folder is None and self.resume == "must":
+            yield Issue("resume", "no_folder", "is 'must', but folder does not say from where. Maybe add --checkpoint.")
+
+
+@dataclass(frozen=True)
+class OnlineConfig(Group):
+    """Where the schedule comes from if none is given, and whether better ones are sought while training."""
+
+    mode: Literal["off", "first", "online"] = "off"
+    """off: train as a given schedule says; first: profile and solve, then train; online: train at once, profile and
+    solve beside it, and change to a better schedule between two steps"""
+    devices: StrictInt | None = Field(default=None, ge=1, le=4096)
+    """devices of the pipeline, where no schedule says so"""
+    placement: StrictStr = "linear"
+    """of stages on devices: linear, interleaved-2 (or more), v (or v-4)"""
+    microbatches: StrictInt | None = Field(default=None, ge=1, le=65536)
+    """in a step; default: two a device"""
+    memory_bytes: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)
+    """what a device has for the model, weights and optimizer included; default: no limit, and with a schedule given
+    what that takes"""
+    time_limit_s: StrictFloat = Field(default=30.0, gt=0, le=1e6)
+    """seconds of each search"""
+    workers: StrictInt = Field(default=1, ge=1, le=1024)
+    """threads of a search beside the training"""
+    rounds: StrictInt = Field(default=8, ge=1, le=10000)
+    """of measuring each op, before the first step"""
+    first_step: StrictInt = Field(default=3, ge=0, le=10**9)
+    """the first step of training whose ops are timed"""
+    record_steps: StrictInt = Field(default=3, ge=1, le=1000)
+    """steps whose ops are timed each time"""
+    every_steps: StrictInt = Field(default=100, ge=1, le=10**9)
+    """steps from one timing to the next"""
+    drift: StrictFloat = Field(default=0.1, gt=0, le=MAX_NUMBER)
+    """share by which a device's op times must change before it is solved anew"""
+    least_gain: StrictFloat = Field(default=0.01, ge=0, le=1)
+    """share of the step that a new schedule must save to be taken"""
+    save: InputPath | None = None
+    """where the schedule in use at the end is written"""
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is measured or solved."""
+        return self.mode != "off"
+
+    def placed(self, prefix: str = "--") -> tuple[int, ...]:
+        """The device of each stage, where no schedule says so. Raises InputError; fields are named after `prefix`."""
+        return devices_of_stages(self.placement, self.devices, None, prefix)
+
+    def conflicts(self) -> Iterator[Issue]:
+        """A new schedule is judged by steps that are not timed op by op."""
+        if self.every_steps <= self.record_steps:
+            detail = (
+                f"is {self.every_steps} but must be above record_steps, which is {self.record_steps}. "
+                "Maybe it is meant in steps, not in seconds."
+            )
+            yield Issue("every_steps", "too_small", detail)
+
+
+@dataclass(frozen=True)
+class OutputConfig(Group):
+    """Files that rank 0 writes besides the checkpoints."""
+
+    metrics: InputPath | None = None
+    """one JSON object a step and line"""
+    tensorboard: InputPath | None = None
+    """folder of TensorBoard scalars"""
+    plot: InputPath | None = None
+    """picture of the run (.png, .svg, .html), drawn at its end"""
+    trace: InputPath | None = None
+    """what one step did, for 'optpipe trace'"""
+    trace_step: StrictInt | None = Field(default=None, ge=0, le=MAX_NUMBER)
+    """the step to record, counted from 0; default: one after warm-up"""
+
+    def conflicts(self) -> Iterator[Issue]:
+        """Pictures have a few formats."""
+        if self.plot is not None and self.plot.suffix.lower() not in PICTURES:
+            yield Issue("plot", "unknown_format", f"is {str(self.plot)!r} but must end in {', '.join(PICTURES)}.")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Group):
+    """One training run."""
+
+    schedule: InstanceOf[Schedule] | None = None
+    """who computes what in which order, its sizes and times need not be this model's; None: it is solved for first"""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    online: OnlineConfig = Field(default_factory=OnlineConfig)
+    output: OutputConfig = Field(default_factory=OutputConfig)
+    steps: StrictInt = Field(default=20, ge=1, le=10**9)
+    """optimizer steps, those before a resumed checkpoint included"""
+    seed: StrictInt = Field(default=0, ge=0, le=MAX_SEED)
+    """of weights, of the order of data and of what layers draw"""
+    device: DeviceChoice = "auto"
+    """what to compute on; auto: on CUDA where there is any"""
+    data_parallel: StrictInt = Field(default=1, ge=1, le=4096)
+    """replicas of the pipeline, each with its part of the batch; more than one needs torchrun"""
+    check: StrictBool = False
+    """before training, compare gradients with the plain step and memory with the plan"""
+    evaluate: StrictInt = Field(default=0, ge=0, le=10**6)
+    """batches evaluated at the end, forward alone: those of the steps that would follow"""
+    timeout_seconds: StrictFloat = Field(default=300.0, gt=0, le=1e6)
+    """under torchrun: how long to wait for another process"""
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients come together from several processes or stages."""
+        return self.data_parallel > 1 or self.model.tied
+
+    def recorded_step(self, first_step: int) -> int | None:
+        """Before which step of a run that begins with `first_step` to record one, if at all."""
+        if self.output.trace_step is None and self.output.trace is not None:
+            return min(first_step + WARM_UP_STEPS, self.steps - 1)
+        return self.output.trace_step
+
+    def conflicts(self) -> Iterator[Issue]:
+        """Those of the groups. A schedule is given or sought; its stages get layers; the run has the step to record."""
+        for table in filter(None, GROUPS):
+            for issue in getattr(self, table).conflicts():
+                yield Issue(f"{table}.{issue.pointer}", issue.code, issue.detail)
+        if self.schedule is not None:
+            stages = len(self.schedule.problem.stages)
+        elif not self.online.on:
+            detail = 'is missing. Maybe schedule = "schedule.json", or --solve to have one found.'
+            yield Issue("schedule", "missing", detail)
+            return
+        elif self.online.devices is None:
+            yield Issue("online.devices", "missing", "is missing, and no schedule says how many. Maybe 4.")
+            return
+        else:
+            try:
+                stages = len(self.online.placed("online."))
+            except InputError as error:
+                yield from error.issues
+                return
+        layers, trace_step = self.model.layers, self.output.trace_step
+        if layers is not None and layers < stages:
+            detail = (
+                f"is {layers} but the schedule has {stages} stages, and each needs a layer. "
+                f"Maybe leave layers out, or solve for at most {layers} stages."
+            )
+            yield Issue("model.layers", "too_few", detail)
+        if trace_step is not None and trace_step >= self.steps:
+            detail = f"is {trace_step} but must be from 0 to {self.steps - 1}: the run has {self.steps} steps."
+            yield Issue("output.trace_step", "out_of_range", detail)
+
+
+GROUPS: Mapping[str, type[Group]] = {
+    "": TrainingConfig,
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoints": CheckpointConfig,
+    "online": OnlineConfig,
+    "output": OutputConfig,
+}
+"""All groups by the name of their table ("": the top of the file), which is also their field in `TrainingConfig`."""
+
+FLAGS = {
+    "model.name": "--model",
+    "optimizer.name": "--optimizer",
+    "checkpoints.folder": "--checkpoint",
+    "checkpoints.every_steps": "--checkpoint-every",
+    "online.memory_bytes": "--memory",
+    "online.time_limit_s": "--time-limit",
+    "online.save": "--save-schedule",
+}
+"""Flags that are not named after the field."""
+
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+
+
+class Setting(NamedTuple):
+    """A field as the command line needs it; `name` is its place in the file, such as ``model.layers``."""
+
+    name: str
+    table: str
+    flag: str
+    text: str
+    type: type
+    choices: tuple[str, ...]
+    default: object
+
+
+def _kind(info: FieldInfo) -> tuple[type, tuple[str, ...]]:
+    """The type of a field, without None, and its choices if it has a few."""
+    hint: Any = info.annotation
+    if get_origin(hint) in (Union, UnionType):  # of a type and None
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return str, get_args(hint)
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint, ()
+
+
+def _setting(table: str, field: str, info: FieldInfo) -> Setting:
+    name = f"{table}.{field}" if table else field
+    flag = FLAGS.get(name, f"--{field.replace('_', '-')}")
+    return Setting(name, table, flag, " ".join((info.description or "").split()), *_kind(info), info.default)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    setting.name: setting
+    for table, group in GROUPS.items()
+    for field, info in group.__pydantic_fields__.items()
+    if field != "schedule" and field not in GROUPS
+    for setting in [_setting(table, field, info)]
+}
+"""Every setting by its name, in the order of the groups. The schedule is none: it is given as a path."""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of `Group.to_data` by names such as `optimizer.beta1`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def read_config(path: Path | None, flags: Mapping[str, Any]) -> TrainingConfig:
+    """The configuration in `path`, if any; `flags`, settings by their names, win over it.
+
+    Paths in the file are relative to its folder. Raises InputError that names each wrong setting as it was given: by
+    its place in the file, or by its flag.
+    """
+    folder = path.parent if path else Path()
+    issues = []
+    with _named_as_given(path, flags):
+        maybe = "Maybe it is the schedule, which --schedule takes."
+        data = read_toml(path, MAX_CONFIG_BYTES, maybe) if path else {}
+        for name, value in flags.items():
+            table, _, field = name.rpartition(".")
+            values = data.setdefault(table, {}) if table else data
+            if isinstance(values, dict):
+                values[field] = value
+        schedule = data.pop("schedule", None)
+        if schedule is not None and not isinstance(schedule, str | Path):
+            issues.append(Issue("schedule", "wrong_type", f"is {shown(schedule)} but must be a path."))
+        try:
+            config = TypeAdapter(TrainingConfig).validate_python(data, context=folder)
+        except ValidationError as error:
+            issues += _issues(TrainingConfig, error)
+        else:
+            if schedule is not None and config.online.mode == "first":
+                detail = "is given, but --solve has one found before training. Maybe --online, which begins with it."
+                issues.append(Issue("schedule", "conflict", detail))
+        if issues:
+            raise InputError(issues)
+    # A schedule's own errors name its file.
+    loaded = None if schedule is None else Schedule.load(folder / schedule if isinstance(schedule, str) else schedule)
+    with _named_as_given(path, flags):
+        return replace(config, schedule=loaded)
+
+
+@contextmanager
+def _named_as_given(path: Path | None, flags: Mapping[str, Any]) -> Iterator[None]:
+    """Within: errors name settings given by a flag (or, without a file, by nobody) by the flag, and else the file."""
+    names = {name: setting.flag for name, setting in SETTINGS.items()} | {"schedule": "--schedule"}
+    try:
+        yield
+    except InputError as error:
+        if error.source:
+            raise
+        issues = [
+            Issue(names.get(i.pointer, i.pointer), i.code, i.detail) if i.pointer in flags or not path else i
+            for i in error.issues
+        ]
+        in_file = path and not any(issue.pointer.startswith("--") for issue in issues)
+        raise InputError(issues, str(path) if in_file else "") from None
+
+
+def _issues(group: type[Group], error: ValidationError) -> list[Issue]:
+    """The errors that pydantic found in a group, in our words."""
+    return [_issue(group, entry) for entry in error.errors(include_url=False)]
+
+
+def _issue(group: type[Group], error: ErrorDetails) -> Issue:
+    # Where arguments have no name, pydantic counts them.
+    *above, field = [part if isinstance(part, str) else list(group.__pydantic_fields__)[part] for part in error["loc"]]
+    pointer, home = ".".join((*above, field)), GROUPS[above[0]] if above else group
+    if error["type"] == "unexpected_keyword_argument":
+        return Issue(pointer, "unknown_field", "is not a setting." + _did_you_mean(home, field))
+    if error["type"] == "dataclass_type":
+        maybe = f" Maybe {field}.name is meant." if f"{field}.name" in SETTINGS else ""
+        return Issue(pointer, "no_table", f"is {shown(error['input'])} but must be a table.{maybe}")
+    value, info = error["input"], home.__pydantic_fields__[field]
+    kind, choices = _kind(info)
+    limits = {name: getattr(m, name) for m in info.metadata for name in ("ge", "gt", "le") if hasattr(m, name)}
+    unlimited, code = limits.get("le") == MAX_NUMBER, "out_of_range"
+    match error["type"]:
+        case "literal_error":
+            code, must = "unknown", f"one of {', '.join(choices)}"
+        case "finite_number":
+            return Issue(pointer, "not_finite", f"is {value} but must be finite.")
+        case "greater_than":
+            must = f"above {limits['gt']:g}"
+        case "greater_than_equal" if unlimited:
+            must = f"at least {limits['ge']}"
+        case "less_than_equal" | "float_type" if unlimited and type(value) in (int, float):
+            must = f"at most {MAX_NUMBER:g}"  # an integer of hundreds of digits is no float
+        case "greater_than_equal" | "less_than_equal":
+            must = f"from {limits['ge']} to {limits['le']}" if "ge" in limits else f"at most {limits['le']}"
+        case _:
+            code, must = "wrong_type", KINDS.get(kind, "a Schedule")
+    return Issue(pointer, code, f"is {shown(value)} but must be {must}.")
+
+
+def _did_you_mean(group: type[Group], key: str) -> str:
+    """What to say about a key that is no setting of the group: it may be misspelt, or in the wrong table."""
+    if close := get_close_matches(key, group.__pydantic_fields__, n=1):
+        return f" Maybe you meant {close[0]}."
+    for table, other in GROUPS.items():
+        if key in other.__pydantic_fields__ and key not in GROUPS:
+            return f" Maybe it belongs in [{table}]." if table else " Maybe it belongs before the first table."
+    return ""
