@@ -2,7 +2,8 @@
 
 It shares no code with the simulator's kernel or with any solver, so that a mistake there cannot hide here. Times
 are compared with a tolerance of one part in a billion of the schedule's length, which is what sums of decimal
-fractions need; bytes are compared exactly.
+fractions need; so that many such errors do not add up, the value is compared with that of exact times as well. Bytes
+are compared exactly.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +98,10 @@ class _Judge:
         self.sorted_key = self.key[self.by_key]
         times = np.concatenate([self.start_us, self.end_us])
         self.length_us = float(np.ptp(times)) if len(times) else 0.0
-        self.tolerance = RELATIVE_TOLERANCE * max(self.length_us, float(np.abs(times).max(initial=0.0)))
+        self.resolution_us = 4 * float(np.spacing(np.abs(times).max(initial=0.0)))
+        self.tolerance = max(RELATIVE_TOLERANCE * self.length_us, self.resolution_us)
+        table = np.array([[_duration_us(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.float64)
+        self.duration_us: Floats = table[self.ops.kind, self.ops.stage]
 
     def verdict(self) -> Verdict:
         self._check_once()
@@ -113,6 +118,8 @@ class _Judge:
         value = self.length_us if self.problem.objective == "makespan" else max(spans)
         facts = [self._device_facts(d, value, spans[d]) for d in range(len(spans))]
         host = self._check_host()
+        if not self.violations:
+            self._check_sums()
         self._check_claims(value, facts)
         return Verdict(self.violations, value, self.length_us, max(spans), host, facts)
 
@@ -172,8 +179,7 @@ class _Judge:
         self._broken_where(
             "placement", placed != self.home, lambda k: f"is on device {self.home[k]}, not on {placed[k]}."
         )
-        table = np.array([[_duration_us(stage, kind) for stage in stages] for kind in KINDS], np.float64)
-        expected, took = table[self.ops.kind, self.ops.stage], self.end_us - self.start_us
+        expected, took = self.duration_us, self.end_us - self.start_us
         self._broken_where("offload", np.isnan(expected), lambda _: "moves although this stage never offloads.")
         self._broken_where(
             "duration",
@@ -269,28 +275,32 @@ class _Judge:
 
     def _check_circles(self) -> None:
         """No ops wait for one another in a circle, by rules, streams and waits."""
-        follows = 1 + np.flatnonzero(self.list_of[1:] == self.list_of[:-1])
-        waits = np.array([(k, before) for k, _, before in self._waits if before >= 0], np.int64).reshape(-1, 2)
-        edges = [(follows, follows - 1), (waits[:, 0], waits[:, 1]), *(edge[:2] for edge in self._dependencies)]
-        op, before = (np.concatenate(column) for column in zip(*edges, strict=True))
+        op, before, _ = self._edges
         circle = find_circle(op, before, self.start_us)
         if circle:
             names = [str(self.ops[k]) for k in circle]
             detail = f"waits for itself: {circle_text(names)}, each for the one before it."
             self._broken("deadlock", names[0], float(self.start_us[circle[0]]), detail)
 
+    @cached_property
+    def _edges(self) -> tuple[Ints, Ints, Floats]:
+        """All that is ordered by streams, waits and rules: places of ops, of what comes before, and the delays."""
+        follows = 1 + np.flatnonzero(self.list_of[1:] == self.list_of[:-1])
+        waits = np.array([(k, before) for k, _, before in self._waits if before >= 0], np.int64).reshape(-1, 2)
+        edges = [
+            (follows, follows - 1, np.zeros(len(follows))),
+            (waits[:, 0], waits[:, 1], np.zeros(len(waits))),
+            *self._dependencies,
+        ]
+        op, before, delay_us = (np.concatenate(column) for column in zip(*edges, strict=True))
+        return op, before, delay_us
+
     def _wait_broken(self, k: int, detail: str) -> None:
         self._broken("wait", str(self.ops[k]), float(self.start_us[k]), detail)
 
     def _check_channels(self) -> None:
         """One transfer at a time on a channel, also where devices or directions share it."""
-        moves = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
-        group_of = np.zeros(len(self.problem.devices), np.int64)
-        for g, group in enumerate(self.problem.channel_groups):
-            group_of[list(group)] = g
-        channel = 2 * group_of[self.home[moves]]
-        if self.problem.copy_channels.duplex:
-            channel += self.ops.kind[moves] == KINDS.index("R")
+        moves, channel = self._copies
         order = np.lexsort((self.end_us[moves], self.start_us[moves], channel))
         moves, channel = moves[order], channel[order]
         overlap = self.start_us[moves[1:]] < self.end_us[moves[:-1]] - self.tolerance
@@ -298,6 +308,77 @@ class _Judge:
             op, before = int(moves[k + 1]), self.ops[int(moves[k])]
             detail = f"overlaps {before} on a shared channel."
             self._broken("channel", str(self.ops[op]), float(self.start_us[op]), detail)
+
+    @cached_property
+    def _copies(self) -> tuple[Ints, Ints]:
+        """The places of all O and R, and the number of the channel of each."""
+        moves = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        group_of = np.zeros(len(self.problem.devices), np.int64)
+        for g, group in enumerate(self.problem.channel_groups):
+            group_of[list(group)] = g
+        channel = 2 * group_of[self.home[moves]]
+        if self.problem.copy_channels.duplex:
+            channel += self.ops.kind[moves] == KINDS.index("R")
+        return moves, channel
+
+    def _check_sums(self) -> None:
+        """The stated value is not below that of exact times, by more than the tolerance of the value alone.
+
+        Each op may start a tolerance too early; here all that comes too early on the way to an op counts together. No
+        way is longer than by the stated times and all that is missing at its ops. Where that cannot reach the
+        tolerance, as in any schedule whose times are sums in floats, nothing else needs to be computed.
+        """
+        claimed = self.schedule.value_us
+        limit_us = claimed + max(RELATIVE_TOLERANCE * claimed, self.resolution_us)
+        op, before, delay_us = self._edges
+        copy, earlier = self._channel_pairs(self.start_us + self.end_us)
+        op, before = np.concatenate([op, copy]), np.concatenate([before, earlier])
+        delay_us = np.concatenate([delay_us, np.zeros(len(copy))])
+        missing_us = np.zeros(len(self.key))
+        np.maximum.at(missing_us, op, self.start_us[before] + self.duration_us[before] + delay_us - self.start_us[op])
+        if self._value_us(self.start_us) + missing_us.sum() > limit_us:
+            least_us = self._exact_value_us(limit_us)
+            if least_us > limit_us:
+                detail = f"is {claimed!r}, but with exact durations and delays these orders take {least_us!r}."
+                self._broken("claim", "value_us", None, detail)
+
+    def _channel_pairs(self, place: Floats | Ints) -> tuple[Ints, Ints]:
+        """Copies, and what is right before each on its channel, if `place` says in which order they come."""
+        moves, channel = self._copies
+        order = np.lexsort((place[moves], channel))
+        moves, channel = moves[order], channel[order]
+        same = channel[1:] == channel[:-1]
+        return moves[1:][same], moves[:-1][same]
+
+    def _value_us(self, start_us: Floats) -> float:
+        """The objective at these starts, each op taking what the problem says."""
+        end_us = start_us + self.duration_us
+        if self.problem.objective == "makespan":
+            return _span(start_us, end_us)
+        mine = [self._device_slice(d) for d in range(len(self.schedule.devices))]
+        return max(_span(start_us[m], end_us[m]) for m in mine)
+
+    def _exact_value_us(self, limit_us: float) -> float:
+        """The least value of the orders with exact times; for spans a value within the limit, where there is one.
+
+        For spans a device begins no sooner than lets its last op end within the limit. What one device puts off may put
+        off others, and on the way to any op each device counts once: where some span is still above the limit after as
+        many rounds as there are devices, no times keep all of them within it.
+        """
+        timing = _ExactTiming(self.duration_us, *self._edges, self.start_us + self.end_us)
+        timing.add(*self._channel_pairs(timing.rank))
+        start_us = timing.earliest_us(np.zeros(len(self.key)))
+        if self.problem.objective == "makespan":
+            return self._value_us(start_us)
+        mine = [m for m in map(self._device_slice, range(len(self.schedule.devices))) if m.start < m.stop]
+        for _ in mine:
+            if self._value_us(start_us) <= limit_us:
+                break
+            for m in mine:
+                begin_us = (start_us[m] + self.duration_us[m]).max() - (limit_us - self.resolution_us)
+                start_us[m] = np.maximum(start_us[m], begin_us)
+            start_us = timing.earliest_us(start_us)
+        return self._value_us(start_us)
 
     def _device_facts(self, d: int, value_us: float, span_us: float) -> DeviceFacts:
         budget = self.problem.devices[d].memory_bytes
@@ -309,8 +390,7 @@ class _Judge:
         anyhow = self._any_timing(d)
         if budget is not None and anyhow is not None and anyhow > budget:
             self._broken("budget-any-timing", f"device {d}", None, f"can reach {anyhow} bytes of {budget}.")
-        compute = self.schedule.devices[d].compute
-        busy = float((compute.end_us - compute.start_us).sum())
+        busy = float(self.duration_us[mine][self.ops.kind[mine] < KINDS.index("O")].sum())
         return DeviceFacts(peak, anyhow, busy, 1 - busy / value_us if value_us else 0.0, span_us)
 
     def _any_timing(self, d: int) -> int | None:
@@ -346,12 +426,13 @@ class _Judge:
         claimed = self.schedule
         if claimed.objective != self.problem.objective:
             self._broken("claim", "objective", None, f"is {claimed.objective}, the problem's {self.problem.objective}.")
-        self._claim("value_us", claimed.value_us, value_us)
-        if claimed.bound_us > value_us + self.tolerance:
+        tolerance = max(RELATIVE_TOLERANCE * value_us, self.resolution_us)
+        self._claim("value_us", claimed.value_us, value_us, tolerance)
+        if claimed.bound_us > value_us + tolerance:
             self._broken("claim", "bound_us", None, f"is {claimed.bound_us:g}, above the value {value_us:g}.")
         gap = (claimed.value_us - claimed.bound_us) / claimed.value_us if claimed.value_us else 0.0
         self._claim("gap", claimed.gap, gap, RELATIVE_TOLERANCE)
-        if claimed.status == "optimal" and value_us - claimed.bound_us > self.tolerance:
+        if claimed.status == "optimal" and value_us - claimed.bound_us > tolerance:
             self._broken(
                 "claim", "status", None, f"is optimal, but value {value_us:g} exceeds the bound {claimed.bound_us:g}."
             )
@@ -362,12 +443,57 @@ class _Judge:
                 self._claim(
                     f"{where}.peak_bytes_any_timing", device.peak_bytes_any_timing, fact.peak_bytes_any_timing, 0
                 )
-            self._claim(f"{where}.busy_us", device.busy_us, fact.busy_us)
+            self._claim(f"{where}.busy_us", device.busy_us, fact.busy_us, RELATIVE_TOLERANCE * fact.busy_us)
             self._claim(f"{where}.bubble", device.bubble, fact.bubble, RELATIVE_TOLERANCE)
 
-    def _claim(self, where: str, claimed: float, found: float, tolerance: float | None = None) -> None:
-        if abs(claimed - found) > (self.tolerance if tolerance is None else tolerance):
+    def _claim(self, where: str, claimed: float, found: float, tolerance: float) -> None:
+        if abs(claimed - found) > tolerance:
             self._broken("claim", where, None, f"is {claimed!r}, but {found!r} is found.")
+
+
+class _ExactTiming:
+    """The earliest times of ops that have no circle; `rank` is a place for each in an order that keeps all edges.
+
+    Of the ops that could come next, that with the least of `middle` does: so ops whose stated times are apart are
+    ranked by them.
+    """
+
+    def __init__(self, duration_us: Floats, op: Ints, before: Ints, delay_us: Floats, middle: Floats) -> None:
+        self.duration_us = duration_us
+        size = len(duration_us)
+        self.needs: list[list[tuple[int, float]]] = [[] for _ in range(size)]
+        after: list[list[int]] = [[] for _ in range(size)]
+        for k, earlier, gap_us in zip(op.tolist(), before.tolist(), delay_us.tolist(), strict=True):
+            self.needs[k].append((earlier, gap_us))
+            after[earlier].append(k)
+        left = [len(needs) for needs in self.needs]
+        ready = [(at, k) for k, at in enumerate(middle.tolist()) if not left[k]]
+        heapify(ready)
+        self.sequence: list[int] = []
+        while ready:
+            _, k = heappop(ready)
+            self.sequence.append(k)
+            for later in after[k]:
+                left[later] -= 1
+                if not left[later]:
+                    heappush(ready, (float(middle[later]), later))
+        self.rank = np.empty(size, np.int64)
+        self.rank[self.sequence] = np.arange(size)
+
+    def add(self, op: Ints, before: Ints) -> None:
+        """Let more ops wait for others, all of a lower rank."""
+        for k, earlier in zip(op.tolist(), before.tolist(), strict=True):
+            self.needs[k].append((earlier, 0.0))
+
+    def earliest_us(self, release_us: Floats) -> Floats:
+        """The earliest starts, none before its release."""
+        start_us, duration_us = release_us.tolist(), self.duration_us.tolist()
+        for k in self.sequence:
+            for earlier, gap_us in self.needs[k]:
+                ready_us = start_us[earlier] + duration_us[earlier] + gap_us
+                if ready_us > start_us[k]:
+                    start_us[k] = ready_us
+        return np.array(start_us)
 
 
 def _bits(*kinds: str) -> int:

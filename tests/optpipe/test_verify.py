@@ -16,7 +16,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
 from optpipe.simulate import simulate
-from optpipe.verify import verify
+from optpipe.verify import _Judge, verify
 from solver.finish import finish
 from tests.problems import problems, uniform
 from tests.random_plans import random_orders
@@ -229,6 +229,64 @@ def test_a_claim_of_many_microbatches_costs_no_more_than_the_ops_that_are_there(
     violations = verify(Schedule.from_data(data)).violations
     assert [(v.rule, v.where) for v in violations] == [("presence", "0.1")]
     assert "3999995 more are missing" in violations[0].detail
+
+
+def squeezed(schedule: Schedule, share: float) -> Schedule:
+    """The schedule with each op of its first device too early and too short by a share of the whole."""
+    data = schedule.to_data()
+    short_us = share * schedule.value_us
+    stream = data["devices"][0]["compute"]
+    for place, op in enumerate(stream):
+        length_us = op["end_us"] - op["start_us"]
+        op["start_us"] -= 2 * place * short_us
+        op["end_us"] = op["start_us"] + length_us - short_us
+    value_us = stream[-1]["end_us"] - stream[0]["start_us"]
+    data |= {"status": "optimal", "value_us": value_us, "bound_us": value_us, "gap": 0.0}
+    data["devices"][0] |= {"bubble": 1 - data["devices"][0]["busy_us"] / value_us}
+    return Schedule.from_data(data)
+
+
+def back_to_back(objective: str) -> Schedule:
+    """One device that always works, 6,000 ops of 10 us."""
+    names = " ".join(f"F0.{i} B0.{i} W0.{i}" for i in range(2000))
+    return finish(uniform(1, 2000, objective=objective), Orders.of_compute([ops(names)]), 0.0, "by hand", 0.0)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "device_span"])
+def test_errors_that_are_small_for_each_op_do_not_add_up(objective: str) -> None:
+    schedule = squeezed(back_to_back(objective), 0.9e-9)
+    assert schedule.value_us < 60_000 * (1 - 1e-6)
+    found = {violation.where: violation for violation in verify(schedule).violations}
+    assert found["value_us"].rule == "claim"
+    assert "these orders take 60000.0" in found["value_us"].detail
+    mild = verify(squeezed(back_to_back(objective), 0.4e-13))
+    assert "value_us" not in {violation.where for violation in mild.violations}
+
+
+def test_times_far_from_0_are_not_judged_more_mildly() -> None:
+    """The tolerance is a share of the schedule's length, wherever it begins."""
+    data = example()
+    for device in data["devices"]:
+        for stream in ("compute", "offload", "reload"):
+            for op in device[stream]:
+                move(op, 1e9)
+    assert rules_broken(data) == set()
+    move(compute(data, 0, 1), -0.5)
+    assert {"dependency"} <= rules_broken(data)
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.integers(0, 10**6))
+def test_exact_times_are_those_of_the_simulator(problem: Problem, seed: int) -> None:
+    """The least value that the verifier adds up for itself, if it has to."""
+    free = Problem.from_data(
+        problem.to_data() | {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
+    )
+    schedule = finish(free, random_orders(free, Random(seed)), 0.0, "random", 0)
+    judge = _Judge(schedule)
+    assert judge._exact_value_us(schedule.value_us * (1 + 1e-9)) == pytest.approx(schedule.value_us, rel=1e-9)
+    if schedule.value_us:
+        assert judge._exact_value_us(schedule.value_us * (1 - 1e-6)) > schedule.value_us * (1 - 1e-6)
 
 
 @settings(deadline=None, max_examples=150)
