@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import RunRanks, ranks
+
+SLOW_TEST_S = 3600
+"""A limit for tests that are marked as slow; that of all others is in pyproject.toml."""
+
+
+def pytest_configure() -> None:
+    """Let tests interrupt themselves and what they start: all that a script runs in the background ignores SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give what takes minutes more time than all else has."""
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("chaos"):
+            item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
 
 
 @pytest.fixture(scope="session")

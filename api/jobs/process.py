@@ -32,7 +32,7 @@ _log = structlog.get_logger("optpipe.worker")
 
 
 def run_worker(settings: Settings, *, until_stdin_ends: bool = False, solve: Solve | None = None) -> None:
-    """Work until SIGTERM or SIGINT, or until whoever holds the other end of stdin has gone.
+    """Work until SIGTERM or SIGINT, unless it is ignored, or until whoever holds the other end of stdin has gone.
 
     `solve`: instead of child processes. Raises InputError where the database is at another revision;
     DatabaseGoneError where it cannot be reached.
@@ -64,7 +64,8 @@ def _compile_kernels() -> None:
 async def _run(worker: Worker, until_stdin_ends: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, worker.stop)
     if until_stdin_ends:
         Thread(target=_wait_for_stdin, args=(loop, worker), name="parent", daemon=True).start()
     with worker.metrics.served(worker.settings.host, worker.settings.metrics_port):

@@ -95,12 +95,16 @@ def with_database(settings: Settings, shared: bool = False) -> Iterator[Settings
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and the end of the terminal stop the service like Ctrl-C, with all that it has started."""
+    """SIGTERM and the end of the terminal stop the service like Ctrl-C, with all that it has started.
+
+    What is ignored stays ignored, such as the end of the terminal under nohup.
+    """
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

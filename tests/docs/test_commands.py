@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages
-from tests.docs.session import check_output, run_page
+from tests.docs.session import PATIENCE_S, check_output, run_page
 
 ELSEWHERE = {"docs/service.md": "tests/test_service_guide.py"}
 """Pages whose commands another test runs."""
@@ -26,6 +26,7 @@ def test_every_block_has_a_known_language(page: Path) -> None:
             assert len(block.says.split()) > 2, f"line {block.line}: why is it not run?"
 
 
+@pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("page", pages(), ids=_name)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int) -> None:
     if _name(page) in ELSEWHERE:

@@ -18,6 +18,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Within this context a signal sets `requested`, its name. Outside the main thread nothing is changed.
 
+    A signal that is ignored stays ignored: a shell does so with SIGINT for what a script runs in the background.
+
     A second SIGINT raises KeyboardInterrupt, a third one kills the process. SIGTERM may come as often as it likes;
     whoever cannot wait sends SIGKILL.
     """
@@ -29,7 +31,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(

@@ -1,8 +1,13 @@
-"""A worker as a process: what it does before its first job."""
+"""A worker as a process: what it does before its first job, and which signals end it."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,3 +34,22 @@ def test_kernels_are_compiled_before_the_first_job(
     monkeypatch.setattr(process.asyncio, "run", work)
     process.run_worker(settings)
     assert done == ["work"] if warm else ["solver.warm_up", "work"]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_ends_a_worker_unless_it_is_ignored(settings: Settings, ignored: bool) -> None:
+    """A shell has it ignored by what a script runs in the background."""
+    stopped: list[str] = []
+
+    async def run() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.1)
+
+    metrics = SimpleNamespace(served=lambda *_: nullcontext())
+    worker: Any = SimpleNamespace(settings=settings, metrics=metrics, run=run, stop=lambda: stopped.append("stopped"))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        asyncio.run(process._run(worker, until_stdin_ends=False))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped == ([] if ignored else ["stopped"])

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 from typer.core import TyperGroup
 
+from optpipe.cli import serve
 from optpipe.cli.compiling import compile_once
+from optpipe.problem import Problem
 from solver.layout.ranking import Judged, rank
+from solver.limits import Limits
+from solver.portfolio import solve
+from solver.process import ChildResult
 from tests.optpipe.cli.conftest import Cli
+from tests.problems import uniform
 
 LAYERS = Path(__file__).parents[3] / "examples" / "problems" / "real8.layers.json"
 
@@ -52,6 +58,37 @@ def test_while_layouts_are_judged(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear")
     run = cli("plan", LAYERS, *options)
     assert (run.code, run.err.splitlines()[-1]) == (130, "error: interrupted.")
+
+
+def test_an_ignored_ctrl_c_stays_ignored(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in what a script runs in the background, where the terminal's Ctrl-C is for the script alone."""
+
+    def interrupted(problem: Problem, _method: str, limits: Limits, *_: object, **__: object) -> ChildResult:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not limits.cancel.requested
+        return ChildResult(solve(problem, "1f1b"), "feasible", "time")
+
+    monkeypatch.setattr("solver.process.solve_in_child", interrupted)
+    path = tmp_path / "problem.json"
+    path.write_text(uniform(2, 3).to_json())
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run = cli("solve", path, "--no-cache", "--json")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (run.code, run.document["interrupted"]) == (0, False)
+
+
+def test_a_service_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with serve._signals_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

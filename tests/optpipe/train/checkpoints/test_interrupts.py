@@ -26,6 +26,19 @@ def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    """As in what a script runs in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            signal.raise_signal(number)
+        assert interrupts.requested is None
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_elsewhere_than_in_the_main_thread_signals_are_left_alone() -> None:
     found: list[object] = []
 
