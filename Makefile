@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+PROGRAMS := /usr/bin/chromium /usr/bin/curl
+AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .PHONY: setup demo test test-slow lint unit docs pictures dist bench bench-tables gpu-check browser page-types clean
 
@@ -14,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo --out out/demo
 
 # A test builds the site as `make docs` does.
-test: lint unit
+test: lint page-types unit
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -24,11 +26,11 @@ lint: $(INSTALLED)
 
 # Each process begins with one half of the files and takes from the other's when it is through: so most tests of a
 # file share what they have set up.
-unit: $(READY)
+unit: $(READY) $(PROGRAMS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=40 --durations-min=2
 
 # What takes minutes: the wheel in clean environments, the promises at full size.
-test-slow: $(READY)
+test-slow: $(READY) $(PROGRAMS)
 	$(BIN)/python -m pytest -m 'slow or chaos'
 
 # The site, from docs/ and the docstrings; a warning is an error.
@@ -56,13 +58,9 @@ bench-tables: $(READY)
 gpu-check: $(READY)
 	$(BIN)/python -m benchmarks.gpu_check
 
-# Debian's Chromium, in which tests drive the page.
-browser:
-	command -v chromium || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
-
-# Types of the page's modules, by their JSDoc; needs Node.
-page-types:
-	npx --yes --package typescript@5.9.3 tsc --project api/web/tsconfig.json
+# Types of the page's modules, by their JSDoc, with the Node of the virtual environment.
+page-types: $(INSTALLED)
+	PATH="$(abspath $(BIN)):$$PATH" npx --yes --package typescript@5.9.3 tsc --project api/web/tsconfig.json
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -71,6 +69,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
 	touch $@
+
+# Tests drive the page in Debian's Chromium, and run the commands of the service's guide, which are curl's.
+browser: $(PROGRAMS)
+
+$(PROGRAMS) &:
+	@command -v apt-get > /dev/null || { echo "$@ is missing. Maybe install it there." >&2; exit 1; }
+	$(AS_ROOT) apt-get update
+	$(AS_ROOT) apt-get install --yes --no-install-recommends $(notdir $(PROGRAMS))
 
 $(READY): $(INSTALLED)
 	$(BIN)/python -m solver.warm_up
