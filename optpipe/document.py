@@ -2,7 +2,7 @@
 
 JSON as Python reads it by default accepts NaN, duplicate keys, and numbers and nestings of any size. None of
 these has a meaning in OptPipe's documents, and each has taken a service down somewhere, so all are refused here,
-before anything else looks at the text.
+by jiter (the parser within pydantic) and, for floats that it rounds to infinity, by a second look.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-import numpy as np
+import jiter
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from optpipe.errors import InputError, Issue
 
-MAX_DEPTH = 32
-MAX_DIGITS = 400
+MAX_DIGITS = 4300
+"""Digits of a number that are read: the limit of jiter for integers, and of Python for turning them to text."""
 UNION_TAG = "as-"
 """How the tags of unions begin: pydantic puts them into the paths of errors, where users should not see them."""
 MOST_ISSUES = 50
@@ -104,21 +103,18 @@ def parse_json(text: str | bytes, source: str = "") -> Any:
 
     Raises InputError with the line and column where there is one.
     """
-    text = _decode(text, source)
-    _refuse_deep(text, source)
-    checks: dict[str, Any] = {"parse_int": _bounded_int, "parse_float": _finite_float} if _has_odd_number(text) else {}
-    keys = _clean_unique_keys if "\\u" in text else _unique_keys
+    content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     try:
-        return json.loads(text, object_pairs_hook=keys, parse_constant=_refuse_constant, **checks)
-    except json.JSONDecodeError as error:
-        _refuse("bad_json", f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}.", source)
-    except _BadValueError as error:
-        _refuse(error.code, error.detail, source)
-
-
-class _BadValueError(Exception):
-    def __init__(self, code: str, detail: str) -> None:
-        self.code, self.detail = code, detail
+        data = jiter.from_json(content, allow_inf_nan=False, catch_duplicate_keys=True)
+    except ValueError as error:
+        code, detail = _why_not_json(str(error), content)
+        _refuse(code, detail, source)
+    if _may_have_odd_float(content):
+        try:
+            json.loads(content, parse_float=_finite_float)
+        except _OddFloatError as error:
+            _refuse(error.code, error.detail, source)
+    return data
 
 
 def _refuse(code: str, detail: str, source: str) -> NoReturn:
@@ -126,86 +122,59 @@ def _refuse(code: str, detail: str, source: str) -> NoReturn:
     raise InputError([Issue("", code, subject + detail)], source)
 
 
-def _decode(text: str | bytes, source: str) -> str:
+def _why_not_json(error: str, content: bytes) -> tuple[str, str]:
+    """Code and detail of an error of jiter."""
     try:
-        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        decoded.encode("utf-8")
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        _refuse("bad_utf8", f"is not UTF-8: {error.reason} at position {error.start}.", source)
-    return decoded
+        content.decode("utf-8")
+    except UnicodeDecodeError as reason:
+        return "bad_utf8", f"is not UTF-8: {reason.reason} at position {reason.start}."
+    [(what, line, column)] = re.findall(r"(.*) at line (\d+) column (\d+)$", error, re.DOTALL)
+    at = f"at line {line}, column {column}"
+    if what.startswith("Detected duplicate key"):
+        key = what.partition('"')[2][:-1]
+        key = key if len(key) <= 60 else key[:57] + "..."
+        return "duplicate_key", f"has the key '{key}' twice in one object, {at}. Maybe one was meant otherwise."
+    if what in _JITER_ERRORS:
+        code, detail = _JITER_ERRORS[what]
+        return code, f"{detail} {at}."
+    lines = content.split(b"\n", int(line))
+    for name in ("NaN", "Infinity"):
+        if lines[int(line) - 1][int(column) - 1 :].startswith(name.encode()):
+            return "not_finite", f"contains {name} {at}, but every number must be finite. Maybe a measurement failed."
+    return "bad_json", f"is not JSON: {what} {at}."
 
 
-def _refuse_deep(text: str, source: str) -> None:
-    """Refuse nesting before the parser recurses into it; brackets within strings do not count.
+_JITER_ERRORS = {
+    "recursion limit exceeded": ("too_deep", "nests too deeply"),
+    "number out of range": ("too_long", f"contains a number of more than {MAX_DIGITS} digits"),
+    "lone leading surrogate in hex escape": ("bad_text", "has a lone surrogate, half of a character,"),
+    "unexpected end of hex escape": ("bad_text", "has a lone surrogate, half of a character,"),
+}
 
-    Escapes have a meaning in strings alone, and the parser stops at one elsewhere, so all of them can go first.
+
+def _may_have_odd_float(content: bytes) -> bool:
+    """Whether a float may be beyond the largest or too long: jiter makes infinity of the one and reads the other.
+
+    Without 300 digits in a row, and with fewer than three in an exponent, none can be.
     """
-    encoded = text.encode()
-    if b"\\" in encoded:
-        encoded = _ESCAPE.sub(b"", encoded)
-    marks = np.frombuffer(encoded.translate(None, _NO_MARKS), np.uint8)
-    outside = np.cumsum(marks == ord('"')) % 2 == 0
-    step = np.select([(marks == ord("[")) | (marks == ord("{")), marks != ord('"')], [1, -1])
-    if np.cumsum(step * outside).max(initial=0) > MAX_DEPTH:
-        _refuse("too_deep", f"nests deeper than {MAX_DEPTH} levels.", source)
+    shape = content.translate(_DIGITS_TO_0, b"+")
+    return b"0" * 300 in shape or b"e000" in shape or b"E000" in shape
 
 
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
+_DIGITS_TO_0 = bytes.maketrans(b"123456789", b"000000000")
 
 
-def _has_odd_number(text: str) -> bool:
-    """Whether a number may be too long or beyond every float: whether to look at each, which takes time.
-
-    Without a hundred digits in a row, and with fewer than three in an exponent, none can be.
-    """
-    shape = text.translate(_DIGITS_TO_0).replace("+", "")
-    return "0" * 100 in shape or "e000" in shape or "E000" in shape
-
-
-_DIGITS_TO_0 = str.maketrans("123456789", "000000000")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        detail = f"has the key {shown(twice)} twice in one object. Maybe one was meant otherwise."
-        raise _BadValueError("duplicate_key", detail)
-    return result
-
-
-def _clean_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The same where the text has escapes, which can make text that is none."""
-    for key, value in pairs:
-        try:
-            key.encode("utf-8")
-            if isinstance(value, str):
-                value.encode("utf-8")
-        except UnicodeError:
-            raise _BadValueError("bad_text", f"has a lone surrogate in or under the key {key!a}.") from None
-    return _unique_keys(pairs)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _BadValueError("not_finite", f"contains {name}, but every number must be finite. Maybe a measurement failed.")
-
-
-def _bounded_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise _BadValueError("too_long", f"contains a number of {len(digits)} digits; at most {MAX_DIGITS} are read.")
-    return int(digits)
+class _OddFloatError(Exception):
+    def __init__(self, code: str, detail: str) -> None:
+        self.code, self.detail = code, detail
 
 
 def _finite_float(digits: str) -> float:
     if len(digits) > MAX_DIGITS:
-        raise _BadValueError("too_long", f"contains a number of {len(digits)} digits; at most {MAX_DIGITS} are read.")
-    value = float(digits)
-    if not math.isfinite(value):
-        raise _BadValueError(
-            "not_finite", f"contains {digits}, which is beyond every number. Maybe an exponent is wrong."
-        )
+        raise _OddFloatError("too_long", f"contains a number of more than {MAX_DIGITS} digits.")
+    if math.isinf(value := float(digits)):
+        detail = f"contains {digits[:60]}, which is beyond every number. Maybe an exponent is wrong."
+        raise _OddFloatError("not_finite", detail)
     return value
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from optpipe.document import MAX_DEPTH, MOST_ISSUES, parse_json, read_bounded
+from optpipe.document import MAX_DIGITS, MOST_ISSUES, parse_json, read_bounded
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 
@@ -50,10 +51,36 @@ def test_brackets_within_strings_are_not_nesting() -> None:
     assert parse_json(text) == {"a": "[" * 100 + '"{'}
 
 
-def test_nesting_is_allowed_up_to_its_limit() -> None:
-    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
-    with pytest.raises(InputError, match=f"deeper than {MAX_DEPTH} levels"):
-        parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+def test_nesting_has_a_limit() -> None:
+    assert parse_json("[" * 100 + "]" * 100)
+    with pytest.raises(InputError, match=r"^the document nests too deeply at line 1, column 202\.$"):
+        parse_json("[" * 300 + "]" * 300)
+
+
+def test_large_integers_and_long_floats_are_read_as_python_does() -> None:
+    for text in (str(2**64 + 1), str(-(2**63) - 1), "1" * MAX_DIGITS, "0." + "1" * 400, "1e-400", "1e308", "-0.0"):
+        parsed, wanted = parse_json(f"[{text}]")[0], json.loads(text)
+        assert (type(parsed), repr(parsed)) == (type(wanted), repr(wanted))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a":\n 1, "a": 2}', "has the key 'a' twice in one object, at line 2, column 9. Maybe one was meant"),
+        ("[1,\n NaN]", "contains NaN at line 2, column 2, but every number must be finite. Maybe a measurement"),
+        ('{"a": -Infinity}', "contains Infinity at line 1, column 8, but every number must be finite."),
+        ("[1, 2", "is not JSON: EOF while parsing a list at line 1, column 5."),
+        ("[1,]", "is not JSON: trailing comma at line 1, column 4."),
+        ("[" + "9" * 4301 + "]", "contains a number of more than 4300 digits at line 1, column 4303."),
+        ('["\\udfff"]', "has a lone surrogate, half of a character, at line 1, column 8."),
+        (b'["\xff"]', "is not UTF-8: invalid start byte at position 2."),
+        ("[1e400]", "contains 1e400, which is beyond every number. Maybe an exponent is wrong."),
+    ],
+)
+def test_says_what_is_wrong_and_where(text: str | bytes, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_json(text)
+    assert f"the document {message}" in str(caught.value)
 
 
 def test_keeps_the_kind_of_numbers() -> None:

@@ -45,7 +45,10 @@ def refused(cli: Cli, *arguments: object) -> str:
             lambda d: d["stages"][1].update(device=2),
             ".device is 2 but there are 2 devices, counted from 0. Maybe",
         ),
-        (lambda d: d.update(transfer_us=float("nan")), "contains NaN, but every number must be finite. Maybe"),
+        (
+            lambda d: d.update(transfer_us=float("nan")),
+            "contains NaN at line 1, column 107, but every number must be finite. Maybe",
+        ),
     ],
 )
 def test_problems(cli: Cli, problem_file: Path, edit: Edit, message: str) -> None:
@@ -64,9 +67,9 @@ def test_files(cli: Cli, tmp_path: Path, command: str) -> None:
     path.write_text("")
     assert "is empty. Maybe" in refused(cli, command, path)
     path.write_text('{"format": ')
-    assert "is not JSON: Expecting value at line 1" in refused(cli, command, path)
+    assert "is not JSON: EOF while parsing a value at line 1" in refused(cli, command, path)
     path.write_text("[" * 100_000)
-    assert "nests deeper than 32 levels" in refused(cli, command, path)
+    assert "nests too deeply at line 1, column 202" in refused(cli, command, path)
     path.write_bytes(b"\xff" * 100)
     assert "is not UTF-8" in refused(cli, command, path)
     assert "Is a directory" in refused(cli, command, tmp_path)
