@@ -1,4 +1,4 @@
-"""`optpipe export`: a schedule, or a measured step, for other tools."""
+"""`optpipe export`: a schedule, a measured step, or the model of a problem, for other tools."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optpipe.cli.output import AsJson, check_writable, print_json, stderr, stdout, write_whole
+from optpipe.cli.compiling import compile_once
+from optpipe.cli.output import AsJson, check_writable, doing, print_json, stderr, stdout, write_whole
 from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:
+    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from optpipe.trace import Trace
 
@@ -23,6 +25,8 @@ class Format(StrEnum):
 
     CHROME_TRACE = "chrome-trace"
     TORCH_CSV = "torch-csv"
+    LP = "lp"
+    MPS = "mps"
 
 
 DropOffload = Annotated[
@@ -35,11 +39,12 @@ DropOffload = Annotated[
 
 
 def command(
-    schedule: Annotated[
+    document: Annotated[
         Path,
         typer.Argument(
-            help="A schedule (optpipe.schedule/1), or for chrome-trace also a measured step (optpipe.trace/1).",
-            metavar="SCHEDULE.json",
+            help="A schedule (optpipe.schedule/1); for chrome-trace also a measured step (optpipe.trace/1), for lp and "
+            "mps also a problem (optpipe.problem/1).",
+            metavar="FILE.json",
         ),
     ],
     to: Annotated[
@@ -47,28 +52,33 @@ def command(
         typer.Option(
             "--to",
             help="chrome-trace: for Perfetto and chrome://tracing. "
-            "torch-csv: for torch's own pipelining runtime, torchtitan and NeMo AutoModel.",
+            "torch-csv: for torch's own pipelining runtime, torchtitan and NeMo AutoModel. "
+            "lp, mps: the problem as a mixed-integer model, for other solvers.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
     drop_offload: DropOffload = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write a schedule, or a measured step of it, in the format of another tool."""
+    """Write a schedule, a measured step of it, or the model of its problem, in the format of another tool."""
     if drop_offload and to is not Format.TORCH_CSV:
         detail = f"is given with --to {to}, which shows offloads. Maybe leave it out."
         raise InputError([Issue("--drop-offload", "nothing_to_drop", detail)])
     check_writable(output)
-    document: dict[str, object] = {"output": str(output), "to": str(to)}
-    loaded = _load(schedule)
-    if to is Format.CHROME_TRACE:
-        write_whole(output, _chrome_trace_text(loaded))
+    written: dict[str, object] = {"output": str(output), "to": str(to)}
+    summary = f"wrote {output}"
+    if to is Format.LP or to is Format.MPS:
+        figures = _write_model(_load_problem(document), to, output)
+        written |= figures
+        summary += ": {rows:,} rows, {columns:,} columns, {integer_columns:,} of them integer".format(**figures)
+    elif to is Format.CHROME_TRACE:
+        write_whole(output, _chrome_trace_text(_load(document)))
     else:
-        loaded = _a_schedule(loaded, schedule)
-        write_whole(output, _torch_csv_text(loaded, drop_offload))
+        schedule = _load_schedule(document)
+        write_whole(output, _torch_csv_text(schedule, drop_offload))
         if drop_offload:
-            document["devices"] = _memory_without_offload(loaded)
-    print_json(document) if as_json else stdout().print(f"wrote {output}")
+            written["devices"] = _memory_without_offload(schedule)
+    print_json(written) if as_json else stdout().print(summary)
     return 0
 
 
@@ -85,15 +95,45 @@ def _load(path: Path) -> Schedule | Trace:
     return (Trace if measured else Schedule).from_data(data, str(path))
 
 
-def _a_schedule(loaded: Schedule | Trace, path: Path) -> Schedule:
+def _load_schedule(path: Path) -> Schedule:
     from optpipe.trace import Trace
 
+    loaded = _load(path)
     if isinstance(loaded, Trace):
         detail = (
             "is torch-csv, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
         )
         raise InputError([Issue("--to", "not_a_schedule", detail)], str(path))
     return loaded
+
+
+def _load_problem(path: Path) -> Problem:
+    """Load a problem, or that of a schedule. Raises InputError."""
+    from optpipe.document import read_document
+    from optpipe.problem import Problem
+    from optpipe.schedule import MAX_SCHEDULE_BYTES, Schedule
+
+    hint = "is a measured step but a problem or a schedule is needed. Maybe give the schedule that it ran."
+    data = read_document(path, MAX_SCHEDULE_BYTES, {"optpipe.trace/": hint})
+    if isinstance(data, dict) and str(data.get("format", "")).startswith("optpipe.schedule/"):
+        return Schedule.from_data(data, str(path)).problem
+    return Problem.from_data(data, str(path))
+
+
+def _write_model(problem: Problem, to: Literal[Format.LP, Format.MPS], output: Path) -> dict[str, float]:
+    """Write the mixed-integer model, and return its size and the unit of its times."""
+    from solver.model_export import export_model
+
+    compile_once()
+    with doing("stating the model"):
+        statement = export_model(problem)
+        write_whole(output, statement.to_text("lp" if to is Format.LP else "mps"))
+    return {
+        "rows": statement.rows,
+        "columns": statement.columns,
+        "integer_columns": statement.integer_columns,
+        "time_unit_us": statement.time_unit_us,
+    }
 
 
 def _chrome_trace_text(loaded: Schedule | Trace) -> str:

@@ -1,16 +1,19 @@
 """The model in words: the readable definition that the arrays must equal (`tests/solver/exact/milp/test_statement.py`).
 
-One rule at a time in PuLP, in the terms of OptPipe (section 4) and Zero Bubble (appendix G). It serves to be read, to
-be exported as LP or MPS, and to be solved by other solvers; it takes ten times as long to build as the arrays.
+One rule at a time in PuLP, in the terms of OptPipe (section 4) and Zero Bubble (appendix G). It serves to be read, and
+`optpipe export` writes it as LP or MPS for other solvers; it takes ten times as long to build as the arrays.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, permutations
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import pulp
 
@@ -20,6 +23,7 @@ from solver.exact.milp.options import DEFAULT, Options
 from solver.exact.milp.variables import Table, Variables
 from solver.exact.progress import least_work_around
 from solver.exact.weight_order import like_pairs
+from solver.limits import Start
 
 Expression = Any
 """A number, a pulp variable, or a sum of them."""
@@ -32,12 +36,45 @@ def state(
     return _Statement(Variables(problem, horizon_us, value_us, options), bound_us, options).program
 
 
-def export(statement: pulp.LpProblem, path: Path) -> None:
-    """Write the model as LP or MPS, by the ending of `path`."""
-    if path.suffix == ".mps":
-        statement.writeMPS(str(path))
-    else:
-        statement.writeLP(str(path))
+@dataclass(frozen=True)
+class Statement:
+    """The whole model of a problem, as other solvers read it: its objective is in us, its times in `time_unit_us`."""
+
+    program: pulp.LpProblem
+    time_unit_us: float
+
+    @property
+    def rows(self) -> int:
+        """The number of constraints."""
+        return len(self.program.constraints())
+
+    @property
+    def columns(self) -> int:
+        """The number of variables."""
+        return len(self.program.variables())
+
+    @property
+    def integer_columns(self) -> int:
+        """The number of variables that are 0 or 1."""
+        return sum(column.cat == pulp.LpInteger for column in self.program.variables())
+
+    def to_text(self, form: Literal["lp", "mps"]) -> str:
+        """Write the model in the LP format of CPLEX, or as free MPS."""
+        with TemporaryDirectory() as folder:  # PuLP writes to files alone
+            path = Path(folder) / "model"
+            if form == "lp":
+                self.program.writeLP(str(path))
+            else:
+                self.program.writeMPS(str(path))
+            return path.read_text()
+
+
+def state_in_us(problem: Problem, start: Start) -> Statement:
+    """State the model with what is known before a search; schedules with a value above that may be left out."""
+    variables = Variables(problem, start.horizon_us, start.value_us, DEFAULT)
+    stated = _Statement(variables, start.bound_us, DEFAULT)
+    stated.program.setObjective(variables.unit_us * stated.value)
+    return Statement(stated.program, variables.unit_us)
 
 
 class _Statement:
@@ -47,6 +84,8 @@ class _Statement:
         self.ops = range(len(variables.ops))
         self.length = self.windows.length.tolist()
         self.program = pulp.LpProblem("schedule", pulp.LpMinimize)
+        self._op_names = [name.removeprefix("start_") for name in variables.names[: variables.objective]]
+        self._rows: Counter[str] = Counter()
         self.columns = self._columns(bound_us)
         self.start = self.columns[: variables.objective]
         self.value = self.columns[variables.objective]
@@ -123,56 +162,61 @@ class _Statement:
     def _kinds(self, kinds: str, device: int) -> list[int]:
         return [int(k) for k in self.variables.of(kinds, device)]
 
-    def _add(self, rule: Any) -> None:
-        self.program.addConstraint(rule)
+    def _add(self, rule: Any, family: str, *ops: int) -> None:
+        """Add a row, named by its family and ops such as `memory_F0_1`; a second one of that name is numbered."""
+        name = "_".join([family, *(self._op_names[op] for op in ops)])
+        self._rows[name] += 1
+        self.program.addConstraint(rule, name if self._rows[name] == 1 else f"{name}_{self._rows[name]}")
 
     def _precedences(self) -> None:
         for before, after, delay in self.windows.edges:
             took = self.length[before] * (self._leaves(before) if self._moves(before) else 1)
-            self._add(self.start[after] - self.start[before] - took >= delay)
+            self._add(self.start[after] - self.start[before] - took >= delay, "precedence", before, after)
 
-    def _if_then_after(self, decision: Expression, before: int, after: int, gap: float) -> None:
+    def _if_then_after(self, decision: Expression, before: int, after: int, gap: float, family: str) -> None:
         """Where `decision` is 1, `after` starts at least `gap` later than `before`."""
         big = gap + self._latest_lead(before, after)
         if big > 0:
-            self._add(self.start[after] - self.start[before] >= gap - big * (1 - decision))
+            self._add(self.start[after] - self.start[before] >= gap - big * (1 - decision), family, before, after)
 
     def _one_op_at_a_time(self) -> None:
         for a, b in self._pairs(self.variables.order):
             if not self._moves(a):
-                self._if_then_after(self._is(self.variables.order, a, b), a, b, self.length[a])
+                self._if_then_after(self._is(self.variables.order, a, b), a, b, self.length[a], "one_op_at_a_time")
 
     def _channels(self) -> None:
         for a, b in self._pairs(self.variables.order):
             if self._moves(a):
                 big = max(0.0, self.length[a] + self._latest_lead(a, b))
                 apart = self.start[b] - self.start[a] - self.length[a] * self._leaves(a)
-                self._add(apart >= -big * (1 - self._is(self.variables.order, a, b)) - big * (1 - self._leaves(b)))
+                unordered, absent = 1 - self._is(self.variables.order, a, b), 1 - self._leaves(b)
+                self._add(apart >= -big * unordered - big * absent, "one_copy_at_a_time", a, b)
 
     def _reloads(self) -> None:
         started, ended = self.variables.started, self.variables.ended
         for x, r in self._pairs(started):
-            self._add(self.start[x] >= self.start[r] - self._latest_lead(r, x) * self._is(started, x, r))
+            lead = self._latest_lead(r, x) * self._is(started, x, r)
+            self._add(self.start[x] >= self.start[r] - lead, "not_started", x, r)
         for x, r in self._pairs(ended):
-            self._if_then_after(self._is(ended, x, r), x, r, self.length[x])
+            self._if_then_after(self._is(ended, x, r), x, r, self.length[x], "ended_before")
 
     def _away(self) -> None:
         variables = self.variables
         for o, x in self._pairs(variables.away):
             away, reload = self._is(variables.away, o, x), self._partner(o, "R")
-            self._add(away <= self._leaves(o))
-            self._if_then_after(away, o, x, self.length[o])
-            self._if_then_after(away, x, reload, 0.0)
+            self._add(away <= self._leaves(o), "away_if_it_leaves", o, x)
+            self._if_then_after(away, o, x, self.length[o], "away_has_left")
+            self._if_then_after(away, x, reload, 0.0, "away_comes_back")
             if self._moves(x):
-                self._at_most(away, variables.order, x, reload)
+                self._at_most(away, variables.order, x, reload, "away_unseen", o, x)
             else:
-                self._at_most(away, variables.started, x, reload)
-                self._at_most(away, variables.order, self._partner(o, "F"), x)
-                self._at_most(away, variables.order, x, self._partner(o, "B"))
+                self._at_most(away, variables.started, x, reload, "away_unseen", o, x)
+                self._at_most(away, variables.order, self._partner(o, "F"), x, "away_after_forward", o, x)
+                self._at_most(away, variables.order, x, self._partner(o, "B"), "away_before_backward", o, x)
 
-    def _at_most(self, decision: Expression, table: Table, a: int, b: int) -> None:
+    def _at_most(self, decision: Expression, table: Table, a: int, b: int, family: str, *ops: int) -> None:
         if a != b and not (self._known(table, a, b) and table.constant[a, b] == 1):
-            self._add(decision <= self._is(table, a, b))
+            self._add(decision <= self._is(table, a, b), family, *ops)
 
     def _device_memory(self, device: int, budget: int) -> None:
         variables, unit = self.variables, self.variables.bytes_unit(device)
@@ -181,11 +225,11 @@ class _Statement:
         for x in compute:
             if take[x]:
                 before = [(take[c] - free[c]) / unit * self._is(variables.order, c, x) for c in compute if c != x]
-                self._add(take[x] / unit + pulp.lpSum(before) - self._gone(device, x) <= budget / unit)
+                self._add(take[x] / unit + pulp.lpSum(before) - self._gone(device, x) <= budget / unit, "memory", x)
         for r in self._kinds("R", device):
             taken = [take[c] / unit * self._is(variables.started, c, r) for c in compute]
             freed = [free[c] / unit * self._is(variables.ended, c, r) for c in compute]
-            self._add(pulp.lpSum(taken) - pulp.lpSum(freed) - self._gone(device, r) <= budget / unit)
+            self._add(pulp.lpSum(taken) - pulp.lpSum(freed) - self._gone(device, r) <= budget / unit, "memory", r)
 
     def _gone(self, device: int, x: int) -> Expression:
         """What is away when x starts."""
@@ -199,16 +243,16 @@ class _Statement:
         for o, q in self._pairs(variables.counted):
             counted, ahead = self._is(variables.counted, o, q), self._is(variables.ahead, o, q)
             returned, reload = self._is(variables.returned, o, q), self._partner(o, "R")
-            self._add(counted >= ahead + self._leaves(o) - 1 - returned)
+            self._add(counted >= ahead + self._leaves(o) - 1 - returned, "on_host", o, q)
             big = max(0.0, self.length[reload] + self._latest_lead(reload, q))
             back = self.start[reload] + self.length[reload] * self._leaves(o)
-            self._add(self.start[q] - back >= -big * (1 - returned))
+            self._add(self.start[q] - back >= -big * (1 - returned), "returned", o, q)
         for o, q in self._pairs(variables.ahead):
-            self._if_then_after(1 - self._is(variables.ahead, o, q), q, o, 0.0)
+            self._if_then_after(1 - self._is(variables.ahead, o, q), q, o, 0.0, "behind")
         moved = [float(size) / unit for size in variables.moved]
         for q in offloads:
             others = pulp.lpSum(moved[o] * self._is(variables.counted, o, q) for o in offloads)
-            self._add(others + moved[q] * self._leaves(q) <= limit / unit)
+            self._add(others + moved[q] * self._leaves(q) <= limit / unit, "host_memory", q)
 
     def _objective(self, device: int) -> None:
         compute, first = self._kinds("FBW", device), self.variables.first_of(device)
@@ -217,7 +261,7 @@ class _Statement:
         for x in compute if self.options.workloads else [self.variables.index[op] for op in last]:
             others = compute if self.options.workloads else []
             after = pulp.lpSum(self.length[k] * self._is(self.variables.order, x, k) for k in others)
-            self._add(self.value + begin - self.start[x] - after >= self.length[x])
+            self._add(self.value + begin - self.start[x] - after >= self.length[x], "objective", x)
 
     def _chains(self) -> None:
         variables = self.variables
@@ -226,32 +270,33 @@ class _Statement:
                 if table.slope[a, b] > 0:
                     decision = self._is(table, a, b)
                     if variables.ops[a].microbatch > 0:
-                        self._at_most(decision, table, a - 1, b)
+                        self._at_most(decision, table, a - 1, b, "chain", a, b, a - 1, b)
                     if variables.ops[b].microbatch < self.problem.microbatches - 1:
-                        self._at_most(decision, table, a, b + 1)
+                        self._at_most(decision, table, a, b + 1, "chain", a, b, a, b + 1)
 
     def _work_before(self, device: int) -> None:
         first = self.variables.first_of(device)
         others = [k for k in self._kinds("FBW", device) if k != first]
         for x in others:
             before = pulp.lpSum(self.length[a] * self._is(self.variables.order, a, x) for a in others)
-            self._add(self.start[x] - self.start[first] - before >= self.length[first])
+            self._add(self.start[x] - self.start[first] - before >= self.length[first], "work_before", x)
 
     def _triangles(self, device: int) -> None:
         order = self.variables.order
         for three in combinations(self._kinds("FBW", device), 3):
             if not any(self._known(order, a, b) for a, b in permutations(three, 2)):
                 for a, b, c in (three, three[::-1]):
-                    self._add(self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a) >= 1)
+                    circle = self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a)
+                    self._add(circle >= 1, "triangle", a, b, c)
 
     def _work_that_memory_holds_back(self) -> None:
         lengths = {(op.kind, op.stage): self.length[k] for k, op in enumerate(self.variables.ops)}
         for op, before, after in least_work_around(self.problem, lambda kind, s: lengths[kind, s]):
             x, first = self.variables.index[op], self.variables.first_of(self.problem.stages[op.stage].device)
             if x != first and isfinite(before):
-                self._add(self.start[x] - self.start[first] >= before)
+                self._add(self.start[x] - self.start[first] >= before, "least_work_before", x)
             begin = self.start[first] if self.problem.objective == "device_span" else 0
-            self._add(self.value + begin - self.start[x] >= after)
+            self._add(self.value + begin - self.start[x] >= after, "least_work_after", x)
 
     def _weight_order(self) -> None:
         order, index = self.variables.order, self.variables.index
@@ -261,4 +306,4 @@ class _Statement:
                 v, w = (index[op] for op in weights[::turn])
                 said = order.may_be(v, w, 0) and order.may_be(b, c, 1)
                 if said and not (self._known(order, v, w) and self._known(order, b, c)):
-                    self._add(self._is(order, v, w) >= self._is(order, b, c))
+                    self._add(self._is(order, v, w) >= self._is(order, b, c), "weight_order", v, w)

@@ -244,6 +244,28 @@ def test_export_chrome_trace(cli: Cli, schedule_file: Path, tmp_path: Path) -> N
     assert sum(event["ph"] == "X" for event in events) == 2 * 3 * 3
 
 
+@pytest.mark.parametrize("form", ["lp", "mps"])
+def test_export_of_the_model_of_a_problem_and_of_a_schedule(
+    cli: Cli, problem_file: Path, schedule_file: Path, tmp_path: Path, form: str
+) -> None:
+    of_problem, of_schedule = tmp_path / f"problem.{form}", tmp_path / f"schedule.{form}"
+    run = cli("export", problem_file, "--to", form, "-o", of_problem, "--json")
+    assert run.code == 0, run.err
+    assert run.document["rows"] > run.document["columns"] > run.document["integer_columns"] > 0
+    assert cli("export", schedule_file, "--to", form, "-o", of_schedule).code == 0
+    assert of_problem.read_text() == of_schedule.read_text()
+    assert "memory_F0_1" in of_problem.read_text()
+
+
+def test_export_refuses_models_that_would_be_too_large(cli: Cli, tmp_path: Path) -> None:
+    large, out = tmp_path / "large.json", tmp_path / "large.lp"
+    large.write_text(uniform(8, 64).to_json())
+    run = cli("export", large, "--to", "lp", "-o", out)
+    assert run.code == 2
+    assert "are 1536 ops of F, B, W, O and R together, but a model is written for at most 1000" in run.err
+    assert not out.exists()
+
+
 def test_train_with_check(cli: Cli, schedule_file: Path) -> None:
     run = cli("train", "--schedule", schedule_file, "--model", "tiny", "--steps", "3", "--check", "--json")
     assert run.code == 0

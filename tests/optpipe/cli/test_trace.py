@@ -108,6 +108,8 @@ def test_bad_input_is_named(
     assert f"{trace_file}: --to is torch-csv, but this is a measured step. Maybe export the schedule" in csv
     problem = _refused(cli("export", problem_file, "--to", "chrome-trace", "-o", out))
     assert "is a problem but a schedule or a measured step is needed. Maybe run 'optpipe solve'" in problem
+    model = _refused(cli("export", trace_file, "--to", "lp", "-o", out))
+    assert f"{trace_file}: is a measured step but a problem or a schedule is needed. Maybe give the schedule" in model
     assert "is a schedule but a trace is needed. Maybe run 'optpipe train" in _refused(cli("trace", schedule_file))
     assert "has the suffix '.gif'" in _refused(cli("trace", trace_file, "--plot", tmp_path / "step.gif"))
     assert not out.exists()

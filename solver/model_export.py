@@ -1,0 +1,40 @@
+"""Export of problems as mixed-integer models, for other solvers."""
+
+from __future__ import annotations
+
+from math import inf
+
+from optpipe.errors import InputError, Issue
+from optpipe.problem import Problem
+from solver.board import Board
+from solver.bounds.split_backward import split_backward_suffices
+from solver.exact.milp.statement import Statement, state_in_us
+from solver.horizon import horizon_us
+from solver.limits import Limits, Start
+from solver.size import count_ops
+from solver.starts import offer_published
+
+MOST_OPS = 1000
+"""The largest model that is exported: on one device it has 665,000 rows, and takes half a minute and 2 GB."""
+
+
+def export_model(problem: Problem) -> Statement:
+    """State the model of a problem, with what the published schedules and the bounds say of it.
+
+    Schedules with a value above that of the best published one are left out, which narrows every window; not where a
+    fused backward may need less memory than a split one, because the model has split ones alone. Raises InputError
+    where the model would be too large.
+    """
+    ops = count_ops(problem)
+    if ops > MOST_OPS:
+        detail = (
+            f"are {ops} ops of F, B, W, O and R together, but a model is written for at most {MOST_OPS}: it has rows "
+            "for every pair of a device's ops. Maybe take fewer microbatches, or stages with more layers."
+        )
+        raise InputError([Issue("stages times microbatches", "too_large", detail)])
+    board = Board(problem, Limits(workers=1), None)
+    offer_published(problem, board)
+    start = board.start()
+    if not split_backward_suffices(problem):
+        start = Start(start.bound_us, horizon_us(problem, inf))
+    return state_in_us(problem, start)
