@@ -1,22 +1,19 @@
 """Published schedules of few microbatches with their steady state repeated: starts whose time hardly depends on m.
 
 Making a published schedule, and timing it, takes time in proportion to its microbatches. Their warm-up, cool-down and
-period show with few. So where there are many each one is made for a few, in which every device does the same again for
-every microbatch (or group of them); the one that promises most then has that period repeated.
+period show with few. So where there are many it is made for a few, in which every device does the same again for every
+microbatch (or group of them), and that period is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
-from optpipe.errors import DeadlockError, MethodError
+from optpipe.errors import MethodError
 from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.simulate import Floats, simulate
-from solver.methods import METHODS, published_orders
 
 ROUNDS = 4
 """Microbatches a device of the few: a warm-up, a cool-down and a steady state between them."""
@@ -24,60 +21,25 @@ ROUNDS = 4
 MANY = 2
 """So many times the few are many: with less there is nothing to save."""
 
-WITH_COPIES = ("ada-offload", "po-h", "po-f")
-"""Published schedules that plan transfers: what they make for a few takes as long as for many, or is not repeated."""
 
+def repeated_published(make: Callable[[Problem], Orders], problem: Problem) -> Orders:
+    """What `make` plans for a few microbatches, with its steady state repeated for all of the problem.
 
-class Repeated(NamedTuple):
-    """Orders of the published schedule `method` for all microbatches, and the value that its steady state promises."""
-
-    method: str
-    orders: Orders
-    promise_us: float
-
-
-def repeated_published(problem: Problem, good_enough_us: float) -> list[Repeated]:
-    """Published schedules with a steady state that can be repeated, the most promising first; none if m is small.
-
-    Those after one that promises `good_enough_us` are not looked at. Whether the orders keep their promise and the
-    budgets is for the caller to find out by simulation.
+    Whether the orders keep the budgets is for the caller to find out by simulation. Raises MethodError where `make`
+    does, where there are too few microbatches for this, or where nothing is periodic.
     """
     devices = len(problem.devices)
     few = ROUNDS * devices + problem.microbatches % devices
     if problem.microbatches < MANY * few:
-        return []
-    found = []
-    for repeated in _candidates(problem, problem.from_data(problem.to_data() | {"microbatches": few})):
-        found.append(repeated)
-        if repeated.promise_us <= good_enough_us:
-            break
-    return sorted(found, key=lambda repeated: repeated.promise_us)
-
-
-def _candidates(problem: Problem, few: Problem) -> Iterator[Repeated]:
-    for method in METHODS.values():
-        if method.orders is None or method.name in WITH_COPIES:
-            continue
-        try:
-            orders = published_orders(method, few)
-            value, begins = _value_and_begins(few, orders)
-        except (MethodError, DeadlockError):
-            continue
-        more = problem.microbatches - few.microbatches
-        for group in (1, 2, len(problem.devices)):
-            begin = (few.microbatches - group) // 2
-            longer = None if more % group else lengthened(few, orders, begin, group, more // group)
-            if longer is not None:
-                period = float(begins[begin + group] - begins[begin]) / group
-                yield Repeated(method.name, longer, value + more * period)
-                break
-
-
-def _value_and_begins(problem: Problem, orders: Orders) -> tuple[float, Floats]:
-    """The value, and for each microbatch the start of its first F, in us."""
-    simulation = simulate(problem, orders)
-    first = (simulation.ops.kind == 0) & (simulation.ops.stage == 0)
-    return simulation.value_us, simulation.start_us[first]
+        raise MethodError(f"{problem.microbatches} microbatches are too few to repeat a period of {few}.")
+    short = problem.from_data(problem.to_data() | {"microbatches": few})
+    orders = make(short)
+    more = problem.microbatches - few
+    for group in (1, 2, devices):
+        longer = None if more % group else lengthened(short, orders, (few - group) // 2, group, more // group)
+        if longer is not None:
+            return longer
+    raise MethodError("what is planned for few microbatches has no period to repeat.")
 
 
 def lengthened(problem: Problem, orders: Orders, begin: int, group: int, copies: int) -> Orders | None:

@@ -1,13 +1,16 @@
-"""The published schedules as starts of a search: all that fit, the quick ones first.
+"""The published schedules as starts of a search: all that fit, the cheapest to make first, before any search begins.
 
-Where there are many microbatches, schedules made for a few and repeated come before them: they are as good in most
-cases, and there at once.
+What they may take is counted in processor time: however busy the machine is, the same ones are tried, and none is left
+out because loading or another program took the time. Where there are many microbatches, schedules made for a few and
+repeated come before the slow ones: they are as good in most cases, and there at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 from optpipe.errors import DeadlockError, MethodError
 from optpipe.orders import Orders
@@ -17,39 +20,42 @@ from solver.board import Board
 from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Answer
-from solver.methods import METHODS, published_orders
+from solver.methods import METHODS
+from solver.published.v_family import v_zb
 from solver.repeated import repeated_published
-from solver.size import count_ops
 
-SLOW = ("po-f", "po-h", "v-min", "v-half", "ada-offload")
-"""Published schedules that may take a second or more on large problems: tried last, the quicker ones first."""
+WITHOUT_KERNELS = ("1f1b", "gpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b")
+"""Published schedules made without a compiled kernel, within a tenth of a second each for 400,000 ops."""
 
-START_SHARE = 1 / 3
-"""No further published schedule is begun after this share of the time: loading alone may take longer than that."""
+WITH_KERNELS = (
+    *("zb-v, repeated", "zb-auto, repeated", "zb-v", "v-zb, repeated", "v-min, repeated", "v-half, repeated"),
+    *("ada-offload", "gis-h, repeated", "zb-auto", "v-zb", "v-min", "v-half", "gis-h", "po-h", "po-f"),
+)
+"""The others, by what they take for 400,000 ops: from 0.2 s to 20. Where transfers are planned, few take no less."""
 
-SMALL_OPS = 20_000
-"""Ops up to which all the quick ones together take a tenth of a second: they are tried however late it is."""
+LEAST_S = 0.5
+"""Processor time that the published schedules get however short the limit is: those of small problems need less."""
 
-TINY_OPS = 1000
-"""Ops up to which the slow ones are as quick: where loading took long, they are tried all the same."""
+Make = Callable[[Problem], Orders]
 
 
 def offer_published(problem: Problem, board: Board) -> None:
-    """Offer every published schedule that fits to the board; where none does, the floor."""
-    _offer_repeated(problem, board)
-    for name, orders in () if board.stop.requested else _candidates(problem, board):
-        offer_orders(problem, board, orders, name)
+    """Offer every published schedule that fits to the board; where none does, the floor.
+
+    Once one fits and they have taken the time limit in processor time, no further one is begun.
+    """
+    began_s, allowed_s = time.thread_time(), max(board.limits.time_limit_s, LEAST_S)
+    for name, make in _published():
         if board.stop.requested:
             return
-
-
-def _offer_repeated(problem: Problem, board: Board) -> None:
-    """Offer repeated steady states, as long as one promises to be better than the best."""
-    for repeated in repeated_published(problem, board.best.bound_us):
-        if board.stop.requested or repeated.promise_us >= board.best.value_us:
+        used_up = time.thread_time() - began_s > allowed_s and board.limits.deterministic_limit is None
+        if used_up and board.best.orders is not None:
             return
-        with suppress(DeadlockError):
-            offer_orders(problem, board, repeated.orders, f"{repeated.method}, repeated")
+        with suppress(MethodError, DeadlockError):
+            offer_orders(problem, board, make(problem), name)
+    floor = serial_orders(problem) if board.best.orders is None else None
+    if floor is not None:
+        offer_orders(problem, board, floor, "floor")
 
 
 def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> None:
@@ -60,27 +66,17 @@ def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> N
         board.offer(Answer(orders, value, board.best.bound_us), name)
 
 
-def _candidates(problem: Problem, board: Board) -> Iterator[tuple[str, Orders]]:
-    found = False
-    ops = count_ops(problem)
-    quick = [method for method in METHODS.values() if method.name not in SLOW]
-    for method in (*quick, *(METHODS[name] for name in SLOW)):
-        at_once = ops <= (TINY_OPS if method.name in SLOW else SMALL_OPS)
-        if method.orders is None or (found and not at_once and _late(board)):
-            continue
-        try:
-            orders = published_orders(method, problem)
-        except MethodError:
-            continue
-        found = True
-        yield method.name, orders
-    floor = None if found else serial_orders(problem)
-    if floor is not None:
-        yield "floor", floor
+def _published() -> Iterator[tuple[str, Make]]:
+    """The published schedules with what makes them, in the order in which they are tried."""
+    for name in WITHOUT_KERNELS:
+        yield name, _maker(name)
+    yield "v-zb, unfilled", partial(v_zb, fill=False)
+    for name in WITH_KERNELS:
+        whole = name.removesuffix(", repeated")
+        yield name, _maker(name) if whole == name else partial(repeated_published, _maker(whole))
 
 
-def _late(board: Board) -> bool:
-    limits = board.limits
-    if limits.deterministic_limit is not None:
-        return board.stop.requested
-    return board.stop.requested or limits.seconds > START_SHARE * limits.time_limit_s
+def _maker(name: str) -> Make:
+    make = METHODS[name].orders
+    assert make is not None, f"{name} is a published schedule"
+    return make

@@ -6,6 +6,7 @@ best value found is out, with that bound as the reason. The time is shared in ro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -86,7 +87,8 @@ def _at_once(candidate: Candidate, limits: Limits) -> Judged:
 
 
 def _published(candidate: Candidate, problem: Problem, limits: Limits) -> Judged:
-    board = Board(problem, limits.part(PUBLISHED_SHARE), None)
+    part = replace(limits, time_limit_s=PUBLISHED_SHARE * limits.time_left_s, began=time.perf_counter())
+    board = Board(problem, part, None)
     with limits.cancel.calling(board.stop.request):
         offer_published(problem, board)
     best = board.best

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from solver.process import messages
-from solver.process.memory_use import resident_bytes
+from solver.process.memory_use import kept_waiting_s, resident_bytes
 from solver.process.messages import Message
 
 LAST_WORDS = 2000
@@ -71,6 +71,11 @@ class Child:
     def memory_bytes(self) -> int | None:
         """What it holds now."""
         return resident_bytes(self.pid)
+
+    @property
+    def kept_waiting_s(self) -> float:
+        """How long its main thread, which loads and makes published schedules, found no free processor."""
+        return kept_waiting_s(self.pid)
 
     def say(self, message: Message) -> None:
         """Send a message, as soon as it is read."""

@@ -1,4 +1,4 @@
-"""Memory of processes and of the machine, as Linux tells it; None elsewhere."""
+"""Memory of processes and of the machine, and how long a process is kept waiting, as Linux tells it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The memory that a process really holds; what it has only reserved does not count."""
+    """The memory that a process really holds, None if unknown; what it has only reserved does not count."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     except (OSError, IndexError):
@@ -18,8 +18,17 @@ def resident_bytes(pid: int) -> int | None:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def kept_waiting_s(pid: int) -> float:
+    """How long the main thread of a process was ready to run while no processor was free; 0 where nothing tells."""
+    try:
+        waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0.0
+    return int(waited_ns) / 1e9
+
+
 def available_bytes() -> int | None:
-    """What new processes can take without anything being pushed out, or a container's limit where that is less."""
+    """What new processes can take without swapping, or a container's limit where that is less; None if unknown."""
     limits = [_cgroup_limit(Path(path)) for path in _CGROUP_LIMITS]
     known = [limit for limit in (*limits, _machine_available()) if limit is not None]
     return min(known, default=None)

@@ -81,7 +81,8 @@ def solve_in_child(
 
     There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
     best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. Where it brought none,
-    as on a busy machine on which its start alone takes a short limit, that is a published schedule made here.
+    that is a published schedule made here. On a busy machine the answer comes later by as long as the child, while it
+    loads and makes published schedules, is ready to run and finds no free processor: these are never left out.
     `on_event` is called from here with every incumbent within a second, and with a heartbeat every half second; it
     should return at once. `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see
     `solve`.
@@ -118,7 +119,8 @@ class _Solve:
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
         self.cancelled = False
-        self.spare = Spare(problem)
+        self.waited_before_s = child.kept_waiting_s
+        self.spare = Spare(problem, limits)
 
     def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
         """Let the child search, watch it to its end, then verify the best that it found."""
@@ -143,7 +145,7 @@ class _Solve:
             for message in self.child.listen(TICK_S):
                 self._take(message)
             self._hold_to_limits()
-            if self.best is None and self.limits.seconds > LATE * self.search_s:
+            if self.best is None and self._seconds_given > LATE * self.search_s:
                 self.spare.begin()
             if self.limits.seconds >= next_beat_s:
                 self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
@@ -165,12 +167,21 @@ class _Solve:
         if self.limits.cancel.requested and not self.cancelled:
             self.cancelled = True
             self.child.say(messages.CANCEL)
-            self.kill_at_s = min(self.kill_at_s, self.limits.seconds + max(0.0, CANCEL_S - self.verify_s))
+            self.kill_at_s = self.limits.seconds + max(0.0, CANCEL_S - self.verify_s)
         held = self.child.memory_bytes if self.memory_limit_bytes is not None else None
         if held is not None and self.memory_limit_bytes is not None and held > self.memory_limit_bytes:
             self._end("memory")
-        elif self.limits.seconds > self.kill_at_s:
+        elif self._seconds_given > self.kill_at_s:
             self._end("interrupted" if self.cancelled else "time")
+
+    @property
+    def _seconds_given(self) -> float:
+        """Seconds since the start, without those in which the child found no free processor; all of them to a cancel.
+
+        Searches run in threads beside the child's main thread, which then only waits for them: their time counts.
+        """
+        waited_s = 0.0 if self.cancelled else self.child.kept_waiting_s - self.waited_before_s
+        return self.limits.seconds - waited_s
 
     def _end(self, limit: Limit) -> None:
         self.ended_for = limit
@@ -195,8 +206,11 @@ class _Solve:
         raise error
 
     def _schedule_of_best(self) -> Schedule | None:
-        best = self.best
-        return self._finish(best.orders, best.bound_us, best.method, self.limits.seconds) if best else None
+        best, spare = self.best, self.spare.best
+        bound_us = max(self.spare.bound_us, best.bound_us if best else 0.0)
+        if spare is not None and (best is None or spare.value_us < best.value_us):
+            return self._finish(spare.orders, bound_us, spare.method, self.limits.seconds)
+        return self._finish(best.orders, bound_us, best.method, self.limits.seconds) if best else None
 
     def _finish(self, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
         from solver.finish import finish
@@ -210,13 +224,9 @@ class _Solve:
         return ChildResult(schedule, "feasible", limit)
 
     def _nothing(self, limit: Limit) -> ChildResult:
-        """Ended from outside before anything was found: what was made here, or the floor if it fits and one waits."""
+        """Ended from outside before anything was found: the floor if it fits and one waits."""
         from solver.floor import known_budgets_bytes, serial_orders
 
-        spare = self.spare.best
-        if spare is not None:
-            schedule = self._finish(spare.orders, self.spare.bound_us, spare.method, self.limits.seconds)
-            return self._found(schedule, limit)
         floor = serial_orders(self.problem) if limit != "interrupted" else None
         if floor is not None:
             return self._found(self._finish(floor, self.spare.bound_us, "floor", self.limits.seconds), limit)

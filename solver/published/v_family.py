@@ -23,6 +23,7 @@ import numpy as np
 from optpipe.orders import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from solver.finish import over_budget
 from solver.published.placement import require_v_shape
 from solver.published.v_filling import filled
 
@@ -42,19 +43,26 @@ def v_half(problem: Problem) -> Orders:
     return _best(problem, "v-half", [(2, 1), (1, 2)])
 
 
-def v_zb(problem: Problem) -> Orders:
-    """V-ZB: p microbatches, as 1F1B, and next to no bubble. Raises MethodError on placement."""
-    return _best(problem, "v-zb", [(3, 3)])
+def v_zb(problem: Problem, fill: bool = True) -> Orders:
+    """V-ZB: p microbatches, as 1F1B, and next to no bubble. Raises MethodError on placement.
+
+    `fill`: False leaves idle what repetition leaves idle at both ends, and needs no kernel.
+    """
+    return _best(problem, "v-zb", [(3, 3)], fill)
 
 
-def _best(problem: Problem, method: str, slopes: list[tuple[int, int]]) -> Orders:
-    """The best of the blocks with these slopes, as they are, and with their ends filled at unit or real costs."""
+def _best(problem: Problem, method: str, slopes: list[tuple[int, int]], fill: bool = True) -> Orders:
+    """The best of the blocks with these slopes, as they are, and with their ends filled at unit or real costs.
+
+    Filling takes most of the time and keeps the peak: what exceeds a budget is not filled.
+    """
     require_v_shape(problem, method)
-    candidates = []
-    for out, back in slopes:
-        plan = _repeated(problem, building_block(len(problem.devices), out, back))
-        candidates.append(Orders.of_compute(plan))
-        candidates += [filled(problem, plan, unit_costs) for unit_costs in (True, False)]
+    plans = [_repeated(problem, building_block(len(problem.devices), out, back)) for out, back in slopes]
+    unfilled = [Orders.of_compute(plan) for plan in plans]
+    fitting = [k for k, orders in enumerate(unfilled) if not over_budget(problem, orders)]
+    candidates = [unfilled[k] for k in fitting] or unfilled
+    if fill:
+        candidates += [filled(problem, plans[k], unit_costs) for k in fitting for unit_costs in (True, False)]
     return min(candidates, key=lambda orders: simulate(problem, orders).value_us)
 
 

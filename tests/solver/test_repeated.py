@@ -10,7 +10,6 @@ from optpipe.orders import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.board import Board
-from solver.bounds import lower_bound_us
 from solver.finish import within_budgets
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
@@ -23,53 +22,46 @@ def with_microbatches(problem: Problem, microbatches: int) -> Problem:
     return Problem.from_data(problem.to_data() | {"microbatches": microbatches})
 
 
+def repeated(name: str, problem: Problem) -> Orders:
+    make = METHODS[name].orders
+    assert make is not None
+    return repeated_published(make, problem)
+
+
 @pytest.mark.parametrize(
-    "problem", [uniform(4, 67, budget=8), uniform(4, 66, budget=12, v_shape=True), uniform(3, 72, v_shape=True)]
+    ("name", "problem"),
+    [
+        ("zb-auto", uniform(4, 67, budget=8)),
+        ("zb-v", uniform(4, 66, budget=16, v_shape=True)),
+        ("v-half", uniform(4, 66, budget=12, v_shape=True)),
+        ("v-zb", uniform(3, 72, v_shape=True)),
+        ("zb-h1", with_microbatches(instance("zb-1.5b-p8-m24-mem1.5"), 256)),
+    ],
 )
-def test_the_first_promises_most_and_keeps_it(problem: Problem) -> None:
-    """Its value is that of the published schedule for all microbatches."""
-    found = repeated_published(problem, 0)
-    assert [repeated.promise_us for repeated in found] == sorted(repeated.promise_us for repeated in found)
-    best = found[0]
-    simulation = simulate(problem, best.orders)
-    assert simulation.value_us == pytest.approx(best.promise_us)
-    assert within_budgets(problem, best.orders, simulation)
-    published = simulate(problem, published_orders(METHODS[best.method], problem)).value_us
+def test_is_as_good_as_the_published_schedule_for_all_microbatches(name: str, problem: Problem) -> None:
+    orders = repeated(name, problem)
+    simulation = simulate(problem, orders)
+    assert within_budgets(problem, orders, simulation)
+    published = simulate(problem, published_orders(METHODS[name], problem)).value_us
     assert simulation.value_us == pytest.approx(published)
 
 
-def test_measured_costs_keep_their_promise() -> None:
-    problem = with_microbatches(instance("zb-1.5b-p8-m24-mem1.5"), 256)
-    best = repeated_published(problem, 0)[0]
-    assert simulate(problem, best.orders).value_us == pytest.approx(best.promise_us)
-
-
 def test_few_microbatches_are_left_to_the_schedules_themselves() -> None:
-    assert not repeated_published(uniform(4, 31, budget=8), 0)
+    with pytest.raises(MethodError, match="31 microbatches are too few"):
+        repeated("zb-auto", uniform(4, 31, budget=8))
 
 
-def test_the_rest_is_not_looked_at_once_one_is_good_enough() -> None:
-    problem = uniform(4, 64, budget=8)
-    assert len(repeated_published(problem, lower_bound_us(problem))) < len(repeated_published(problem, 0))
-
-
-@pytest.fixture
-def offered() -> Board:
-    board = Board(uniform(4, 256, budget=12, v_shape=True), Limits(30), None)
-    offer_published(board.problem, board)
-    return board
-
-
-def test_they_come_first_and_the_published_ones_still_come(offered: Board) -> None:
+def test_every_published_schedule_still_comes() -> None:
     """The best on the board is at least as good as every published schedule that fits."""
-    problem = offered.problem
-    assert offered.method.endswith(", repeated")
+    problem = uniform(4, 256, budget=12, v_shape=True)
+    board = Board(problem, Limits(30), None)
+    offer_published(problem, board)
     for method in METHODS.values():
         try:
             orders = published_orders(method, problem) if method.orders else None
         except MethodError:
             continue
-        assert orders is None or offered.best.value_us <= simulate(problem, orders).value_us
+        assert orders is None or board.best.value_us <= simulate(problem, orders).value_us
 
 
 def test_what_is_no_period_is_not_repeated() -> None:

@@ -7,12 +7,14 @@ import pytest
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.verify import verify
+from solver.board import Board
 from solver.bounds import lower_bound_us
 from solver.finish import within_budgets
 from solver.floor import serial_orders
 from solver.limits import Limits
 from solver.process import Child, solve_in_child
-from solver.process.spare import QUICK_METHODS, Spare
+from solver.process.spare import Spare
+from solver.starts import offer_published
 from tests.problems import HALF, uniform
 
 LIMIT_S = 4.0
@@ -34,7 +36,7 @@ def floor_us(problem: Problem) -> float:
     ],
 )
 def test_the_best_that_fits(problem: Problem) -> None:
-    spare = Spare(problem)
+    spare = Spare(problem, Limits(LIMIT_S))
     spare.make()
     assert spare.best is not None
     simulation = simulate(problem, spare.best.orders)
@@ -45,7 +47,7 @@ def test_the_best_that_fits(problem: Problem) -> None:
 
 
 def test_nothing_is_made_that_nobody_waits_for() -> None:
-    spare = Spare(uniform(4, 8))
+    spare = Spare(uniform(4, 8), Limits(LIMIT_S))
     spare.stop()
     spare.make()
     assert spare.best is None
@@ -60,5 +62,7 @@ def test_a_child_that_never_begins() -> None:
     assert (result.reason, result.limit) == ("feasible", "time")
     assert result.schedule is not None
     assert verify(result.schedule).ok
-    assert result.schedule.method in QUICK_METHODS
-    assert result.schedule.value_us < floor_us(problem) / 2
+    board = Board(problem, Limits(LIMIT_S), None)
+    offer_published(problem, board)
+    assert result.schedule.method == board.method
+    assert result.schedule.value_us == board.best.value_us < floor_us(problem) / 2

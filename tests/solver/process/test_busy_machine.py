@@ -1,0 +1,66 @@
+"""On a busy machine the published schedules are never left out: what a child waits for a processor does not count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from solver.limits import Limits
+from solver.process import Child, Heartbeat, Incumbent, solve_in_child
+from solver.process.memory_use import kept_waiting_s
+from tests.problems import uniform
+from tests.solver.process.slow_start import LOADS_S
+
+PROBLEM = uniform(4, 8, v_shape=True, budget=12)
+LIMIT_S = 2.0
+
+
+def kept_waiting_while(program: str, beside: int) -> float:
+    """How long one of `beside` + 1 processes that run `program` on one processor waits for it in half a second."""
+    core = min(os.sched_getaffinity(0))
+    code = f"import os, time; os.sched_setaffinity(0, [{core}]); print(flush=True); {program}"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(beside + 1)]
+    try:
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        before_s = kept_waiting_s(running[0].pid)
+        time.sleep(0.5)
+        return kept_waiting_s(running[0].pid) - before_s
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def test_waiting_is_what_others_take_and_not_sleep() -> None:
+    spin, sleep = "[0 for _ in iter(int, 1)]", "time.sleep(60)"
+    assert kept_waiting_while(spin, beside=3) > 0.15
+    assert kept_waiting_while(sleep, beside=3) < 0.05
+
+
+def solved(limits: Limits) -> tuple[list[Incumbent], float]:
+    """What a child that loads for long brought within the limit, and how long that took."""
+    events: list[Incumbent | Heartbeat] = []
+    with Child("tests.solver.process.slow_start") as child:
+        result = solve_in_child(PROBLEM, "auto", limits, child=child, on_event=events.append)
+    assert result.schedule is not None
+    return [event for event in events if isinstance(event, Incumbent)], limits.seconds
+
+
+def test_a_child_that_finds_no_processor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(LIMIT_S, workers=1)
+    waited = property(lambda child: min(limits.seconds, LOADS_S) + kept_waiting_s(child.pid))
+    monkeypatch.setattr(Child, "kept_waiting_s", waited)
+    incumbents, _ = solved(limits)
+    assert incumbents, "its published schedules are what it does first"
+
+
+def test_one_that_takes_its_time_itself_is_not() -> None:
+    incumbents, seconds = solved(Limits(LIMIT_S, workers=1))
+    assert not incumbents
+    assert seconds <= LIMIT_S + 2
