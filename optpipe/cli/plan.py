@@ -24,7 +24,7 @@ from optpipe.cli.output import (
     time_text,
     write_whole,
 )
-from optpipe.cli.size import parse_size
+from optpipe.cli.size import parse_share, parse_size
 from optpipe.cli.solve import TimeLimit
 from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError
@@ -70,6 +70,14 @@ def command(
             parser=parse_size, metavar="SIZE", help="Of a device, parameters included; default: the profile's."
         ),
     ] = None,
+    memory_margin: Annotated[
+        float | None,
+        typer.Option(
+            parser=parse_share,
+            metavar="10%",
+            help="Share of that memory to leave free, for sizes that depend on the data; default: 0%.",
+        ),
+    ] = None,
     objective: Annotated[str, typer.Option(help="makespan or device_span.")] = "makespan",
     time_limit: TimeLimit = 60.0,
     workers: Annotated[int | None, typer.Option(min=1, help="Cores to use; default: all.")] = None,
@@ -89,6 +97,8 @@ def command(
     profile = LayerProfile.load(layers)
     if memory is not None:
         profile = profile.model_copy(update={"memory_bytes": memory})
+    if memory_margin is not None:
+        profile = _with_margin(profile, memory_margin)
     search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective)
     compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
@@ -109,6 +119,14 @@ def command(
     else:
         _print(judged, output)
     return 130 if limits.cancel.requested else 0
+
+
+def _with_margin(profile: LayerProfile, margin: float) -> LayerProfile:
+    """The profile with that share of a device's memory taken off."""
+    if profile.memory_bytes is None:
+        detail = "has no meaning here: neither --memory nor the profile says what a device has. Maybe give --memory."
+        raise InputError([Issue("--memory-margin", "meaningless", detail)])
+    return profile.model_copy(update={"memory_bytes": int(profile.memory_bytes * (1 - margin))})
 
 
 def _search(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from optpipe.cli.output import AsJson, check_writable
-from optpipe.cli.size import parse_size
+from optpipe.cli.size import parse_share, parse_size
 from optpipe.errors import InputError, Issue
 
 
@@ -62,6 +62,20 @@ def command(
             metavar="SIZE",
         ),
     ] = None,
+    memory_margin: Annotated[
+        float | None,
+        typer.Option(
+            parser=parse_share,
+            help="Share of --memory to leave free, for sizes that depend on the data; default: 0%.",
+            metavar="10%",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Called with 0, returns microbatches to measure with, as 'train' has it.", metavar="module:callable"
+        ),
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, max=2000, help="Blocks of our GPT; default: one a stage.")
     ] = None,
@@ -75,7 +89,10 @@ def command(
         ClockChoice | None,
         typer.Option(help="cpu: the computing thread's time, which a busy machine does not lengthen; default: wall."),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Run steps and compare them with what is predicted.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Run steps and compare with what is predicted; exit code 1 if peaks differ."),
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Find out what a model's stages cost: times, memory, transfers. Writes a problem to solve, or layers to plan.
@@ -90,7 +107,14 @@ def command(
         "--sequence": sequence,
         "--dtype": dtype,
     }
-    measuring: dict[str, object] = {"--memory": memory, "--rounds": rounds, "--clock": clock, "--check": check or None}
+    measuring: dict[str, object] = {
+        "--memory": memory,
+        "--memory-margin": memory_margin,
+        "--data": data,
+        "--rounds": rounds,
+        "--clock": clock,
+        "--check": check or None,
+    }
     if from_table is not None:
         _refuse("--from-table", "measures nothing and has all from its table", {"--model": model} | our_gpt | measuring)
         from optpipe.cli.profile_table import profile_table
@@ -100,6 +124,10 @@ def command(
         raise InputError([Issue("--model", "missing", "is missing. Maybe --model small, or --from-table TABLE.toml.")])
     if ":" in model:
         _refuse("--model", f"is {model}, whose callable decides that", our_gpt)
+    else:
+        _refuse("--model", f"is {model}, which has its own text", {"--data": data})
+    if memory is None:
+        _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
     from optpipe.cli.profile_model import Options, profile_model
 
     options = Options(
@@ -109,6 +137,8 @@ def command(
         microbatches=microbatches,
         as_layers=form is Format.LAYERS,
         memory_bytes=memory,
+        memory_margin=memory_margin or 0.0,
+        data=data,
         layers=layers,
         microbatch_size=microbatch_size or 4,
         sequence=sequence,

@@ -44,6 +44,8 @@ class Options:
     microbatches: int | None
     as_layers: bool
     memory_bytes: int | None
+    memory_margin: float
+    data: str | None
     layers: int | None
     microbatch_size: int
     sequence: int | None
@@ -80,25 +82,29 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
                 gather=launch.gather,
                 on_round=on_round,
             )
-        problem = None if options.as_layers else measured.problem(microbatches, options.memory_bytes)
-        document = problem or measured.layers(options.memory_bytes)
+        memory = options.memory_bytes, options.memory_margin
+        problem = None if options.as_layers else measured.problem(microbatches, *memory)
+        document = problem or measured.layers(*memory)
         if not leads():
             return 0
         write_whole(output, document.to_json() + "\n")
-        check = _check(measured, chain, problem, device) if options.check and problem else None
+        check = _check(measured, chain, problem, device, options.memory_margin) if options.check and problem else None
     if as_json:
         print_json(figures(measured, check, output, document.format))
     else:
         print_figures(measured, check, output, document.format)
-    return 0
+    failures = check.failures if check else ()
+    for failure in failures:
+        print(f"error: memory is not as predicted: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
-def _check(measured: Measured, chain: Chain, problem: Problem, device: torch.device) -> Check:
+def _check(measured: Measured, chain: Chain, problem: Problem, device: torch.device, margin: float) -> Check:
     from optpipe.profile.check import check_prediction
 
     schedule = _quick_schedule(measured, problem)
     with doing(f"running steps of {schedule.method}"):
-        return check_prediction(measured, chain, schedule, device)
+        return check_prediction(measured, chain, schedule, device, margin)
 
 
 def _refuse_what_does_not_go_together(options: Options) -> None:
@@ -128,10 +134,12 @@ def _device() -> torch.device:
 
 def _subject_and_placement(model: str, options: Options) -> tuple[Subject, Sequence[int]]:
     """The model, and the device of each of its stages; for a layer profile each layer has one of its own."""
-    from optpipe.profile.subject import load_subject
+    from optpipe.profile.subject import load_subject, with_samples
 
     if ":" in model:
         subject = load_subject(model)
+        if options.data is not None:
+            subject = with_samples(subject, options.data)
         stages = len(subject.stages)
         if options.as_layers:
             return subject, range(stages)
@@ -156,7 +164,7 @@ def _our_gpt(model: str, options: Options, stages: int) -> Subject:
     """Our GPT of that size, on a microbatch of text."""
     from optpipe.profile.subject import Subject
     from optpipe.train.config import ModelConfig
-    from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss
+    from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss, gpt_name
     from optpipe.train.text import Batches, standard_library_text
 
     layers = options.layers or stages
@@ -177,7 +185,7 @@ def _our_gpt(model: str, options: Options, stages: int) -> Subject:
     batches = Batches(text, microbatches=1, size=options.microbatch_size, sequence=sequence, seed=0)
     [inputs], [targets] = batches.batch(0)
     modules = build_stages(shape, stages, 0, ModelConfig(dtype=options.dtype).torch_dtype)
-    name = f"{model} GPT, {layers} layers, {options.microbatch_size} x {sequence}, {options.dtype}"
+    name = f"{gpt_name(model, layers, options.microbatch_size, sequence)}, {options.dtype}"
     return Subject(name, modules, inputs, targets, byte_loss)
 
 

@@ -10,7 +10,7 @@ from optpipe.cli.output import share_text, stdout, table, time_text
 
 if TYPE_CHECKING:
     from optpipe.profile.check import Check
-    from optpipe.profile.measured import Measured
+    from optpipe.profile.measured import Measured, StageFigures
     from optpipe.profile.timing import Spread
 
 KINDS = ("F", "B", "W", "BW", "O", "R")
@@ -31,6 +31,7 @@ def figures(measured: Measured, check: Check | None, output: Path, written: str)
         },
         "copy_to_compute_ratio": measured.copy_to_compute_ratio,
         "fused_over_split": measured.fused_over_split,
+        "varying_stages": list(measured.varying),
         "check": _check_figures(check) if check else None,
     }
 
@@ -45,6 +46,7 @@ def _check_figures(check: Check) -> dict[str, Any]:
         "measured_over_predicted": check.ratio,
         "shares": [asdict(share) for share in check.shares],
         "trace": document(check.comparison),
+        "failures": list(check.failures),
     }
 
 
@@ -86,6 +88,23 @@ def _print_memory(measured: Measured) -> None:
         cells = ["-" if size is None else f"{size:,}" for size in (*held, *work, stage.parameter_bytes)]
         rows.add_row(str(s), *cells)
     stdout().print(rows)
+    for s in measured.varying:
+        stdout().print(_spread_of_sizes(s, measured.stages[s]))
+    if measured.varying:
+        stdout().print("the largest counts; --memory-margin leaves room for what other data may need")
+
+
+def _spread_of_sizes(number: int, stage: StageFigures) -> str:
+    """What of a stage's memory differed between microbatches, from the smallest to the largest."""
+    assert stage.smallest is not None, "its sizes differ"
+    kinds = stage.sizes.workspace_bytes
+    pairs = {
+        "activation": (stage.smallest.activation_bytes, stage.sizes.activation_bytes),
+        "kept for W": (stage.smallest.backward_weight_bytes, stage.sizes.backward_weight_bytes),
+        **{f"workspace {kind}": (stage.smallest.workspace_bytes[kind], kinds[kind]) for kind in kinds},
+    }
+    spread = ", ".join(f"{name} {low:,} to {high:,}" for name, (low, high) in pairs.items() if low != high)
+    return f"stage {number}: bytes depend on the data, over {stage.samples} microbatches: {spread}"
 
 
 def _print_copies(measured: Measured) -> None:

@@ -49,8 +49,9 @@ def command(
 
     Under torchrun one process, and on CUDA one GPU, a device of each replica; otherwise all devices in this process.
     With --check nothing is trained and the exit code is 1 if a gradient differs from the plain step's by more than
-    rounding (1e-5 of the largest, 1e-12 in float64, 2^-7 with autocast on a GPU), or memory is left alive after a step.
-    With --trace one step is run a few times more and compared with the plan. What settings mean: docs/train.md.
+    rounding (1e-5 of the largest, 1e-12 in float64, 2^-7 with autocast on a GPU), a peak exceeds plan or budget, or
+    memory is left alive after a step. With --trace one step is run a few times more and compared with the plan. What
+    settings mean: docs/train.md.
     """
     from optpipe.train.config import read_config
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from optpipe.cli.size import parse_size
+from optpipe.cli.size import parse_share, parse_size
 from optpipe.train.config import SETTINGS, Setting
 
 PANELS = {
@@ -55,6 +55,8 @@ def _reading(setting: Setting) -> dict[str, Any]:
     """How the option's text is read and what stands for it in the help; limits are checked with the file's."""
     if setting.name.endswith("_bytes"):
         return {"parser": parse_size, "metavar": "SIZE"}
+    if setting.name.endswith("_margin"):
+        return {"parser": parse_share, "metavar": "10%"}
     if setting.choices:
         return {"metavar": "|".join(setting.choices)}
     names = {int: "N", float: "X", str: "NAME", Path: "PATH"}

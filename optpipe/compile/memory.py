@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from optpipe.compile.actions import RECEIVES, SENDS, Action, Program
 from optpipe.errors import BudgetError
@@ -24,6 +25,43 @@ def planned_peaks_bytes(program: Program, problem: Problem, message_bytes: Seque
     """
     return [
         max((level for _, level in _levels(actions, problem, message_bytes)), default=0) for actions in program.devices
+    ]
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """What a device may hold: `peak_bytes` by the plan, and `budget_bytes`, None without one.
+
+    A budget is for activations and workspaces; here it has the room of the messages that the plan has beside them.
+    """
+
+    peak_bytes: int
+    budget_bytes: int | None
+
+    def excess(self, device: int, measured_bytes: int, margin: float = 0.0) -> str | None:
+        """A sentence about a peak above plan or budget; None where it is within both.
+
+        `margin` is the share of its memory that a device had left free for that: so far a peak may go above them.
+        """
+        limits = [self.peak_bytes] if self.budget_bytes is None else [self.peak_bytes, self.budget_bytes]
+        if measured_bytes * (1 - margin) <= min(limits):
+            return None
+        budget = "" if self.budget_bytes is None else f" and its budget is {self.budget_bytes:,} with its messages"
+        return (
+            f"device {device} held {measured_bytes:,} bytes at its peak, but {self.peak_bytes:,} are planned{budget}: "
+            f"{measured_bytes - min(limits):,} too many. Maybe its sizes depend on the data: profile with more of it "
+            "(--data), and leave room with --memory-margin."
+        )
+
+
+def planned_memory(program: Program, problem: Problem, message_bytes: Sequence[int]) -> list[PlannedMemory]:
+    """For each device, its peak (`planned_peaks_bytes`) and its budget in `problem`."""
+    peaks = planned_peaks_bytes(program, problem, message_bytes)
+    alone = planned_peaks_bytes(program, problem, [0] * len(message_bytes))
+    budgets = [device.memory_bytes for device in problem.devices]
+    return [
+        PlannedMemory(peak, None if budget is None else budget + peak - without)
+        for peak, without, budget in zip(peaks, alone, budgets, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ measured in a step, beside the makespan that the profile predicted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import thread_time_ns
@@ -17,7 +17,7 @@ import torch
 
 from optpipe.compile import Action, Program, compile_schedule
 from optpipe.compile.actions import SENDS, message_of
-from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.compile.memory import PlannedMemory, planned_memory
 from optpipe.orders import KINDS, Op
 from optpipe.profile.chain import Chain
 from optpipe.profile.measured import Measured
@@ -52,7 +52,8 @@ class Share:
 class Check:
     """`serial_us` was predicted for a step in one process, `step` is what steps took.
 
-    `shares` and `comparison` are of one more step, which was recorded.
+    `shares` and `comparison` are of one more step, which was recorded. `failures`: a sentence for each device whose
+    peak is not as predicted; empty where all are.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Check:
     shares: Sequence[Share]
     trace: Trace
     comparison: Comparison
+    failures: Sequence[str] = ()
 
     @property
     def ratio(self) -> float:
@@ -68,27 +70,49 @@ class Check:
         return self.step.median_us / self.serial_us
 
 
-def check_prediction(measured: Measured, chain: Chain, schedule: Schedule, device: torch.device) -> Check:
-    """Run the schedule, whose stages are all in `chain`, on the subject's microbatch, as often as it has microbatches.
+def check_prediction(
+    measured: Measured, chain: Chain, schedule: Schedule, device: torch.device, margin: float = 0.0
+) -> Check:
+    """Run the schedule, whose stages are all in `chain`, on the subject's microbatches, in turns.
 
-    Sets the gradients of the stages, and no weight.
+    Peaks may exceed the prediction by the `margin` that devices had left free. Sets the gradients of the stages, and no
+    weight.
     """
     program = compile_schedule(schedule)
     pipeline = _pipeline(measured, chain, program, device)
-    batch = [chain.inputs] * program.microbatches, [chain.targets] * program.microbatches
+    samples = [chain.batch[i % len(chain.batch)] for i in range(program.microbatches)]
+    batch = [inputs for inputs, _ in samples], [targets for _, targets in samples]
     step = _step_times(pipeline, batch, stopwatch_for(device, measured.clock))
     part = record_step(pipeline, *batch, device=device)
     if measured.clock == "cpu":
         part = _on_thread_clock(part, pipeline, batch)
+    planned = planned_memory(program, schedule.problem, measured.message_bytes)
     trace = assemble(
         [part],
         schedule,
         program=program.digest,
         step=0,
-        planned_peak_bytes=planned_peaks_bytes(program, schedule.problem, measured.message_bytes),
+        planned_peak_bytes=[device.peak_bytes for device in planned],
         source=f"{measured.name}, {measured.hardware}",
     )
-    return Check(schedule.method, serial_us(measured, program), step, _shares(measured, trace), trace, compare(trace))
+    exact = device.type == "cpu" and not measured.varying
+    failures = _peaks_that_differ([d.peak_bytes for d in trace.devices], planned, margin, exact=exact)
+    serial, shares = serial_us(measured, program), _shares(measured, trace)
+    return Check(schedule.method, serial, step, shares, trace, compare(trace), [*failures])
+
+
+def _peaks_that_differ(
+    peaks_bytes: Sequence[int], planned: Sequence[PlannedMemory], margin: float, *, exact: bool
+) -> Iterator[str]:
+    """With `exact` a peak may not be below the prediction either: sizes are the same for all data, and not rounded."""
+    for d, (peak_bytes, plan) in enumerate(zip(peaks_bytes, planned, strict=True)):
+        if excess := plan.excess(d, peak_bytes, margin):
+            yield excess
+        elif exact and peak_bytes < plan.peak_bytes:
+            yield (
+                f"device {d} held {peak_bytes:,} bytes at its peak, but {plan.peak_bytes:,} were predicted. Maybe a "
+                "module of its stages keeps less after its first microbatch."
+            )
 
 
 def serial_us(measured: Measured, program: Program) -> float:

@@ -22,10 +22,16 @@ from optpipe.profile.timing import ClockName, Spread
 from optpipe.profile.transfers import Transfers, measure_transfers
 from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.stage import Stage
-from optpipe.runtime.stage_sizes import StageSizes
+from optpipe.runtime.stage_sizes import SizeRange, StageSizes
 
 COPIES_OF_A_PARAMETER = 4
 """The weight, its gradient, and the two moments of Adam, all in the parameter's precision."""
+
+
+def without_margin(memory_bytes: int, margin: float) -> int:
+    """What is left of a device's memory where the share `margin` stays free."""
+    return int(memory_bytes * (1 - margin))
+
 
 Gather = Callable[[Any], list[Any]]
 """Given a JSON value by each process, returns those of all processes, in every process."""
@@ -35,12 +41,15 @@ Gather = Callable[[Any], list[Any]]
 class StageFigures:
     """One stage: the times of its ops by kind (F, B, W, BW, O, R), what a microbatch takes, and what stays.
 
-    A compiled stage has no B and W.
+    A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
+    `smallest` are the smallest, None where they are the same.
     """
 
     times: Mapping[str, Spread]
     sizes: StageSizes
     parameter_bytes: int
+    smallest: StageSizes | None = None
+    samples: int = 1
 
     @property
     def splits(self) -> bool:
@@ -51,7 +60,8 @@ class StageFigures:
     def from_data(cls, data: Mapping[str, Any]) -> Self:
         """The figures that `asdict` made these values of."""
         times = {kind: Spread(**spread) for kind, spread in data["times"].items()}
-        return cls(times, StageSizes(**data["sizes"]), data["parameter_bytes"])
+        smallest = StageSizes(**data["smallest"]) if data["smallest"] else None
+        return cls(times, StageSizes(**data["sizes"]), data["parameter_bytes"], smallest, data["samples"])
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,14 @@ class Measured:
         parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.way}", self.contention.how]
         if compiled:
             parts.append(f"stages {compiled} are compiled, so their B stands for BW and their W for nothing")
+        if self.varying:
+            parts.append(f"sizes of stages {self.varying} depend on the data: the largest of several microbatches")
         return "; ".join(parts)[:2000]
+
+    @property
+    def varying(self) -> Sequence[int]:
+        """The stages whose sizes differed between microbatches."""
+        return [s for s, stage in enumerate(self.stages) if stage.smallest is not None]
 
     @property
     def copy_to_compute_ratio(self) -> float:
@@ -94,10 +111,11 @@ class Measured:
         split = sum(times[kind].median_us for times in both for kind in "BW")
         return sum(times["BW"].median_us for times in both) / split if split else None
 
-    def problem(self, microbatches: int, memory_bytes: int | None = None) -> Problem:
+    def problem(self, microbatches: int, memory_bytes: int | None = None, margin: float = 0.0) -> Problem:
         """The scheduling problem. `memory_bytes` is a device's whole memory that the model may use, None: no limit.
 
-        Raises InputError where parameters alone take more.
+        `margin` is the share of it that is left free, for sizes that depend on the data. Raises InputError where
+        parameters alone take more.
         """
         return Problem.from_data(
             {
@@ -105,14 +123,14 @@ class Measured:
                 "name": self.name[:200],
                 "microbatches": microbatches,
                 "transfer_us": [_us(spread) if spread else 0 for spread in self.transfers.spreads] or 0,
-                "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes)],
+                "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
                 "stages": [{"device": d} | _stage(f) for d, f in zip(self.placement, self.stages, strict=True)],
                 "copy_channels": self.contention.channels.to_data(),
                 "source": self.source,
             }
         )
 
-    def layers(self, memory_bytes: int | None = None) -> LayerProfile:
+    def layers(self, memory_bytes: int | None = None, margin: float = 0.0) -> LayerProfile:
         """The same as a layer profile, each stage a layer."""
         outputs = [*self.message_bytes, 0]
         return LayerProfile.from_data(
@@ -121,24 +139,26 @@ class Measured:
                 "name": self.name[:200],
                 "microbatch_size": self.microbatch_size,
                 "layers": [_layer(s, f, outputs[s]) for s, f in enumerate(self.stages)],
-                "memory_bytes": memory_bytes,
+                "memory_bytes": None if memory_bytes is None else without_margin(memory_bytes, margin),
                 "link": {"latency_us": 0, "bytes_per_us": self.transfers.bytes_per_us(self.message_bytes)},
                 "copies": self._copies(),
                 "source": self.source,
             }
         )
 
-    def _budgets_bytes(self, memory_bytes: int | None) -> list[int | None]:
+    def _budgets_bytes(self, memory_bytes: int | None, margin: float) -> list[int | None]:
         budgets: list[int | None] = []
+        left_bytes = None if memory_bytes is None else without_margin(memory_bytes, margin)
         for device in range(max(self.placement) + 1):
             held = sum(f.parameter_bytes for d, f in zip(self.placement, self.stages, strict=True) if d == device)
-            if memory_bytes is not None and held > memory_bytes:
+            if left_bytes is not None and held > left_bytes:
+                free = f" of which a margin of {margin:.0%} stays free," if margin else ""
                 detail = (
-                    f"is {memory_bytes:,} bytes, but parameters, gradients and Adam's moments alone take {held:,} on "
-                    f"device {device}. Maybe spread the model over more devices."
+                    f"is {memory_bytes:,} bytes,{free} but parameters, gradients and Adam's moments alone take "
+                    f"{held:,} on device {device}. Maybe spread the model over more devices."
                 )
                 raise InputError([Issue("--memory", "too_small", detail)])
-            budgets.append(None if memory_bytes is None else memory_bytes - held)
+            budgets.append(None if left_bytes is None else left_bytes - held)
         return budgets
 
     def _copies(self) -> dict[str, Any] | None:
@@ -166,7 +186,7 @@ def measure(
     """Measure the stages of `chain`; under torchrun called by all processes together, with the same answer."""
     sizes = measure_op_sizes(chain, device)
     times = measure_op_times(chain, device, rounds, clock, on_round)
-    mine = {str(s): asdict(StageFigures(times[s], sizes[s], _held_bytes(chain.stages[s]))) for s in chain.stages}
+    mine = {str(s): asdict(_figures(times[s], sizes[s], chain.stages[s])) for s in chain.stages}
     figures = {int(s): StageFigures.from_data(data) for part in gather(mine) for s, data in part.items()}
     return Measured(
         name=subject.name,
@@ -179,6 +199,11 @@ def measure(
         hardware=_hardware(device),
         clock=clock,
     )
+
+
+def _figures(times: Mapping[str, Spread], sizes: SizeRange, stage: Stage) -> StageFigures:
+    smallest = None if sizes.smallest == sizes.largest else sizes.smallest
+    return StageFigures(times, sizes.largest, _held_bytes(stage), smallest, sizes.samples)
 
 
 def _held_bytes(stage: Stage) -> int:

@@ -13,15 +13,21 @@ import torch
 from optpipe.profile.chain import Chain
 from optpipe.runtime.host_slabs import HostSlab
 from optpipe.runtime.stage import Stage
-from optpipe.runtime.stage_sizes import StageSizes, measure_stage
+from optpipe.runtime.stage_sizes import SizeRange, StageSizes, measure_samples, size_range, until_alike
 
 
-def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, StageSizes]:
-    """For each stage of this process, what a microbatch takes. Leaves gradients behind in the stages."""
+def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, SizeRange]:
+    """For each stage of this process, what its microbatches take. Leaves gradients behind in the stages."""
     if device.type == "cuda":
-        return {s: _AllocatorProbe(chain, s, device).sizes() for s in chain.stages}
-    batch = chain.inputs, chain.targets
-    return {s: measure_stage(stage, batch, chain.before(s), chain.after(s)) for s, stage in chain.stages.items()}
+        samples = range(len(chain.batch))
+        return {
+            s: size_range(until_alike(_AllocatorProbe(chain, s, device, i).sizes() for i in samples))
+            for s in chain.stages
+        }
+    return {
+        s: measure_samples(stage, chain.samples[s], chain.before(s), chain.after(s))
+        for s, stage in chain.stages.items()
+    }
 
 
 class _AllocatorProbe:
@@ -30,8 +36,8 @@ class _AllocatorProbe:
     Written against torch 2.13 and not yet run: no GPU was at hand.
     """
 
-    def __init__(self, chain: Chain, stage: int, device: torch.device) -> None:
-        self._chain, self._number, self._device = chain, stage, device
+    def __init__(self, chain: Chain, stage: int, device: torch.device, sample: int = 0) -> None:
+        self._chain, self._number, self._device, self._sample = chain, stage, device, sample
         self._stage: Stage = chain.stages[stage]
 
     def sizes(self) -> StageSizes:
@@ -60,8 +66,8 @@ class _AllocatorProbe:
         return after - before, peak - before
 
     def _forward(self, *, fused: bool) -> None:
-        target = self._chain.targets if self._chain.after(self._number) is None else None
-        received = self._chain.received(self._number, self._device)
+        target = self._chain.target(self._number, self._sample)
+        received = self._chain.received(self._number, self._device, self._sample)
         self._stage.forward(0, received, target, offloads=True, fused=fused)
 
     def _backward(self) -> None:

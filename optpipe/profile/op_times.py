@@ -15,7 +15,6 @@ import torch
 from optpipe.profile.chain import Chain
 from optpipe.profile.timing import ClockName, Key, Spread, spread_of, stopwatch_for
 from optpipe.runtime.host_slabs import HostSlab
-from optpipe.runtime.messages import Tree
 
 WARM_UP_ROUNDS = 2
 """Rounds that count nothing: threads start, memory is got, slabs take on their sizes."""
@@ -53,7 +52,7 @@ class _Rounds:
 
     def __init__(self, chain: Chain, device: torch.device, clock: ClockName) -> None:
         self.watch = stopwatch_for(device, clock)
-        self._chain, self._device = chain, device
+        self._chain, self._device, self._sample = chain, device, 0
         self._slabs = {s: HostSlab(pinned=device.type == "cuda") for s in chain.stages}
         for stage in chain.stages.values():
             stage.zero_gradients()
@@ -74,14 +73,18 @@ class _Rounds:
             self._forward_and_copies(s)
         for s, stage in sorted(self._chain.stages.items(), reverse=True):
             stage.backward(0, self._chain.gradient(s, self._device))
+        self._sample = (self._sample + 1) % len(self._chain.batch)
 
     def _forward(self, s: int, *, fused: bool) -> None:
-        received, forward = self._chain.received(s, self._device), self._chain.stages[s].forward
-        self.watch.time(Key("F", s), partial(forward, 0, received, self._target(s), offloads=False, fused=fused))
+        received, forward = self._chain.received(s, self._device, self._sample), self._chain.stages[s].forward
+        target = self._chain.target(s, self._sample)
+        self.watch.time(Key("F", s), partial(forward, 0, received, target, offloads=False, fused=fused))
 
     def _forward_and_copies(self, s: int) -> None:
         stage, slab = self._chain.stages[s], self._slabs[s]
-        stage.forward(0, self._chain.received(s, self._device), self._target(s), offloads=True, fused=True)
+        received, target = self._chain.received(s, self._device, self._sample), self._chain.target(s, self._sample)
+        stage.forward(0, received, target, offloads=True, fused=True)
+        del received
         self.watch.time(Key("O", s), partial(stage.copy_out, 0, slab))
         stage.free(0)
         stage.allocate(0)
@@ -90,6 +93,3 @@ class _Rounds:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             slab.grow()
-
-    def _target(self, s: int) -> Tree | None:
-        return self._chain.targets if self._chain.after(s) is None else None

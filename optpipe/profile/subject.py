@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from optpipe.profile.callables import Named, check_tensors
-from optpipe.runtime.messages import Tree, leaves
+from optpipe.runtime.messages import Tree, leaves, spec_of, spec_text
 from optpipe.runtime.stage import Loss
 
 RETURNS = "(stages, inputs, targets, loss)"
 """What a user's callable returns: a list of modules, one microbatch and its target, and loss(output, target)."""
 
 
+DATA_RETURNS = "(inputs, targets), two lists with one entry a microbatch"
+"""What a user's data callable returns for the number of a step."""
+
+SAMPLES = 4
+"""Microbatches that a profile looks at, where it has so many: enough to show sizes that depend on the data."""
+
+
 @dataclass(frozen=True)
 class Subject:
-    """`stages` are applied one after the other to `inputs`, one microbatch; `loss(output, targets)` is its mean."""
+    """`stages` are applied one after the other to `inputs`, one microbatch; `loss(output, targets)` is its mean.
+
+    `more`: inputs and targets of further microbatches, for stages whose sizes depend on the data.
+    """
 
     name: str
     stages: Sequence[nn.Module]
     inputs: Tree
     targets: Tree
     loss: Loss
+    more: Sequence[tuple[Tree, Tree]] = ()
 
     @property
     def microbatch_size(self) -> int:
@@ -40,6 +51,49 @@ def load_subject(name: str) -> Subject:
     """
     build = Named("model", name)
     return _checked(build, build())
+
+
+def batch_of(
+    data: Named, step: int, model: str, like: tuple[Tree, Tree], microbatches: int | None = None
+) -> tuple[list[Tree], list[Tree]]:
+    """What the data callable returns for a step: inputs and targets, one entry a microbatch, each shaped as in `like`.
+
+    Raises InputError where it does not, or where there are not as many as `microbatches` (None: any number above 0).
+    """
+    returned = data(step)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        data.refuse("wrong_return", f"returns {type(returned).__name__}, but must return {DATA_RETURNS}.")
+    inputs, targets = returned
+    for field, found, tree in (("inputs", inputs, like[0]), ("targets", targets, like[1])):
+        if not isinstance(found, list | tuple):
+            data.refuse("wrong_return", f"returns {type(found).__name__} for {field}, but must return {DATA_RETURNS}.")
+        expected = len(inputs) or 1 if microbatches is None else microbatches
+        if len(found) != expected:
+            detail = f"returns {len(found)} {field} for step {step}, but a step has {expected} microbatches."
+            data.refuse("wrong_count", detail)
+        for i, entry in enumerate(found):
+            check_tensors(data.name, f"{field}[{i}]", entry, "data")
+            shape, wanted = spec_text(spec_of(entry)), spec_text(spec_of(tree))
+            if shape != wanted:
+                detail = f"returns {shape} as {field}[{i}] of step {step}, but {model} returns {wanted}."
+                data.refuse("wrong_shape", detail)
+    return list(inputs), list(targets)
+
+
+def with_samples(subject: Subject, data: str) -> Subject:
+    """The subject with microbatches of step 0 of the data callable `data`, at most `SAMPLES`, in place of its own."""
+    inputs, targets = batch_of(Named("data", data), 0, subject.name, (subject.inputs, subject.targets))
+    return sampled(subject, list(zip(inputs, targets, strict=True)))
+
+
+def sampled(subject: Subject, batch: Sequence[tuple[Tree, Tree]]) -> Subject:
+    """The subject with the first microbatches of a batch, at most `SAMPLES`; one that is repeated counts once."""
+    different: list[tuple[Tree, Tree]] = []
+    for sample in batch[:SAMPLES]:
+        if all(sample[0] is not other[0] for other in different):
+            different.append(sample)
+    (inputs, targets), *more = different
+    return replace(subject, inputs=inputs, targets=targets, more=more)
 
 
 def _checked(build: Named, returned: Any) -> Subject:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ class Stage:
         self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
         self._draws = own_random_numbers and draws
         self._graphs: dict[int, _Graph] = {}
+        self._heard: list[Tree] | None = None
         self._own: frozenset[int] | None = None
         self._device = self.device
         self._anchor = torch.zeros((), requires_grad=True)
@@ -152,9 +153,21 @@ class Stage:
 
     def evaluate(self, received: Tree, target: Tree | None) -> Tree:
         """F for evaluation: returns as `forward`, and leaves nothing behind."""
+        if self._heard is not None:
+            self._heard.append(received)
         with torch.no_grad(), self._autocasting():
             output: Tree = self.module(received)
             return output if self._loss is None else self._loss(output, target)
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Tree]]:
+        """Keep what each `evaluate` within receives, in their order, in the list that it gives."""
+        heard: list[Tree] = []
+        self._heard = heard
+        try:
+            yield heard
+        finally:
+            self._heard = None
 
     def copy_out(self, microbatch: int, slab: HostSlab) -> None:
         """O: copies the activations of a microbatch to the host."""

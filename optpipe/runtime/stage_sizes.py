@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -29,17 +29,69 @@ class StageSizes:
     workspace_bytes: dict[str, int]
 
 
-def measure_stage(stage: Stage, batch: tuple[Tree, Tree], before: Spec | None, after: Spec | None) -> StageSizes:
+@dataclass(frozen=True)
+class SizeRange:
+    """Sizes of several microbatches on one stage, each figure by itself: the largest, and the smallest.
+
+    They differ where a stage's sizes depend on the data, as those of experts do that get as many rows as are sent to
+    them. Plans count the largest.
+    """
+
+    largest: StageSizes
+    smallest: StageSizes
+    samples: int
+
+
+Sample = tuple[Tree, Tree]
+"""A microbatch as a stage sees it: what it receives, and the target, which only the last stage looks at."""
+
+ALIKE = 3
+"""So many microbatches of equal sizes are taken to speak for all: sizes that depend on the data differ sooner."""
+
+
+def size_range(seen: Sequence[StageSizes]) -> SizeRange:
+    """The range of the sizes of microbatches."""
+    return SizeRange(_extreme(max, seen), _extreme(min, seen), len(seen))
+
+
+def until_alike(found: Iterable[StageSizes]) -> list[StageSizes]:
+    """The sizes of one microbatch after the other, up to the last or to the first `ALIKE`, if these are all equal."""
+    seen: list[StageSizes] = []
+    for sizes in found:
+        seen.append(sizes)
+        if len(seen) == ALIKE and all(other == sizes for other in seen):
+            break
+    return seen
+
+
+def measure_samples(stage: Stage, samples: Sequence[Sample], before: Spec | None, after: Spec | None) -> SizeRange:
+    """Measure a stage with what it really receives, microbatch by microbatch (`measure_stage`, `until_alike`)."""
+    return size_range(until_alike(measure_stage(stage, sample, before, after, zeros=False) for sample in samples))
+
+
+def _extreme(choose: Callable[[Iterable[int]], int], seen: Sequence[StageSizes]) -> StageSizes:
+    return StageSizes(
+        choose(sizes.activation_bytes for sizes in seen),
+        choose(sizes.backward_weight_bytes for sizes in seen),
+        choose(sizes.offload_bytes for sizes in seen),
+        {kind: choose(sizes.workspace_bytes[kind] for sizes in seen) for kind in seen[0].workspace_bytes},
+    )
+
+
+def measure_stage(
+    stage: Stage, batch: Sample, before: Spec | None, after: Spec | None, *, zeros: bool = True
+) -> StageSizes:
     """Run one microbatch through a stage twice, once with B and W, O and R, once with BW.
 
-    `batch` is a microbatch's input and target; `before` and `after` are the messages at the stage's boundaries,
-    None at the ends. Adds to gradients: set them to zero afterwards. Leaves buffers and random numbers as they were.
+    `batch` is what the stage receives, and the target; with `zeros` all but the first stage receive zeros of the shape
+    of their message instead. `before` and `after` are the messages at the stage's boundaries, None at the ends. Adds
+    to gradients: set them to zero afterwards. Leaves buffers and random numbers as they were.
     A compiled stage has no B and W, and no workspace of theirs.
     """
     with _as_before(stage):
         stage.begin_step()
         stage.zero_gradients()
-        return _measured(stage, _Probe(stage, batch, before, after))
+        return _measured(stage, _Probe(stage, batch, before, after, zeros))
 
 
 def _measured(stage: Stage, probe: _Probe) -> StageSizes:
@@ -74,8 +126,8 @@ def _as_before(stage: Stage) -> Iterator[None]:
 class _Probe:
     """Runs the ops of microbatch 0; each answers with bytes held after it, or its workspace, or both."""
 
-    def __init__(self, stage: Stage, batch: tuple[Tree, Tree], before: Spec | None, after: Spec | None) -> None:
-        self.stage, self.batch, self.before, self.after = stage, batch, before, after
+    def __init__(self, stage: Stage, batch: Sample, before: Spec | None, after: Spec | None, zeros: bool) -> None:
+        self.stage, self.batch, self.before, self.after, self.zeros = stage, batch, before, after, zeros
         self.meter = MemoryMeter()
 
     @property
@@ -88,10 +140,18 @@ class _Probe:
 
     def forward(self, *, fused: bool) -> tuple[int, int]:
         self.meter.restart_peak()
-        received = self.batch[0] if self.before is None else map_leaves(self._zeros, self.before)
+        received = self._received()
         self.stage.forward(0, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
         del received
         return self._live, self._peak - self._live
+
+    def _received(self) -> Tree:
+        """The batch, which is the caller's, or a message, which is the stage's and counts."""
+        if self.before is None:
+            return self.batch[0]
+        if self.zeros:
+            return map_leaves(self._zeros, self.before)
+        return map_leaves(lambda leaf: leaf.to(self.stage.device, copy=True), self.batch[0])
 
     def offload_and_reload(self) -> int:
         held = self._live

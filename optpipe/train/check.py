@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
 from optpipe.errors import TrainingError
 from optpipe.runtime.memory_meter import MemoryMeter
-from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.random_numbers import RandomNumbers
-from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
+from optpipe.runtime.stage_sizes import StageSizes, measure_samples, size_range, with_measured_sizes
 from optpipe.train.model import Model, moved
 from optpipe.train.plain import Drawing, gradient_error, plain_step, relative_error
 from optpipe.train.result import CheckResult, DeviceMemory
@@ -39,13 +39,14 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     answer. Raises TrainingError where no parameter is trainable, and where an action of the schedule fails.
     """
     _refuse_frozen(plain_modules)
-    planned = planned_peaks(model, batch)
+    planned, scheduled = planned_peaks(model, batch), scheduled_memory(model)
     runs = [_metered_run(model, batch) for _ in range(2)]
     loss = model.mean_loss(runs[1][1])
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
     plain_loss = plain_step(plain_modules, model.task.loss, *plain_batch, autocast, _drawing(model))
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
-    found = model.launch.gather({"worst": worst, "devices": _memory(model, planned, [meter for meter, _ in runs])})
+    memory = _memory(model, planned, scheduled, [meter for meter, _ in runs])
+    found = model.launch.gather({"worst": worst, "devices": memory})
     error, parameter = max(tuple(entry["worst"]) for entry in found)
     devices = [
         DeviceMemory(**device | {"live_bytes": tuple(device["live_bytes"])})
@@ -53,7 +54,7 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
         for device in entry["devices"]
     ]
     result = CheckResult(error, parameter, relative_error(abs(loss - plain_loss), abs(plain_loss)), tuple(devices))
-    return replace(result, failures=(*_gradient_failures(result, model), *_memory_failures(result)))
+    return replace(result, failures=(*_gradient_failures(result, model), *_memory_failures(result, model)))
 
 
 @contextmanager
@@ -69,15 +70,36 @@ def unchanged(model: Model) -> Iterator[None]:
 
 
 def planned_peaks(model: Model, batch: Batch) -> list[int]:
-    """For each device, the peak of the program's order with the sizes of this model's stages, measured one by one."""
+    """For each device, the peak of the program's order with the sizes of this model's stages, measured one by one.
+
+    Each stage is measured with what the stages before it really send. Where sizes depend on the data the largest
+    counts, of all microbatches of the batch.
+    """
     inputs, targets = model.own_part(batch)
-    first = (inputs[0], targets[0])
-    mine = {s: asdict(measure_stage(stage, first, *model.messages_at(s))) for s, stage in model.stages.items()}
-    sizes: dict[int, dict[str, Any]] = {}
-    for entry in model.launch.gather({str(s): size for s, size in mine.items()}):
-        sizes |= {int(s): size for s, size in entry.items()}
-    measured = with_measured_sizes(model.problem, [StageSizes(**sizes[s]) for s in sorted(sizes)])
-    return planned_peaks_bytes(model.program, measured, [size_bytes(spec) for spec in model.messages])
+    with unchanged(model), ExitStack() as ears:
+        heard = {s: ears.enter_context(stage.listening()) for s, stage in model.stages.items()}
+        model.pipeline.evaluate(inputs, targets)
+    mine = {}
+    for s, stage in model.stages.items():
+        samples = list(zip(inputs if s == 0 else heard.pop(s), targets, strict=True))
+        mine[str(s)] = asdict(measure_samples(stage, samples, *model.messages_at(s)).largest)
+    sizes: dict[int, list[StageSizes]] = defaultdict(list)
+    for entry in model.launch.gather(mine):  # of all replicas, each with its own part of the batch
+        for s, size in entry.items():
+            sizes[int(s)].append(StageSizes(**size))
+    measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
+    return planned_peaks_bytes(model.program, measured, model.message_bytes)
+
+
+def scheduled_memory(model: Model) -> list[PlannedMemory] | None:
+    """What each device may hold with the sizes that the schedule was solved for; None where those are another model's.
+
+    A schedule says who computes what in which order, and may be used with any model. It is this one's where its problem
+    has the name that a profile of this model gives it, with or without more behind a comma.
+    """
+    if not f"{model.problem.name},".startswith(f"{model.task.name},"):
+        return None
+    return planned_memory(model.program, model.problem, model.message_bytes)
 
 
 def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tuple[float, str]]:
@@ -111,9 +133,15 @@ def _gradient_failures(check: CheckResult, model: Model) -> Iterator[str]:
         )
 
 
-def _memory_failures(check: CheckResult) -> Iterator[str]:
+def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
     """A sentence about each device whose memory is not as it should be."""
     for d, device in enumerate(check.devices):
+        planned_bytes = device.planned_peak_bytes
+        if device.schedule_peak_bytes is not None:
+            planned_bytes = min(planned_bytes, device.schedule_peak_bytes)
+        planned = PlannedMemory(planned_bytes, device.budget_bytes)
+        if excess := planned.excess(d, device.peak_bytes, model.config.online.memory_margin):
+            yield excess
         if left := max(device.live_bytes, default=0):
             yield (
                 f"device {d} has {left:,} bytes left alive after a step, but must have none. Maybe a module of its "
@@ -149,7 +177,9 @@ def _metered_run(model: Model, batch: Batch) -> tuple[MemoryMeter, Tensor]:
     return meter, model.launch.sum(losses)
 
 
-def _memory(model: Model, planned: Sequence[int], meters: Sequence[MemoryMeter]) -> list[dict[str, Any]]:
+def _memory(
+    model: Model, planned: Sequence[int], scheduled: Sequence[PlannedMemory] | None, meters: Sequence[MemoryMeter]
+) -> list[dict[str, Any]]:
     """The fields of DeviceMemory for each device of this process."""
     return [
         {
@@ -157,6 +187,8 @@ def _memory(model: Model, planned: Sequence[int], meters: Sequence[MemoryMeter])
             "planned_peak_bytes": planned[d],
             "live_bytes": [meter.live_bytes[d] for meter in meters],
             "host_peak_bytes": model.pipeline.host_slabs[d].peak_bytes,
+            "schedule_peak_bytes": scheduled[d].peak_bytes if scheduled else None,
+            "budget_bytes": scheduled[d].budget_bytes if scheduled else None,
         }
         for d in model.devices
     ]

@@ -254,6 +254,9 @@ class OnlineConfig(Group):
     memory_bytes: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)
     """what a device has for the model, weights and optimizer included; default: no limit, and with a schedule given
     what that takes"""
+    memory_margin: StrictFloat = Field(default=0.0, ge=0, le=0.9)
+    """share of the memory left free, such as 0.1 or 10%, for sizes that depend on the data; so far a measured peak may
+    exceed plan and budget"""
     time_limit_s: StrictFloat = Field(default=30.0, gt=0, le=1e6)
     """seconds of each search"""
     workers: StrictInt = Field(default=1, ge=1, le=1024)

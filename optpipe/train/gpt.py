@@ -117,3 +117,8 @@ class _Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def gpt_name(size: str, layers: int, microbatch_size: int, sequence: int) -> str:
+    """A GPT of a named size with what its costs depend on, such as "tiny GPT, 2 layers, 4 x 32"."""
+    return f"{size} GPT, {layers} layers, {microbatch_size} x {sequence}"

@@ -11,7 +11,7 @@ from torch import nn
 from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt import build_stages, byte_loss, tied_weights
+from optpipe.train.gpt import build_stages, byte_loss, gpt_name, tied_weights
 from optpipe.train.task import Batch
 from optpipe.train.text import Batches, standard_library_text
 
@@ -36,11 +36,7 @@ class GPTTask:
     @property
     def name(self) -> str:
         """Sizes of the model and of a microbatch."""
-        shape = self.shape
-        return (
-            f"GPT of {shape.layers} layers {shape.width} wide, {self._model.microbatch_size} sequences of "
-            f"{shape.sequence} bytes a microbatch"
-        )
+        return gpt_name(self._model.name, self.shape.layers, self._model.microbatch_size, self.shape.sequence)
 
     @property
     def loss(self) -> Loss:

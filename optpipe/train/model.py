@@ -14,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
 from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.gradient_sync import GradientSync, tie_groups
-from optpipe.runtime.messages import Spec, map_leaves
+from optpipe.runtime.messages import Spec, map_leaves, size_bytes
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.trace import Recorder
 from optpipe.runtime.weight_gradients import compiler_failure
@@ -135,6 +135,11 @@ class Model:
         """The messages before and after a stage, None at the ends of the model."""
         before = self.messages[stage - 1] if stage else None
         return before, self.messages[stage] if stage < len(self.messages) else None
+
+    @property
+    def message_bytes(self) -> list[int]:
+        """Of the message at each boundary."""
+        return [size_bytes(spec) for spec in self.messages]
 
     def mean_loss(self, losses: Tensor) -> float:
         """Of the sum of all processes' losses, shape (microbatches,)."""

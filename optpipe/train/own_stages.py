@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.profile.callables import Named, check_tensors
-from optpipe.profile.subject import Subject, load_subject
+from optpipe.profile.callables import Named
+from optpipe.profile.subject import Subject, batch_of, load_subject
 from optpipe.runtime.gradient_sync import TiedWeights
-from optpipe.runtime.messages import Tree, leaves, spec_of, spec_text
+from optpipe.runtime.messages import leaves, spec_of, spec_text
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
 from optpipe.train.task import Batch
 
 LOG = logging.getLogger("optpipe.train")
-
-DATA_RETURNS = "(inputs, targets), two lists with one entry a microbatch"
 
 
 class OwnStages:
@@ -70,13 +68,7 @@ class OwnStages:
         """What the data callable says of the step; without one the same microbatch again and again."""
         if self._data is None:
             return [self._inputs] * self._microbatches, [self._targets] * self._microbatches
-        returned = self._data(step)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            self._data.refuse("wrong_return", f"returns {type(returned).__name__}, but must return {DATA_RETURNS}.")
-        inputs, targets = returned
-        self._check_part("inputs", inputs, self._inputs, step)
-        self._check_part("targets", targets, self._targets, step)
-        return list(inputs), list(targets)
+        return batch_of(self._data, step, self._model.name, (self._inputs, self._targets), self._microbatches)
 
     def identity(self) -> dict[str, Any]:
         """The two names, the seed, and the shapes of all parameters."""
@@ -107,20 +99,3 @@ class OwnStages:
             self.batch(0)
         elif leads():
             LOG.warning("no --data: every step trains on the one microbatch that %s returns", self._model.name)
-
-    def _check_part(self, field: str, found: Any, like: Tree, step: int) -> None:
-        """As many entries as microbatches, each shaped as the model's microbatch: what is sent never changes."""
-        assert self._data is not None, "there is something to check"
-        if not isinstance(found, list | tuple):
-            self._data.refuse(
-                "wrong_return", f"returns {type(found).__name__} for {field}, but must return {DATA_RETURNS}."
-            )
-        if len(found) != self._microbatches:
-            detail = f"returns {len(found)} {field} for step {step}, but a step has {self._microbatches} microbatches."
-            self._data.refuse("wrong_count", detail)
-        for i, tree in enumerate(found):
-            check_tensors(self._data.name, f"{field}[{i}]", tree, "data")
-            shape, expected = spec_text(spec_of(tree)), spec_text(spec_of(like))
-            if shape != expected:
-                detail = f"returns {shape} as {field}[{i}] of step {step}, but {self._model.name} returns {expected}."
-                self._data.refuse("wrong_shape", detail)

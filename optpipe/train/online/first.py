@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from time import perf_counter, sleep
 
 from optpipe.errors import MethodError, NoSolutionError, RunFailedError, TrainingError
 from optpipe.problem import Objective, Problem
-from optpipe.profile.measured import Measured
+from optpipe.profile.measured import Measured, without_margin
 from optpipe.profile.op_times import OnRound
 from optpipe.schedule import Schedule
 from optpipe.train.config import OnlineConfig, TrainingConfig
@@ -116,7 +117,7 @@ def _from_rank_0(
     try:
         if solver is None:
             raise TrainingError("a schedule is to be found, but no solver was given. Maybe use optpipe train --solve.")
-        schedule = _quick(problem, config.memory_bytes, message_bytes, solver)
+        schedule = _quick(problem, config, message_bytes, solver)
         if config.mode == "first":
             schedule = _searched(config, problem, schedule, launch, solver, interrupted)
     except BaseException as error:
@@ -127,13 +128,14 @@ def _from_rank_0(
     return schedule
 
 
-def _quick(problem: Problem, memory_bytes: int | None, message_bytes: int, solver: Solver) -> Schedule:
+def _quick(problem: Problem, config: OnlineConfig, message_bytes: int, solver: Solver) -> Schedule:
     """Raises NoSolutionError that speaks of the memory that the user gave, not of what it leaves for activations."""
     try:
         return solver.quick(problem)
     except MethodError as error:
-        if memory_bytes is None:
+        if config.memory_bytes is None:
             raise
+        memory_bytes = without_margin(config.memory_bytes, config.memory_margin)
         budgets = [device.memory_bytes for device in problem.devices]
         least = [
             need + memory_bytes - budget + MESSAGES * message_bytes
@@ -141,8 +143,9 @@ def _quick(problem: Problem, memory_bytes: int | None, message_bytes: int, solve
             if budget is not None
         ]
         raise NoSolutionError(
-            f"memory is {memory_bytes:,} bytes a device, which leaves {budgets} for activations: too few for one "
-            f"microbatch at a time. Maybe {max(least):,} bytes, or more devices, or smaller microbatches."
+            f"memory is {config.memory_bytes:,} bytes a device, which leaves {budgets} for activations: too few for "
+            f"one microbatch at a time. Maybe {math.ceil(max(least) / (1 - config.memory_margin)):,} bytes, or more "
+            "devices, or smaller microbatches."
         ) from error
 
 

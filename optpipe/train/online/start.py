@@ -13,7 +13,7 @@ from optpipe.problem import Objective, Problem
 from optpipe.profile.chain import chain_of
 from optpipe.profile.measured import Measured, measure
 from optpipe.profile.op_times import OnRound
-from optpipe.profile.subject import Subject
+from optpipe.profile.subject import Subject, sampled
 from optpipe.schedule import Schedule
 from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
@@ -25,19 +25,22 @@ class Setting:
     """Where a schedule has to fit: everything about a problem but what ops cost.
 
     `limits_bytes` are what a device may hold of activations, workspaces and messages; None: what `memory_bytes`
-    leaves, or no limit. A budget of the problem counts no messages, so it is less by `reserved_bytes`.
+    leaves, its share `memory_margin` free, or no limit. A budget of the problem counts no messages, so it is less
+    by `reserved_bytes`.
     """
 
     placement: Sequence[int]
     microbatches: int
     objective: Objective = "makespan"
     memory_bytes: int | None = None
+    memory_margin: float = 0.0
     limits_bytes: Sequence[int] | None = None
     reserved_bytes: Sequence[int] = ()
 
     def problem(self, measured: Measured) -> Problem:
         """The scheduling problem. Raises InputError where weights alone take more than the memory."""
-        data = measured.problem(self.microbatches, self.memory_bytes).to_data() | {"objective": self.objective}
+        problem = measured.problem(self.microbatches, self.memory_bytes, self.memory_margin)
+        data = problem.to_data() | {"objective": self.objective}
         if self.limits_bytes is not None:
             data["devices"] = [{"memory_bytes": limit} for limit in self.limits_bytes]
         for device, reserved in zip(data["devices"], self.reserved_bytes, strict=False):
@@ -73,7 +76,7 @@ def setting_of(config: OnlineConfig, schedule: Schedule | None, objective: Objec
     else:
         placement = tuple(stage.device for stage in schedule.problem.stages)
         microbatches = schedule.problem.microbatches
-    return Setting(placement, microbatches, objective, config.memory_bytes)
+    return Setting(placement, microbatches, objective, config.memory_bytes, config.memory_margin)
 
 
 def within_what_is_taken(setting: Setting, schedule: Schedule, measured: Measured) -> Setting:
@@ -96,8 +99,8 @@ def measure_before(
     fit one another, and what `on_round` raises.
     """
     begin = perf_counter()
-    inputs, targets = task.batch(0)
-    subject = Subject(task.name, task.build_stages(), inputs[0], targets[0], task.loss)
+    batch = list(zip(*task.batch(0), strict=True))
+    subject = sampled(Subject(task.name, task.build_stages(), *batch[0], task.loss), batch)
     mine = {s for s, device in enumerate(setting.placement) if device in launch.own_devices}
     chain = chain_of(subject, launch.hardware, setting.microbatches, mine, config.model.torch_autocast)
     measured = measure(

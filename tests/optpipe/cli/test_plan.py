@@ -62,3 +62,13 @@ def test_nothing_fits(cli: Cli, layers: Path) -> None:
     run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1KB", "--time-limit", "1")
     assert run.code == 4
     assert "linear, even cut, microbatch 1: parameters alone take 4,000 of 1,000 bytes on device 0" in run.err
+
+
+def test_a_margin_needs_a_memory(cli: Cli, layers: Path) -> None:
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory-margin", "10%", "--time-limit", "1")
+    assert run.code == 2
+    assert "--memory-margin has no meaning here: neither --memory nor the profile says" in run.err
+    memory = ("--memory", "1KB", "--memory-margin", "50%")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", *memory, "--time-limit", "1")
+    assert run.code == 4
+    assert "parameters alone take 4,000 of 500 bytes on device 0" in run.err

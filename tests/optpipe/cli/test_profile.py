@@ -148,3 +148,32 @@ def test_two_processes_measure_a_stage_each(run_ranks: RunRanks, tmp_path: Path)
     assert "transfers: gloo between processes" in problem.source
     assert problem.transfer_us[0] > 0  # type: ignore[index, operator]
     assert problem.stages[0].activation_bytes > problem.stages[1].activation_bytes > 0, "two layers of three, and one"
+
+
+def test_a_check_whose_peaks_differ_ends_with_exit_code_1(cli: Cli, tmp_path: Path) -> None:
+    options = ("--devices", 2, "--microbatches", 4, "--rounds", 2, "--check")
+    run = cli("profile", "--model", "tests.optpipe.train.odd_stages:growing", *options, "-o", tmp_path / "problem.json")
+    assert run.code == 1
+    assert re.search(
+        r"error: memory is not as predicted: device 1 held [\d,]+ bytes at its peak, but [\d,]+ are", run.err
+    )
+    assert "device 1: peak" in run.out
+
+
+def test_data_shows_the_spread_and_a_margin_leaves_room(cli: Cli, tmp_path: Path) -> None:
+    out, stages = tmp_path / "problem.json", "tests.optpipe.train.odd_stages"
+    options = ("--devices", 2, "--rounds", 1, "--memory", "100KB", "--check", "-o", out)
+    data = ("--model", f"{stages}:experts", "--data", f"{stages}:many")
+    run = cli("profile", *data, *options)
+    assert run.code == 0
+    assert "stage 1: bytes depend on the data, over 2 microbatches: activation" in run.out
+    whole = Problem.load(out)
+    assert cli("profile", *data, *options, "--memory-margin", "10%").code == 0
+    for a, b in zip(whole.devices, Problem.load(out).devices, strict=True):
+        assert (a.memory_bytes or 0) - (b.memory_bytes or 0) == 10_000
+
+
+def test_a_margin_of_nothing_is_refused(cli: Cli, tmp_path: Path) -> None:
+    run = cli("profile", *QUICK, "--devices", 2, "--memory-margin", "10%", "-o", tmp_path / "problem.json")
+    assert run.code == 2
+    assert "--memory-margin has no meaning here: --memory is not given" in run.err

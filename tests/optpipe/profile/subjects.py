@@ -40,3 +40,34 @@ class Masked(nn.Module):
     def forward(self, message: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, mask = message
         return self.linear(x) * mask, mask
+
+
+class Experts(nn.Module):
+    """Rows whose first entry is positive go to a wide expert, the others to a narrow one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        output = torch.zeros_like(x)
+        output[chosen] = self.wide(x[chosen])
+        output[~chosen] = self.narrow(x[~chosen])
+        return output
+
+
+def experts(wide_rows: Sequence[int] = (2, 6)) -> Subject:
+    """A stage that keeps the sign, then experts. A microbatch for each number of rows that the wide expert gets."""
+    torch.manual_seed(0)
+    keeps = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        keeps.weight.copy_(torch.eye(WIDTH))
+        keeps.bias.zero_()
+    batch = []
+    for rows in wide_rows:
+        inputs = torch.randn(ROWS, WIDTH)
+        inputs[:, 0] = torch.where(torch.arange(ROWS) < rows, 1.0, -1.0)
+        batch.append((inputs, torch.randn(ROWS, WIDTH)))
+    return Subject("experts", [keeps, Experts()], *batch[0], nn.functional.mse_loss, batch[1:])

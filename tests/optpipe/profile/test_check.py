@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from optpipe.compile import compile_schedule
 from optpipe.profile.check import STEPS, check_prediction, serial_us
+from optpipe.profile.measured import Measured
 from solver.portfolio import solve
-from tests.optpipe.profile.subjects import CPU, measured, perceptron
+from tests.optpipe.profile.subjects import CPU, experts, measured, perceptron
 
 MICROBATCHES = 4
 
@@ -47,3 +49,43 @@ def test_the_schedule_really_runs(clock: str, monkeypatch: pytest.MonkeyPatch) -
     for device in check.trace.devices:
         assert all(a.end_us <= b.end_us for a, b in pairwise(device.actions))
     assert all(parameter.grad is not None for stage in chain.stages.values() for parameter in stage.module.parameters())
+
+
+def smaller(found: Measured, stage: int) -> Measured:
+    """The same figures with the activation of one stage taken for half of what it is."""
+    figures = found.stages[stage]
+    sizes = replace(figures.sizes, activation_bytes=figures.sizes.activation_bytes // 2, offload_bytes=0)
+    stages = [*found.stages[:stage], replace(figures, sizes=sizes), *found.stages[stage + 1 :]]
+    return replace(found, stages=stages)
+
+
+def test_a_peak_above_the_prediction_is_named_with_device_and_bytes() -> None:
+    found, chain = measured(perceptron((16, 32, 16)), [0, 1])
+    problem = smaller(found, 0).problem(MICROBATCHES, 10**6)
+    schedule = solve(problem, "1f1b")
+    check = check_prediction(found, chain, schedule, CPU)
+    [failure] = check.failures
+    peak, predicted = check.comparison.devices[0].peak_bytes, check.comparison.devices[0].expected_peak_bytes
+    assert failure.startswith(f"device 0 held {peak:,} bytes at its peak, but {predicted:,} are planned and its budget")
+    assert check_prediction(found, chain, schedule, CPU, margin=0.6).failures == []
+
+
+def test_a_peak_below_the_prediction_differs_too() -> None:
+    found, chain = measured(perceptron((16, 32, 16)), [0, 1])
+    schedule = solve(found.problem(MICROBATCHES), "1f1b")
+    figures = found.stages[0]
+    larger = replace(figures.sizes, activation_bytes=2 * figures.sizes.activation_bytes)
+    problem = replace(found, stages=[replace(figures, sizes=larger), found.stages[1]]).problem(MICROBATCHES)
+    assert check_prediction(found, chain, schedule, CPU).failures == []
+    [failure] = check_prediction(found, chain, solve(problem, "1f1b"), CPU).failures
+    assert "device 0 held" in failure
+    assert "were predicted" in failure
+
+
+def test_stages_whose_sizes_depend_on_the_data_may_stay_below() -> None:
+    found, chain = measured(experts([2, 6]), [0, 1])
+    check = check_prediction(found, chain, solve(found.problem(MICROBATCHES), "1f1b"), CPU)
+    assert check.failures == []
+    few, _ = measured(experts([2]), [0, 1])
+    [failure] = check_prediction(few, chain, solve(few.problem(MICROBATCHES), "1f1b"), CPU).failures
+    assert "device 1 held" in failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
 from optpipe.runtime.stage_sizes import StageSizes, measure_stage
 from optpipe.verify import verify
 from solver.portfolio import solve
-from tests.optpipe.profile.subjects import CPU, ROWS, WIDTH, measured, perceptron
+from tests.optpipe.profile.subjects import CPU, ROWS, WIDTH, experts, measured, perceptron
 
 BYTES = 4 * ROWS * WIDTH
 """Of one activation."""
@@ -156,3 +156,36 @@ def test_only_boundaries_between_devices_are_measured() -> None:
     found = measure_transfers([0, 1, 1], chain.messages, torch.device("cpu"))
     assert found.way == "mailbox copies within one process"
     assert [one is None for one in found.spreads] == [False, True]
+
+
+def test_a_stage_is_measured_with_what_the_stage_before_really_sends() -> None:
+    """Random rows would spread over the experts; these all go to the wide one."""
+    found, chain = measured(experts([ROWS]), [0, 1])
+    all_wide = chain.stages[1].module.wide[0].out_features * ROWS * 4
+    assert found.stages[1].sizes.activation_bytes > 2 * all_wide, "the inputs of GELU and of the layer after it"
+    assert torch.equal(chain.received(1, CPU), chain.inputs)
+    assert found.varying == []
+
+
+def test_of_sizes_that_depend_on_the_data_the_largest_counts_and_the_spread_is_kept() -> None:
+    few, many, both = (measured(experts(rows), [0, 1])[0] for rows in ([2], [6], [2, 6]))
+    assert few.stages[1].sizes.activation_bytes < many.stages[1].sizes.activation_bytes
+    assert both.stages[1].sizes == many.stages[1].sizes
+    assert both.stages[1].smallest is not None
+    assert both.stages[1].smallest.activation_bytes == few.stages[1].sizes.activation_bytes
+    assert (both.stages[1].samples, both.varying) == (2, [1])
+    assert "sizes of stages [1] depend on the data" in both.source
+    again = StageFigures.from_data(asdict(both.stages[1]))
+    assert again == both.stages[1]
+
+
+def test_other_messages_for_another_microbatch_are_refused() -> None:
+    class Shrinking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x[:, 0] > 0]
+
+    subject = experts()
+    with pytest.raises(
+        InputError, match=r"stages\[0\] returns float32\[2, 16\] for one microbatch but float32\[6, 16\]"
+    ):
+        measured(replace(subject, stages=[Shrinking(), *subject.stages[1:]]), [0, 1])

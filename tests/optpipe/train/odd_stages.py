@@ -44,6 +44,18 @@ class Counting(nn.Linear):
         return self.calls * super().forward(x)
 
 
+class Growing(nn.Linear):
+    """Takes more memory from its thirteenth call on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x.exp().log() if self.calls > 12 else x)
+
+
 class Hoarding(nn.Linear):
     """Keeps what it has computed."""
 
@@ -59,6 +71,11 @@ class Hoarding(nn.Linear):
 def counting() -> Built:
     """The last stage has a gradient that no plain step has."""
     return _built([nn.Linear(WIDTH, WIDTH), Counting()])
+
+
+def growing() -> Built:
+    """The last stage takes more than was measured."""
+    return _built([nn.Linear(WIDTH, WIDTH), Growing()])
 
 
 def hoarding() -> Built:
@@ -131,3 +148,47 @@ def _block(layer: nn.Module) -> nn.Sequential:
 
 def _built(stages: list[nn.Module], loss: nn.Module | None = None) -> Built:
     return stages, torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), loss or nn.MSELoss()
+
+
+class Experts(nn.Module):
+    """Rows whose first entry is positive go to a wide expert, the others to a narrow one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        output = torch.zeros_like(x)
+        output[chosen] = self.wide(x[chosen])
+        output[~chosen] = self.narrow(x[~chosen])
+        return output
+
+
+def experts() -> Built:
+    """The last stage's memory depends on the data, whose sign the first keeps; two rows are positive."""
+    keeps = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        keeps.weight.copy_(torch.eye(WIDTH))
+        keeps.bias.zero_()
+    inputs, targets = _with_positive_rows(2)
+    return [keeps, Experts()], inputs, targets, nn.MSELoss()
+
+
+def more_and_more(step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Two microbatches a step; step by step more rows go to the wide expert."""
+    samples = [_with_positive_rows(min(2 + 2 * step, ROWS)) for _ in range(2)]
+    return [inputs for inputs, _ in samples], [targets for _, targets in samples]
+
+
+def many(_step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Two microbatches, in the second of which all rows go to the wide expert."""
+    samples = [_with_positive_rows(rows) for rows in (2, ROWS)]
+    return [inputs for inputs, _ in samples], [targets for _, targets in samples]
+
+
+def _with_positive_rows(rows: int) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rows))
+    inputs[:, 0] = torch.where(torch.arange(ROWS) < rows, 5.0, -5.0)
+    return inputs, inputs.sin()
