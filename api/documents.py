@@ -18,12 +18,10 @@ MOST_FAULTS = 20
 
 def read_document(model: type[D], body: bytes) -> D:
     """The document in a body. Raises ProblemError with everything that is wrong."""
-    data = None
     try:
-        data = parse_json(body)
-        return _checked(model, data)
+        return _checked(model, parse_json(body))
     except InputError as error:
-        raise problem_of_input(error, data) from None
+        raise problem_of_input(error) from None
 
 
 def _checked(model: type[D], data: Any) -> D:

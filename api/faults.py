@@ -3,14 +3,12 @@ framework, so that the processes that work beside the server use it too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from math import ceil
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.pointers import json_pointer
 from optpipe.errors import InputError
 
 UNREADABLE = frozenset(
@@ -57,11 +55,13 @@ def passing(status: HTTPStatus, code: str, detail: str, retry_after_s: float) ->
     return problem(status, code, detail, headers={"Retry-After": str(max(1, ceil(retry_after_s)))})
 
 
-def problem_of_input(error: InputError, body: Any = None) -> ProblemError:
-    """What is wrong with a document; `body` is what was parsed, if it could be."""
-    unreadable = any(issue.code in UNREADABLE and not issue.pointer for issue in error.issues)
+def problem_of_input(error: InputError) -> ProblemError:
+    """The answer to a document that is wrong."""
+    unreadable = any(issue.code in UNREADABLE and not issue.loc for issue in error.issues)
     status = HTTPStatus.BAD_REQUEST if unreadable else HTTPStatus.UNPROCESSABLE_ENTITY
-    faults = [
-        Fault(pointer=json_pointer(issue.pointer, body), code=issue.code, detail=issue.detail) for issue in error.issues
-    ]
+    faults = [Fault(pointer=_json_pointer(issue.loc), code=issue.code, detail=issue.detail) for issue in error.issues]
     return ProblemError(status, faults)
+
+
+def _json_pointer(loc: Iterable[str | int]) -> str:
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in loc)

@@ -79,7 +79,7 @@ class Settings(BaseSettings):
         except ValidationError as error:
             # The values stay out of the message: one of them may be a password.
             issues = [
-                Issue(".".join(map(str, entry["loc"])), "bad_setting", _sentence(entry["msg"]))
+                Issue(entry["loc"], "bad_setting", _sentence(entry["msg"]))
                 for entry in error.errors(include_input=False, include_url=False)
             ]
             raise InputError(issues, "settings") from None

@@ -188,18 +188,18 @@ def _issues(model: type[BaseModel], error: ValidationError, source: str) -> list
 
 
 def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
-    pointer = _pointer(error["loc"])
+    loc = _untagged(error["loc"])
     kind = error["type"]
     if kind == "extra_forbidden":
-        return Issue(pointer, "unknown_field", "is not a field." + _did_you_mean(model, error["loc"]))
+        return Issue(loc, "unknown_field", "is not a field." + _did_you_mean(model, loc))
     if kind == "missing":
-        return Issue(pointer, "missing", "is missing.")
+        return Issue(loc, "missing", "is missing.")
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind.startswith("optpipe."):
-        return Issue(pointer, kind.removeprefix("optpipe."), message + ".")
+        return Issue(loc, kind.removeprefix("optpipe."), message + ".")
     message = message[0].lower() + re.sub(" or instance of .*", "", message[1:])  # which only Python knows
-    subject = "" if pointer or source else "the document "
-    return Issue(pointer, kind, f"{subject}is {shown(error['input'])}: {message}.")
+    subject = "" if loc or source else "the document "
+    return Issue(loc, kind, f"{subject}is {shown(error['input'])}: {message}.")
 
 
 def shown(value: Any) -> str:
@@ -208,23 +208,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _pointer(loc: tuple[int | str, ...]) -> str:
-    """A path such as ``stages[3].offload.bytes``, without the tags that pydantic adds for unions."""
-    path = ""
-    for part in _untagged(loc):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}" if path else part
-    return path
-
-
-def _untagged(loc: tuple[int | str, ...]) -> Iterator[int | str]:
-    return (part for part in loc if isinstance(part, int) or not part.startswith(UNION_TAG))
+def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The path of a field, without the tags that pydantic adds for unions."""
+    return tuple(part for part in loc if isinstance(part, int) or not part.startswith(UNION_TAG))
 
 
 def _did_you_mean(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    *above, name = _untagged(loc)
+    *above, name = loc
     close = get_close_matches(str(name), _fields_at(model, tuple(above)), n=1)
     return f" Maybe you meant {close[0]}." if close else ""
 

@@ -21,7 +21,7 @@ Messages name the field, the value and the limit, and end with "Maybe ..." where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MOST_NAMES = 12
@@ -32,17 +32,29 @@ class OptPipeError(Exception):
     """Base of all errors raised on purpose."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Issue:
-    """One thing wrong with a document.
+    """One thing wrong with a document or an option.
 
-    `pointer` is a path such as ``stages[3].offload.bytes`` (empty: the document as a whole), `code` a stable
-    short name, `detail` a sentence that names value and limit.
+    `loc` is the path of a field such as ``("stages", 3, "offload", "bytes")``, empty for the document as a whole, and
+    may be given as the name of an option or field at the top. `code` is a stable short name, `detail` a sentence that
+    names value and limit.
     """
 
-    pointer: str
+    loc: tuple[str | int, ...]
     code: str
     detail: str
+
+    def __init__(self, loc: str | Iterable[str | int], code: str, detail: str) -> None:
+        names = (loc,) if isinstance(loc, str) else loc
+        # Frozen classes let nobody else set a field.
+        self.__dict__.update(loc=tuple(names) if loc else (), code=code, detail=detail)
+
+    @property
+    def pointer(self) -> str:
+        """The path as people read it, such as ``stages[3].offload.bytes``."""
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.loc)
+        return "".join(parts).removeprefix(".")
 
     def __str__(self) -> str:
         return f"{self.pointer} {self.detail}" if self.pointer else self.detail

@@ -83,7 +83,7 @@ def _kind_and_text(error: Failure) -> tuple[str, str]:
 
 def _particulars(error: Failure) -> dict[str, Any]:
     if isinstance(error, InputError):
-        return {"issues": [vars(issue) for issue in error.issues]}
+        return {"issues": [{"pointer": i.pointer, "code": i.code, "detail": i.detail} for i in error.issues]}
     return {"budgets_bytes": error.budgets_bytes} if isinstance(error, InfeasibleError) else {}
 
 

@@ -54,7 +54,7 @@ def _empty_devices(schedule: Schedule) -> Iterator[Issue]:
     for d, stages in enumerate(schedule.problem.stages_of):
         if not stages:
             detail = "has no stage, but torch's runtime needs one on every rank. Maybe leave the device out and solve"
-            yield Issue(f"problem.devices[{d}]", "no_stage", f"{detail} again.")
+            yield Issue(("problem", "devices", d), "no_stage", f"{detail} again.")
 
 
 def _offloads(schedule: Schedule) -> Iterator[Issue]:
@@ -63,7 +63,7 @@ def _offloads(schedule: Schedule) -> Iterator[Issue]:
         if len(device.offload):
             budget = schedule.problem.devices[d].memory_bytes
             yield Issue(
-                f"devices[{d}].offload",
+                ("devices", d, "offload"),
                 "offload",
                 f"has {len(device.offload)} ops, but torch's runtime has none for offload. Maybe drop them "
                 f"(--drop-offload) if the device has {_peak_bytes(schedule, device)} bytes (budget: "

@@ -50,7 +50,7 @@ def _check_comparable(schedules: Sequence[Labelled]) -> None:
                 f"({other_label}) answers the problem {other.problem.name!r}, but {label} answers "
                 f"{first.problem.name!r}. Maybe one was solved before the problem was changed."
             )
-            raise InputError([Issue(f"schedules[{place}]", "other_problem", detail)])
+            raise InputError([Issue(("schedules", place), "other_problem", detail)])
 
 
 def comparison_panel(schedules: Sequence[Labelled]) -> Panel:

@@ -357,7 +357,7 @@ class TrainingConfig(Group):
         """Those of the groups. A schedule is given or sought; its stages get layers; the run has the step to record."""
         for table in filter(None, GROUPS):
             for issue in getattr(self, table).conflicts():
-                yield Issue(f"{table}.{issue.pointer}", issue.code, issue.detail)
+                yield Issue((table, *issue.loc), issue.code, issue.detail)
         if self.schedule is not None:
             stages = len(self.schedule.problem.stages)
         elif not self.online.on:
@@ -365,7 +365,7 @@ class TrainingConfig(Group):
             yield Issue("schedule", "missing", detail)
             return
         elif self.online.devices is None:
-            yield Issue("online.devices", "missing", "is missing, and no schedule says how many. Maybe 4.")
+            yield Issue(("online", "devices"), "missing", "is missing, and no schedule says how many. Maybe 4.")
             return
         else:
             try:
@@ -379,10 +379,10 @@ class TrainingConfig(Group):
                 f"is {layers} but the schedule has {stages} stages, and each needs a layer. "
                 f"Maybe leave layers out, or solve for at most {layers} stages."
             )
-            yield Issue("model.layers", "too_few", detail)
+            yield Issue(("model", "layers"), "too_few", detail)
         if trace_step is not None and trace_step >= self.steps:
             detail = f"is {trace_step} but must be from 0 to {self.steps - 1}: the run has {self.steps} steps."
-            yield Issue("output.trace_step", "out_of_range", detail)
+            yield Issue(("output", "trace_step"), "out_of_range", detail)
 
 
 GROUPS: Mapping[str, type[Group]] = {
@@ -515,13 +515,13 @@ def _issues(group: type[Group], error: ValidationError) -> list[Issue]:
 
 def _issue(group: type[Group], error: ErrorDetails) -> Issue:
     # Where arguments have no name, pydantic counts them.
-    *above, field = [part if isinstance(part, str) else list(group.__pydantic_fields__)[part] for part in error["loc"]]
-    pointer, home = ".".join((*above, field)), GROUPS[above[0]] if above else group
+    loc = [part if isinstance(part, str) else list(group.__pydantic_fields__)[part] for part in error["loc"]]
+    home, field = GROUPS[loc[0]] if len(loc) > 1 else group, loc[-1]
     if error["type"] == "unexpected_keyword_argument":
-        return Issue(pointer, "unknown_field", "is not a setting." + _did_you_mean(home, field))
+        return Issue(loc, "unknown_field", "is not a setting." + _did_you_mean(home, field))
     if error["type"] == "dataclass_type":
         maybe = f" Maybe {field}.name is meant." if f"{field}.name" in SETTINGS else ""
-        return Issue(pointer, "no_table", f"is {shown(error['input'])} but must be a table.{maybe}")
+        return Issue(loc, "no_table", f"is {shown(error['input'])} but must be a table.{maybe}")
     value, info = error["input"], home.__pydantic_fields__[field]
     kind, choices = _kind(info)
     limits = {name: getattr(m, name) for m in info.metadata for name in ("ge", "gt", "le") if hasattr(m, name)}
@@ -530,7 +530,7 @@ def _issue(group: type[Group], error: ErrorDetails) -> Issue:
         case "literal_error":
             code, must = "unknown", f"one of {', '.join(choices)}"
         case "finite_number":
-            return Issue(pointer, "not_finite", f"is {value} but must be finite.")
+            return Issue(loc, "not_finite", f"is {value} but must be finite.")
         case "greater_than":
             must = f"above {limits['gt']:g}"
         case "greater_than_equal" if unlimited:
@@ -541,7 +541,7 @@ def _issue(group: type[Group], error: ErrorDetails) -> Issue:
             must = f"from {limits['ge']} to {limits['le']}" if "ge" in limits else f"at most {limits['le']}"
         case _:
             code, must = "wrong_type", KINDS.get(kind, "a Schedule")
-    return Issue(pointer, code, f"is {shown(value)} but must be {must}.")
+    return Issue(loc, code, f"is {shown(value)} but must be {must}.")
 
 
 def _did_you_mean(group: type[Group], key: str) -> str:

@@ -91,7 +91,7 @@ class OwnStages:
                 f"is {self._model.name}, which returns {found} stage(s), but the schedule has {stages}. Maybe profile "
                 "and solve for this model, or return as many stages."
             )
-            raise InputError([Issue("model.name", "wrong_count", detail)])
+            raise InputError([Issue(("model", "name"), "wrong_count", detail)])
 
     def _look_at_data(self) -> None:
         """Before a step is run: whether batches fit, or that there are none."""

@@ -72,6 +72,8 @@ def test_bad_bodies(client: Client, route: str, name: str) -> None:
         ({"config": {"method": "best"}}, "/config/method", "unknown_method"),
         ({"config": {"metod": "auto"}}, "/config/metod", "unknown_field"),
         ({"a/b~c": 1}, "/a~1b~0c", "unknown_field"),
+        ({"config": {"a.b[0]": 1}}, "/config/a.b[0]", "unknown_field"),
+        ({"config": {"": 1}}, "/config/", "unknown_field"),
     ],
 )
 def test_faults_have_their_place(client: Client, change: dict[str, Any], pointer: str, code: str) -> None:

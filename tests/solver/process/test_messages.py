@@ -51,7 +51,7 @@ def test_a_request() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        InputError([Issue("stages[3]", "negative", "is -1.")], "problem.json"),
+        InputError([Issue(("stages", 3), "negative", "is -1.")], "problem.json"),
         DeadlockError(["F0.0", "B0.0"], 7),
         MethodError("needs 5 bytes. Maybe use another."),
         InfeasibleError("proved.", [4, None]),
