@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Asynchronous tests and fixtures run in asyncio, as the service does."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def run_ranks() -> Iterator[RunRanks]:
     """Runs the ranks of a training without torchrun, and sooner; see `tests.ranks`."""
     with ranks() as run:

@@ -2,18 +2,18 @@
 
 database_url   its address
 settings       settings of a service on it
+store          what such a service keeps there
 """
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -112,14 +112,11 @@ def settings(database_url: str) -> Settings:
     return Settings.load(database_url=database_url, heartbeat_s=1.0)
 
 
-def with_store(settings: Settings, scenario: Callable[[Store], Awaitable[None]]) -> None:
-    """Run a scenario on an open store."""
-
-    async def run() -> None:
-        async with Store(settings) as store:
-            await scenario(store)
-
-    asyncio.run(run())
+@pytest.fixture
+async def store(settings: Settings) -> AsyncIterator[Store]:
+    """An open store of that database, in the event loop of the test."""
+    async with Store(settings) as store:
+        yield store
 
 
 def _run(url: str, statement: str) -> None:

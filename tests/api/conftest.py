@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.postgresql import database_url, postgresql, settings
+from tests.postgresql import database_url, postgresql, settings, store
 
-__all__ = ["database_url", "postgresql", "settings"]
+__all__ = ["database_url", "postgresql", "settings", "store"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.api.services import client, idle, idle_settings, idle_url, service_settings, service_url
-from tests.postgresql import database_url, postgresql, settings
+from tests.postgresql import database_url, postgresql, settings, store
 
 __all__ = [
     "client",
@@ -17,6 +17,7 @@ __all__ = [
     "service_settings",
     "service_url",
     "settings",
+    "store",
 ]
 
 

@@ -18,7 +18,7 @@ from api.jobs.embedded import embedded_postgresql
 from api.jobs.migrate import migrate
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.postgresql import server_folder, with_store
+from tests.postgresql import server_folder
 from tests.promises.scripted import submitted, until, workers_on
 
 GONE_S = 10.0
@@ -49,13 +49,12 @@ def database() -> Iterator[Database]:
         database.stop()
 
 
-def test_all_go_on(database: Database, tmp_path: Path) -> None:
+async def test_all_go_on(database: Database, tmp_path: Path) -> None:
     migrate(database.url)
     settings = Settings.load(database_url=database.url, solves=2)
     meanwhile, afterwards = tmp_path / "meanwhile", tmp_path / "afterwards"
     with workers_on(settings) as workers:
-
-        async def scenario(store: Store) -> None:
+        async with Store(settings) as store:
             for _ in range(2):
                 workers.start()
             end_meanwhile = [await submitted(store, "meanwhile", 600, file=meanwhile) for _ in range(2)]
@@ -78,8 +77,6 @@ def test_all_go_on(database: Database, tmp_path: Path) -> None:
             afterwards.touch()
             for job_id in end_afterwards:
                 await _succeeded_at_once(store, job_id)
-
-        with_store(settings, scenario)
 
 
 async def _succeeded_at_once(store: Store, job_id: UUID) -> None:

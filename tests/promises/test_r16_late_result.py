@@ -8,15 +8,13 @@ import signal
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.postgresql import with_store
 from tests.promises.scripted import CONTINUED, submitted, until, workers_on
 
 
-def test_it_is_refused(settings: Settings) -> None:
+async def test_it_is_refused(settings: Settings) -> None:
     settings = settings.model_copy(update={"solves": 1})
     with workers_on(settings) as workers:
-
-        async def scenario(store: Store) -> None:
+        async with Store(settings) as store:
             late = workers.start()
             assert late.pid is not None
             job_id = await submitted(store, "late", seconds=60)
@@ -37,5 +35,3 @@ def test_it_is_refused(settings: Settings) -> None:
             assert (await store.best_schedule(job_id)).text == text
             assert (await store.events(job_id))[-1].method == CONTINUED
             assert late.is_alive()
-
-        with_store(settings, scenario)

@@ -6,15 +6,13 @@ import time
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.postgresql import with_store
 from tests.promises.scripted import CONTINUED, FIRST, lateness, submitted, until, workers_on
 
 
-def test_the_job_goes_on_elsewhere(settings: Settings) -> None:
+async def test_the_job_goes_on_elsewhere(settings: Settings) -> None:
     settings = settings.model_copy(update={"solves": 1})
     with workers_on(settings) as workers:
-
-        async def scenario(store: Store) -> None:
+        async with Store(settings) as store:
             first = workers.start()
             job_id = await submitted(store, "long", seconds=60)
             before = await until(store, job_id, lambda job: job.value_us is not None)
@@ -31,5 +29,3 @@ def test_the_job_goes_on_elsewhere(settings: Settings) -> None:
             told = await store.events(job_id)
             assert [event.method for event in told if event.kind == "incumbent"] == [FIRST]
             assert told[-1].method == CONTINUED
-
-        with_store(settings, scenario)

@@ -15,7 +15,6 @@ from api.jobs.leases import MOST_LOST
 from api.jobs.records import TERMINAL, Event
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.postgresql import with_store
 from tests.promises.scripted import Workers, submitted, workers_on
 
 LONGEST_S = 600.0
@@ -28,29 +27,27 @@ LONGEST_S = 600.0
         pytest.param(500, 1.0, 4, 1.5, id="full", marks=pytest.mark.chaos),
     ],
 )
-def test_killed_at_random(settings: Settings, jobs: int, each_s: float, number: int, every_s: float) -> None:
+async def test_killed_at_random(
+    store: Store, settings: Settings, jobs: int, each_s: float, number: int, every_s: float
+) -> None:
     """`number` workers solve jobs that take `each_s`; one of them is killed every `every_s` and replaced."""
     with workers_on(settings) as workers:
-
-        async def scenario(store: Store) -> None:
-            for _ in range(number):
-                workers.start()
-            began_s = time.monotonic()
-            submitting = asyncio.create_task(_submit(store, jobs, each_s))
-            async with asyncio.timeout(LONGEST_S):
-                kills = await _kill_until_ended(store, workers, every_s, jobs)
-            ids = await submitting
-            histories = [await store.events(job_id) for job_id in ids]
-            for history in histories:
-                _judge(history)
-            counts = await store.counts()
-            lost = counts.totals[totals.LOST, ""]
-            print(f"{jobs} jobs, {number} workers, {kills} kills, {time.monotonic() - began_s:.0f} s: ", end="")
-            print(f"{lost:g} attempts lost, {sum(history[-1].attempt > 1 for history in histories)} jobs ran again")
-            print({status: count for status, count in counts.jobs.items() if count})
-            assert lost > 0
-
-        with_store(settings, scenario)
+        for _ in range(number):
+            workers.start()
+        began_s = time.monotonic()
+        submitting = asyncio.create_task(_submit(store, jobs, each_s))
+        async with asyncio.timeout(LONGEST_S):
+            kills = await _kill_until_ended(store, workers, every_s, jobs)
+        ids = await submitting
+        histories = [await store.events(job_id) for job_id in ids]
+        for history in histories:
+            _judge(history)
+        counts = await store.counts()
+        lost = counts.totals[totals.LOST, ""]
+        print(f"{jobs} jobs, {number} workers, {kills} kills, {time.monotonic() - began_s:.0f} s: ", end="")
+        print(f"{lost:g} attempts lost, {sum(history[-1].attempt > 1 for history in histories)} jobs ran again")
+        print({status: count for status, count in counts.jobs.items() if count})
+        assert lost > 0
 
 
 async def _submit(store: Store, jobs: int, each_s: float) -> list[UUID]:

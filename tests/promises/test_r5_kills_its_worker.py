@@ -6,15 +6,13 @@ import asyncio
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.postgresql import with_store
 from tests.promises.scripted import Workers, submitted, until, workers_on
 
 
-def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
+async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
     one_at_a_time = settings.model_copy(update={"solves": 1})
     with workers_on(one_at_a_time) as workers:
-
-        async def scenario(store: Store) -> None:
+        async with Store(one_at_a_time) as store:
             killer = await submitted(store, "kills", seconds=0.1)
             others = [await submitted(store, "peaceful", seconds=0.1) for _ in range(3)]
             workers.start()
@@ -27,8 +25,6 @@ def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
                 done = await until(store, other, lambda job: job.ended)
                 assert (done.status, done.attempt) == ("succeeded", 1)
             reviving.cancel()
-
-        with_store(one_at_a_time, scenario)
 
 
 async def _revive(workers: Workers) -> None:

@@ -15,7 +15,6 @@ from optpipe.problem import Problem
 from solver.finish import finish
 from solver.methods import METHODS, published_orders
 from solver.process import ChildResult
-from tests.postgresql import with_store
 from tests.problems import uniform
 from tests.promises.scripted import found, lateness, until
 
@@ -27,7 +26,7 @@ STEPS = 4
 """From the solver's thread to the loop, to the verifier's thread and back, and to the database."""
 
 
-def test_it_is_seen_at_once(settings: Settings) -> None:
+async def test_it_is_seen_at_once(store: Store, settings: Settings) -> None:
     found_at: dict[str, datetime] = {}
 
     def solve(task: Task, on_event: OnEvent) -> ChildResult:
@@ -40,29 +39,25 @@ def test_it_is_seen_at_once(settings: Settings) -> None:
         return ChildResult(finish(task.problem, orders, 0.0, method, limits.seconds), "feasible", "time")
 
     better = _each_better(PROBLEM)
-
-    async def scenario(store: Store) -> None:
-        worker = Worker(settings, solve)
-        working = asyncio.create_task(worker.run())
-        job_id = (await store.submit(PROBLEM, JobConfig())).job.id
-        await until(store, job_id, lambda job: job.status == "running")
-        silences_s = []
-        async with lateness(store) as late:
-            while (await store.get(job_id)).status == "running":
-                silences_s.append((await store.counts()).silence_s)
-                await asyncio.sleep(0.05)
-        worker.stop()
-        await working
-        late_s = STEPS * late.worst_s
-        assert max(silences_s) < 1.0 + late_s
-        assert len(silences_s) > 10
-        incumbents = [event for event in await store.events(job_id) if event.kind == "incumbent"]
-        assert [event.method for event in incumbents] == better
-        for event in incumbents:
-            assert event.method is not None
-            assert (event.at - found_at[event.method]).total_seconds() < 1.0 + late_s
-
-    with_store(settings, scenario)
+    worker = Worker(settings, solve)
+    working = asyncio.create_task(worker.run())
+    job_id = (await store.submit(PROBLEM, JobConfig())).job.id
+    await until(store, job_id, lambda job: job.status == "running")
+    silences_s = []
+    async with lateness(store) as late:
+        while (await store.get(job_id)).status == "running":
+            silences_s.append((await store.counts()).silence_s)
+            await asyncio.sleep(0.05)
+    worker.stop()
+    await working
+    late_s = STEPS * late.worst_s
+    assert max(silences_s) < 1.0 + late_s
+    assert len(silences_s) > 10
+    incumbents = [event for event in await store.events(job_id) if event.kind == "incumbent"]
+    assert [event.method for event in incumbents] == better
+    for event in incumbents:
+        assert event.method is not None
+        assert (event.at - found_at[event.method]).total_seconds() < 1.0 + late_s
 
 
 def _each_better(problem: Problem) -> list[str]:

@@ -32,57 +32,44 @@ async def refused(pool: Pool, content: bytes) -> ProblemError:
     return caught.value
 
 
-def test_a_task_that_takes_too_long_is_ended_and_the_next_one_is_done() -> None:
-    async def use() -> None:
-        async with Pool(1, most_seconds=0.2) as pool:
-            error = await refused(pool, LARGE)
-            assert (error.status, error.faults[0].code) == (HTTPStatus.UNPROCESSABLE_ENTITY, "too_slow")
-            pool.most_seconds = 60
-            assert await compare(pool, SMALL) > 10
-
-    asyncio.run(use())
+async def test_a_task_that_takes_too_long_is_ended_and_the_next_one_is_done() -> None:
+    async with Pool(1, most_seconds=0.2) as pool:
+        error = await refused(pool, LARGE)
+        assert (error.status, error.faults[0].code) == (HTTPStatus.UNPROCESSABLE_ENTITY, "too_slow")
+        pool.most_seconds = 60
+        assert await compare(pool, SMALL) > 10
 
 
-def test_a_process_that_is_lost_is_replaced() -> None:
-    async def use() -> None:
-        async with Pool(1) as pool:
-            assert await compare(pool, SMALL) > 10
-            (process,) = pool._idle
-            os.kill(process.pid, signal.SIGKILL)
-            while process.alive:
-                await asyncio.sleep(0.01)
-            assert await compare(pool, SMALL) > 10
-            working = asyncio.create_task(refused(pool, LARGE))
-            while not pool._busy:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            (busy,) = pool._busy
-            os.kill(busy.pid, signal.SIGKILL)
-            error = await working
-            assert (error.status, error.faults[0].code) == (HTTPStatus.SERVICE_UNAVAILABLE, "died")
-            assert await compare(pool, SMALL) > 10
-
-    asyncio.run(use())
+async def test_a_process_that_is_lost_is_replaced() -> None:
+    async with Pool(1) as pool:
+        assert await compare(pool, SMALL) > 10
+        (process,) = pool._idle
+        os.kill(process.pid, signal.SIGKILL)
+        while process.alive:
+            await asyncio.sleep(0.01)
+        assert await compare(pool, SMALL) > 10
+        working = asyncio.create_task(refused(pool, LARGE))
+        while not pool._busy:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        (busy,) = pool._busy
+        os.kill(busy.pid, signal.SIGKILL)
+        error = await working
+        assert (error.status, error.faults[0].code) == (HTTPStatus.SERVICE_UNAVAILABLE, "died")
+        assert await compare(pool, SMALL) > 10
 
 
-def test_a_refusal_keeps_the_process() -> None:
-    async def use() -> None:
-        async with Pool(1) as pool:
-            assert (await refused(pool, b"[")).status == HTTPStatus.BAD_REQUEST
-            (process,) = pool._idle
-            assert await pool.run("check_submission", json.dumps(body()).encode(), None, caps=CAPS) == b""
-            assert pool._idle == [process]
-
-    asyncio.run(use())
+async def test_a_refusal_keeps_the_process() -> None:
+    async with Pool(1) as pool:
+        assert (await refused(pool, b"[")).status == HTTPStatus.BAD_REQUEST
+        (process,) = pool._idle
+        assert await pool.run("check_submission", json.dumps(body()).encode(), None, caps=CAPS) == b""
+        assert pool._idle == [process]
 
 
-def test_nothing_is_left_behind() -> None:
-    async def use() -> int:
-        async with Pool(2) as pool:
-            await compare(pool, SMALL)
-            (process,) = pool._idle
-            return process.pid
-
-    pid = asyncio.run(use())
+async def test_nothing_is_left_behind() -> None:
+    async with Pool(2) as pool:
+        await compare(pool, SMALL)
+        (process,) = pool._idle
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(process.pid, 0)

@@ -19,7 +19,6 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.api.jobs.stand_in import StandIn
-from tests.postgresql import with_store
 from tests.problems import uniform
 
 PROBLEM = uniform(2, 4, name="mine")
@@ -44,101 +43,84 @@ def _rows(settings: Settings, query: str) -> list[Any]:
         return [row[0] for row in connection.execute(query.encode()).fetchall()]
 
 
-def test_the_same_words_have_the_same_document(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(store: Store) -> None:
-        await _solved(store)
-        first = await _again(store)  # timed, verified and written
-        monkeypatch.setattr(solved, "finish", None)  # nothing is made any more
-        again = [await _again(store, name=f"again {k}", tags=["t"]) for k in range(3)]
-        texts = [await store.best_schedule(job.id) for job in (first, *again)]
-        assert len({text.text for text in texts}) == 1
-        schedule = Schedule.from_json(texts[0].text)
-        assert verify(schedule).ok
-        for job in again:
-            assert job == await store.get(job.id)
-            assert (job.status, job.reason, job.limit, job.revision) == ("succeeded", "feasible", "time", 1)
-            assert (job.value_us, job.bound_us) == (schedule.value_us, schedule.bound_us)
-            (event,) = await store.events(job.id)
-            assert (event.kind, event.status, event.value_us) == ("status", "succeeded", schedule.value_us)
-            assert (event.method, event.seconds) == (schedule.method, schedule.solve_seconds)
-
-    with_store(settings, scenario)
+async def test_the_same_words_have_the_same_document(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _solved(store)
+    first = await _again(store)  # timed, verified and written
+    monkeypatch.setattr(solved, "finish", None)  # nothing is made any more
+    again = [await _again(store, name=f"again {k}", tags=["t"]) for k in range(3)]
+    texts = [await store.best_schedule(job.id) for job in (first, *again)]
+    assert len({text.text for text in texts}) == 1
+    schedule = Schedule.from_json(texts[0].text)
+    assert verify(schedule).ok
+    for job in again:
+        assert job == await store.get(job.id)
+        assert (job.status, job.reason, job.limit, job.revision) == ("succeeded", "feasible", "time", 1)
+        assert (job.value_us, job.bound_us) == (schedule.value_us, schedule.bound_us)
+        (event,) = await store.events(job.id)
+        assert (event.kind, event.status, event.value_us) == ("status", "succeeded", schedule.value_us)
+        assert (event.method, event.seconds) == (schedule.method, schedule.solve_seconds)
     digests = _rows(settings, "SELECT DISTINCT document FROM schedules")
     texts = _rows(settings, "SELECT text FROM documents")
     assert sorted(digests) == sorted(hashlib.sha256(text.encode()).digest() for text in texts)
 
 
-def test_other_words_have_a_document_of_their_own(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await _solved(store)
-        for problem in (PROBLEM, RENAMED, PROBLEM):
-            job = await _again(store, problem)
-            schedule = Schedule.from_json((await store.best_schedule(job.id)).text)
-            assert (job.status, job.problem_name, schedule.problem) == ("succeeded", problem.name, problem)
-
-    with_store(settings, scenario)
+async def test_other_words_have_a_document_of_their_own(store: Store) -> None:
+    await _solved(store)
+    for problem in (PROBLEM, RENAMED, PROBLEM):
+        job = await _again(store, problem)
+        schedule = Schedule.from_json((await store.best_schedule(job.id)).text)
+        assert (job.status, job.problem_name, schedule.problem) == ("succeeded", problem.name, problem)
 
 
-def test_who_asks_for_more_is_not_put_off(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await _solved(store)
-        await _again(store)
-        more = await store.submit(PROBLEM, JobConfig(time_limit_s=2))
-        assert more.job.status == "queued"
-
-    with_store(settings, scenario)
+async def test_who_asks_for_more_is_not_put_off(store: Store) -> None:
+    await _solved(store)
+    await _again(store)
+    more = await store.submit(PROBLEM, JobConfig(time_limit_s=2))
+    assert more.job.status == "queued"
 
 
-def test_a_better_schedule_is_the_answer_from_then_on(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await _solved(store, "gpipe", time_limit_s=1)
-        before = await _again(store)
-        await _solved(store, "zb-h1", time_limit_s=2)
-        after = await _again(store)
-        assert after.value_us is not None
-        assert before.value_us is not None
-        assert after.value_us < before.value_us
-        methods = [Schedule.from_json((await store.best_schedule(job.id)).text).method for job in (before, after)]
-        assert methods == ["gpipe", "zb-h1"]
-
-    with_store(settings, scenario)
+async def test_a_better_schedule_is_the_answer_from_then_on(store: Store) -> None:
+    await _solved(store, "gpipe", time_limit_s=1)
+    before = await _again(store)
+    await _solved(store, "zb-h1", time_limit_s=2)
+    after = await _again(store)
+    assert after.value_us is not None
+    assert before.value_us is not None
+    assert after.value_us < before.value_us
+    methods = [Schedule.from_json((await store.best_schedule(job.id)).text).method for job in (before, after)]
+    assert methods == ["gpipe", "zb-h1"]
 
 
-def test_it_can_be_tried_again_from_its_schedule(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await _solved(store)
-        await _again(store)
-        job = await _again(store)
-        assert (await store.retry(job.id)).status == "queued"
-        assert (await store.best_schedule(job.id)).final is False
-        async with StandIn(settings) as worker:
-            lease = await worker.claim()
-            assert lease is not None
-            assert lease.best is not None
-            assert lease.best.method == "1f1b"
-
-    with_store(settings, scenario)
+async def test_it_can_be_tried_again_from_its_schedule(store: Store, settings: Settings) -> None:
+    await _solved(store)
+    await _again(store)
+    job = await _again(store)
+    assert (await store.retry(job.id)).status == "queued"
+    assert (await store.best_schedule(job.id)).final is False
+    async with StandIn(settings) as worker:
+        lease = await worker.claim()
+        assert lease is not None
+        assert lease.best is not None
+        assert lease.best.method == "1f1b"
 
 
-def test_a_document_goes_with_the_last_who_needs_it(settings: Settings) -> None:
+async def test_a_document_goes_with_the_last_who_needs_it(store: Store, settings: Settings) -> None:
     """A job's own, that of an answer; and one that was just written is let be."""
     assert settings.database_url is not None
     url = settings.database_url.get_secret_value()
-
-    async def scenario(store: Store) -> None:
-        engine = make_engine(url)
-        await _solved(store)
-        job = await _again(store)
-        await _again(store, RENAMED)  # the answer is this one's now
-        await store.delete((await store.list_jobs(limit=3)).jobs[2].id)  # the worker's
-        await store.delete(job.id)
-        await remove_old(engine, settings)
-        assert len(_rows(settings, "SELECT digest FROM documents")) == 2
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("UPDATE documents SET written_at = now() - interval '2 hours'")
-        await remove_old(engine, settings)
-        (left,) = _rows(settings, "SELECT text FROM documents")
-        assert Schedule.from_json(left).problem == RENAMED
-        await engine.dispose()
-
-    with_store(settings, scenario)
+    engine = make_engine(url)
+    await _solved(store)
+    job = await _again(store)
+    await _again(store, RENAMED)  # the answer is this one's now
+    await store.delete((await store.list_jobs(limit=3)).jobs[2].id)  # the worker's
+    await store.delete(job.id)
+    await remove_old(engine, settings)
+    assert len(_rows(settings, "SELECT digest FROM documents")) == 2
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("UPDATE documents SET written_at = now() - interval '2 hours'")
+    await remove_old(engine, settings)
+    (left,) = _rows(settings, "SELECT text FROM documents")
+    assert Schedule.from_json(left).problem == RENAMED
+    await engine.dispose()

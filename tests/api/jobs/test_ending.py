@@ -8,17 +8,14 @@ from contextlib import suppress
 from api.jobs.ending import end_tasks
 
 
-def test_a_lost_cancel_is_not_the_last() -> None:
+async def test_a_lost_cancel_is_not_the_last() -> None:
     async def loses_one() -> None:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(60)
         await asyncio.sleep(60)
 
-    async def scenario() -> None:
-        tasks = [asyncio.create_task(loses_one()), asyncio.create_task(asyncio.sleep(60))]
-        await asyncio.sleep(0)
-        await end_tasks(*tasks)
-        assert all(task.cancelled() for task in tasks)
-        await end_tasks(*tasks)
-
-    asyncio.run(scenario())
+    tasks = [asyncio.create_task(loses_one()), asyncio.create_task(asyncio.sleep(60))]
+    await asyncio.sleep(0)
+    await end_tasks(*tasks)
+    assert all(task.cancelled() for task in tasks)
+    await end_tasks(*tasks)

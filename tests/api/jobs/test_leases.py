@@ -17,7 +17,6 @@ from api.jobs.store import Store
 from api.settings import Settings
 from optpipe.schedule import Schedule
 from tests.api.jobs.stand_in import StandIn
-from tests.postgresql import with_store
 from tests.problems import uniform
 
 AT_ONCE_S = 0.0
@@ -28,132 +27,108 @@ async def submit(store: Store, priority: int = 0) -> None:
     await store.submit(uniform(4, 8), JobConfig(priority=priority))
 
 
-def test_a_lost_lease_writes_nothing(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await submit(store)
-        async with StandIn(settings) as lost, StandIn(settings) as other:
-            await lost.claim()
-            await lost.find("gpipe")
-            assert await other.claim() is None  # not silent for long enough
-            taken = await other.claim(AT_ONCE_S)
-            assert taken is not None
-            assert (taken.attempt, taken.best and taken.best.method) == (2, "gpipe")
-            before = await store.get(taken.job_id), await store.events(taken.job_id)
-            for write in (lost.find("zb-h2"), lost.end("zb-h2"), leases.give_back(lost.engine, lost.mine, None)):
-                with pytest.raises(LeaseLostError):
-                    await write
-            assert (await store.get(taken.job_id), await store.events(taken.job_id)) == before
-            await other.end("1f1b")
+async def test_a_lost_lease_writes_nothing(store: Store, settings: Settings) -> None:
+    await submit(store)
+    async with StandIn(settings) as lost, StandIn(settings) as other:
+        await lost.claim()
+        await lost.find("gpipe")
+        assert await other.claim() is None  # not silent for long enough
+        taken = await other.claim(AT_ONCE_S)
+        assert taken is not None
+        assert (taken.attempt, taken.best and taken.best.method) == (2, "gpipe")
+        before = await store.get(taken.job_id), await store.events(taken.job_id)
+        for write in (lost.find("zb-h2"), lost.end("zb-h2"), leases.give_back(lost.engine, lost.mine, None)):
             with pytest.raises(LeaseLostError):
-                await other.end("zb-h2")
+                await write
+        assert (await store.get(taken.job_id), await store.events(taken.job_id)) == before
+        await other.end("1f1b")
+        with pytest.raises(LeaseLostError):
+            await other.end("zb-h2")
 
-    with_store(settings, scenario)
+
+async def test_a_worse_schedule_replaces_nothing(store: Store, settings: Settings) -> None:
+    await submit(store)
+    async with StandIn(settings) as worker:
+        job_id = (await worker.claim() or worker.mine).job_id
+        await worker.find("zb-h2")
+        best = await store.best_schedule(job_id)
+        await worker.find("gpipe")
+        assert await store.best_schedule(job_id) == best
+        assert Schedule.from_json(best.text).method == "zb-h2"
 
 
-def test_a_worse_schedule_replaces_nothing(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
+async def test_given_back_it_keeps_its_place_and_its_best(store: Store, settings: Settings) -> None:
+    await submit(store)
+    await submit(store)
+    async with StandIn(settings) as worker:
+        job_id = (await worker.claim() or worker.mine).job_id
+        await leases.give_back(worker.engine, worker.mine, worker.schedule("1f1b"))
+        waits = await store.get(job_id)
+        assert (waits.status, waits.queue_place, waits.attempt) == ("queued", 1, 1)
+        again = await worker.claim()
+        assert again is not None
+        assert (again.job_id, again.attempt) == (job_id, 2)
+        assert again.best is not None
+        assert again.best.method == "1f1b"
+
+
+async def test_urgent_jobs_come_first_and_a_full_worker_gets_none(store: Store, settings: Settings) -> None:
+    for priority in (0, 5):
+        await submit(store, priority)
+    async with StandIn(settings) as worker:
+        lease = await worker.claim()
+        assert lease is not None
+        assert lease.config().priority == 5
+        assert await worker.claim() is None
+
+
+async def test_many_workers_share_the_jobs(store: Store, settings: Settings) -> None:
+    for _ in range(4):
         await submit(store)
-        async with StandIn(settings) as worker:
-            job_id = (await worker.claim() or worker.mine).job_id
-            await worker.find("zb-h2")
-            best = await store.best_schedule(job_id)
-            await worker.find("gpipe")
-            assert await store.best_schedule(job_id) == best
-            assert Schedule.from_json(best.text).method == "zb-h2"
-
-    with_store(settings, scenario)
+    workers = [StandIn(settings) for _ in range(8)]
+    taken = [lease for lease in await asyncio.gather(*(worker.claim() for worker in workers)) if lease]
+    assert len({lease.job_id for lease in taken}) == len(taken) == 4
+    for worker in workers:
+        await worker.engine.dispose()
 
 
-def test_given_back_it_keeps_its_place_and_its_best(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
+async def test_a_cancelled_job_is_not_tried_again(store: Store, settings: Settings) -> None:
+    await submit(store)
+    async with StandIn(settings) as lost, StandIn(settings) as other:
+        job_id = (await lost.claim() or lost.mine).job_id
+        assert not await lost.find("gpipe")
+        assert (await store.cancel(job_id)).status == "running"
+        assert await lost.find("gpipe")  # the heartbeat brings it back
+        assert await other.claim(AT_ONCE_S) is None
+        cancelled = await store.get(job_id)
+        assert (cancelled.status, cancelled.reason, cancelled.limit) == ("cancelled", "feasible", "interrupted")
+
+
+async def test_cancelled_while_they_are_taken_up(store: Store, settings: Settings) -> None:
+    for _ in range(12):
         await submit(store)
-        await submit(store)
-        async with StandIn(settings) as worker:
-            job_id = (await worker.claim() or worker.mine).job_id
-            await leases.give_back(worker.engine, worker.mine, worker.schedule("1f1b"))
-            waits = await store.get(job_id)
-            assert (waits.status, waits.queue_place, waits.attempt) == ("queued", 1, 1)
-            again = await worker.claim()
-            assert again is not None
-            assert (again.job_id, again.attempt) == (job_id, 2)
-            assert again.best is not None
-            assert again.best.method == "1f1b"
-
-    with_store(settings, scenario)
+    workers = [StandIn(settings) for _ in range(6)]
+    jobs = [job.id for job in (await store.list_jobs()).jobs]
+    await asyncio.gather(*(store.cancel(job) for job in jobs), *(worker.claim() for worker in workers))
+    for worker in workers:
+        if worker.lease and await worker.find("gpipe"):
+            await leases.end(worker.engine, worker.mine, Outcome("cancelled", None, "no_solution", "interrupted"))
+        await worker.engine.dispose()
+    assert {(await store.get(job)).status for job in jobs} == {"cancelled"}
 
 
-def test_urgent_jobs_come_first_and_a_full_worker_gets_none(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        for priority in (0, 5):
-            await submit(store, priority)
-        async with StandIn(settings) as worker:
-            lease = await worker.claim()
-            assert lease is not None
-            assert lease.config().priority == 5
-            assert await worker.claim() is None
-
-    with_store(settings, scenario)
-
-
-def test_many_workers_share_the_jobs(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        for _ in range(4):
-            await submit(store)
-        workers = [StandIn(settings) for _ in range(8)]
-        taken = [lease for lease in await asyncio.gather(*(worker.claim() for worker in workers)) if lease]
-        assert len({lease.job_id for lease in taken}) == len(taken) == 4
-        for worker in workers:
-            await worker.engine.dispose()
-
-    with_store(settings, scenario)
-
-
-def test_a_cancelled_job_is_not_tried_again(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await submit(store)
-        async with StandIn(settings) as lost, StandIn(settings) as other:
-            job_id = (await lost.claim() or lost.mine).job_id
-            assert not await lost.find("gpipe")
-            assert (await store.cancel(job_id)).status == "running"
-            assert await lost.find("gpipe")  # the heartbeat brings it back
-            assert await other.claim(AT_ONCE_S) is None
-            cancelled = await store.get(job_id)
-            assert (cancelled.status, cancelled.reason, cancelled.limit) == ("cancelled", "feasible", "interrupted")
-
-    with_store(settings, scenario)
-
-
-def test_cancelled_while_they_are_taken_up(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        for _ in range(12):
-            await submit(store)
-        workers = [StandIn(settings) for _ in range(6)]
-        jobs = [job.id for job in (await store.list_jobs()).jobs]
-        await asyncio.gather(*(store.cancel(job) for job in jobs), *(worker.claim() for worker in workers))
-        for worker in workers:
-            if worker.lease and await worker.find("gpipe"):
-                await leases.end(worker.engine, worker.mine, Outcome("cancelled", None, "no_solution", "interrupted"))
-            await worker.engine.dispose()
-        assert {(await store.get(job)).status for job in jobs} == {"cancelled"}
-
-    with_store(settings, scenario)
-
-
-def test_lost_too_often(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        await submit(store)
-        async with StandIn(settings) as worker:
-            job_id = (await worker.claim() or worker.mine).job_id
-            await worker.find("gpipe")
-            for _ in range(MOST_LOST - 1):
-                assert (await StandInTwin(settings).claim_once()) is not None
-            assert await StandInTwin(settings).claim_once() is None
-            assert (await store.get(job_id)).status == "failed"
-            assert Schedule.from_json((await store.best_schedule(job_id)).text).method == "gpipe"
-            assert (await store.retry(job_id)).status == "queued"  # a person may try again
-            assert await worker.claim() is not None
-
-    with_store(settings, scenario)
+async def test_lost_too_often(store: Store, settings: Settings) -> None:
+    await submit(store)
+    async with StandIn(settings) as worker:
+        job_id = (await worker.claim() or worker.mine).job_id
+        await worker.find("gpipe")
+        for _ in range(MOST_LOST - 1):
+            assert (await StandInTwin(settings).claim_once()) is not None
+        assert await StandInTwin(settings).claim_once() is None
+        assert (await store.get(job_id)).status == "failed"
+        assert Schedule.from_json((await store.best_schedule(job_id)).text).method == "gpipe"
+        assert (await store.retry(job_id)).status == "queued"  # a person may try again
+        assert await worker.claim() is not None
 
 
 class StandInTwin(StandIn):
@@ -177,8 +152,8 @@ REFUSED: list[tuple[str, type[psycopg.Error]]] = [
 ]
 
 
-def test_the_tables_refuse(settings: Settings, database_url: str) -> None:
-    with_store(settings, submit)
+async def test_the_tables_refuse(store: Store, database_url: str) -> None:
+    await submit(store)
     with psycopg.connect(database_url, autocommit=True) as connection:
         for statement, error in REFUSED:
             with pytest.raises(error):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,7 +22,6 @@ from api.jobs.store import Store
 from api.jobs.tables import metadata
 from api.settings import Settings
 from optpipe.errors import InputError
-from tests.postgresql import with_store
 
 
 def test_the_revisions_make_what_the_tables_say(database_url: str) -> None:
@@ -38,27 +36,22 @@ def _is_ours(name: str | None) -> bool:
     return name is None or not name.startswith("pgqueuer")
 
 
-def test_pgqueuer_finds_its_tables_as_it_wants_them(database_url: str) -> None:
-    async def plan() -> list[str]:
-        async with await listening_connection(database_url) as connection:
-            return list((await Queries.from_psycopg_connection(connection).plan_upgrade()).statements)
-
-    assert asyncio.run(plan()) == []  # else a new revision must bring them there
+async def test_pgqueuer_finds_its_tables_as_it_wants_them(database_url: str) -> None:
+    async with await listening_connection(database_url) as connection:
+        plan = await Queries.from_psycopg_connection(connection).plan_upgrade()
+    assert list(plan.statements) == []  # else a new revision must bring them there
 
 
-def test_another_revision_is_refused(settings: Settings, database_url: str) -> None:
+async def test_another_revision_is_refused(settings: Settings, database_url: str) -> None:
     migrate(database_url)
     check_revision(database_url)
     _run(database_url, "UPDATE alembic_version SET version_num = '9999'")
     for refuse in (check_revision, migrate):
         with pytest.raises(InputError, match=r"at revision 9999.*Maybe update this program"):
             refuse(database_url)
-
-    async def scenario(store: Store) -> None:
+    async with Store(settings) as store:
         with pytest.raises(DatabaseGoneError, match="9999"):
             await store.ping()
-
-    with_store(settings, scenario)
     _run(database_url, "DROP TABLE alembic_version")
     with pytest.raises(InputError, match=r"without OptPipe's tables.*optpipe serve"):
         check_revision(database_url)

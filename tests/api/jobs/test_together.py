@@ -35,59 +35,53 @@ class Recorder:
         return [2 * number if number >= 0 else ValueError(number) for number in asked]
 
 
-def ask_all(*asked: tuple[UUID | None, int]) -> tuple[list[int | BaseException], list[Batch]]:
-    async def run() -> tuple[list[int | BaseException], list[Batch]]:
-        recorder = Recorder()
-        together = Together(recorder.do)
-        answers = await asyncio.gather(*(together.ask(*one) for one in asked), return_exceptions=True)
-        return answers, recorder.batches
-
-    return asyncio.run(run())
+async def ask_all(*asked: tuple[UUID | None, int]) -> tuple[list[int | BaseException], list[Batch]]:
+    recorder = Recorder()
+    together = Together(recorder.do)
+    answers = await asyncio.gather(*(together.ask(*one) for one in asked), return_exceptions=True)
+    return answers, recorder.batches
 
 
-def test_those_who_wait_are_served_in_one_go() -> None:
-    answers, batches = ask_all(*((None, number) for number in range(2 * MOST)))
+async def test_those_who_wait_are_served_in_one_go() -> None:
+    answers, batches = await ask_all(*((None, number) for number in range(2 * MOST)))
     assert answers == [2 * number for number in range(2 * MOST)]
     assert len(batches) == 2
     assert [number for _, some in batches for number in some] == list(range(2 * MOST))
 
 
-def test_owners_do_not_wait_for_one_another() -> None:
+async def test_owners_do_not_wait_for_one_another() -> None:
     one, other = uuid4(), uuid4()
-    answers, batches = ask_all((one, 1), (other, 2), (one, 3))
+    answers, batches = await ask_all((one, 1), (other, 2), (one, 3))
     assert answers == [2, 4, 6]
     assert batches == [(one, [1, 3]), (other, [2])]
 
 
-def test_a_refusal_is_for_one_alone() -> None:
-    answers, batches = ask_all((None, 1), (None, -1), (None, 2))
+async def test_a_refusal_is_for_one_alone() -> None:
+    answers, batches = await ask_all((None, 1), (None, -1), (None, 2))
     assert [answers[0], answers[2]] == [2, 4]
     assert isinstance(answers[1], ValueError)
     assert len(batches) == 1
 
 
-def test_what_breaks_all_is_tried_one_by_one() -> None:
-    answers, _ = ask_all((None, 1), (None, BUG), (None, 2))
+async def test_what_breaks_all_is_tried_one_by_one() -> None:
+    answers, _ = await ask_all((None, 1), (None, BUG), (None, 2))
     assert [answers[0], answers[2]] == [2, 4]
     assert isinstance(answers[1], RuntimeError)
 
 
-def test_without_a_database_nothing_is_tried_again() -> None:
-    answers, batches = ask_all((None, 1), (None, GONE))
+async def test_without_a_database_nothing_is_tried_again() -> None:
+    answers, batches = await ask_all((None, 1), (None, GONE))
     assert all(isinstance(answer, DatabaseGoneError) for answer in answers)
     assert len(batches) == 1
 
 
-def test_who_has_gone_away_holds_up_nobody() -> None:
-    async def run() -> None:
-        together = Together(Recorder().do)
-        gone = asyncio.create_task(together.ask(None, 1))
-        there = asyncio.create_task(together.ask(None, 2))
-        await asyncio.sleep(0)
-        gone.cancel()
-        assert await there == 4
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        assert await together.ask(None, 3) == 6
-
-    asyncio.run(run())
+async def test_who_has_gone_away_holds_up_nobody() -> None:
+    together = Together(Recorder().do)
+    gone = asyncio.create_task(together.ask(None, 1))
+    there = asyncio.create_task(together.ask(None, 2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await there == 4
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert await together.ask(None, 3) == 6

@@ -12,85 +12,75 @@ from api.jobs.store import Store
 from api.metrics import Metrics
 from api.settings import Settings
 from tests.api.jobs.stand_in import StandIn
-from tests.postgresql import with_store
 from tests.problems import uniform
 
 AT_ONCE_S = 0.0
 
 
-def test_they_count_what_was_stored_and_nothing_else(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        for microbatches in (4, 5):
-            await store.submit(uniform(2, microbatches), JobConfig())
-        async with StandIn(settings) as lost, StandIn(settings) as worker:
-            await lost.claim()
-            await worker.claim(AT_ONCE_S)
-            with pytest.raises(LeaseLostError):
-                await leases.end(lost.engine, lost.mine, Outcome("succeeded", lost.schedule("1f1b"), "feasible", None))
-            await leases.beat(worker.engine, worker.mine, count=32)
-            found = worker.schedule("zb-h1")
-            await leases.end(worker.engine, worker.mine, Outcome("succeeded", found, "feasible", "memory"), 3)
+async def test_they_count_what_was_stored_and_nothing_else(store: Store, settings: Settings) -> None:
+    for microbatches in (4, 5):
+        await store.submit(uniform(2, microbatches), JobConfig())
+    async with StandIn(settings) as lost, StandIn(settings) as worker:
+        await lost.claim()
+        await worker.claim(AT_ONCE_S)
+        with pytest.raises(LeaseLostError):
+            await leases.end(lost.engine, lost.mine, Outcome("succeeded", lost.schedule("1f1b"), "feasible", None))
+        await leases.beat(worker.engine, worker.mine, count=32)
+        found = worker.schedule("zb-h1")
+        await leases.end(worker.engine, worker.mine, Outcome("succeeded", found, "feasible", "memory"), 3)
+        await worker.claim()
+        await leases.end(worker.engine, worker.mine, Outcome("failed", None, None, None, "died", died=True))
+    assert (await store.counts()).totals == {
+        ("lost", ""): 1,
+        ("heartbeats", ""): 35,
+        ("ended", "succeeded"): 1,
+        ("ended", "failed"): 1,
+        ("stopped", "memory"): 1,
+        ("died", ""): 1,
+        ("solve_seconds", "1.0"): 1,  # the stand-in says 0.5
+        ("solve_seconds", "sum"): found.solve_seconds,
+        ("final_gap", "1.0"): 1,  # and proves nothing
+        ("final_gap", "sum"): 1.0,
+    }
+
+
+async def test_prometheus_is_told_of_all_workers(store: Store, settings: Settings) -> None:
+    empty = Metrics().text(await store.counts()).decode().splitlines()
+    assert 'optpipe_stopped_total{limit="memory"} 0.0' in empty
+    for microbatches, limit in ((4, "memory"), (5, "time")):
+        await store.submit(uniform(2, microbatches), JobConfig())
+        async with StandIn(settings) as worker:  # another one each time
             await worker.claim()
-            await leases.end(worker.engine, worker.mine, Outcome("failed", None, None, None, "died", died=True))
-        assert (await store.counts()).totals == {
-            ("lost", ""): 1,
-            ("heartbeats", ""): 35,
-            ("ended", "succeeded"): 1,
-            ("ended", "failed"): 1,
-            ("stopped", "memory"): 1,
-            ("died", ""): 1,
-            ("solve_seconds", "1.0"): 1,  # the stand-in says 0.5
-            ("solve_seconds", "sum"): found.solve_seconds,
-            ("final_gap", "1.0"): 1,  # and proves nothing
-            ("final_gap", "sum"): 1.0,
-        }
-
-    with_store(settings, scenario)
-
-
-def test_prometheus_is_told_of_all_workers(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        empty = Metrics().text(await store.counts()).decode().splitlines()
-        assert 'optpipe_stopped_total{limit="memory"} 0.0' in empty
-        for microbatches, limit in ((4, "memory"), (5, "time")):
-            await store.submit(uniform(2, microbatches), JobConfig())
-            async with StandIn(settings) as worker:  # another one each time
-                await worker.claim()
-                outcome = Outcome(
-                    "succeeded", worker.schedule("zb-h1"), "feasible", "memory" if limit == "memory" else "time"
-                )
-                await leases.end(worker.engine, worker.mine, outcome, 7)
-        told = Metrics().text(await store.counts()).decode().splitlines()
-        assert {
-            'optpipe_ended_total{status="succeeded"} 2.0',
-            'optpipe_stopped_total{limit="memory"} 1.0',
-            'optpipe_stopped_total{limit="time"} 1.0',
-            "optpipe_heartbeats_total 14.0",
-            "optpipe_lost_workers_total 0.0",
-            "optpipe_solver_deaths_total 0.0",
-            'optpipe_solve_seconds_bucket{le="0.3"} 0.0',
-            'optpipe_solve_seconds_bucket{le="1.0"} 2.0',
-            'optpipe_solve_seconds_bucket{le="+Inf"} 2.0',
-            "optpipe_solve_seconds_sum 1.0",
-            "optpipe_solve_seconds_count 2.0",
-            'optpipe_final_gap_bucket{le="1.0"} 2.0',
-        } <= set(told)
-        assert len(told) == len(empty)  # the labels are fixed, however much is counted
-
-    with_store(settings, scenario)
+            outcome = Outcome(
+                "succeeded", worker.schedule("zb-h1"), "feasible", "memory" if limit == "memory" else "time"
+            )
+            await leases.end(worker.engine, worker.mine, outcome, 7)
+    told = Metrics().text(await store.counts()).decode().splitlines()
+    assert {
+        'optpipe_ended_total{status="succeeded"} 2.0',
+        'optpipe_stopped_total{limit="memory"} 1.0',
+        'optpipe_stopped_total{limit="time"} 1.0',
+        "optpipe_heartbeats_total 14.0",
+        "optpipe_lost_workers_total 0.0",
+        "optpipe_solver_deaths_total 0.0",
+        'optpipe_solve_seconds_bucket{le="0.3"} 0.0',
+        'optpipe_solve_seconds_bucket{le="1.0"} 2.0',
+        'optpipe_solve_seconds_bucket{le="+Inf"} 2.0',
+        "optpipe_solve_seconds_sum 1.0",
+        "optpipe_solve_seconds_count 2.0",
+        'optpipe_final_gap_bucket{le="1.0"} 2.0',
+    } <= set(told)
+    assert len(told) == len(empty)  # the labels are fixed, however much is counted
 
 
 @pytest.mark.parametrize(
     ("seconds", "label"), [(0.0, "0.1"), (0.1, "0.1"), (0.11, "0.3"), (3600.0, "3600.0"), (1e5, "+Inf")]
 )
-def test_a_bucket_holds_its_upper_end(settings: Settings, seconds: float, label: str) -> None:
-    async def scenario(store: Store) -> None:
-        await store.submit(uniform(2, 4), JobConfig())
-        async with StandIn(settings) as worker:
-            await worker.claim()
-            schedule = worker.schedule("zb-h1").model_copy(update={"solve_seconds": seconds})
-        figures = totals.of_end(Outcome("succeeded", schedule, "feasible", "time"))
-        assert figures["solve_seconds", label] == 1
-        assert sum(name == "solve_seconds" for name, _ in figures) == 2
-
-    with_store(settings, scenario)
+async def test_a_bucket_holds_its_upper_end(store: Store, settings: Settings, seconds: float, label: str) -> None:
+    await store.submit(uniform(2, 4), JobConfig())
+    async with StandIn(settings) as worker:
+        await worker.claim()
+        schedule = worker.schedule("zb-h1").model_copy(update={"solve_seconds": seconds})
+    figures = totals.of_end(Outcome("succeeded", schedule, "feasible", "time"))
+    assert figures["solve_seconds", label] == 1
+    assert sum(name == "solve_seconds" for name, _ in figures) == 2

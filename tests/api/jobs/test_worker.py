@@ -21,7 +21,6 @@ from api.settings import Settings
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.process import ChildResult
-from tests.postgresql import with_store
 from tests.problems import HALF, uniform
 from tests.promises.scripted import PATIENCE_S, job_named, scripted, submitted, until, workers_on
 
@@ -37,115 +36,93 @@ async def working(settings: Settings, solve: Solve) -> AsyncIterator[Worker]:
         await running
 
 
-def test_a_child_solves_it(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        solver = ChildSolver()
-        solver.prepare()
-        problem = uniform(3, 6, budget=4, offload=HALF)
-        async with working(settings, solver):
-            done = await store.wait_until_ended(
-                (await store.submit(problem, JobConfig(gap=0.5))).job.id, wait_s=PATIENCE_S
-            )
-        solver.close()
-        assert done.status == "succeeded"
-        assert done.limit in (None, "gap")
-        schedule = Schedule.from_json((await store.best_schedule(done.id)).text)
-        assert verify(schedule).ok
-        assert schedule.problem == problem
-        assert (await store.submit(problem, JobConfig(gap=0.5))).job.status == "succeeded"
-
-    with_store(settings, scenario)
+async def test_a_child_solves_it(store: Store, settings: Settings) -> None:
+    solver = ChildSolver()
+    solver.prepare()
+    problem = uniform(3, 6, budget=4, offload=HALF)
+    async with working(settings, solver):
+        done = await store.wait_until_ended((await store.submit(problem, JobConfig(gap=0.5))).job.id, wait_s=PATIENCE_S)
+    solver.close()
+    assert done.status == "succeeded"
+    assert done.limit in (None, "gap")
+    schedule = Schedule.from_json((await store.best_schedule(done.id)).text)
+    assert verify(schedule).ok
+    assert schedule.problem == problem
+    assert (await store.submit(problem, JobConfig(gap=0.5))).job.status == "succeeded"
 
 
-def test_a_method_that_cannot_says_why(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        solver = ChildSolver()
-        async with working(settings, solver):
-            job = (await store.submit(uniform(2, 2, v_shape=True), JobConfig(method="gpipe"))).job
-            done = await store.wait_until_ended(job.id, wait_s=PATIENCE_S)
-        assert (done.status, done.reason, done.limit) == ("failed", "no_solution", None)
-        assert done.error is not None
-        assert "gpipe" in done.error
-
-    with_store(settings, scenario)
+async def test_a_method_that_cannot_says_why(store: Store, settings: Settings) -> None:
+    solver = ChildSolver()
+    async with working(settings, solver):
+        job = (await store.submit(uniform(2, 2, v_shape=True), JobConfig(method="gpipe"))).job
+        done = await store.wait_until_ended(job.id, wait_s=PATIENCE_S)
+    assert (done.status, done.reason, done.limit) == ("failed", "no_solution", None)
+    assert done.error is not None
+    assert "gpipe" in done.error
 
 
-def test_cancel(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        async with working(settings, scripted):
-            job_id = await submitted(store, "long", seconds=60)
-            await until(store, job_id, lambda job: job.value_us is not None)
-            await store.cancel(job_id)
-            done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
-        assert (done.status, done.reason, done.limit) == ("cancelled", "feasible", "interrupted")
-        assert (await store.best_schedule(job_id)).final
-
-    with_store(settings, scenario)
+async def test_cancel(store: Store, settings: Settings) -> None:
+    async with working(settings, scripted):
+        job_id = await submitted(store, "long", seconds=60)
+        await until(store, job_id, lambda job: job.value_us is not None)
+        await store.cancel(job_id)
+        done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
+    assert (done.status, done.reason, done.limit) == ("cancelled", "feasible", "interrupted")
+    assert (await store.best_schedule(job_id)).final
 
 
-def test_a_bug_in_a_solve_ends_the_job_alone(settings: Settings) -> None:
+async def test_a_bug_in_a_solve_ends_the_job_alone(store: Store, settings: Settings) -> None:
     def broken(task: Task, on_event: OnEvent) -> ChildResult:
         if task.problem.name == "broken":
             raise ZeroDivisionError
         return scripted(task, on_event)
 
-    async def scenario(store: Store) -> None:
-        async with working(settings, broken):
-            bad = (await store.submit(job_named("broken"), JobConfig())).job.id
-            assert (await store.wait_until_ended(bad, wait_s=PATIENCE_S)).error == (
-                "a bug in the service ended the solve (ZeroDivisionError)."
-            )
-            good = await submitted(store, "good", seconds=0.1)
-            assert (await store.wait_until_ended(good, wait_s=PATIENCE_S)).status == "succeeded"
-
-    with_store(settings, scenario)
+    async with working(settings, broken):
+        bad = (await store.submit(job_named("broken"), JobConfig())).job.id
+        assert (await store.wait_until_ended(bad, wait_s=PATIENCE_S)).error == (
+            "a bug in the service ended the solve (ZeroDivisionError)."
+        )
+        good = await submitted(store, "good", seconds=0.1)
+        assert (await store.wait_until_ended(good, wait_s=PATIENCE_S)).status == "succeeded"
 
 
-def test_a_bug_in_a_worker_gives_its_jobs_back(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(store: Store) -> None:
-        two = settings.model_copy(update={"solves": 2})  # one is free, so that it asks for another job
-        running = asyncio.create_task(Worker(two, scripted).run())
-        job_id = await submitted(store, "long", seconds=60)
-        await until(store, job_id, lambda job: job.value_us is not None)
-        monkeypatch.setattr(leases, "claim", None)  # not to be called
-        with pytest.raises(TypeError):
-            await running
-        left = await store.get(job_id)
-        assert (left.status, left.attempt) == ("queued", 1)
-
-    with_store(settings, scenario)
-
-
-def test_a_damaged_answer_of_an_equal_problem_counts_as_absent(settings: Settings) -> None:
-    async def scenario(store: Store) -> None:
-        row = {"asked": "auto", "worker_s": 0, "value": 1, "bound": 0, "method": "", "solve_seconds": 0, "orders": "{}"}
-        problem = job_named("damaged")
-        engine = make_engine(store.settings.database_url.get_secret_value())
-        async with transaction(engine) as connection:
-            await connection.execute(insert(solved_problems).values(key=Equality.of(problem).key, **row))
-        await engine.dispose()
-        async with working(settings, scripted):
-            job_id = (await store.submit(problem, JobConfig(time_limit_s=0.1))).job.id
-            assert (await store.wait_until_ended(job_id, wait_s=PATIENCE_S)).status == "succeeded"
-
-    with_store(settings, scenario)
+async def test_a_bug_in_a_worker_gives_its_jobs_back(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = settings.model_copy(update={"solves": 2})  # one is free, so that it asks for another job
+    running = asyncio.create_task(Worker(two, scripted).run())
+    job_id = await submitted(store, "long", seconds=60)
+    await until(store, job_id, lambda job: job.value_us is not None)
+    monkeypatch.setattr(leases, "claim", None)  # not to be called
+    with pytest.raises(TypeError):
+        await running
+    left = await store.get(job_id)
+    assert (left.status, left.attempt) == ("queued", 1)
 
 
-def test_sigterm_gives_jobs_back(settings: Settings) -> None:
+async def test_a_damaged_answer_of_an_equal_problem_counts_as_absent(store: Store, settings: Settings) -> None:
+    row = {"asked": "auto", "worker_s": 0, "value": 1, "bound": 0, "method": "", "solve_seconds": 0, "orders": "{}"}
+    problem = job_named("damaged")
+    engine = make_engine(store.settings.database_url.get_secret_value())
+    async with transaction(engine) as connection:
+        await connection.execute(insert(solved_problems).values(key=Equality.of(problem).key, **row))
+    await engine.dispose()
+    async with working(settings, scripted):
+        job_id = (await store.submit(problem, JobConfig(time_limit_s=0.1))).job.id
+        assert (await store.wait_until_ended(job_id, wait_s=PATIENCE_S)).status == "succeeded"
+
+
+async def test_sigterm_gives_jobs_back(store: Store, settings: Settings) -> None:
     with workers_on(settings) as workers:
-
-        async def scenario(store: Store) -> None:
-            leaving = workers.start()
-            job_id = await submitted(store, "long", seconds=60)
-            found = await until(store, job_id, lambda job: job.value_us is not None)
-            leaving.terminate()
-            waits = await until(store, job_id, lambda job: job.status == "queued")
-            assert waits.value_us == found.value_us
-            await asyncio.to_thread(leaving.join, PATIENCE_S)
-            assert leaving.exitcode == 0
-            async with working(settings, scripted):
-                done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
-            assert (done.status, done.attempt) == ("succeeded", 2)
-            assert ("lost", "") not in (await store.counts()).totals
-
-        with_store(settings, scenario)
+        leaving = workers.start()
+        job_id = await submitted(store, "long", seconds=60)
+        found = await until(store, job_id, lambda job: job.value_us is not None)
+        leaving.terminate()
+        waits = await until(store, job_id, lambda job: job.status == "queued")
+        assert waits.value_us == found.value_us
+        await asyncio.to_thread(leaving.join, PATIENCE_S)
+        assert leaving.exitcode == 0
+        async with working(settings, scripted):
+            done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
+        assert (done.status, done.attempt) == ("succeeded", 2)
+        assert ("lost", "") not in (await store.counts()).totals
