@@ -1,4 +1,4 @@
-"""The judge: every rule of the contract checked from the document alone.
+"""The judge: every rule of the contract (docs/reference/contract.md) checked from the document alone.
 
 It shares no code with the simulator's kernel or with any solver, so that a mistake there cannot hide here. Times
 are compared with a tolerance of one part in a billion of the schedule's length, which is what sums of decimal

@@ -1,4 +1,4 @@
-"""The precedences of the contract as edges between numbered ops."""
+"""The precedences of the contract (docs/reference/contract.md) as edges between numbered ops."""
 
 from __future__ import annotations
 

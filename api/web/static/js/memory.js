@@ -1,4 +1,4 @@
-/** The memory of a device over time, from a schedule and the sizes in its problem (see the contract). */
+/** The memory of a device over time, from a schedule and the sizes in its problem (docs/reference/contract.md). */
 
 /**
  * A step function: the level is `bytes[k]` from `timesUs[k]` until the next time; 0 before the first.
