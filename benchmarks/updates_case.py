@@ -6,7 +6,6 @@ processes wait for one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import sleep
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from optpipe.problem import Problem
 from optpipe.runtime import SplitBackward, register_deferred
-from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.stage import Loss
 from optpipe.runtime.weight_gradients.split import Saved
 from optpipe.train.task import Batch
@@ -81,7 +79,6 @@ class SleepyTask:
     """One sleeper a stage; the loss is the mean of the squares."""
 
     name = "asleep"
-    ties: Sequence[TiedWeights] = ()
     tokens = WIDTH
 
     def __init__(self, problem: Problem) -> None:

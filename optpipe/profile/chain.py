@@ -14,6 +14,7 @@ from optpipe.profile.callables import check_tensors, refuse
 from optpipe.profile.subject import Subject
 from optpipe.runtime.evaluation import evaluating
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, spec_of, spec_text
+from optpipe.runtime.shared_parameters import with_own_modules
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.stage_sizes import Sample
 from optpipe.runtime.weight_gradients import compiler_failure
@@ -87,8 +88,9 @@ def chain_of(
         for inputs, targets in ((subject.inputs, subject.targets), *subject.more)
     ]
     trees, messages, samples = [inputs for inputs, _ in batch], [], {0: batch}
+    modules = with_own_modules(subject.stages)
     with torch.autocast(device.type, autocast) if autocast else nullcontext():
-        for s, module in enumerate(subject.stages):
+        for s, module in enumerate(modules):
             module.to(device)
             trees = [_output(subject, s, module, received) for received in trees]
             messages.append(_spec_of_all(subject, s, trees))
@@ -102,14 +104,14 @@ def chain_of(
     last = len(subject.stages) - 1
     stages = {
         s: Stage(
-            module,
+            module.to(device),  # again: a stage of another process may have taken along what they share
             first=s == 0,
             loss=subject.loss if s == last else None,
             gradient_scale=1 / microbatches,
             autocast=autocast,
             seed=0,
         )
-        for s, module in enumerate(subject.stages)
+        for s, module in enumerate(modules)
         if s in mine
     }
     for s, stage in stages.items():

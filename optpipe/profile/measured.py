@@ -21,7 +21,6 @@ from optpipe.profile.subject import Subject
 from optpipe.profile.timing import ClockName, Spread
 from optpipe.profile.transfers import Transfers, measure_transfers
 from optpipe.runtime.messages import size_bytes
-from optpipe.runtime.stage import Stage
 from optpipe.runtime.stage_sizes import SizeRange, StageSizes
 
 COPIES_OF_A_PARAMETER = 4
@@ -186,7 +185,8 @@ def measure(
     """Measure the stages of `chain`; under torchrun called by all processes together, with the same answer."""
     sizes = measure_op_sizes(chain, device)
     times = measure_op_times(chain, device, rounds, clock, on_round)
-    mine = {str(s): asdict(_figures(times[s], sizes[s], chain.stages[s])) for s in chain.stages}
+    held = _held_bytes(chain, placement)
+    mine = {str(s): asdict(_figures(times[s], sizes[s], held[s])) for s in chain.stages}
     figures = {int(s): StageFigures.from_data(data) for part in gather(mine) for s, data in part.items()}
     return Measured(
         name=subject.name,
@@ -201,17 +201,23 @@ def measure(
     )
 
 
-def _figures(times: Mapping[str, Spread], sizes: SizeRange, stage: Stage) -> StageFigures:
+def _figures(times: Mapping[str, Spread], sizes: SizeRange, held_bytes: int) -> StageFigures:
     smallest = None if sizes.smallest == sizes.largest else sizes.smallest
-    return StageFigures(times, sizes.largest, _held_bytes(stage), smallest, sizes.samples)
+    return StageFigures(times, sizes.largest, held_bytes, smallest, sizes.samples)
 
 
-def _held_bytes(stage: Stage) -> int:
-    """What a stage keeps for good: frozen parameters and buffers once."""
-    parameters, buffers = [*stage.module.parameters()], [*stage.module.buffers()]
-    trained = sum(p.numel() * p.itemsize for p in parameters if p.requires_grad)
-    frozen = sum(p.numel() * p.itemsize for p in [*parameters, *buffers] if not p.requires_grad)
-    return COPIES_OF_A_PARAMETER * trained + frozen
+def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
+    """What each stage keeps for good: frozen parameters and buffers once.
+
+    What stages of one device share counts for the first of them.
+    """
+    held, seen = {}, set()
+    for s, stage in chain.stages.items():
+        tensors = [*stage.module.parameters(), *stage.module.buffers()]
+        new = [tensor for tensor in tensors if (placement[s], id(tensor)) not in seen]
+        seen |= {(placement[s], id(tensor)) for tensor in new}
+        held[s] = sum(t.numel() * t.itemsize * (COPIES_OF_A_PARAMETER if t.requires_grad else 1) for t in new)
+    return held
 
 
 def _hardware(device: torch.device) -> str:

@@ -38,7 +38,8 @@ class Pipeline:
     """The devices of a program that this process runs.
 
     `stages` holds this process's stages by number, `devices` its devices; `messages[b]` is what crosses the boundary
-    between stages b and b+1. `sync` sums gradients over replicas and ties, where the program asks for it.
+    between stages b and b+1. `sync` sums gradients over replicas, where the program asks for it, and those of shared
+    parameters at the end of a step.
     `offload_bytes[s]` is what a microbatch of stage s takes on the host, if known: pinned memory is then there before
     the first step, else from the second on. `streams` makes those of a device for its kind of hardware.
     """
@@ -95,7 +96,9 @@ class Pipeline:
             stage.begin_step()
         if validate is None:
             self._zero_gradients()
-        return self._step(self._players, inputs, targets, meter, recorder, validate, leave_sends=leave_sends)
+        return self._step(
+            self._players, inputs, targets, meter, recorder, validate, sync=self._sync, leave_sends=leave_sends
+        )
 
     def settle(self) -> None:
         """Wait until others have received all that was sent to them."""
@@ -125,6 +128,7 @@ class Pipeline:
         recorder: Recorder | None,
         validate: Callable[[], bool] | None = None,
         *,
+        sync: GradientSync | None = None,
         leave_sends: bool = False,
     ) -> Tensor:
         losses = self._room_for_losses(len(inputs))
@@ -140,9 +144,9 @@ class Pipeline:
                     self._transport.close_step() if leave_sends else self._transport.finish()
             for player in players:
                 player.end()
-            if self._sync:
+            if sync:
                 with exchanging("the sums of gradients"):
-                    self._sync.finish()
+                    sync.finish()
         except BaseException as error:
             self._clear(players, error)
             raise

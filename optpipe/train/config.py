@@ -131,7 +131,7 @@ class ModelConfig(Group):
     autocast: Literal["bfloat16"] | None = None
     """compute matrix products in it; weights stay float32"""
     tied: StrictBool = False
-    """the output head uses the embedding's weights, on whichever devices the two are"""
+    """the output head of the GPT uses the embedding's weights, on whichever devices the two are"""
     data: StrictStr | None = None
     """package.module:callable that gives the batch of a step number to stages of your own"""
 
@@ -165,7 +165,8 @@ class ModelConfig(Group):
         if self.own:
             for name in ("layers", "sequence", "microbatch_size", "dtype", "tied"):
                 if (value := getattr(self, name)) != self.__pydantic_fields__[name].default:
-                    detail = f"is {value!r}, but {self.name} decides that. Maybe leave it out."
+                    anyway = ": a parameter that its stages share is one anyway" if name == "tied" else ""
+                    detail = f"is {value!r}, but {self.name} decides that{anyway}. Maybe leave it out."
                     yield Issue(name, "meaningless", detail)
         elif self.name not in SIZES:
             detail = f"is {self.name!r} but must be one of {', '.join(SIZES)}, or package.module:callable."
@@ -344,8 +345,8 @@ class TrainingConfig(Group):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients come together from several processes or stages."""
-        return self.data_parallel > 1 or self.model.tied
+        """Whether gradients of a stage come together from several processes."""
+        return self.data_parallel > 1
 
     def recorded_step(self, first_step: int) -> int | None:
         """Before which step of a run that begins with `first_step` to record one, if at all."""

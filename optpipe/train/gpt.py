@@ -10,41 +10,32 @@ from torch import Tensor, nn
 
 from optpipe.train.config import SIZES, GPTShape, GPTSize
 
-__all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "blocks_of", "build_stages", "byte_loss", "tied_weights"]
+__all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "blocks_of", "build_stages", "byte_loss"]
 
 VOCABULARY = 256
 """The model reads bytes."""
-
-EMBEDDING, HEAD = "0.byte.weight", "{last}.head.weight"
-"""Names of the two weights that may be tied, in the first and in the last stage."""
 
 
 def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *, tied: bool = False) -> list[nn.Module]:
     """The model as `stages` modules, to be applied one after the other: bytes (N, T) -> logits (N, T, V).
 
     Layers are spread evenly, the first stages getting one more where they do not divide. Weights depend on shape
-    and seed alone, not on the number of stages. With `tied` the head begins with the embedding's weights.
+    and seed alone, not on the number of stages. With `tied` the head's weight is the embedding's.
     """
+    embedding, head = _Embedding(shape), _Head(shape)
     parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in blocks_of(shape.layers, stages)]
-    parts[0].insert(0, _Embedding(shape))
-    parts[-1].append(_Head(shape))
+    parts[0].insert(0, embedding)
+    parts[-1].append(head)
     modules = [nn.Sequential(*part).to(dtype) for part in parts]
     _initialise(modules, seed)
     if tied:
-        first, last = tied_weights(shape.layers, stages)
-        modules[-1].get_parameter(last).data.copy_(modules[0].get_parameter(first).data)
+        head.head.weight = embedding.byte.weight
     return list(modules)
 
 
 def blocks_of(layers: int, stages: int) -> list[int]:
     """How many blocks each stage has."""
     return [layers // stages + (s < layers % stages) for s in range(stages)]
-
-
-def tied_weights(layers: int, stages: int) -> tuple[str, str]:
-    """The names of the embedding's weight in the first module and of the head's in the last; both are (V, C)."""
-    before_head = blocks_of(layers, stages)[-1] + (stages == 1)
-    return EMBEDDING, HEAD.format(last=before_head)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:

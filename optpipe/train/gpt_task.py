@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
-from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt import build_stages, byte_loss, gpt_name, tied_weights
+from optpipe.train.gpt import build_stages, byte_loss, gpt_name
 from optpipe.train.task import Batch
 from optpipe.train.text import Batches, standard_library_text
 
@@ -42,14 +40,6 @@ class GPTTask:
     def loss(self) -> Loss:
         """In nats a byte."""
         return byte_loss
-
-    @property
-    def ties(self) -> Sequence[TiedWeights]:
-        """The embedding and the head, if asked for."""
-        if not self._model.tied:
-            return ()
-        first, last = tied_weights(self.shape.layers, self._stages)
-        return (TiedWeights((0, first), (self._stages - 1, last)),)
 
     @property
     def tokens(self) -> int:

@@ -26,7 +26,6 @@ from optpipe.train.online.online import Online
 from optpipe.train.online.solver import Solver
 from optpipe.train.output.leave import Report, leaving
 from optpipe.train.output.watch import Watch
-from optpipe.train.plain import tie_parameters
 from optpipe.train.record import record_trace
 from optpipe.train.result import CheckResult, TrainingResult
 from optpipe.train.updates import StepOutcome
@@ -130,11 +129,10 @@ def _agree(config: TrainingConfig, given: Program | None, launch: Launch) -> Non
 
 
 def _check(model: Model) -> CheckResult:
+    """Against the stages as they were built: what they share is one parameter because it is one there."""
     plain_modules = model.task.build_stages()
     for module in plain_modules:
         module.to(model.hardware)
-    for tie in model.task.ties:
-        tie_parameters(plain_modules, tie)
     return check_step(model, plain_modules, model.task.batch(0))
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
 from optpipe.runtime.exchange import exchanging
-from optpipe.runtime.gradient_sync import GradientSync, tie_groups
+from optpipe.runtime.gradient_sync import GradientSync, with_groups
 from optpipe.runtime.messages import Spec, map_leaves, size_bytes
+from optpipe.runtime.shared_parameters import SharedParameter, hold_once, shared_parameters, with_own_modules
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.trace import Recorder
 from optpipe.runtime.weight_gradients import compiler_failure
@@ -30,7 +32,9 @@ from optpipe.train.updates.sums import SumsLayout
 class Model:
     """A task cut into the schedule's stages. Every process builds the whole model and keeps its stages.
 
-    `stages` and `optimizers` (one a stage, none for a stage without parameters) are this process's, by number.
+    `stages` and `optimizers` (one a stage, none for a stage without parameters to update) are this process's, by
+    number. `shared` are the parameters that stages hold together, wherever these are: each is one parameter, updated
+    once by every process that has it; `parameters` counts it once.
     `optimistic`: whether updates wait for no other process; None: under torchrun, if the config says so. `task`: what
     is trained; None: what the config says.
     """
@@ -51,7 +55,7 @@ class Model:
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.stages = self._build_stages()
         self.messages = self._learn_messages()
-        self._sync = self._gradient_sync() if config.sums_gradients else None
+        self._sync = self._gradient_sync() if config.sums_gradients or self.shared else None
         self.pipeline = self._pipeline()
         self._updates = self._make_updates(
             config.optimizer.optimistic and launch.distributed if optimistic is None else optimistic
@@ -152,23 +156,52 @@ class Model:
                 stage.random.step = step
 
     def _build_stages(self) -> dict[int, Stage]:
-        modules, placement, config = self.task.build_stages(), self.program.placement, self.config
-        self.parameters = sum(p.numel() for module in modules for p in module.parameters())
+        placement, config = self.program.placement, self.config
+        modules = with_own_modules(self.task.build_stages())
+        self.shared = self._agreed(shared_parameters(modules), modules)
+        self.parameters = sum(p.numel() for p in {p for module in modules for p in module.parameters()})
         last = len(modules) - 1
         for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
             check_splits(s, module, self.program.kinds_of(s))
+        own = {s: module.to(self.hardware) for s, module in enumerate(modules) if placement[s] in self.devices}
+        hold_once(self.shared, own, placement)
         return {
             s: Stage(
-                module.to(self.hardware),
+                module,
                 first=s == 0,
                 loss=self.task.loss if s == last else None,
                 gradient_scale=1 / (self.launch.replicas * self.program.microbatches),
                 autocast=config.model.torch_autocast,
                 seed=config.seed + self.launch.replica,
             )
-            for s, module in enumerate(modules)
-            if placement[s] in self.devices
+            for s, module in own.items()
         }
+
+    def _agreed(self, shared: list[SharedParameter], modules: Sequence[nn.Module]) -> list[SharedParameter]:
+        """What stages share, which all processes must have found alike, and with equal values."""
+        if not self.launch.distributed:
+            return shared
+        mine = {}
+        for parameter in shared:
+            s, name = parameter.places[0]
+            mine[str(parameter)] = _digest(modules[s].get_parameter(name))
+        found = self.launch.gather(mine)
+        known: dict[str, tuple[int, str]] = {}
+        for rank, theirs in enumerate(found):
+            for text in found[0].keys() ^ theirs.keys():
+                one, other = (0, rank) if text in found[0] else (rank, 0)
+                raise TrainingError(
+                    f"{text} is one parameter on rank {one} but not on rank {other}. Maybe share it after its stages "
+                    "have been given their memory, and in every process."
+                )
+            for text, digest in theirs.items():
+                first, expected = known.setdefault(text, (rank, digest)) if digest else (rank, digest)
+                if digest != expected:
+                    raise TrainingError(
+                        f"{text} is one parameter, but its values on rank {rank} are not those on rank {first}. Maybe "
+                        "draw them by torch's generator, which is seeded alike in every process, or seed the other one."
+                    )
+        return shared
 
     def _learn_messages(self) -> list[Spec]:
         """Of a microbatch of the first step. Raises TrainingError where a stage fails on it, whatever it raises."""
@@ -203,8 +236,8 @@ class Model:
     def _gradient_sync(self) -> GradientSync:
         launch, placement = self.launch, self.program.placement
         with exchanging("the groups of processes that share parameters"):
-            ties = tie_groups(self.task.ties, lambda stage: launch.ranks_of(placement[stage]))
-        return GradientSync(self.stages, launch.same_device, ties)
+            shared = with_groups(self.shared, lambda stage: launch.ranks_of(placement[stage]))
+        return GradientSync(self.stages, launch.same_device, shared)
 
     def _make_updates(self, optimistic: bool) -> Updates:
         launch = self.launch
@@ -215,7 +248,7 @@ class Model:
             self.stages,
             launch,
             layout,
-            counted_elsewhere=[tie.last for tie in self.task.ties],
+            shared=self.shared,
             optimistic=optimistic,
         )
 
@@ -233,6 +266,14 @@ class Model:
         digests = self.launch.gather(program.digest)
         if any(digest != program.digest for digest in digests):
             raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
+
+
+def _digest(parameter: nn.Parameter) -> str | None:
+    """Of dtype, shape and every bit; None on the meta device, where there are none."""
+    if parameter.is_meta:
+        return None
+    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{parameter.dtype} {tuple(parameter.shape)} {hashlib.sha256(values.data).hexdigest()}"
 
 
 def moved(batch: Batch, hardware: torch.device) -> Batch:

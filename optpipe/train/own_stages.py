@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from optpipe.errors import InputError, Issue
 from optpipe.profile.callables import Named
 from optpipe.profile.subject import Subject, batch_of, load_subject
-from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.messages import leaves, spec_of, spec_text
+from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
@@ -26,10 +25,9 @@ class OwnStages:
     """What the callable of `config.model.name` returns, in batches of `microbatches`, those of all replicas.
 
     It is called anew for each set of stages, with torch's generator seeded, so that all are equal. Raises InputError
-    where it does not return `stages` stages, or `config.model.data` no such batches.
+    where it does not return `stages` stages, or `config.model.data` no such batches, and TrainingError where stages
+    share what cannot be kept one.
     """
-
-    ties: Sequence[TiedWeights] = ()
 
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
         self._model, self._seed, self._microbatches = config.model, config.seed, microbatches
@@ -37,6 +35,7 @@ class OwnStages:
         self._check_count(len(first.stages), stages)
         self._inputs, self._targets, self._loss = first.inputs, first.targets, first.loss
         self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in first.stages]
+        self._shared = [[list(place) for place in shared.places] for shared in shared_parameters(first.stages)]
         self._unused: list[nn.Module] | None = list(first.stages)
         self._data = Named("data", config.model.data) if config.model.data else None
         self._look_at_data()
@@ -71,14 +70,15 @@ class OwnStages:
         return batch_of(self._data, step, self._model.name, (self._inputs, self._targets), self._microbatches)
 
     def identity(self) -> dict[str, Any]:
-        """The two names, the seed, and the shapes of all parameters."""
-        return {
+        """The two names, the seed, the shapes of all parameters, and which of them are one, if any are."""
+        identity = {
             "model": self._model.name,
             "data": self._model.data,
             "seed": self._seed,
             "microbatch": spec_text(spec_of(self._inputs)),
             "parameters": self._shapes,
         }
+        return identity | ({"shared": self._shared} if self._shared else {})
 
     def _load(self) -> Subject:
         with torch.random.fork_rng(devices=[]):

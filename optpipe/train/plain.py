@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.messages import Tree, leaves
 from optpipe.runtime.stage import Loss
 
@@ -47,13 +46,6 @@ def plain_step(
             torch.autograd.backward(value)
         total += value.item()
     return total
-
-
-def tie_parameters(modules: Sequence[nn.Module], tie: TiedWeights) -> None:
-    """Let the last of two tied parameters be the first: one tensor, one `.grad`."""
-    (first, first_name), (last, last_name) = tie.first, tie.last
-    parent, _, name = last_name.rpartition(".")
-    setattr(modules[last].get_submodule(parent), name, modules[first].get_parameter(first_name))
 
 
 def gradient_error(gradient: Tensor, plain: Tensor) -> float:

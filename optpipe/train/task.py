@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
-from optpipe.runtime.gradient_sync import TiedWeights
 from optpipe.runtime.messages import Tree
 from optpipe.runtime.stage import Loss
 
@@ -29,17 +27,12 @@ class Task(Protocol):
         ...
 
     @property
-    def ties(self) -> Sequence[TiedWeights]:
-        """Parameters of two stages that are one."""
-        ...
-
-    @property
     def tokens(self) -> int:
         """Tokens (rows, where there are none) of one microbatch."""
         ...
 
     def build_stages(self) -> list[nn.Module]:
-        """The stages on the CPU; the same weights at each call."""
+        """The stages on the CPU, the same weights at each call; what stages share by identity is one parameter."""
         ...
 
     def batch(self, step: int) -> Batch:

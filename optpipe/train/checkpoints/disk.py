@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from optpipe.train.checkpoints.document import SavedFile
@@ -69,10 +69,11 @@ def digest(path: Path) -> SavedFile:
         return SavedFile(size_bytes=file.tell(), sha256=sha256)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU. Raises OSError."""
+def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
+    """Those tensors of a safetensors file whose names are wanted, on the CPU. Raises OSError."""
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
     except SafetensorError as error:
         raise OSError(f"{path}: {error}.") from None
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+from torch import Tensor
+
 from optpipe.errors import CheckpointError
 from optpipe.schedule import Schedule
 from optpipe.train.checkpoints.disk import read_tensors
@@ -14,7 +16,7 @@ from optpipe.train.checkpoints.document import GENERATORS, SCHEDULE, CheckpointD
 from optpipe.train.checkpoints.folder import check_files, final_path, read_manifest, steps_in
 from optpipe.train.checkpoints.generators import restore_generators
 from optpipe.train.checkpoints.likeness import check_same_run, what_may_differ
-from optpipe.train.checkpoints.state import load_stage, stage_buffers
+from optpipe.train.checkpoints.state import load_stage, parameter_of, renamed, stage_buffers
 from optpipe.train.checkpoints.together import together
 from optpipe.train.checkpoints.writing import schedule_sha256
 from optpipe.train.config import TrainingConfig
@@ -83,7 +85,8 @@ def _check_whole(path: Path, model: Model) -> None:
     names = [SCHEDULE, GENERATORS]
     if document.stages == len(model.program.placement):
         names += [name for s in model.stages for name in _files_of(s, document, model)]
-    check_files(path, document, names)
+        names += [stage_file(shared.places[0][0]) for shared in model.shared if shared.places_in(model.stages)]
+    check_files(path, document, sorted({*names}))
 
 
 def _files_of(s: int, document: CheckpointDocument, model: Model) -> list[str]:
@@ -105,6 +108,7 @@ def _load(path: Path, model: Model) -> bool:
     for s, stage in model.stages.items():
         names = _files_of(s, document, model)
         tensors = {name: tensor for file in names for name, tensor in read_tensors(path / file).items()}
+        tensors = _with_shared(path, tensors, s, model)
         load_stage(stage.module, model.optimizers.get(s), tensors, f"stages[{s}]")
         own = len(names) > 1 or (launch.replica == 0 and document.launched.replicas == launch.replicas)
         borrowed = borrowed or (not own and bool(stage_buffers(stage.module)))
@@ -112,6 +116,24 @@ def _load(path: Path, model: Model) -> bool:
         restore_generators(read_tensors(path / GENERATORS), model.launch.rank, model.hardware)
     model.step_number = document.step
     return borrowed
+
+
+def _with_shared(path: Path, tensors: dict[str, Tensor], s: int, model: Model) -> dict[str, Tensor]:
+    """The tensors of a stage, with those of parameters that are kept with an earlier stage.
+
+    An optimizer has them in the first stage of each process alone. (Older versions wrote them with every stage.)
+    """
+    for shared in model.shared:
+        (keeper, kept_as), here = shared.places[0], shared.places_in(model.stages)
+        for name in [name for stage, name in here if stage == s and stage != keeper]:
+            tensors = {full: tensor for full, tensor in tensors.items() if parameter_of(full) != name}
+            kept = read_tensors(path / stage_file(keeper), lambda full, of=kept_as: parameter_of(full) == of)  # type: ignore[misc]
+            tensors |= {
+                renamed(full, name): tensor
+                for full, tensor in kept.items()
+                if full.startswith("parameter.") or here[0] == (s, name)
+            }
+    return tensors
 
 
 _BORROWED = (

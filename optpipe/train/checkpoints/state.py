@@ -5,7 +5,7 @@ Names are those of the module: `parameter.0.norm.weight`, `buffer.0.running_mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -14,14 +14,18 @@ from torch import Tensor, nn
 from optpipe.errors import CheckpointError
 
 
-def stage_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def stage_tensors(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, elsewhere: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Copies on the CPU, none of which shares memory with another.
 
-    Buffers that are not persistent are left out, as the module builds them anew. Raises CheckpointError where module
-    or optimizer keep state that is not in tensors.
+    Buffers that are not persistent are left out, as the module builds them anew, and so is all of the parameters
+    `elsewhere`, which are written with another stage. Raises CheckpointError where module or optimizer keep state that
+    is not in tensors.
     """
     _refuse_extra_state(module)
-    return _copies(chain(_weights(module), _optimizer_state(module, optimizer)))
+    named = chain(_weights(module), _optimizer_state(module, optimizer))
+    return _copies((name, tensor) for name, tensor in named if parameter_of(name) not in elsewhere)
 
 
 def stage_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -50,6 +54,19 @@ def load_stage(
             weight.copy_(tensors[name])
     if optimizer is not None:
         _load_optimizer(optimizer, parameters, states)
+
+
+def parameter_of(name: str) -> str | None:
+    """The parameter that a saved tensor is, or that an optimizer keeps it of; None for a buffer."""
+    kind, _, rest = name.partition(".")
+    return {"parameter": rest, "optimizer": rest.partition(".")[2]}.get(kind)
+
+
+def renamed(name: str, parameter: str) -> str:
+    """The name of a saved tensor of a parameter, as that of another parameter."""
+    old = parameter_of(name)
+    assert old is not None, "buffers are no parameter's"
+    return name.removesuffix(old) + parameter
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -64,11 +64,15 @@ def _begin(folder: Path, model: Model, step: int, disk: Disk) -> None:
 
 
 def _write_stages(partial: Path, model: Model, disk: Disk) -> dict[str, Any]:
-    """The first replica writes its stages; the others have the same weights, and write their buffers."""
+    """The first replica writes its stages; the others have the same weights, and write their buffers.
+
+    A parameter that stages share is written with the first of them.
+    """
     replica, files = model.launch.replica, {}
     for s, stage in model.stages.items():
         if replica == 0:
-            name, tensors = stage_file(s), stage_tensors(stage.module, model.optimizers.get(s))
+            elsewhere = {name for shared in model.shared for stage_, name in shared.places[1:] if stage_ == s}
+            name, tensors = stage_file(s), stage_tensors(stage.module, model.optimizers.get(s), elsewhere)
         else:
             name, tensors = buffers_file(s, replica), stage_buffers(stage.module)
         if replica == 0 or tensors:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from optpipe.train.config import OptimizerConfig
 
 
-def stage_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer | None:
-    """An optimizer of the trainable parameters of a stage; None where it has none.
+def stage_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """An optimizer of those parameters of a stage that are trainable; None where there are none.
 
     Of SGD, beta1 is the momentum.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         return None
     rate, decay = config.learning_rate, config.weight_decay

@@ -9,13 +9,14 @@ and get the right update or none. All processes see the same sums, so all of the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from optpipe.errors import RunFailedError
+from optpipe.runtime.shared_parameters import SharedParameter
 from optpipe.runtime.stage import Stage
 from optpipe.train.config import OptimizerConfig
 from optpipe.train.launch import Launch, PendingSum
@@ -41,8 +42,8 @@ class _Pending:
 class Updates:
     """Of this process's stages.
 
-    `steps` is the length of the run, for the learning rate. `counted_elsewhere` are the parameters (stage and name)
-    that are tied to one of another stage, whose norm counts them. With `optimistic` an update does not wait for other
+    `steps` is the length of the run, for the learning rate. Of a parameter in `shared`, the first place in this process
+    updates it, and the first of all counts it in its stage's norm. With `optimistic` an update does not wait for other
     processes, unless that was wrong too often of late (`Patience`).
 
     Raises RunFailedError where a loss or gradient is not finite, unless such steps are to be skipped.
@@ -56,16 +57,22 @@ class Updates:
         launch: Launch,
         layout: SumsLayout,
         *,
-        counted_elsewhere: Collection[tuple[int, str]],
+        shared: Sequence[SharedParameter],
         optimistic: bool,
     ) -> None:
         self._config, self._steps, self._launch, self._layout = config, steps, launch, layout
-        made = {s: stage_optimizer(config, stage.module) for s, stage in stages.items()}
-        self.optimizers = {s: optimizer for s, optimizer in made.items() if optimizer is not None}
+        updated_elsewhere = {place for parameter in shared for place in parameter.places_in(stages)[1:]}
+        counted_elsewhere = {place for parameter in shared for place in parameter.places[1:]}
         self._parameters = {
-            s: [(p, (s, name) not in counted_elsewhere) for name, p in stage.module.named_parameters()]
+            s: [
+                (p, (s, name) not in counted_elsewhere)
+                for name, p in stage.module.named_parameters()
+                if (s, name) not in updated_elsewhere
+            ]
             for s, stage in stages.items()
         }
+        made = {s: stage_optimizer(config, (p for p, _ in own)) for s, own in self._parameters.items()}
+        self.optimizers = {s: optimizer for s, optimizer in made.items() if optimizer is not None}
         self._devices = {s: stage.device for s, stage in stages.items()}
         self._optimistic, self._patience = optimistic, Patience()
         self.snapshot = Snapshot([stage.module for stage in stages.values()], self.optimizers.values())

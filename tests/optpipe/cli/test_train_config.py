@@ -48,7 +48,7 @@ def refusal(cli: Cli, *arguments: object) -> str:
             "[model]\ndtype = 'float64'\nautocast = 'bfloat16'",
             "model.dtype is 'float64' with autocast to bfloat16, but",
         ),
-        ("[model]\nname = 'mine:build'\ntied = true", "model.tied is True, but mine:build decides that. Maybe leave"),
+        ("[model]\nname = 'mine:build'\ntied = true", "model.tied is True, but mine:build decides that: a para"),
         ("[model]\ndata = 'mine:data'", "model.data is 'mine:data', but the GPT is trained on text. Maybe"),
         ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate is inf but must be finite."),
         ("[optimizer]\nclip_norm = 0", "optimizer.clip_norm is 0 but must be above 0."),

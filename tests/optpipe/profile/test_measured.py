@@ -14,8 +14,9 @@ from optpipe.errors import InputError
 from optpipe.layers import LayerProfile
 from optpipe.problem import Problem
 from optpipe.profile.chain import chain_of
-from optpipe.profile.measured import Measured, StageFigures
+from optpipe.profile.measured import Measured, StageFigures, measure
 from optpipe.profile.op_times import WARM_UP_ROUNDS, measure_op_times
+from optpipe.profile.subject import Subject
 from optpipe.profile.timing import Spread
 from optpipe.profile.transfers import Transfers, measure_transfers
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
@@ -54,6 +55,19 @@ def made(stages: list[StageFigures], placement: list[int]) -> Measured:
         message_bytes=[50] * boundaries,
         transfers=Transfers("mailbox", crossings),
     )
+
+
+@pytest.mark.parametrize(
+    ("placement", "held"), [([0, 1, 0], [1, 1, 0]), ([0, 1, 2], [1, 1, 1]), ([0, 0, 0], [1, 0, 0])]
+)
+def test_what_stages_of_a_device_share_is_held_once(placement: list[int], held: list[int]) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    layers[1].weight = layers[2].weight = layers[0].weight
+    stages: list[nn.Module] = list(layers)
+    subject = Subject("mine", stages, torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.functional.mse_loss)
+    found = measure(subject, chain_of(subject, CPU, 2, [0, 1, 2]), placement, CPU, 1)
+    weight_bytes = 4 * WIDTH * WIDTH
+    assert [stage.parameter_bytes for stage in found.stages] == [4 * weight_bytes * times for times in held]
 
 
 def test_every_kind_is_timed_as_often_as_asked() -> None:

@@ -1,4 +1,4 @@
-"""Tied weights in one process; replicas and ties across processes are tested with training under torchrun."""
+"""Shared parameters in one process; replicas, and places in several processes, are tested with training."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.errors import TrainingError
-from optpipe.runtime.gradient_sync import GradientSync, TiedWeights, shared_buffers, tie_groups
+from optpipe.runtime.gradient_sync import GradientSync, shared_buffers, with_groups
+from optpipe.runtime.shared_parameters import hold_once, shared_parameters
 from optpipe.runtime.stage import Stage
-
-TIE = TiedWeights((0, "0.weight"), (1, "weight"))
-
-
-def stages(*, equal: bool = True, rows: int = 5) -> dict[int, Stage]:
-    embedding, head = nn.Embedding(5, 3), nn.Linear(3, rows, bias=False)
-    if equal:
-        head.weight.data.copy_(embedding.weight.data)
-    return {0: Stage(nn.Sequential(embedding, nn.Linear(3, 3)), first=True), 1: Stage(head)}
 
 
 def test_gradients_are_views_of_one_buffer() -> None:
@@ -29,37 +20,25 @@ def test_gradients_are_views_of_one_buffer() -> None:
     assert len(buffer) == sum(p.numel() for p in module.parameters())
 
 
-def test_both_sides_of_a_tie_get_the_sum_once() -> None:
-    both = stages()
-    sync = GradientSync(both, ties=[(TIE, None)])
-    embedding, head = both[0].module.get_parameter("0.weight"), both[1].module.get_parameter("weight")
-    for stage in both.values():
-        stage.zero_gradients()
-    assert embedding.grad is not None
-    assert head.grad is not None
-    embedding.grad += 1
-    head.grad += 2
-    for reduce in sync.reducers.values():
-        reduce()
-    for _ in range(2):  # what is due is summed once
+@pytest.mark.parametrize("placement", [(0, 1, 1), (0, 0, 0), (0, 1, 0), (0, 1, 2)])
+def test_every_place_gets_the_sum_once(placement: tuple[int, ...]) -> None:
+    embedding, middle, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(3, 5)
+    middle.weight = head.weight = embedding.weight
+    modules = dict(enumerate([nn.Sequential(embedding, nn.Linear(3, 3)), middle, head]))
+    [shared] = shared_parameters(list(modules.values()))
+    hold_once([shared], modules, placement)
+    places = [modules[s].get_parameter(name) for s, name in shared.places]
+    stages = {s: Stage(module, first=s == 0) for s, module in modules.items()}
+    sync = GradientSync(stages, shared=with_groups([shared], lambda _: [0]))
+    for _ in range(2):
+        for stage in stages.values():
+            stage.zero_gradients()
+        for s, parameter in enumerate(places):
+            assert parameter.grad is not None
+            parameter.grad += 10**s
         sync.finish()
-        assert embedding.grad.eq(3).all()
-        assert head.grad.eq(3).all()
-
-
-@pytest.mark.parametrize(
-    ("given", "tie", "message"),
-    [
-        ({"equal": False}, TIE, "their values differ. Maybe copy one to the other"),
-        ({"equal": False, "rows": 4}, TIE, r"their shapes are \(5, 3\) and \(4, 3\)"),
-        ({}, TiedWeights((0, "0.weight"), (1, "bias")), "stage 1 has no 'bias'. Maybe one of weight"),
-    ],
-)
-def test_refuses(given: dict[str, int], tie: TiedWeights, message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        GradientSync(stages(**given), ties=[(tie, None)])  # type: ignore[arg-type]
-
-
-def test_refuses_a_tie_with_itself() -> None:
-    with pytest.raises(TrainingError, match="are the same"):
-        tie_groups([TiedWeights((0, "weight"), (0, "weight"))], lambda stage: [stage])
+        assert all(p.grad is not None and p.grad.eq(111).all() for p in places)
+    assert len({id(p) for p in places}) == len({*placement})
+    with torch.no_grad():
+        places[0].fill_(7)
+    assert all(p.eq(7).all() for p in places)

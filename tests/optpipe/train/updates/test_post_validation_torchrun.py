@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.train.plain import plain_step, tie_parameters
+from optpipe.train.plain import plain_step
 from optpipe.train.tasks import task_of
 from optpipe.train.updates import StepOutcome
 from tests.optpipe.train.updates.cases import M, facts, replicated, schedules, synchronous
@@ -52,8 +52,6 @@ def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks, tmp_path: Pat
     config = replicated()
     task = task_of(config, 2, M)
     modules = task.build_stages()
-    for tie in task.ties:
-        tie_parameters(modules, tie)
     whole = nn.Sequential(*modules)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=config.optimizer.learning_rate)
     plain, most = [], config.optimizer.clip_norm or 0.0
