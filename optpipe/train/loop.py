@@ -50,19 +50,24 @@ def train(config: TrainingConfig, report: Report | None = None, solver: Solver |
     with one_core_left(), launched(devices, config.timeout_seconds, config.data_parallel, hardware) as launch:
         _agree(config, given, launch)
         with Interrupts() as interrupts:
-            return _trained(config, launch, interrupts, report, solver)
+            return _trained(config, given, launch, interrupts, report, solver)
 
 
 def _trained(
-    config: TrainingConfig, launch: Launch, interrupts: Interrupts, report: Report | None, solver: Solver | None
+    config: TrainingConfig,
+    given: Program | None,
+    launch: Launch,
+    interrupts: Interrupts,
+    report: Report | None,
+    solver: Solver | None,
 ) -> TrainingResult:
-    """The run, once all processes are there."""
+    """The run, once all processes are there; `given` is the program of the configured schedule."""
     events = Events(launch.rank == 0)
     first = None
     if config.online.on:
         first = first_schedule(config, launch, solver, events, lambda: interrupts.requested is not None)
     used = replace(config, schedule=first.schedule) if first else config
-    model = Model(used, _compiled(used), launch, task=first.task if first else None)
+    model = Model(used, given or _compiled(used), launch, task=first.task if first else None)
     check = _check(model) if config.check else None
     if check is not None and check.failures:
         return TrainingResult(

@@ -7,9 +7,10 @@ from typing import cast
 
 import pytest
 
-from optpipe.compile import compile_schedule
+from optpipe.compile import Program, compile_schedule
 from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime.trace import HostRecorder, Recorder
+from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
 from optpipe.train.boundary import Boundary
 from optpipe.train.hardware import CPU
@@ -126,3 +127,15 @@ def test_an_option_that_another_release_does_not_have_is_named() -> None:
     config = TrainingConfig(one_f_one_b(2, 2), ModelConfig("tiny"))
     with pytest.raises(TrainingError, match=r"evaluate is None on rank 1 but 0 on rank 0\. Maybe"):
         _agree(config, None, cast(Launch, _OtherRelease()))
+
+
+def test_a_given_schedule_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def counting(schedule: Schedule, **options: bool) -> Program:
+        compiled.append(schedule)
+        return compile_schedule(schedule, **options)
+
+    monkeypatch.setattr("optpipe.train.loop.compile_schedule", counting)
+    train(TrainingConfig(one_f_one_b(2, 2), ModelConfig("tiny", sequence=8), steps=1))
+    assert len(compiled) == 1
