@@ -64,7 +64,7 @@ def command(
             metavar="WORK",
             rich_help_panel=SEARCH,
             help="Work to do instead of a time limit: the same schedule, byte for byte, in every run. A unit takes one "
-            "core about a second.",
+            "core a second or a few.",
         ),
     ] = None,
     gap: Annotated[
