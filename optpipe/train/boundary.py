@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.trace import Recorder
 from optpipe.train.updates.outcome import StepOutcome
 
@@ -30,6 +31,10 @@ class Boundary:
 
     def recorder(self, _step: int, /) -> Recorder | None:
         """What watches the actions of this step; None: nothing. The same answer, as far as None goes, everywhere."""
+        return None
+
+    def meter(self, _step: int, /) -> MemoryMeter | None:
+        """What counts the memory of this step; None: nothing. Not asked where a recorder times its actions."""
         return None
 
     def done(self, _outcome: StepOutcome, /) -> None:

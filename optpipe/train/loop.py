@@ -26,6 +26,7 @@ from optpipe.train.online.online import Online
 from optpipe.train.online.solver import Solver
 from optpipe.train.output.leave import Report, leaving
 from optpipe.train.output.watch import Watch
+from optpipe.train.peaks import Peaks
 from optpipe.train.record import record_trace
 from optpipe.train.result import CheckResult, TrainingResult
 from optpipe.train.updates import StepOutcome
@@ -76,7 +77,8 @@ def _trained(
     checkpoints = Checkpoints(config, model, interrupts)
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events)
-    boundaries: list[Boundary] = [watch, checkpoints]
+    peaks = Peaks(model, config.online.memory_margin, events, check)
+    boundaries: list[Boundary] = [watch, checkpoints, peaks]
     if first and config.online.mode == "online":
         boundaries.append(Online(config.online, model, first, solver if launch.rank == 0 else None, events))
     run = _Run(config, model, boundaries)
@@ -162,7 +164,8 @@ class _Run:
                 self._settle()
                 self.trace = record_trace(model, task.batch(step), step)
             recorder = self._recorder(step)
-            self._note(model.step(task.batch(step), recorder=recorder, wishes=self._wishes))
+            meter = None if recorder else next((m for b in self._boundaries if (m := b.meter(step)) is not None), None)
+            self._note(model.step(task.batch(step), recorder=recorder, meter=meter, wishes=self._wishes))
         self._act(self._config.steps)
         self._settle()
 

@@ -15,6 +15,7 @@ from optpipe.problem import Problem
 from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
 from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
+from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.messages import Spec, map_leaves, size_bytes
 from optpipe.runtime.shared_parameters import SharedParameter, hold_once, shared_parameters, with_own_modules
 from optpipe.runtime.stage import check_splits
@@ -84,7 +85,12 @@ class Model:
         return self._updates.snapshot.size_bytes
 
     def step(
-        self, batch: Batch, *, recorder: Recorder | None = None, wishes: Callable[[], Sequence[bool]] = tuple
+        self,
+        batch: Batch,
+        *,
+        recorder: Recorder | None = None,
+        meter: MemoryMeter | None = None,
+        wishes: Callable[[], Sequence[bool]] = tuple,
     ) -> list[StepOutcome]:
         """Run step `step_number` on its batch (of all replicas; this one runs its part) and update the weights.
 
@@ -96,6 +102,7 @@ class Model:
         self._set_step(self._step_number)
         losses = self.pipeline.run(
             *self.own_part(batch),
+            meter=meter,
             recorder=recorder,
             validate=self._updates.validate if self._updates.pending else None,
             leave_sends=self._updates.leaves_open,

@@ -8,7 +8,7 @@ from typing import Literal
 
 LOG = logging.getLogger("optpipe.train.online")
 
-EventKind = Literal["measured", "timed", "solving", "found", "swapped", "kept", "back"]
+EventKind = Literal["measured", "timed", "solving", "found", "swapped", "kept", "back", "memory"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class OnlineEvent:
 
     `measured`: ops were measured before the first step. `timed`: ops were timed in steps. `solving`: a search began.
     `found`: it ended. `swapped`, `kept`: its schedule was taken or not. `back`: the one before is in use again.
+    `memory`: a device held more than planned.
     """
 
     step: int
@@ -32,8 +33,8 @@ class Events:
         self._leads = leads
         self.all: list[OnlineEvent] = []
 
-    def tell(self, step: int, kind: EventKind, text: str, seconds: float = 0.0) -> None:
+    def tell(self, step: int, kind: EventKind, text: str, seconds: float = 0.0, *, warning: bool = False) -> None:
         """Keep an event."""
         self.all.append(OnlineEvent(step, kind, text, seconds))
         if self._leads:
-            LOG.info("before step %d: %s", step, text)
+            LOG.log(logging.WARNING if warning else logging.INFO, "before step %d: %s", step, text)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.profile.subject import load_subject, with_samples
 from optpipe.schedule import Schedule
-from optpipe.train import CheckResult, ModelConfig, OnlineConfig, TrainingConfig, train
+from optpipe.schedule_text import schedule_text
+from optpipe.train import CheckResult, ModelConfig, OnlineConfig, OutputConfig, TrainingConfig, train
 from solver.portfolio import solve
 from tests.optpipe.profile.subjects import measured
+from tests.ranks import RunRanks
 
 STAGES = "tests.optpipe.train.odd_stages"
+MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
 EXPERTS, MANY = f"{STAGES}:experts", f"{STAGES}:many"
 
 
@@ -81,3 +88,40 @@ def test_a_margin_leaves_so_much_of_the_memory_free() -> None:
     assert found.layers(100_000, 0.1).memory_bytes == 90_000
     with pytest.raises(InputError, match=r"of which a margin of 90% stays free"):
         found.problem(2, 10_000, 0.9)
+
+
+def test_a_step_that_exceeds_the_plan_is_said_in_log_and_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All goes as planned in the first step; in the tenth more rows go to the wide expert."""
+    metrics = tmp_path / "metrics.jsonl"
+    model = ModelConfig(EXPERTS, data=f"{STAGES}:more_and_more")
+    config = TrainingConfig(scheduled(problem()), model, output=OutputConfig(metrics=metrics), steps=12)
+    result = train(config)
+    said = re.compile(r"in step 9 device 1 held [\d,]+ bytes at its peak, but [\d,]+ are planned: [\d,]+ too many")
+    [event] = result.events
+    assert event.kind == "memory"
+    assert said.match(event.text)
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [[e["text"] for e in step["events"]] for step in steps] == [[]] * 9 + [[event.text]] + [[]] * 2
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert event.text in warning.getMessage()
+
+
+@pytest.mark.torchrun
+def test_it_is_said_by_the_leading_process_of_many(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """The second process has the device with too much."""
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_text(scheduled(problem())))
+    options = f"--model {EXPERTS} --data {STAGES}:more_and_more --steps 14 --json"
+    found = json.loads(run_ranks(MAIN, 2, "train", "--schedule", str(path), *options.split()))
+    [event] = found["events"]
+    assert event["text"].startswith("in step 9 device 1 held ")
+
+
+def test_steps_with_another_model_s_schedule_are_not_metered(caplog: pytest.LogCaptureFixture) -> None:
+    renamed = Problem.from_data(problem().to_data() | {"name": "another"})
+    model = ModelConfig(EXPERTS, data=f"{STAGES}:more_and_more")
+    assert train(TrainingConfig(scheduled(renamed), model, steps=10)).events == ()
+    checked_first = train(TrainingConfig(scheduled(renamed), model, steps=10, check=True))
+    assert [event.kind for event in checked_first.events] == ["memory"], "held against what the check has measured"
