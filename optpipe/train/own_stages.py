@@ -25,8 +25,8 @@ class OwnStages:
     """What the callable of `config.model.name` returns, in batches of `microbatches`, those of all replicas.
 
     It is called anew for each set of stages, with torch's generator seeded, so that all are equal. Raises InputError
-    where it does not return `stages` stages, or `config.model.data` no such batches, and TrainingError where stages
-    share what cannot be kept one.
+    where it does not return `stages` stages, where its loss has parameters to train, or `config.model.data` returns no
+    such batches, and TrainingError where stages share what cannot be kept one.
     """
 
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
@@ -34,6 +34,7 @@ class OwnStages:
         first = self._load()
         self._check_count(len(first.stages), stages)
         self._inputs, self._targets, self._loss = first.inputs, first.targets, first.loss
+        self._check_loss()
         self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in first.stages]
         self._shared = [[list(place) for place in shared.places] for shared in shared_parameters(first.stages)]
         self._unused: list[nn.Module] | None = list(first.stages)
@@ -92,6 +93,17 @@ class OwnStages:
                 "and solve for this model, or return as many stages."
             )
             raise InputError([Issue(("model", "name"), "wrong_count", detail)])
+
+    def _check_loss(self) -> None:
+        """Its parameters would belong to no stage: no optimizer would have them, or only that of another process."""
+        parameters = dict(self._loss.named_parameters()) if isinstance(self._loss, nn.Module) else {}
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        if trained:
+            detail = (
+                f"is {self._model.name}, whose loss has parameters to train ({', '.join(trained[:4])}), which no stage "
+                "has. Maybe compute what needs them in the last stage."
+            )
+            raise InputError([Issue("model.name", "loss_has_parameters", detail)])
 
     def _look_at_data(self) -> None:
         """Before a step is run: whether batches fit, or that there are none."""

@@ -176,6 +176,24 @@ def buffered_in_2() -> Built:
     return _built([embedding, head])
 
 
+class HeadAndLoss(nn.Module):
+    """A loss that has the head, with a weight that it shares with the embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return token_loss(x @ self.weight.T, target)
+
+
+def loss_in_2() -> Built:
+    """The loss has a parameter that no process but the first would update."""
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    _, inputs, targets, _ = _built([])
+    return [embedding, nn.Linear(WIDTH, WIDTH)], inputs, targets, HeadAndLoss(embedding.weight)
+
+
 def statistics_in_2() -> Built:
     """Both stages move the same running statistics."""
     norm = nn.BatchNorm1d(TOKENS)

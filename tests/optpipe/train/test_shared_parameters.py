@@ -13,9 +13,11 @@ import pytest
 from safetensors import safe_open
 
 from optpipe.compile import compile_schedule
-from optpipe.errors import TrainingError
+from optpipe.errors import InputError, TrainingError
 from optpipe.train import CheckpointConfig, OptimizerConfig, train
+from optpipe.train.checkpoints import writing
 from optpipe.train.checkpoints.folder import final_path
+from optpipe.train.checkpoints.state import stage_tensors
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from tests.optpipe.train import shared_stages
@@ -116,16 +118,25 @@ def test_a_resumed_run_goes_on_in_one_process(halves: Path, tmp_path: Path, case
     assert result.losses == near(plain(case)[0][STEPS // 2 :])
 
 
+def test_a_checkpoint_that_has_it_with_every_stage_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As older versions wrote them."""
+    monkeypatch.setattr(writing, "stage_tensors", lambda module, optimizer, _: stage_tensors(module, optimizer))
+    config = replace(config_of("everywhere, linear"), checkpoints=CheckpointConfig(tmp_path), check=False)
+    train(replace(config, steps=STEPS // 2))
+    assert train(config).losses == near(plain("everywhere")[0][STEPS // 2 :])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("sliced", "stages[0].weight and stages[1].weight lie in the same memory but are not one parameter"),
         ("buffered", "stages[0].weight and stages[1].table lie in the same memory but are not one parameter"),
         ("statistics", "stages[0].1.running_mean and stages[1].1.running_mean are the same running statistics"),
+        ("loss", "shared_stages:loss_in_2, whose loss has parameters to train (weight), which no stage has. Maybe"),
     ],
 )
 def test_what_cannot_be_kept_one_is_refused_before_anything_runs(name: str, message: str) -> None:
-    with pytest.raises(TrainingError, match=re.escape(message)):
+    with pytest.raises((TrainingError, InputError), match=re.escape(message)):
         train(config_of(f"{name}, linear in 2"))
 
 
