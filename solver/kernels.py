@@ -7,6 +7,7 @@ that is kept is forgotten together where any of these files has changed.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -14,15 +15,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 import numba
-from numba.core.dispatcher import Dispatcher
+from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
 
 import optpipe
 import solver
 from solver.cache import default_folder
+
+WARM = "warm"
+"""The stage of an installation all of whose kernels are compiled."""
 
 _KERNEL = re.compile(rb"^@njit", re.MULTILINE)
 _IMPORT = re.compile(r"^from ((?:optpipe|solver)\.[\w.]+) import (\([^)]*\)|.*)$", re.MULTILINE)
@@ -43,17 +47,58 @@ def mark(stage: str) -> None:
             return
 
 
+def compiler_lock(*, wait: bool) -> IO[str] | None:
+    """The lock of whoever compiles, held until it is closed here and in every process that it was passed to.
+
+    None where another process holds it and is not to be waited for, or where no folder can be written.
+    """
+    for folder in _folders():
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / _name("lock")).open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                lock.close()
+                return None
+            return lock
+    return None
+
+
+def are_ready(stage: str) -> bool:
+    """Whether the kernels of a stage are compiled, or nobody is about to: then they are at their first use."""
+    return is_marked(WARM) or is_marked(stage) or not are_being_compiled()
+
+
+def are_being_compiled() -> bool:
+    """Whether some process holds the lock of whoever compiles."""
+    for path in (folder / _name("lock") for folder in _folders()):
+        with suppress(OSError), path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
 @cache
 def forget_stale() -> None:
     """Forget what is kept on disk where it may be of other sources; once for each state of these."""
     if is_marked("fresh"):
         return
-    for module in sorted(_modules_with_kernels()):
-        for kernel in vars(import_module(module)).values():
-            if isinstance(kernel, Dispatcher):
-                with suppress(OSError):
-                    kernel._cache.flush()  # type: ignore[attr-defined]  # its stubs do not tell of it
+    for path in map(_path, sorted(_modules_with_kernels())):
+        for index in _indexes(path):
+            with suppress(OSError):
+                index.unlink()
     mark("fresh")
+
+
+def _indexes(source: Path) -> Iterator[Path]:
+    """The files in which numba tells what it keeps of the kernels of a module, without loading that."""
+    for locator in (UserProvidedCacheLocator, InTreeCacheLocator, UserWideCacheLocator):
+        found = locator.from_function(_indexes, str(source))  # type: ignore[no-untyped-call]
+        if found is not None:
+            yield from Path(found.get_cache_path()).glob(f"{source.stem}.*.nbi")
 
 
 def _folders() -> list[Path]:

@@ -12,6 +12,7 @@ from threading import Thread
 from optpipe.problem import Problem
 from solver.board import Board
 from solver.limits import Answer, Limits, Start
+from solver.searches import is_ready
 
 Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
 
@@ -34,6 +35,9 @@ EARLY = 0.95
 
 GRACE_S = 0.3
 """Time over the limit in which searches may still end by themselves."""
+
+PAUSE_S = 0.05
+"""Between two looks whether the kernels of a search are compiled by now; until then others have its turn."""
 
 SEEDS = 2**31
 """As many seeds do solvers know: theirs are integers of 32 bits, not negative."""
@@ -84,7 +88,12 @@ def _run_lane(problem: Problem, board: Board, lane: Lane) -> None:
     turns = deque(lane)
     taken = 0
     while turns and not board.stop.requested and not _over(board.limits):
-        turn = turns.popleft()
+        ready = next((turn for turn in turns if is_ready(turn.search)), None)
+        if ready is None:
+            time.sleep(PAUSE_S)
+            continue
+        while (turn := turns.popleft()) is not ready:
+            turns.append(turn)
         if _take(problem, board, turn, taken // len(lane)):
             turns.append(turn)
         taken += 1

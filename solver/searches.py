@@ -57,6 +57,17 @@ def bounds(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) 
     return relaxation_bound(problem, limits, start, on_answer)
 
 
+KERNELS = {pattern: "pattern", windows: "windows", local: "search"}
+"""Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
+
+
+def is_ready(search: Callable[..., Answer]) -> bool:
+    """Whether a search can begin, or has to wait until another process has compiled its kernels."""
+    from solver.kernels import are_ready
+
+    return search not in KERNELS or are_ready(KERNELS[search])
+
+
 def load() -> None:
     """Load them all."""
     import solver.exact.cp_sat.model

@@ -1,8 +1,9 @@
-"""Compiles every kernel before anybody waits for one: once for an installation.
+"""Compiles every kernel once for an installation.
 
-Numba keeps what it compiles on disk. Without this the first solve would spend its time limit on compiling (48 s of one
-core when measured), in a child process that may be killed before anything is kept. ``python -m solver.warm_up`` does
-it.
+Numba keeps what it compiles on disk. Without this the first solves would spend their time limits on compiling (48 s of
+one core when measured), in child processes that may be killed before anything is kept. ``python -m solver.warm_up``
+does it. A solve need not wait for the end: published schedules come first, and a search joins as soon as its own
+kernels are there (`solver.kernels.are_ready`).
 """
 
 from __future__ import annotations
@@ -11,56 +12,94 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
+from threading import Thread
 from typing import Any
 
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
-from solver.kernels import forget_stale, is_marked, mark
+from solver.kernels import WARM, are_being_compiled, compiler_lock, forget_stale, is_marked, mark
 from solver.process import import_path
 
 WORK = 0.02
 """Units of work that each search gets on each toy: every kernel is called, nothing is solved."""
 
+NICENESS = 10
+"""How far a compiler in the background stands back behind the solve that begins meanwhile."""
+
+_BACKGROUND = "--background"
+
 
 def is_warm() -> bool:
     """Whether `warm_up` has run for this state of the kernels, of Python and of numba."""
-    return is_marked(_WARM)
+    return is_marked(WARM)
 
 
 def warm_up() -> None:
-    """Let all that has kernels solve toy problems, so that each kernel is compiled and kept."""
+    """Let all that has kernels solve toy problems, so that each kernel is compiled and kept; searches first."""
     from optpipe.simulate import simulate
     from solver.finish import finish
     from solver.floor import serial_orders
     from solver.limits import Limits, Start
     from solver.methods import METHODS
-    from solver.search.local import local_search
-    from solver.search.pattern.search import pattern_search
-    from solver.search.windows import improve_windows
+    from solver.searches import KERNELS
 
     forget_stale()
+    starts = []
     for problem in _toys():
+        orders = serial_orders(problem)
+        assert orders is not None, "toys have room for one microbatch at a time"
+        value_us = simulate(problem, orders).value_us
+        starts.append((problem, Start(0.0, 2 * value_us, orders, value_us)))
+        finish(problem, orders, 0.0, "floor", 0.0)
+    for search, stage in KERNELS.items():
+        for problem, start in starts:
+            search(problem, Limits(workers=1, deterministic_limit=WORK), start, lambda _: None)
+        mark(stage)
+    for problem, _ in starts:
         for method in METHODS.values():
             if method.orders is not None:
                 with suppress(MethodError):
                     method.orders(problem)
-        orders = serial_orders(problem)
-        assert orders is not None, "toys have room for one microbatch at a time"
-        value_us = simulate(problem, orders).value_us
-        for search in (local_search, pattern_search, improve_windows):
-            limits = Limits(workers=1, deterministic_limit=WORK)
-            search(problem, limits, Start(0.0, 2 * value_us, orders, value_us), lambda _: None)
-        finish(problem, orders, 0.0, "floor", 0.0)
-    mark(_WARM)
+    mark(WARM)
 
 
 def warm_up_in_child(start_new_session: bool = False) -> None:
     """`warm_up` in a process of its own, which a caller can leave behind or end; a failure is only printed there."""
-    command = [sys.executable, "-P", "-m", "solver.warm_up"]
-    environment = os.environ | {"PYTHONPATH": import_path()}
-    subprocess.run(command, env=environment, check=False, start_new_session=start_new_session)
+    subprocess.run(_command(), env=_environment(), check=False, start_new_session=start_new_session)
+
+
+def warm_up_in_background() -> bool:
+    """Start `warm_up` in a process that outlives this one, unless it is done or one is at it; whether one is now.
+
+    The next solve finds done what this one did not wait for. The lock goes over to the process.
+    """
+    if is_warm():
+        return False
+    forget_stale()
+    lock = compiler_lock(wait=False)
+    if lock is not None:
+        with lock:
+            process = subprocess.Popen(
+                [*_command(), _BACKGROUND],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+            )
+        Thread(target=process.wait, name="compiler", daemon=True).start()
+    return are_being_compiled()
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-P", "-m", "solver.warm_up"]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": import_path()}
 
 
 def _toys() -> Iterator[Problem]:
@@ -78,8 +117,13 @@ def _toys() -> Iterator[Problem]:
 
 
 _OBJECTIVES = ("makespan", "device_span")
-_WARM = "warm"
 
 
 if __name__ == "__main__":
-    warm_up()
+    if _BACKGROUND in sys.argv:
+        os.nice(NICENESS)
+        warm_up()
+    else:
+        with compiler_lock(wait=True) or nullcontext():
+            if not is_warm():
+                warm_up()

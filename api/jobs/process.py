@@ -20,7 +20,7 @@ from api.jobs.worker import STOP_S, Worker
 from api.settings import Settings
 from solver.process import import_path
 from solver.process.loading import load_verifier
-from solver.warm_up import is_warm, warm_up_in_child
+from solver.warm_up import warm_up_in_background
 
 PAUSE_S = (0.5, 30.0)
 """Before a worker that ended by itself is started again: at first, and at most."""
@@ -42,23 +42,12 @@ def run_worker(settings: Settings, *, until_stdin_ends: bool = False, solve: Sol
     if solve is not None:
         asyncio.run(_run(Worker(settings, solve), until_stdin_ends))
         return
-    _compile_kernels()
+    if warm_up_in_background():
+        _log.info("compiling kernels in the background, once for an installation: searches join as theirs are ready")
     with closing(ChildSolver()) as solver:
         solver.prepare()
         load_verifier()
         asyncio.run(_run(Worker(settings, solver, solver.prepare), until_stdin_ends))
-
-
-def _compile_kernels() -> None:
-    """Once for an installation, before a job's clock runs: else the first jobs would spend their limits on this."""
-    if is_warm():
-        return
-    _log.info("compiling kernels: once for an installation, up to a minute or two")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends what runs here, too
-    try:
-        warm_up_in_child()
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 async def _run(worker: Worker, until_stdin_ends: bool) -> None:

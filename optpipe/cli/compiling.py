@@ -1,8 +1,13 @@
-"""The kernels are compiled before a search's clock starts, and the user is told what takes so long."""
+"""The kernels are compiled once for an installation: before what measures, beside a solve; the user is told."""
 
 from __future__ import annotations
 
-from optpipe.cli.output import doing
+from typing import TYPE_CHECKING
+
+from optpipe.cli.output import doing, stderr
+
+if TYPE_CHECKING:
+    from optpipe.problem import Problem
 
 
 def compile_once() -> None:
@@ -16,3 +21,13 @@ def compile_once() -> None:
         return
     with doing("compiling kernels: once for an installation, up to a minute or two"):
         warm_up_in_child(start_new_session=True)
+
+
+def compile_meanwhile(problem: Problem) -> None:
+    """Have the kernels compiled while a solve makes published schedules; its searches join as theirs are ready."""
+    from solver.process.loading import load_uncompiled
+    from solver.warm_up import warm_up_in_background
+
+    if warm_up_in_background():
+        stderr().print("compiling kernels meanwhile, once for an installation: searches join as theirs are ready")
+        load_uncompiled(problem, "optpipe.simulate", "optpipe.any_timing")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.compiling import compile_once
+from optpipe.cli.compiling import compile_meanwhile, compile_once
 from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.output import (
     AsJson,
@@ -128,7 +128,10 @@ def command(
         with doing(f"{server} solves {what}"):
             result = _solve_on(server, key, loaded, method, limits)
     else:
-        compile_once()
+        if deterministic_limit is None:
+            compile_meanwhile(loaded)
+        else:
+            compile_once()  # which searches run when must not depend on it
         limits = Limits(time_limit_s, gap, workers or available_cores(), seed, deterministic_limit=deterministic_limit)
         result = _solve_here(loaded, method, limits, memory_limit, output, cache, what)
     try:

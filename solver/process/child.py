@@ -23,10 +23,11 @@ from optpipe.errors import OptPipeError
 from optpipe.gap import gap_of
 from optpipe.orders import Orders
 from optpipe.problem import Problem
+from solver.kernels import WARM, are_ready
 from solver.limits import Limits
 from solver.orders_text import orders_data
 from solver.process import messages
-from solver.process.loading import load_verifier
+from solver.process.loading import load_uncompiled, load_verifier
 from solver.process.messages import Limit, Message
 
 if TYPE_CHECKING:
@@ -53,11 +54,15 @@ def main() -> None:
     _die_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the image of a process that exploded would fill the disk
     outbox = Outbox(_own_stdout())
-    _load()
+    compiled = are_ready(WARM)
+    if compiled:
+        _load()
     request = sys.stdin.buffer.readline()
     if not request:
         return
     problem, method, given, starts = messages.read_request(json.loads(request))
+    if not compiled:
+        load_uncompiled(problem, "solver.portfolio")
     limits = _with_time_left(given)
     Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
     outbox.end(_answer(problem, method, limits, starts, outbox))

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import solver
+from solver import kernels
 from solver.kernels import _sources
 
 ROOT = Path(solver.__path__[0]).parent
@@ -39,6 +42,45 @@ def test_a_changed_constant_is_not_answered_with_old_machine_code(tmp_path: Path
     assert _run(tmp_path) == "1"
     constants.write_text("ANSWER = 22\n")
     assert _run(tmp_path) == "22"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path])
+    return tmp_path
+
+
+def test_a_stage_is_ready_when_it_is_compiled_or_nobody_does(folder: Path) -> None:
+    assert kernels.are_ready("search")
+    lock = kernels.compiler_lock(wait=False)
+    assert lock is not None
+    with lock:
+        assert kernels.compiler_lock(wait=False) is None
+        assert not kernels.are_ready("search")
+        kernels.mark("pattern")
+        assert kernels.are_ready("pattern")
+        assert not kernels.are_ready("search")
+    assert kernels.are_ready("search")
+
+
+def test_the_lock_is_that_of_the_process_that_it_was_passed_to(folder: Path) -> None:
+    lock = kernels.compiler_lock(wait=False)
+    assert lock is not None
+    with lock:
+        process = subprocess.Popen(["sleep", "60"], pass_fds=[lock.fileno()])
+    try:
+        assert not kernels.are_ready("search")
+    finally:
+        process.kill()
+        process.wait()
+    assert kernels.are_ready("search")
+
+
+def test_where_nothing_can_be_written_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path / "file" / "folder"])
+    assert kernels.compiler_lock(wait=True) is None
+    assert kernels.are_ready("search")
 
 
 def _run(folder: Path) -> str:

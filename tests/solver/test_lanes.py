@@ -10,7 +10,7 @@ import pytest
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.board import Board
-from solver.lanes import Turn, run_lanes
+from solver.lanes import Search, Turn, run_lanes
 from solver.limits import Answer, Limits, Start
 from solver.methods import METHODS, published_orders
 from tests.problems import uniform
@@ -69,3 +69,30 @@ def test_a_failure_stops_the_other_lanes_and_is_raised() -> None:
     board = Board(PROBLEM, Limits(60), None)
     with pytest.raises(ZeroDivisionError):
         run_lanes(PROBLEM, board, [[Turn("fails", fails, 1.0)], [Turn("waits", waits, 1.0)]])
+
+
+def test_a_search_whose_kernels_are_being_compiled_lets_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, order = Event(), []
+
+    def search(name: str, after: Callable[[], None]) -> Search:
+        def run(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+            order.append(name)
+            after()
+            return answer_of("gpipe")
+
+        return run
+
+    local, cp_sat = search("local", lambda: None), search("cp-sat", compiled.set)
+    monkeypatch.setattr("solver.lanes.is_ready", lambda search: search is not local or compiled.is_set())
+    turns = [Turn("local", local, 0.1, once=True), Turn("cp-sat", cp_sat, 0.1, once=True)]
+    run_lanes(PROBLEM, Board(PROBLEM, Limits(30), None), [turns])
+    assert order == ["cp-sat", "local"]
+
+
+def test_one_whose_kernels_are_never_ready_is_over_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("solver.lanes.is_ready", lambda search: False)
+    limits = Limits(0.3)
+    board = Board(PROBLEM, limits, None)
+    run_lanes(PROBLEM, board, [[Turn("search", METHODS["search"].search, 1.0)]])  # type: ignore[arg-type]
+    assert board.best.orders is None
+    assert 0.3 <= limits.seconds < 5

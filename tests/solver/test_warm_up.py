@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numba.core.dispatcher import Dispatcher
@@ -43,3 +45,25 @@ def test_leaves_no_kernel_to_compile() -> None:
         for problem in (instance("d-p4-m8-o1-mo1-b1o2-vshape-make"), instance("zb-1.5b-p8-m24-mem2")):
             solve(problem, method, Limits(workers=1, deterministic_limit=0.05))
     assert signatures() == before
+
+
+def test_in_the_background_one_process_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes meanwhile starts no other, and is told that one is at it."""
+    monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path])
+    started = []
+    begin = subprocess.Popen
+
+    def noted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(begin(["sleep", "60"], **options))
+        assert command[-1] == "--background"
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    assert warm_up.warm_up_in_background()
+    assert warm_up.warm_up_in_background()
+    (process,) = started
+    process.kill()
+    process.wait()
+    kernels.mark(kernels.WARM)
+    assert not warm_up.warm_up_in_background()
+    assert started == [process]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +16,22 @@ from api.jobs import process
 from api.settings import Settings
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_kernels_are_compiled_before_the_first_job(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, warm: bool
-) -> None:
+def test_jobs_do_not_wait_for_kernels(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled in the background, and searches join when theirs are ready."""
     done: list[str] = []
 
-    def run(command: Sequence[str], **_: Any) -> None:
-        done.append(command[-1])
+    def compiles() -> bool:
+        done.append("compile")
+        return True
 
     def work(working: Coroutine[Any, Any, None]) -> None:
         working.close()
         done.append("work")
 
-    monkeypatch.setattr(process, "is_warm", lambda: warm)
-    monkeypatch.setattr(process.subprocess, "run", run)
+    monkeypatch.setattr(process, "warm_up_in_background", compiles)
     monkeypatch.setattr(process.asyncio, "run", work)
     process.run_worker(settings)
-    assert done == ["work"] if warm else ["solver.warm_up", "work"]
+    assert done == ["compile", "work"]
 
 
 @pytest.mark.parametrize("ignored", [False, True])

@@ -141,19 +141,22 @@ def test_nothing_found_with_the_work_allowed(cli: Cli, tmp_path: Path) -> None:
     assert "0.01 units of work. Maybe allow more (--deterministic-limit)" in run.err
 
 
-def test_the_clock_starts_when_all_is_compiled(cli: Cli, problem_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first solve of an installation has its whole limit too."""
-    compiled: list[float] = []
-    began: list[float] = []
+@pytest.mark.parametrize(("option", "first"), [("--time-limit", "meanwhile"), ("--deterministic-limit", "once")])
+def test_only_counted_work_waits_for_kernels(
+    cli: Cli, problem_file: Path, monkeypatch: pytest.MonkeyPatch, option: str, first: str
+) -> None:
+    """A clock does not: published schedules need none. What work finds must not depend on when kernels are ready."""
+    done: list[str] = []
 
     def solved(problem: Problem, method: str, limits: Limits, *_: object, **__: object) -> ChildResult:
-        began.append(limits.began)
+        done.append("solve")
         return ChildResult(solve(problem, "1f1b"), "feasible", "time")
 
-    monkeypatch.setattr("optpipe.cli.solve.compile_once", lambda: compiled.append(time.perf_counter()))
+    monkeypatch.setattr("optpipe.cli.solve.compile_once", lambda: done.append("once"))
+    monkeypatch.setattr("optpipe.cli.solve.compile_meanwhile", lambda _: done.append("meanwhile"))
     monkeypatch.setattr("solver.process.solve_in_child", solved)
-    assert cli("solve", problem_file, "--no-cache").code == 0
-    assert compiled < began
+    assert cli("solve", problem_file, "--no-cache", option, "1").code == 0
+    assert done == [first, "solve"]
 
 
 def test_methods(cli: Cli) -> None:

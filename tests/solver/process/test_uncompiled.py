@@ -1,0 +1,70 @@
+"""Published schedules, bounds and exact answers before any kernel is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optpipe.problem import Problem
+from optpipe.verify import verify
+from solver import kernels
+from solver.limits import Limits
+from solver.process import Incumbent, solve_in_child
+from solver.process.loading import INTERPRETED_OPS
+from solver.size import count_ops
+from tests.problems import uniform
+
+EXAMPLE = Problem.load(Path(__file__).parents[3] / "examples/problems/offload-p4-m8.json")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for compiled kernels, empty as after an installation, with a compiler that never gets anything done."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lock = kernels.compiler_lock(wait=False)
+    assert lock is not None
+    with lock:
+        yield tmp_path / "numba"
+
+
+def compiled(folder: Path) -> set[str]:
+    """The kernels that numba keeps."""
+    return {path.name.split("-")[0] for path in folder.rglob("*.nbi")}
+
+
+def solved(problem: Problem, folder: Path, limit_s: float) -> list[tuple[Incumbent, set[str]]]:
+    """Every incumbent, with the kernels that were compiled when it came."""
+    heard: list[tuple[Incumbent, set[str]]] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, Incumbent):
+            heard.append((event, compiled(folder)))
+
+    result = solve_in_child(problem, "auto", Limits(limit_s, workers=1), on_event=listen)
+    assert result.schedule is not None
+    assert verify(result.schedule).ok
+    assert result.schedule.value_us <= heard[0][0].value_us
+    return heard
+
+
+def test_a_small_problem_is_answered_without_any_kernel(kept: Path) -> None:
+    """Also with offload, for which nothing but ada-offload is published on one stage a device."""
+    heard = solved(EXAMPLE, kept, limit_s=6.0)
+    best = heard[-1][0]
+    assert (heard[0][0].method, heard[0][0].bound_us) == ("ada-offload", 29_000)
+    assert best.value_us in (29_000, 30_000), "CP-SAT, which has no kernels, proves the optimum where it finds time"
+    assert compiled(kept) == set()
+
+
+@pytest.mark.parametrize("v_shape", [False, True], ids=["linear", "v"])
+def test_a_large_one_needs_the_simulator_s_alone(kept: Path, v_shape: bool) -> None:
+    problem = uniform(8, 128, v_shape=v_shape, budget=32)
+    assert count_ops(problem) > INTERPRETED_OPS
+    heard = solved(problem, kept, limit_s=2.0)
+    first, there = heard[0]
+    assert first.method == ("v-zb, unfilled" if v_shape else "1f1b")
+    assert there == {"simulate._earliest_starts"}
+    assert first.gap < 0.2
