@@ -1,13 +1,23 @@
-"""OptPipe: schedules for pipeline-parallel training, found by optimisation and run as planned."""
+"""OptPipe: schedules for pipeline-parallel training, found by optimisation and run as planned.
+
+>>> from optpipe import Problem, Schedule, simulate, verify
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optpipe import lazy
 from optpipe.display import show_in
 
 if TYPE_CHECKING:
     from optpipe.display import Room
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
+    from optpipe.simulate import simulate
+    from optpipe.verify import verify
+
+__all__ = ["Problem", "Schedule", "simulate", "verify"]
 
 
 def _notebook() -> Room:
@@ -18,3 +28,12 @@ def _notebook() -> Room:
 
 
 show_in(_notebook)
+lazy.offer(
+    __name__,
+    {
+        "Problem": "optpipe.problem",
+        "Schedule": "optpipe.schedule",
+        "simulate": "optpipe.simulate",
+        "verify": "optpipe.verify",
+    },
+)

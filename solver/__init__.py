@@ -1,1 +1,18 @@
-"""Finds schedules: published ones from their rules, and better ones by optimisation."""
+"""Finds schedules: published ones from their rules, and better ones by optimisation.
+
+>>> from solver import Limits, solve
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe import lazy
+
+if TYPE_CHECKING:
+    from solver.limits import Limits
+    from solver.portfolio import solve
+
+__all__ = ["Limits", "solve"]
+
+lazy.offer(__name__, {"Limits": "solver.limits", "solve": "solver.portfolio"})

@@ -8,7 +8,10 @@ from typing import get_args
 
 import pytest
 
-from api.app import create_app
+import api
+import optpipe
+import solver
+from api import create_app
 from api.jobs.config import JobConfig
 from api.jobs.records import EventKind, Limit, Reason, Status
 from api.models import JobAnswer
@@ -57,6 +60,13 @@ def test_every_exit_code() -> None:
 
 def test_every_method() -> None:
     assert sorted(re.findall(r"`([^`]+)`", section("Methods"))) == sorted(METHODS)
+
+
+def test_every_name_that_a_package_offers() -> None:
+    told = re.findall(r"^\| `from (\w+) import ([^`]+)`", section("Python"), re.MULTILINE)
+    assert {package: names.split(", ") for package, names in told} == {
+        package.__name__: package.__all__ for package in (optpipe, solver, api)
+    }
 
 
 def test_every_route() -> None:

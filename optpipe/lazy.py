@@ -1,0 +1,35 @@
+"""Lazy names of a package: imported when they are first used, so that the package itself loads in milliseconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+def offer(package: str, names: Mapping[str, str]) -> None:
+    """Let a package that is being imported offer each name of `names` from the module that it is mapped to.
+
+    A name may be that of its module, as in ``from optpipe import simulate`` beside ``from optpipe.simulate import
+    simulate``. The import system binds a loaded submodule to its package under the same name; the package keeps what
+    is offered instead. The module is still in `sys.modules`, where ``from optpipe.simulate import ...`` finds it.
+    """
+
+    class Offering(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name not in names:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=self)
+            setattr(self, name, getattr(import_module(names[name]), name))
+            return vars(self)[name]
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in names and isinstance(value, ModuleType):
+                value = getattr(value, name)
+            super().__setattr__(name, value)
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *names})
+
+    sys.modules[package].__class__ = Offering
