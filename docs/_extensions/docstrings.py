@@ -65,6 +65,8 @@ def show_inner_names(
 ) -> nodes.Node | None:
     """Leave a name of ours that stands on no page as words; one that does not exist stays a warning."""
     name = reference.get("reftarget", "")
+    if name.endswith(".Annotated"):  # typing's, which claims the module of what it annotates
+        return words
     return words if name.startswith(OUR_PACKAGES) and pydoc.locate(name) is not None else None
 
 
