@@ -9,7 +9,7 @@ from threading import Lock
 from optpipe.gap import gap_of
 from optpipe.orders import Orders
 from optpipe.problem import Problem
-from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.bounds import lower_bound_us
 from solver.finish import snapped_bound
 from solver.horizon import horizon_us
 from solver.limits import Answer, Cancel, Limits, Start
@@ -48,7 +48,6 @@ class Board:
         self.infeasible = False
         self.method = ""
         self._on_progress = on_progress
-        self._split_suffices = split_backward_suffices(problem)
         self._lock = Lock()
         self._closed = False
         self._best = Answer(None, float("inf"), lower_bound_us(problem))
@@ -82,12 +81,12 @@ class Board:
 
     def _keep(self, answer: Answer, method: str) -> bool:
         best = self._best
-        if answer.infeasible and self._split_suffices:
+        if answer.infeasible:
             self.infeasible = True
             return False
         improves = answer.orders is not None and answer.value_us < best.value_us
         orders, value = (answer.orders, answer.value_us) if improves else (best.orders, best.value_us)
-        bound = max(best.bound_us, answer.bound_us) if self._split_suffices else best.bound_us
+        bound = max(best.bound_us, answer.bound_us)
         if orders is not None:
             bound = snapped_bound(value, bound)
         if improves:

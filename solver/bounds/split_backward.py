@@ -13,9 +13,11 @@ def split_backward_suffices(problem: Problem) -> bool:
     of them are alike. Only where a budget counts and BW needs less memory beside the activation than B and W do,
     fusing can be worth it.
     """
-    for stage in problem.stages:
-        work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
-        split = max(work.B, grows, grows + work.W)
-        if split > work.BW and problem.devices[stage.device].memory_bytes is not None:
-            return False
-    return True
+    return not any(fusing_may_help(problem, s) for s in range(len(problem.stages)))
+
+
+def fusing_may_help(problem: Problem, s: int) -> bool:
+    """Whether BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split."""
+    stage = problem.stages[s]
+    work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
+    return max(work.B, grows, grows + work.W) > work.BW and problem.devices[stage.device].memory_bytes is not None

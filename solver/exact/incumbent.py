@@ -7,7 +7,6 @@ from collections.abc import Callable
 from optpipe.orders import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.bounds.split_backward import split_backward_suffices
 from solver.finish import snapped_bound, within_budgets
 from solver.horizon import horizon_us
 from solver.limits import Answer, Limits, Start
@@ -16,14 +15,23 @@ from solver.limits import Answer, Limits, Start
 class Incumbent:
     """The best of one search of `problem`: `orders` reach `value_us`, and nothing is below `bound_us`.
 
-    `horizon_us` is a time by which some schedule at least as good has ended.
+    `horizon_us` is a time by which some schedule at least as good has ended. `has_optimum` says whether the models of
+    the search have an optimum of all schedules, so that what they prove counts: without fused backwards some do not.
     """
 
-    def __init__(self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        limits: Limits,
+        start: Start,
+        on_answer: Callable[[Answer], None],
+        *,
+        has_optimum: bool,
+    ) -> None:
         self.problem, self.limits, self.on_answer = problem, limits, on_answer
         self.orders, self.value_us, self.bound_us = start.orders, start.value_us, start.bound_us
         self.horizon_us = start.horizon_us
-        self._split_suffices = split_backward_suffices(problem)
+        self.has_optimum = has_optimum
 
     @property
     def answer(self) -> Answer:
@@ -46,11 +54,12 @@ class Incumbent:
             self.on_answer(self.answer)
 
     def raise_bound(self, bound_us: float) -> None:
-        """Take a bound proved of schedules whose B and W are apart.
+        """Take a bound that the models prove, if it says something about all schedules.
 
-        A fused backward may keep a budget that these break: there a bound above its value is cut to it. Anywhere else
-        such a bound contradicts the schedule, and is kept, so that `solver.finish` refuses to answer with the two.
+        A bound above the value contradicts the schedule, and is kept, so that `solver.finish` refuses to answer with
+        the two.
         """
-        if self.orders is not None:
-            bound_us = snapped_bound(self.value_us, bound_us)
-        self.bound_us = max(self.bound_us, bound_us if self._split_suffices else min(bound_us, self.value_us))
+        if self.has_optimum:
+            if self.orders is not None:
+                bound_us = snapped_bound(self.value_us, bound_us)
+            self.bound_us = max(self.bound_us, bound_us)

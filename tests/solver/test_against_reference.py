@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import product
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -90,6 +92,56 @@ def test_parts_claim_no_more_than_the_whole(problem: Problem) -> None:
     for known_us in (0.0, optimum_us):
         start = Start(known_us, 2 * value_us, orders, value_us)
         assert relaxation_bound(problem, limits, start, lambda answer: None).bound_us <= optimum_us + ROUNDING_US
+
+
+def tight_problem(seed: int) -> Problem:
+    """A small random problem with budgets near what one microbatch takes on all stages of a device."""
+    random = Random(seed)
+    devices, stages, microbatches = random.randint(1, 3), random.randint(1, 4), random.randint(1, 4)
+    times = random.choice([[1, 2, 3, 5, 9], [0, 1, 2], [0.5, 2.25, 0.1, 3], [10, 10.1, 12.7], [1234.5678, 987.654321]])
+
+    def stage() -> dict[str, Any]:
+        held = random.randint(1, 6)
+        made = {name: random.choice(times) for name in ("forward_us", "backward_input_us", "backward_weight_us")}
+        made |= {"device": random.randrange(devices), "activation_bytes": held}
+        made |= {"backward_weight_bytes": random.randint(0, held + 1)}
+        if random.random() < 0.4:
+            made["workspace_bytes"] = {kind: random.randint(0, 2) for kind in ("F", "B", "W", "BW")}
+        if random.random() < 0.5:
+            copies = {name: random.choice(times) for name in ("offload_us", "reload_us")}
+            made["offload"] = {"bytes": random.randint(1, held), **copies}
+        return made
+
+    every = [stage() for _ in range(stages)]
+    held = [sum(stage["activation_bytes"] for stage in every if stage["device"] == d) for d in range(devices)]
+    data = {"format": "optpipe.problem/1", "microbatches": microbatches, "stages": every}
+    data |= {"objective": random.choice(["makespan", "device_span"]), "transfer_us": random.choice([0, 1, 0.5])}
+    data |= {"devices": [{"memory_bytes": max(1, total + random.randint(-4, 4))} for total in held]}
+    data |= {"copy_channels": {"duplex": random.random() < 0.5}, "host_memory_bytes": random.choice([None, 0, 2, 4])}
+    return Problem.from_data(data)
+
+
+def timeless(problem: Problem) -> Problem:
+    """The same with ops and copies of one length: whether anything fits is a matter of orders alone."""
+    stages = problem.to_data()["stages"]
+    for stage in stages:
+        stage |= dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 1)
+        if stage.get("offload"):
+            stage["offload"] |= {"offload_us": 1, "reload_us": 1}
+    return Problem.from_data(problem.to_data() | {"stages": stages, "transfer_us": 0, "objective": "makespan"})
+
+
+@pytest.mark.parametrize("seed", [17, 30, 34, 46, 54, 76, 106, 121, 123, 146])
+def test_where_nothing_fits_that_is_proved(seed: int) -> None:
+    problem = tight_problem(seed)
+    assert not impossible_budgets(problem)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(problem, "auto", Limits(workers=1, deterministic_limit=10.0))
+    assert caught.value.budgets_bytes
+    try:
+        assert reference_optimum_us(problem) is None
+    except TooHardError:
+        assert reference_optimum_us(timeless(problem)) is None
 
 
 TIGHT = {

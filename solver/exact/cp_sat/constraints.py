@@ -23,6 +23,7 @@ class Constraints:
         """All families."""
         self.dataflow()
         self.microbatch_order()
+        self.fused_backwards()
         self.offload_round_trip()
         self.one_op_at_a_time()
         self.channels()
@@ -49,13 +50,26 @@ class Constraints:
         """Microbatches keep their order within one op type of one stage (absent transfers take no time in it)."""
         for s in range(len(self.problem.stages)):
             for i in range(1, self.problem.microbatches):
-                for kind in "FBW":
+                for kind in "FB" if (s, i) in self.variables.fused else "FBW":
                     self._after(self.task(kind, s, i), self.task(kind, s, i - 1))
                 if (s, i) in self.variables.leaves:
                     for kind in "OR":
                         before = self.task(kind, s, i - 1)
                         length = before.ticks * self.variables.leaves[s, i - 1]
                         self.model.add(self.task(kind, s, i).start >= before.start + length)
+
+    def fused_backwards(self) -> None:
+        """A fused backward is W right behind B, and hands its gradient over at the end; it is no W in their order."""
+        delays_us = self.problem.backward_delay_us
+        for (s, i), fused in self.variables.fused.items():
+            backward, weight = self.task("B", s, i), self.task("W", s, i)
+            self.model.add(weight.start == backward.end).only_enforce_if(fused)
+            if s > 0:
+                handed_over = weight.end + self.variables.grid.ticks(delays_us[s - 1])
+                self.model.add(self.task("B", s - 1, i).start >= handed_over).only_enforce_if(fused)
+            for j in range(i):
+                both_split = (~fused, ~self.variables.fused[s, j])
+                self.model.add(weight.start >= self.task("W", s, j).end).only_enforce_if(both_split)
 
     def offload_round_trip(self) -> None:
         """O after F, R after O, B after R, where the activation leaves."""
@@ -89,7 +103,7 @@ class Constraints:
                 self.model.add_cumulative(intervals, [piece.size for piece in pieces], budget)
 
     def _interval(self, name: str, piece: Held) -> cp_model.IntervalVar:
-        if piece.first.task is piece.last.task:
+        if piece.first.task is piece.last.task and piece.presence is None:
             return piece.first.task.interval
         return self.variables.span(name, piece.first, piece.last, piece.presence, piece.least)
 

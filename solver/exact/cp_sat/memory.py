@@ -24,7 +24,8 @@ def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
     """All pieces of microbatch i on stage s.
 
     A part is freed at B's end, the rest at W's end. If B holds more after its end than before, the difference
-    counts from B's start: no wait could keep B from ending before another op has freed memory.
+    counts from B's start: no wait could keep B from ending before another op has freed memory. A fused backward frees
+    all at its end, and has a workspace of its own.
     """
     return (piece for piece in _pieces(variables, s, i) if piece.size > 0)
 
@@ -39,10 +40,15 @@ def _pieces(variables: Variables, s: int, i: int) -> Iterator[Held]:
     yield from _activation(variables, s, i, "B", freed_by_backward, moved_early)
     yield from _activation(variables, s, i, "BW", kept, moved - moved_early)
     grown = stage.backward_weight_bytes - kept
-    yield Held(grown, start(backward), end(weight), None, backward.ticks + weight.ticks)
-    work = stage.workspace_bytes
-    for task, size in ((forward, work.F), (backward, max(work.B - grown, 0)), (weight, work.W)):
-        yield Held(size, start(task), end(task))
+    fused, work, both = variables.fused.get((s, i)), stage.workspace_bytes, backward.ticks + weight.ticks
+    split = None if fused is None else ~fused
+    yield Held(grown, start(backward), end(weight), split, both)
+    yield Held(work.F, start(forward), end(forward))
+    yield Held(max(work.B - grown, 0), start(backward), end(backward), split)
+    yield Held(work.W, start(weight), end(weight), split)
+    if fused is not None:
+        yield Held(freed_by_backward, start(weight), end(weight), fused)
+        yield Held(work.BW, start(backward), end(weight), fused, both)
 
 
 def _activation(variables: Variables, s: int, i: int, until: str, size: int, moved: int) -> Iterator[Held]:

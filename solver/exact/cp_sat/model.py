@@ -53,6 +53,9 @@ def solve_cp_sat(
     return search.run()
 
 
+FIRST_ORDERS = 0.5
+"""The share of the time or work that may be spent on any orders at all, where none are known."""
+
 CLIMB = 0.25
 """The share of the time or work that may be spent on asking for a schedule at the bound itself."""
 
@@ -61,7 +64,9 @@ MOST_STEPS = 1000
 
 
 class _Search(Incumbent):
-    """First from below: is there a schedule at the bound? If not the bound rises. Then from above, by minimising.
+    """Without a start: are there any orders within the budgets?
+
+    Then from below: is there a schedule at the bound? If not the bound rises. Then from above, by minimising.
 
     From below every window is as narrow as can be: with good bounds that finds and proves optima in a fraction of the
     time. From above, one round is enough for a makespan; device spans may lie between the steps of the first grid.
@@ -70,12 +75,14 @@ class _Search(Incumbent):
     def __init__(
         self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
     ) -> None:
-        super().__init__(without_endless_copies(problem, start.horizon_us), limits, start, on_answer)
+        super().__init__(without_endless_copies(problem, start.horizon_us), limits, start, on_answer, has_optimum=True)
         self.options = options
         self.work_left = limits.deterministic_limit
 
     def run(self) -> Answer:
         """Rounds until the value is proved, no schedule is proved to exist, or the limits are reached."""
+        if self.orders is None and self._no_orders_fit():
+            return Answer(None, float("inf"), float("inf"), infeasible=True)
         if self.options.climb:
             self._climb()
         refinement = 1
@@ -90,6 +97,25 @@ class _Search(Incumbent):
                 break
             refinement = finer
         return self.answer
+
+    def _no_orders_fit(self) -> bool:
+        """Look for orders within the budgets, whatever they take. Returns whether it is proved that there are none.
+
+        Times have no say in that. Let the ops of any schedule run one after another, in the order of their starts: all
+        rules are kept, and an op finds on its device and on the host no more than at its start in that schedule, since
+        what has begun before has ended too. So where no schedule of ops that take one tick each keeps the budgets, none
+        does, and so short a horizon is quickly searched. Orders that are found may still exceed the host's budget
+        with the times of the problem, and are then not taken (docs/adr/0003).
+        """
+        timeless = _timeless(self.problem)
+        horizon = horizon_us(timeless, float("inf"))
+        variables = build(timeless, Grid.of(timeless, horizon), horizon, 0.0, self.options)
+        variables.model.clear_objective()  # type: ignore[no-untyped-call]
+        limits = replace(self.limits, deterministic_limit=self.work_left).part(FIRST_ORDERS)
+        callback = _Callback(variables, self)
+        status, work = solve_unless_cancelled(configured_solver(limits), variables.model, limits.cancel, callback)
+        self._spend(work)
+        return status == cp_model.INFEASIBLE
 
     def _climb(self) -> None:
         """Ask for a schedule at the bound, and raise the bound where there is none, for a part of the time."""
@@ -163,6 +189,9 @@ def add_hint(variables: Variables, orders: Orders) -> None:
     for length, first, last, least in variables.lengths:
         there = first.task.op in starts and last.task.op in starts
         model.add_hint(length, max(_between(first, last, placed), least) if there else least)
+    of_orders = set(orders.ops())
+    for at, fused in variables.fused.items():
+        model.add_hint(fused, Op("BW", *at) in of_orders)
     for literal, one, other in variables.firsts:
         model.add_hint(literal, placed[one] < placed[other])
     value = max(_between(begin, end, placed) for begin, end in variables.measured)
@@ -189,7 +218,7 @@ TICK_US = 2.0**-10
 
 
 def _hinted_starts(variables: Variables, orders: Orders) -> Mapping[Op, int]:
-    """Start in ticks of each op of known orders; a fused backward is split, like W are sorted."""
+    """Start in ticks of each op of known orders; a fused backward is split, like W that never are fused are sorted."""
     simulation = simulate(_in_ticks(variables), orders)
     starts_us = simulation.start_us - simulation.start_us.min()
     ticks = np.ceil(starts_us / TICK_US - SLACK).astype(np.int64)  # the least span may have begins between two ticks
@@ -200,7 +229,7 @@ def _hinted_starts(variables: Variables, orders: Orders) -> Mapping[Op, int]:
             starts[Op("W", *op[1:])] = at + variables.task("B", *op[1:]).ticks
         else:
             starts[op] = at
-    return in_weight_order(variables.problem, starts)
+    return in_weight_order(variables.problem, starts, variables.fusing_stages)
 
 
 def _in_ticks(variables: Variables) -> Problem:
@@ -215,6 +244,16 @@ def _in_ticks(variables: Variables) -> Problem:
         stage.update({name: TICK_US * length(kind, s) for name, kind in zip(_COMPUTE_US, "FBW", strict=True)})
         if stage.get("offload"):
             stage["offload"] |= {name: TICK_US * length(kind, s) for name, kind in zip(_COPY_US, "OR", strict=True)}
+    return Problem.from_data(data)
+
+
+def _timeless(problem: Problem) -> Problem:
+    """The problem if all ops took the same time, and transfers none."""
+    data = problem.to_data() | {"transfer_us": 0, "objective": "makespan"}
+    for stage in data["stages"]:
+        stage.update(dict.fromkeys(_COMPUTE_US, 1))
+        if stage.get("offload"):
+            stage["offload"] |= dict.fromkeys(_COPY_US, 1)
     return Problem.from_data(data)
 
 
@@ -237,5 +276,9 @@ class _Callback(cp_model.CpSolverSolutionCallback):
                 continue
             at = self.value(task.start)
             planned[op] = (at, at + task.ticks)
-        orders = orders_of_plan(self.variables.problem, planned)
-        self.search.offer(orders, self.variables.grid.proved_us(self.best_objective_bound))
+        for s, i in (at for at, fused in self.variables.fused.items() if self.value(fused)):
+            (begin, _), (_, close) = (planned.pop(Op(kind, s, i)) for kind in "BW")
+            planned[Op("BW", s, i)] = (begin, close)
+        orders = orders_of_plan(self.search.problem, planned)
+        minimises = self.variables.model.has_objective()
+        self.search.offer(orders, self.variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)

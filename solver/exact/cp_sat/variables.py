@@ -10,6 +10,7 @@ from ortools.sat.python import cp_model
 
 from optpipe.orders import Op
 from optpipe.problem import Problem
+from solver.bounds.split_backward import fusing_may_help
 from solver.exact.grid import Grid
 
 
@@ -48,7 +49,8 @@ class Moment:
 class Variables:
     """Variables for a problem on a grid; no op ends later than `horizon` ticks.
 
-    `tasks` holds every op that may run, `leaves` the literal of each (stage, microbatch) that may be offloaded,
+    `tasks` holds every op that may run, `leaves` the literal of each (stage, microbatch) that may be offloaded, `fused`
+    that of each whose W may follow its B at once, as one op BW: those of the stages where that can save memory;
     `lengths` the time between two moments for which bytes are held, with the least that it can be, `firsts` literals
     that say which of two ops is first, and `objective` the value in ticks, which is at least the time between the two
     moments of each of `measured`.
@@ -61,6 +63,7 @@ class Variables:
         self.model = cp_model.CpModel()
         self.tasks: dict[Op, Task] = {}
         self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.fused: dict[tuple[int, int], cp_model.IntVar] = {}
         self.lengths: list[tuple[cp_model.IntVar, Moment, Moment, int]] = []
         self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
         self.measured: list[tuple[Moment, Moment]] = []
@@ -73,6 +76,8 @@ class Variables:
             for i in range(self.problem.microbatches):
                 for kind in ("F", "B", "W"):
                     self.add_task(Op(kind, s, i), None)
+                if fusing_may_help(self.problem, s):
+                    self.fused[s, i] = self.model.new_bool_var(f"fused{s}.{i}")
                 if stage.offload and stage.offload.bytes:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
                     for kind in ("O", "R"):
@@ -111,6 +116,11 @@ class Variables:
     def _length(self, kind: str, s: int) -> int:
         """Ticks of an op."""
         return self.grid.length(self.problem.stages[s].duration_us(kind))
+
+    @cached_property
+    def fusing_stages(self) -> set[int]:
+        """The stages that may have fused backwards."""
+        return {s for s, _ in self.fused}
 
     @cached_property
     def round_trips(self) -> Sequence[int]:

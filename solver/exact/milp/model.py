@@ -9,6 +9,7 @@ import highspy
 import numpy as np
 
 from optpipe.problem import Problem
+from solver.bounds.split_backward import split_backward_suffices
 from solver.exact.grid import Grid
 from solver.exact.incumbent import Incumbent
 from solver.exact.milp.options import DEFAULT, Options
@@ -45,7 +46,7 @@ class _Search(Incumbent):
     def __init__(
         self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
     ) -> None:
-        super().__init__(problem, limits, start, on_answer)
+        super().__init__(problem, limits, start, on_answer, has_optimum=split_backward_suffices(problem))
         self.options = options
         self.grid = Grid.of(problem, start.horizon_us)
         self.stopped = False
@@ -64,7 +65,7 @@ class _Search(Incumbent):
         while not self.over:
             round_ = _Round(self)
             round_.solve()
-            if round_.infeasible and self.orders is None:
+            if round_.infeasible and self.orders is None and self.has_optimum:
                 return Answer(None, float("inf"), float("inf"), infeasible=True)
             if not round_.outgrown or self.limits.reached(self.value_us, self.bound_us):
                 break

@@ -75,13 +75,13 @@ def _stage(device: int, times_us: Three, held: int, kept: int, workspace: Three,
         **dict(zip(("forward_us", "backward_input_us", "backward_weight_us"), times_us, strict=True)),
         "activation_bytes": held,
         "backward_weight_bytes": kept,
-        "workspace_bytes": dict(zip("FBW", workspace, strict=True)),
+        "workspace_bytes": dict(zip(("F", "B", "W", "BW"), (*workspace, workspace[1]), strict=True)),
         "offload": dict(zip(("bytes", "offload_us", "reload_us"), offload, strict=True)),
     }
 
 
 def uneven(objective: str, first_budget: int | None = 7, **more: Any) -> Problem:
-    """Three uneven devices; on the first a microbatch holds more after B than before."""
+    """Three uneven devices; on the first a microbatch holds more after B than before. Fusing saves no memory."""
     stages = [
         _stage(0, (5, 7, 5), 2, 3, (1, 3, 1), (2, 3, 1)),
         _stage(1, (7, 5, 6), 4, 2, (2, 0, 0), (2, 1, 4)),
