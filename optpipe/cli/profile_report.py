@@ -71,6 +71,8 @@ def _print_times(measured: Measured) -> None:
         rows.add_row(str(s), str(measured.placement[s]), *cells, _spread_text(boundaries[s]))
     stdout().print(rows)
     stdout().print("each: median, and from quartile to quartile in per cent of it\n")
+    for one in [one for stage in measured.stages for one in stage.undeferred]:
+        stdout().print(f"{one}\n", markup=False)
 
 
 def _spread_text(spread: Spread | None) -> str:

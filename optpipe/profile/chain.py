@@ -67,7 +67,7 @@ class Chain:
     def gradient(self, stage: int, device: torch.device) -> Any:
         """A gradient of a stage's output, random; None for the last stage, and for integers."""
         after = self.after(stage)
-        return None if after is None else map_leaves(lambda spec: _random_gradient(spec, device), after)
+        return None if after is None else map_leaves(lambda spec: random_gradient(spec, device), after)
 
 
 def chain_of(
@@ -161,5 +161,6 @@ def _check_loss(subject: Subject, output: Tree, targets: Tree) -> None:
         refuse(subject.name, "loss_no_scalar", f"loss returns {found}, but must return one number, as a tensor.")
 
 
-def _random_gradient(spec: MessageSpec, device: torch.device) -> Tensor | None:
+def random_gradient(spec: MessageSpec, device: torch.device) -> Tensor | None:
+    """A gradient of a message, far from 0; None for integers."""
     return spec.empty(device).normal_(0, GRADIENT_SCALE) if spec.has_gradient else None

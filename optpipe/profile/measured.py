@@ -20,6 +20,7 @@ from optpipe.profile.op_times import OnRound, measure_op_times
 from optpipe.profile.subject import Subject
 from optpipe.profile.timing import ClockName, Spread
 from optpipe.profile.transfers import Transfers, measure_transfers
+from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.stage_sizes import SizeRange, StageSizes
 
@@ -41,7 +42,7 @@ class StageFigures:
     """One stage: the times of its ops by kind (F, B, W, BW, O, R), what a microbatch takes, and what stays.
 
     A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
-    `smallest` are the smallest, None where they are the same.
+    `smallest` are the smallest, None where they are the same. `undeferred`: whose weight gradients stay in B.
     """
 
     times: Mapping[str, Spread]
@@ -49,6 +50,7 @@ class StageFigures:
     parameter_bytes: int
     smallest: StageSizes | None = None
     samples: int = 1
+    undeferred: Sequence[Undeferred] = ()
 
     @property
     def splits(self) -> bool:
@@ -60,7 +62,8 @@ class StageFigures:
         """The figures that `asdict` made these values of."""
         times = {kind: Spread(**spread) for kind, spread in data["times"].items()}
         smallest = StageSizes(**data["smallest"]) if data["smallest"] else None
-        return cls(times, StageSizes(**data["sizes"]), data["parameter_bytes"], smallest, data["samples"])
+        undeferred = tuple(Undeferred(**one | {"layers": tuple(one["layers"])}) for one in data["undeferred"])
+        return cls(times, StageSizes(**data["sizes"]), data["parameter_bytes"], smallest, data["samples"], undeferred)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,11 @@ def measure(
     sizes = measure_op_sizes(chain, device)
     times = measure_op_times(chain, device, rounds, clock, on_round)
     held = _held_bytes(chain, placement)
-    mine = {str(s): asdict(_figures(times[s], sizes[s], held[s])) for s in chain.stages}
+    mine = {}
+    for s, stage in chain.stages.items():
+        received, gradient = chain.received(s, device), chain.gradient(s, device)
+        undeferred = measure_undeferred(s, stage, received, chain.target(s), gradient, clock)
+        mine[str(s)] = asdict(_figures(times[s], sizes[s], held[s], undeferred))
     figures = {int(s): StageFigures.from_data(data) for part in gather(mine) for s, data in part.items()}
     return Measured(
         name=subject.name,
@@ -201,9 +208,11 @@ def measure(
     )
 
 
-def _figures(times: Mapping[str, Spread], sizes: SizeRange, held_bytes: int) -> StageFigures:
+def _figures(
+    times: Mapping[str, Spread], sizes: SizeRange, held_bytes: int, undeferred: Sequence[Undeferred]
+) -> StageFigures:
     smallest = None if sizes.smallest == sizes.largest else sizes.smallest
-    return StageFigures(times, sizes.largest, held_bytes, smallest, sizes.samples)
+    return StageFigures(times, sizes.largest, held_bytes, smallest, sizes.samples, tuple(undeferred))
 
 
 def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:

@@ -88,7 +88,7 @@ def measure_stage(
     to gradients: set them to zero afterwards. Leaves buffers and random numbers as they were.
     A compiled stage has no B and W, and no workspace of theirs.
     """
-    with _as_before(stage):
+    with unchanged_stage(stage):
         stage.begin_step()
         stage.zero_gradients()
         return _measured(stage, _Probe(stage, batch, before, after, zeros))
@@ -110,8 +110,8 @@ def _measured(stage: Stage, probe: _Probe) -> StageSizes:
 
 
 @contextmanager
-def _as_before(stage: Stage) -> Iterator[None]:
-    """Puts back what a forward changes: running statistics, and the count of steps."""
+def unchanged_stage(stage: Stage) -> Iterator[None]:
+    """Put back what a forward changes: running statistics, and the count of steps."""
     buffers = [(buffer, buffer.clone()) for buffer in stage.module.buffers()]
     step = stage.random.step if stage.random else 0
     try:

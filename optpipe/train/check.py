@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,21 @@ from torch import Tensor, nn
 
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
 from optpipe.errors import TrainingError
+from optpipe.profile.chain import random_gradient
+from optpipe.profile.measured import Measured
+from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.memory_meter import MemoryMeter
+from optpipe.runtime.messages import Tree, map_leaves
 from optpipe.runtime.random_numbers import RandomNumbers
 from optpipe.runtime.stage_sizes import StageSizes, measure_samples, size_range, with_measured_sizes
+from optpipe.runtime.weight_gradients import undeferred_layers
 from optpipe.train.model import Model, moved
 from optpipe.train.plain import Drawing, gradient_error, plain_step, relative_error
 from optpipe.train.result import CheckResult, DeviceMemory
 from optpipe.train.task import Batch
 from optpipe.train.updates.snapshot import Snapshot
+
+LOG = logging.getLogger("optpipe.train")
 
 GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-7}
 """A check fails beyond these: what re-ordered sums of a precision can differ by.
@@ -76,12 +84,10 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
     counts, of all microbatches of the batch.
     """
     inputs, targets = model.own_part(batch)
-    with unchanged(model), ExitStack() as ears:
-        heard = {s: ears.enter_context(stage.listening()) for s, stage in model.stages.items()}
-        model.pipeline.evaluate(inputs, targets)
+    received = _heard(model, inputs, targets)
     mine = {}
     for s, stage in model.stages.items():
-        samples = list(zip(inputs if s == 0 else heard.pop(s), targets, strict=True))
+        samples = list(zip(received.pop(s), targets, strict=True))
         mine[str(s)] = asdict(measure_samples(stage, samples, *model.messages_at(s)).largest)
     sizes: dict[int, list[StageSizes]] = defaultdict(list)
     for entry in model.launch.gather(mine):  # of all replicas, each with its own part of the batch
@@ -89,6 +95,42 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
             sizes[int(s)].append(StageSizes(**size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
     return planned_peaks_bytes(model.program, measured, model.message_bytes)
+
+
+def tell_undeferred(model: Model, measured: Measured | None) -> None:
+    """Warn of layers whose weight gradients stay in B, where the schedule has B and W apart; rank 0 tells.
+
+    Called by all processes together. Measures the stages on a microbatch, unless they were `measured` before.
+    """
+    splits = {s: not model.program.kinds_of(s).isdisjoint(("B", "W")) for s in range(len(model.program.placement))}
+    if measured is not None:
+        found = [one for stage in measured.stages for one in stage.undeferred]
+    else:
+        mine = [s for s, stage in model.stages.items() if splits[s] and undeferred_layers(stage.module)]
+        if not any(model.launch.gather(bool(mine))):
+            return
+        inputs, targets = model.own_part(model.task.batch(0))
+        received = _heard(model, inputs[:1], targets[:1])
+        found = []
+        for s in mine:
+            _, after = model.messages_at(s)
+            gradient = None if after is None else map_leaves(lambda spec: random_gradient(spec, model.hardware), after)
+            target = targets[0] if after is None else None
+            found += measure_undeferred(s, model.stages[s], received[s][0], target, gradient)
+        of_all = model.launch.gather([asdict(one) for one in found])[: model.launch.pipeline_processes]
+        found = [Undeferred(**data) for entry in of_all for data in entry]
+    if model.launch.rank == 0:
+        for one in found:
+            if splits[one.stage]:
+                LOG.warning("%s", one)
+
+
+def _heard(model: Model, inputs: Sequence[Tree], targets: Sequence[Tree]) -> dict[int, Sequence[Tree]]:
+    """What each stage of this process receives of these microbatches; called by all processes together."""
+    with unchanged(model), ExitStack() as ears:
+        heard = {s: ears.enter_context(stage.listening()) for s, stage in model.stages.items()}
+        model.pipeline.evaluate(inputs, targets)
+    return {s: inputs if s == 0 else trees for s, trees in heard.items()}
 
 
 def scheduled_memory(model: Model) -> list[PlannedMemory] | None:

@@ -12,7 +12,7 @@ from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime.trace import Recorder
 from optpipe.trace import Trace
 from optpipe.train.boundary import Boundary
-from optpipe.train.check import check_step
+from optpipe.train.check import check_step, tell_undeferred
 from optpipe.train.checkpoints.checkpoints import Checkpoints
 from optpipe.train.checkpoints.interrupts import Interrupts
 from optpipe.train.config import TrainingConfig, flat
@@ -74,6 +74,7 @@ def _trained(
         return TrainingResult(
             (), (), model.parameters, launch.world, check, events=tuple(events.all), schedule=model.schedule
         )
+    tell_undeferred(model, first.measured if first else None)
     checkpoints = Checkpoints(config, model, interrupts)
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events)

@@ -13,6 +13,7 @@ from optpipe.runtime.weight_gradients.registry import (
     compiler_failure,
     defer_weight_gradients,
     register_deferred,
+    undeferred_layers,
 )
 from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate
 
@@ -27,4 +28,5 @@ __all__ = [
     "compiler_failure",
     "defer_weight_gradients",
     "register_deferred",
+    "undeferred_layers",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -83,6 +84,28 @@ def defer_weight_gradients(module: nn.Module, pending: WeightGradients) -> None:
         return
     for child in module.children():
         defer_weight_gradients(child, pending)
+
+
+def undeferred_layers(module: nn.Module) -> Mapping[str, Mapping[str, nn.Module]]:
+    """The layers whose weight gradients are computed in B, by the name of their class and their own in `module`.
+
+    For a module that `defer_weight_gradients` has seen. Layers whose parameters are all vectors (norms, biases) are
+    left out: their gradients are sums, which would not pay.
+    """
+    found: dict[str, dict[str, nn.Module]] = {}
+
+    def look(name: str, part: nn.Module) -> None:
+        if isinstance(part, Deferred) and part.may_split():
+            return
+        matrices = [p for p in part.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
+        if matrices:
+            kind = part._plain if isinstance(part, Deferred) else type(part)
+            found.setdefault(kind.__name__, {})[name] = part
+        for child, inner in part.named_children():
+            look(f"{name}.{child}" if name else child, inner)
+
+    look("", module)
+    return found
 
 
 def _deferred_class(plain: type[nn.Module], split: SplitBackward[Any]) -> type[Deferred]:

@@ -85,6 +85,10 @@ class Deferred(nn.Module):
             return super().forward(*inputs)
         return _Split.apply(self, inputs[0], *parameters)  # type: ignore[no-untyped-call]
 
+    def may_split(self) -> bool:
+        """Whether its backward is split when it is called with one tensor."""
+        return _may_split([p for p in _parameters(self) if p is not None])
+
     def _get_name(self) -> str:
         return self._plain.__name__
 
