@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from optpipe.errors import TrainingError
 
@@ -123,11 +122,9 @@ def _refuse_shared_statistics(stages: Sequence[nn.Module]) -> None:
     seen: dict[int, Place] = {}
     for s, stage in enumerate(stages):
         for prefix, part in stage.named_modules():
-            if not isinstance(part, _NormBase) or part.running_mean is None:
-                continue
+            statistics = getattr(part, "running_mean", None)
             place = (s, f"{prefix}.running_mean".lstrip("."))
-            first = seen.setdefault(id(part.running_mean), place)
-            if first[0] != s:
+            if isinstance(statistics, Tensor) and (first := seen.setdefault(id(statistics), place))[0] != s:
                 raise TrainingError(
                     f"{place_text(first)} and {place_text(place)} are the same running statistics, which cannot be "
                     "kept equal on several stages. Maybe give each stage a norm layer of its own."

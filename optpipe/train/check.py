@@ -170,8 +170,8 @@ def _gradient_failures(check: CheckResult, model: Model) -> Iterator[str]:
     if not check.max_gradient_error <= limit:
         yield (
             f"the gradient of {check.worst_parameter} differs from the plain step's by {check.max_gradient_error:.2e} "
-            f"of its largest entry, but rounding explains at most {limit:.2e}. Maybe its stage keeps something from "
-            "one microbatch to the next, or draws random numbers by other means than torch's."
+            f"of its largest entry, but rounding explains at most {limit:.2e}. Maybe this stage or a later one "
+            "keeps something from one microbatch to the next, or draws random numbers by other means than torch's."
         )
 
 
