@@ -60,15 +60,5 @@ def _row(problem: Problem, name: str, schedules: bool) -> dict[str, Any]:
     row["seconds"] = round(time.perf_counter() - began, 6)
     if found is None:
         return row
-    return row | _figures(found) | ({"schedule": found.to_data()} if schedules else {})
-
-
-def _figures(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "value_us": schedule.value_us,
-        "bound_us": schedule.bound_us,
-        "gap": schedule.gap,
-        "bubble": schedule.bubble,
-        "peak_bytes": [device.peak_bytes for device in schedule.devices],
-        "peak_bytes_any_timing": [device.peak_bytes_any_timing for device in schedule.devices],
-    }
+    figures = {name: value for name, value in found.figures().items() if name in ComparedMethod.model_fields}
+    return row | figures | ({"schedule": found.to_data()} if schedules else {})

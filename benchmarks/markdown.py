@@ -7,6 +7,7 @@ from importlib.metadata import version
 from os import getloadavg
 from pathlib import Path
 
+from optpipe.units import number_text
 from solver.limits import available_cores
 
 Row = Sequence[str]
@@ -20,12 +21,7 @@ def table(head: Row, rows: Sequence[Row], text_columns: int) -> str:
 
 def time_text(time_us: float) -> str:
     """Microseconds, with thousands separated."""
-    return f"{time_us:,.0f}" if float(time_us).is_integer() else f"{time_us:,.1f}"
-
-
-def share_text(share: float) -> str:
-    """A share in per cent."""
-    return f"{100 * share:.2f} %"
+    return number_text(time_us, 1)
 
 
 def seconds_text(seconds: float | None) -> str:

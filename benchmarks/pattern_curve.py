@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.curves import Mark, MemoryChart, MemoryLine, draw_bubble_over_memory
-from benchmarks.markdown import Row, conditions, share_text, table, time_text
+from benchmarks.markdown import Row, conditions, table, time_text
 from benchmarks.pareto import CurvePoint, memory_curve, patterns_found, with_budget
 from benchmarks.runs import run
 from benchmarks.section import Section, Size, main, say
 from instances import instance
 from optpipe.problem import Problem
+from optpipe.units import share_text
 from solver.search.pattern.block import Pattern
 from solver.search.pattern.floor import least_period_us
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.curves import SizeChart, SizeLine, draw_seconds_by_size
-from benchmarks.markdown import conditions, seconds_text, share_text, table, time_text
+from benchmarks.markdown import conditions, seconds_text, table, time_text
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
 from instances import HALF, uniform
 from optpipe.problem import Problem
+from optpipe.units import share_text
 from solver.bench.measure import Measured
 
 QUICK_S, QUICK_SHAPES = 2.0, 2

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.markdown import seconds_text, share_text, table, time_text
+from benchmarks.markdown import seconds_text, table, time_text
 from benchmarks.section import Section, Size, main
 from optpipe.gap import gap_of
 from optpipe.problem import Problem
+from optpipe.units import share_text
 from solver.bench.cases import Case, cases_of
 from solver.bench.judge import PUBLIC_ROUNDING
 from solver.bench.measure import Figures

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.markdown import conditions, seconds_text, share_text, table, time_text
+from benchmarks.markdown import conditions, seconds_text, table, time_text
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
 from instances import INSTANCES, instance
 from optpipe.cli.bench_curves import Run, curves_of
 from optpipe.plot.value_over_time import draw_value_over_time
+from optpipe.units import share_text
 from solver.bench.cases import Case
 from solver.bench.measure import Measured
 from solver.bench.public import load_public

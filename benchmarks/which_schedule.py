@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.curves import MemoryChart, MemoryLine, draw_bubble_over_memory
-from benchmarks.markdown import machine, share_text, table
+from benchmarks.markdown import machine, table
 from benchmarks.marks import replaced
 from benchmarks.runs import run, warm_up
 from benchmarks.section import SIZES, Size, say
 from optpipe.problem import Problem
+from optpipe.units import share_text
 from solver.methods import METHODS
 
 DOCUMENT = Path("docs/which-schedule.md")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from optpipe.cli.output import share_text, stdout, table, time_text
+from optpipe.cli.output import stdout, table
 from optpipe.cli.solve import print_event
 from optpipe.cli.train_progress import print_step
 from optpipe.cli.train_report import print_result
@@ -22,6 +22,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.schedule_text import schedule_text
 from optpipe.train import TrainingConfig, train
+from optpipe.units import share_text, us_text
 from solver.limits import Limits
 from solver.portfolio import solve
 from solver.process import solve_in_child
@@ -96,7 +97,7 @@ def results_table(rows: list[Row]) -> Table:
         if schedule is None:
             result.add_row(problem.name, method, *["-"] * 6, why_not)
             continue
-        values = (time_text(schedule.value_us), time_text(schedule.bound_us), share_text(schedule.gap))
+        values = (us_text(schedule.value_us), us_text(schedule.bound_us), share_text(schedule.gap))
         more = (
             share_text(schedule.bubble),
             f"{fullest(schedule):.3f}",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -102,6 +102,28 @@ class Schedule(Displayed, Document):
     def bubble(self) -> float:
         """The bubble rate: that of the busiest device."""
         return max(self.devices, key=lambda device: device.busy_us).bubble
+
+    @property
+    def largest_peak_bytes(self) -> int:
+        """The largest peak of any device under any timing."""
+        return max(device.peak_bytes_any_timing for device in self.devices)
+
+    def figures(self) -> dict[str, Any]:
+        """The schedule in short as JSON values, as `optpipe solve --json` prints it; of peaks one for each device."""
+        return {
+            "name": self.problem.name,
+            "method": self.method,
+            "status": self.status,
+            "objective": self.objective,
+            "value_us": self.value_us,
+            "bound_us": self.bound_us,
+            "gap": self.gap,
+            "bubble": self.bubble,
+            "solve_seconds": self.solve_seconds,
+            "peak_bytes": [device.peak_bytes for device in self.devices],
+            "peak_bytes_any_timing": [device.peak_bytes_any_timing for device in self.devices],
+            "memory_bytes": [device.memory_bytes for device in self.problem.devices],
+        }
 
     @property
     def time_span_us(self) -> tuple[float, float]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from optpipe.plot.colours import BUDGET, FAINT_INK, MEMORY_EDGE, MEMORY_FILL
 from optpipe.plot.panel import Lane, Panel
-from optpipe.plot.units import bytes_text, memory_unit
 from optpipe.simulate import Floats, Simulation
+from optpipe.units import bytes_text, memory_unit
 
 HEADROOM = 1.04
 

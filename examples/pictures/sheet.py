@@ -15,8 +15,8 @@ from optpipe.plot.colours import FAINT_INK, IDLE, INK, op_colour
 from optpipe.plot.legend import memory_entries, op_entries
 from optpipe.plot.legend_row import draw_legend_row
 from optpipe.plot.panel import GUTTER_INCHES, Lane, Margins, Panel
-from optpipe.plot.units import percent_text, time_unit
 from optpipe.simulate import Simulation
+from optpipe.units import percent_text, time_unit
 
 WIDTH_INCHES = 8.2
 MARGINS = Margins(left=0.85, right=1.5, top=0.62, bottom=0.5)

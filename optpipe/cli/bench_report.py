@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import share_text, stdout, table
+from optpipe.cli.output import stdout, table
+from optpipe.units import number_text, share_text, us_text
 
 if TYPE_CHECKING:
     from solver.bench.judge import Result
@@ -24,7 +25,7 @@ def result_line(result: Result) -> str:
     head = f"{case.instance}  {case.method}"
     if figures is None:
         return f"{head}  {result.verdict.change}: {result.measured.why_not}"
-    text = f"{_number(figures.value_us)} us, gap {share_text(figures.gap)}, {figures.seconds:.2f} s"
+    text = f"{us_text(figures.value_us, 1)}, gap {share_text(figures.gap)}, {figures.seconds:.2f} s"
     return f"{head}  {text}  {_verdict_text(result)}"
 
 
@@ -46,18 +47,17 @@ def print_report(results: Sequence[Result], recorded: int | None) -> None:
 
 def _cells(result: Result) -> list[str]:
     case, figures, recorded = result.case, result.measured.figures, result.case.recorded
-    values = [_number(recorded.value_us) if recorded else "-", "-"]
-    public = _number(case.public.value_us) if case.public else "-"
+    values = [number_text(recorded.value_us, 1) if recorded else "-", "-"]
+    public = number_text(case.public.value_us, 1) if case.public else "-"
     seconds = f"{figures.seconds if figures else result.measured.seconds:.2f}"
     if figures is None:
         return [case.instance, case.method, "-", *values, "-", "-", "-", public, seconds, _verdict_text(result)]
     change = _change(result)
     if change is not None:
         values[1] = "0" if change == 0 else f"{100 * change:+.2f} %"
-    bound = [_number(figures.bound_us), share_text(figures.gap), share_text(figures.bubble)]
-    return [
-        case.instance, case.method, _number(figures.value_us), *values, *bound, public, seconds, _verdict_text(result)
-    ]  # fmt: skip
+    value, bound = number_text(figures.value_us, 1), number_text(figures.bound_us, 1)
+    found = [value, *values, bound, share_text(figures.gap), share_text(figures.bubble), public, seconds]
+    return [case.instance, case.method, *found, _verdict_text(result)]
 
 
 def _change(result: Result) -> float | None:
@@ -73,10 +73,6 @@ def _verdict_text(result: Result) -> str:
     text = "REGRESSION" if change == "regression" else change
     proved = result.measured.figures is not None and result.measured.figures.optimal
     return text + (", proved" if proved else "") + (", slow" if result.verdict.slow else "")
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def _summary(results: Sequence[Result], recorded: int | None) -> list[str]:

@@ -12,9 +12,10 @@ import typer
 from optpipe.cli.compiling import compile_once
 from optpipe.cli.interrupt import ctrl_c_cancels
 from optpipe.cli.names import names_in
-from optpipe.cli.output import AsJson, check_writable, doing, print_json, share_text, stderr, stdout, table, time_text
+from optpipe.cli.output import AsJson, check_writable, doing, print_json, stderr, stdout, table
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -114,12 +115,10 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _document(row: Row) -> dict[str, Any]:
-    from optpipe.cli.solve import summary
-
     document: dict[str, Any] = {"method": row.method, "seconds": round(row.seconds, 3)}
     if row.schedule is None:
         return document | {"why_not": row.why_not}
-    return summary(row.schedule) | document | ({"why_not": row.why_not} if row.why_not else {})
+    return row.schedule.figures() | document | ({"why_not": row.why_not} if row.why_not else {})
 
 
 def _print(rows: Sequence[Row]) -> None:
@@ -131,7 +130,7 @@ def _print(rows: Sequence[Row]) -> None:
         if found is None:
             result.add_row(row.method, "-", "-", "-", "-", f"{row.seconds:.2f}", row.why_not)
         else:
-            peak = max(device.peak_bytes_any_timing for device in found.devices)
-            cells = (time_text(found.value_us), time_text(found.bound_us), share_text(found.bubble), f"{peak:,}")
+            times, peak = (us_text(found.value_us), us_text(found.bound_us)), f"{found.largest_peak_bytes:,}"
+            cells = (*times, share_text(found.bubble), peak)
             result.add_row(row.method, *cells, f"{row.seconds:.2f}", row.why_not or found.status)
     stdout().print(result)

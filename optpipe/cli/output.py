@@ -79,16 +79,6 @@ def table(*columns: str) -> Table:
     return result
 
 
-def time_text(time_us: float) -> str:
-    """A time in microseconds, with thousands separated and no digits that say nothing."""
-    return f"{time_us:,.0f} us" if float(time_us).is_integer() else f"{time_us:,.3f} us"
-
-
-def share_text(share: float) -> str:
-    """A share in per cent."""
-    return f"{100 * share:.2f} %"
-
-
 def check_writable(path: Path) -> None:
     """Raise InputError if a file could not be written at `path`: better now than after an hour's search."""
     target = path if _stays(path) else _followed(path)

@@ -17,17 +17,16 @@ from optpipe.cli.output import (
     check_writable,
     doing,
     print_json,
-    share_text,
     stderr,
     stdout,
     table,
-    time_text,
     write_whole,
 )
 from optpipe.cli.size import parse_share, parse_size
 from optpipe.cli.solve import TimeLimit
 from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -185,7 +184,7 @@ def _print_better() -> OnJudged:
         nonlocal best_us
         if one.value_us < best_us:
             best_us = one.value_us
-            stderr().print(f"{time_text(one.value_us):>16}  {one.candidate.name}")
+            stderr().print(f"{us_text(one.value_us):>16}  {one.candidate.name}")
 
     return show
 
@@ -219,7 +218,7 @@ def _document(one: Judged) -> dict[str, Any]:
 
 def _peak_bytes(one: Judged) -> int | None:
     """The most of any device under any timing: activations, without parameters."""
-    return max(device.peak_bytes_any_timing for device in one.schedule.devices) if one.schedule else None
+    return one.schedule.largest_peak_bytes if one.schedule else None
 
 
 def _print(judged: Sequence[Judged], output: Path | None) -> None:
@@ -260,7 +259,7 @@ def _figures(one: Judged) -> tuple[str, ...]:
     found = one.schedule
     if found is None:
         return ("-",) * 5
-    shown = (time_text(found.value_us), f"{one.sequences_per_s:,.2f}", share_text(found.bubble))
+    shown = (us_text(found.value_us), f"{one.sequences_per_s:,.2f}", share_text(found.bubble))
     return (*shown, f"{_peak_bytes(one):,}", f"{one.host_peak_bytes:,}")
 
 

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import share_text, stdout, table, time_text
+from optpipe.cli.output import stdout, table
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.profile.check import Check
@@ -120,16 +121,16 @@ def _print_check(check: Check) -> None:
     comparison, console = check.comparison, stdout()
     console.print(
         f"\nstep of {check.method}, all devices in one process, one after the other:\n"
-        f"  predicted {time_text(round(check.serial_us))} (the sum of all its ops and messages), measured "
-        f"{time_text(round(check.step.median_us))} ({100 * check.step.relative:.0f} % from quartile to quartile), "
+        f"  predicted {us_text(round(check.serial_us))} (the sum of all its ops and messages), measured "
+        f"{us_text(round(check.step.median_us))} ({100 * check.step.relative:.0f} % from quartile to quartile), "
         f"ratio {check.ratio:.3f}\n"
         f"  it is made of, in one recorded step:"
     )
     _print_shares(check)
     console.print(
         f"as a pipeline, each device on hardware of its own:\n"
-        f"  predicted {time_text(round(comparison.planned_step_us))}, re-timed with the durations of a recorded step "
-        f"{time_text(round(comparison.step_us))}, ratio {comparison.step_us / comparison.planned_step_us:.3f}"
+        f"  predicted {us_text(round(comparison.planned_step_us))}, re-timed with the durations of a recorded step "
+        f"{us_text(round(comparison.step_us))}, ratio {comparison.step_us / comparison.planned_step_us:.3f}"
     )
     for d, device in enumerate(comparison.devices):
         console.print(f"  device {d}: peak {device.peak_bytes:,} bytes, predicted {device.expected_peak_bytes:,}")
@@ -139,10 +140,10 @@ def _print_shares(check: Check) -> None:
     rows = table("action", "times", "predicted", "recorded", "difference, of the step")
     for share in check.shares:
         predicted_us = share.predicted_us or 0.0
-        predicted = "-" if share.predicted_us is None else time_text(round(predicted_us))
+        predicted = "-" if share.predicted_us is None else us_text(round(predicted_us))
         difference = share_text((share.recorded_us - predicted_us) / check.step.median_us)
-        rows.add_row(share.kind, str(share.actions), predicted, time_text(round(share.recorded_us)), difference)
+        rows.add_row(share.kind, str(share.actions), predicted, us_text(round(share.recorded_us)), difference)
     between_us = check.step.median_us - sum(share.recorded_us for share in check.shares)
     difference = share_text(between_us / check.step.median_us)
-    rows.add_row("the rest of a step", "", "-", time_text(round(between_us)), difference)
+    rows.add_row("the rest of a step", "", "-", us_text(round(between_us)), difference)
     stdout().print(rows)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import print_json, stdout, table, time_text, write_whole
+from optpipe.cli.output import print_json, stdout, table, write_whole
 from optpipe.errors import InputError, Issue
+from optpipe.units import us_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
@@ -97,7 +98,7 @@ def _print(sizes: SizeTable, profile: LayerProfile) -> None:
     for layer in profile.layers:
         times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
         held = (layer.activation_bytes, layer.backward_weight_bytes, layer.offload_bytes, layer.parameter_bytes)
-        rows.add_row(layer.name, str(layer.repeat), *map(time_text, times), *(f"{size:,}" for size in held))
+        rows.add_row(layer.name, str(layer.repeat), *map(us_text, times), *(f"{size:,}" for size in held))
     console = stdout()
     console.print(rows)
     ratio = _ratio(sizes)

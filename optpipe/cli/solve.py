@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,14 +14,13 @@ from optpipe.cli.output import (
     check_writable,
     doing,
     print_json,
-    share_text,
     stderr,
     stdout,
-    time_text,
     write_whole,
 )
 from optpipe.cli.size import parse_size
 from optpipe.errors import InputError, Issue, NoSolutionError
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +145,7 @@ def command(
         pass  # what is on stdout already is all that belongs there
     elif as_json:
         limit = "work" if deterministic_limit is not None and result.limit == "time" else result.limit
-        print_json(summary(schedule) | {"output": output, "interrupted": interrupted, "limit": limit})
+        print_json(schedule.figures() | {"output": output, "interrupted": interrupted, "limit": limit})
     else:
         took = f"{schedule.solve_seconds:.2f} s" if deterministic_limit is None else f"at most {allowed}"
         _print_summary(schedule, took, output)
@@ -295,27 +294,9 @@ def print_event(event: Incumbent | Heartbeat) -> None:
 def print_progress(better: Incumbent | Progress) -> None:
     """The line for a better value or bound, found here or on a server."""
     stderr().print(
-        f"{better.seconds:8.2f} s  {time_text(better.value_us):>16}  bound {time_text(better.bound_us):>16}  "
+        f"{better.seconds:8.2f} s  {us_text(better.value_us):>16}  bound {us_text(better.bound_us):>16}  "
         f"gap {share_text(better.gap):>8}  {better.method}",
     )
-
-
-def summary(schedule: Schedule) -> dict[str, Any]:
-    """What a person or a script wants to know of a schedule at once."""
-    return {
-        "name": schedule.problem.name,
-        "method": schedule.method,
-        "status": schedule.status,
-        "objective": schedule.objective,
-        "value_us": schedule.value_us,
-        "bound_us": schedule.bound_us,
-        "gap": schedule.gap,
-        "bubble": schedule.bubble,
-        "solve_seconds": schedule.solve_seconds,
-        "peak_bytes": [device.peak_bytes for device in schedule.devices],
-        "peak_bytes_any_timing": [device.peak_bytes_any_timing for device in schedule.devices],
-        "memory_bytes": [device.memory_bytes for device in schedule.problem.devices],
-    }
 
 
 def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
@@ -323,8 +304,8 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
     far = f"no schedule is shorter by more than {share_text(schedule.gap)}"
     proof = "optimal" if schedule.status == "optimal" else far
     lines = [
-        f"{schedule.problem.name or 'problem'}: {schedule.objective} {time_text(schedule.value_us)}, {proof} "
-        f"(bound {time_text(schedule.bound_us)})",
+        f"{schedule.problem.name or 'problem'}: {schedule.objective} {us_text(schedule.value_us)}, {proof} "
+        f"(bound {us_text(schedule.bound_us)})",
         f"method {schedule.method}, {took}; bubble {share_text(schedule.bubble)}; {_offloads_text(schedule)}",
         _memory_text(schedule),
     ]

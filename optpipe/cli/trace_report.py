@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import share_text, stdout, table
+from optpipe.cli.output import stdout, table
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.trace.document import Trace
@@ -129,8 +130,7 @@ def _print_transfers(comparison: Comparison) -> None:
 
 
 def _us(time_us: float) -> str:
-    """Microseconds with thousands separated; measured ones to a tenth."""
-    return f"{time_us:,.0f} us" if float(time_us).is_integer() else f"{time_us:,.1f} us"
+    return us_text(time_us, 1)  # clocks tell no more
 
 
 def _signed(time_us: float) -> str:

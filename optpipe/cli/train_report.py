@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import share_text, stdout, table
+from optpipe.cli.output import stdout, table
+from optpipe.units import share_text
 
 if TYPE_CHECKING:
     from optpipe.trace import Trace

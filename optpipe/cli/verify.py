@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.output import AsJson, print_json, share_text, stdout, table, time_text
+from optpipe.cli.output import AsJson, print_json, stdout, table
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -50,11 +51,10 @@ def _print(schedule: Schedule, verdict: Verdict) -> None:
     for d, (facts, device) in enumerate(zip(verdict.devices, schedule.problem.devices, strict=True)):
         anyhow = "deadlock" if facts.peak_bytes_any_timing is None else f"{facts.peak_bytes_any_timing:,}"
         budget = "none" if device.memory_bytes is None else f"{device.memory_bytes:,}"
-        rows.add_row(
-            str(d), f"{facts.peak_bytes:,}", anyhow, budget, time_text(facts.span_us), share_text(facts.bubble)
-        )
+        figures = f"{facts.peak_bytes:,}", anyhow, budget, us_text(facts.span_us), share_text(facts.bubble)
+        rows.add_row(str(d), *figures)
     console.print(rows)
-    console.print(f"makespan {time_text(verdict.makespan_us)}, device span {time_text(verdict.device_span_us)}")
+    console.print(f"makespan {us_text(verdict.makespan_us)}, device span {us_text(verdict.device_span_us)}")
     for violation in verdict.violations[:SHOWN_VIOLATIONS]:
         console.print(f"broken: {violation}")
     if len(verdict.violations) > SHOWN_VIOLATIONS:

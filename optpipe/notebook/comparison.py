@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from optpipe.display import Displayed, Summary
 from optpipe.plot.headline import title_text
-from optpipe.plot.units import bytes_text, percent_text, time_text, time_unit
 from optpipe.schedule import Schedule
+from optpipe.units import bytes_text, percent_text, time_text, time_unit
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class SideBySide(Displayed):
 
 def _row(name: str, schedule: Schedule) -> tuple[str, ...]:
     unit = time_unit(schedule.value_us)
-    peak_bytes = max(device.peak_bytes_any_timing for device in schedule.devices)
     times = time_text(schedule.value_us, unit), time_text(schedule.bound_us, unit)
     return (
         name,
@@ -54,5 +53,5 @@ def _row(name: str, schedule: Schedule) -> tuple[str, ...]:
         schedule.status,
         *times,
         percent_text(schedule.bubble),
-        bytes_text(peak_bytes),
+        bytes_text(schedule.largest_peak_bytes),
     )

@@ -8,11 +8,11 @@ from typing import Any
 from optpipe.display import Summary
 from optpipe.layers import LayerProfile
 from optpipe.plot.headline import OBJECTIVE_NAMES, title_text
-from optpipe.plot.units import bytes_text, count_text, percent_text, time_text
 from optpipe.problem import Problem
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.trace import Trace
 from optpipe.trace.compare import compare
+from optpipe.units import bytes_text, count_text, percent_text, time_text
 
 
 @singledispatch

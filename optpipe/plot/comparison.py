@@ -12,8 +12,8 @@ from optpipe.plot.headline import OBJECTIVE_NAMES, title_text
 from optpipe.plot.legend import draw_legend, kinds_in, op_entries
 from optpipe.plot.output import encode, format_of, settings
 from optpipe.plot.panel import Lane, Margins, Panel, printable
-from optpipe.plot.units import bytes_text, percent_text, time_text, time_unit
 from optpipe.schedule import Schedule
+from optpipe.units import bytes_text, percent_text, time_text, time_unit
 
 Labelled = tuple[str, Schedule]
 

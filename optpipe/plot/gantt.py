@@ -15,8 +15,8 @@ from optpipe.plot.legend import draw_legend, kinds_in, memory_entries, op_entrie
 from optpipe.plot.memory_strip import MemoryScale, draw_memory, peak_text
 from optpipe.plot.output import encode, format_of, settings
 from optpipe.plot.panel import Lane, Margins, Panel, printable, width_inches
-from optpipe.plot.units import percent_text, time_unit
 from optpipe.schedule import DevicePlan, Schedule
+from optpipe.units import percent_text, time_unit
 
 MARGINS = Margins(left=1.3, right=2.05, top=1.1, bottom=0.6)
 LONGEST_DEVICE_NAME = 12

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from optpipe.plot.panel import printable
-from optpipe.plot.units import count_text, percent_text, time_text, time_unit
 from optpipe.schedule import Schedule
+from optpipe.units import count_text, percent_text, time_text, time_unit
 
 OBJECTIVE_NAMES = {"makespan": "makespan", "device_span": "device span"}
 LONGEST_TITLE = 70

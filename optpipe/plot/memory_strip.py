@@ -10,8 +10,8 @@ import numpy as np
 from optpipe.memory import planned_memory
 from optpipe.plot.colours import BUDGET, MEMORY_EDGE, MEMORY_FILL
 from optpipe.plot.panel import Lane, Panel
-from optpipe.plot.units import Unit, bytes_text, memory_unit
 from optpipe.schedule import Schedule
+from optpipe.units import Unit, bytes_text, memory_unit
 
 HEADROOM = 1.06
 FARTHEST_BUDGET = 3.0

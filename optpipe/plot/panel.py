@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import StrMethodFormatter
 
 from optpipe.plot.colours import FAINT_INK, GRID, INK
-from optpipe.plot.units import Unit
+from optpipe.units import Unit
 
 POINTS_PER_INCH = 72
 GUTTER_INCHES = 0.1

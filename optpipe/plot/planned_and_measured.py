@@ -16,10 +16,10 @@ from optpipe.plot.headline import title_text
 from optpipe.plot.legend import draw_legend, kinds_in, op_entries
 from optpipe.plot.output import encode, format_of, settings
 from optpipe.plot.panel import Lane, Margins, Panel, printable, width_inches
-from optpipe.plot.units import bytes_text, percent_text, time_text, time_unit
 from optpipe.trace.document import MeasuredDevice, Trace
 from optpipe.trace.figures import Comparison
 from optpipe.trace.precedence import Span
+from optpipe.units import bytes_text, percent_text, time_text, time_unit
 
 MARGINS = Margins(left=1.75, right=2.6, top=1.15, bottom=0.6)
 LONGEST_DEVICE_NAME = 10

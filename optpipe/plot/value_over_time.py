@@ -20,8 +20,8 @@ from optpipe.plot.curve_colours import CurveLook, curve_looks, legend_lines
 from optpipe.plot.headline import OBJECTIVE_NAMES
 from optpipe.plot.output import encode, format_of, settings
 from optpipe.plot.panel import POINTS_PER_INCH
-from optpipe.plot.units import Unit, percent_text, time_text, time_unit
 from optpipe.problem import Objective
+from optpipe.units import Unit, percent_text, time_text, time_unit
 
 HEIGHT_INCHES = 1.9
 EARLIEST_S = 0.01

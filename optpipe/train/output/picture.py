@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from optpipe.plot.axes_grid import AxesGrid, style
 from optpipe.plot.colours import BUDGET, FAINT_INK, OP_LOOKS
 from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.units import time_text, time_unit
 from optpipe.train.result import StepReport
+from optpipe.units import time_text, time_unit
 
 HEIGHT_INCHES = 2.2
 SWAPS = ("swapped", "back")

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from playwright.sync_api import Browser, Page
 
+from optpipe import units
 from optpipe.memory import planned_memory
-from optpipe.plot import units
 from optpipe.plot.colours import LIGHTEST, OP_LOOKS, ink_on, op_colour
 from optpipe.problem import Problem
 from solver.portfolio import solve

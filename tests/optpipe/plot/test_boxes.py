@@ -10,7 +10,7 @@ from optpipe.plot.boxes import THINNEST_POINTS, Box, draw_boxes
 from optpipe.plot.colours import op_colour
 from optpipe.plot.output import settings
 from optpipe.plot.panel import Lane, Margins, Panel
-from optpipe.plot.units import time_unit
+from optpipe.units import time_unit
 
 
 def test_a_box_too_narrow_to_be_seen_is_a_line_of_its_colour() -> None:

@@ -7,7 +7,7 @@ from optpipe.plot.gantt import MARGINS
 from optpipe.plot.legend import draw_legend, memory_entries, op_entries
 from optpipe.plot.output import settings
 from optpipe.plot.panel import NARROWEST_INCHES, Panel
-from optpipe.plot.units import time_unit
+from optpipe.units import time_unit
 
 
 def test_every_entry_at_once_fits_on_one_row() -> None:

@@ -1,4 +1,4 @@
-"""Units that suit the size of what is shown, and numbers written for people."""
+"""Times, sizes, shares and counts as text: exact for reports, rounded to a fitting unit for pictures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ class Unit(NamedTuple):
 
 TIME_UNITS = (Unit("s", 1e6), Unit("ms", 1e3), Unit("µs", 1.0))
 MEMORY_UNITS = (Unit("TiB", 2.0**40), Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("B", 1.0))
+
+
+def us_text(time_us: float, decimals: int = 3) -> str:
+    """A time in microseconds, with thousands separated; with so many decimals where it is no whole number."""
+    return f"{number_text(time_us, decimals)} us"
+
+
+def number_text(value: float, decimals: int) -> str:
+    """A number with thousands separated; with so many decimals where it is no whole number."""
+    return f"{value:,.{0 if float(value).is_integer() else decimals}f}"
+
+
+def share_text(share: float) -> str:
+    """A share as a percentage with two decimals."""
+    return f"{100 * share:.2f} %"
 
 
 def time_unit(span_us: float) -> Unit:

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from optpipe.plot.colours import OP_LOOKS, Rgb, ink_on, op_colour
-from optpipe.plot.units import bytes_text, count_text, memory_unit, percent_text, time_text, time_unit
+from optpipe.units import bytes_text, count_text, memory_unit, percent_text, share_text, time_text, time_unit, us_text
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,18 @@ def test_shares(share: float, text: str) -> None:
 )
 def test_counts(count: int, name: str, text: str) -> None:
     assert count_text(count, name) == text
+
+
+@pytest.mark.parametrize(
+    ("time_us", "decimals", "text"),
+    [(1234.0, 3, "1,234 us"), (1234.5, 3, "1,234.500 us"), (0.25, 1, "0.2 us"), (10**12, 1, "1,000,000,000,000 us")],
+)
+def test_exact_times(time_us: float, decimals: int, text: str) -> None:
+    assert us_text(time_us, decimals) == text
+
+
+def test_exact_shares_have_two_decimals() -> None:
+    assert [share_text(share) for share in (0, 0.00004, 1 / 3, -0.5)] == ["0.00 %", "0.00 %", "33.33 %", "-50.00 %"]
 
 
 @pytest.mark.parametrize("kind", OP_LOOKS)
