@@ -13,6 +13,7 @@ from solver.bounds import lower_bound_us
 from solver.finish import snapped_bound
 from solver.horizon import horizon_us
 from solver.limits import Answer, Cancel, Limits, Start
+from solver.time_unit import value_step_us
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Board:
         self.infeasible = False
         self.method = ""
         self._on_progress = on_progress
+        self._step_us = value_step_us(problem)
         self._lock = Lock()
         self._closed = False
         self._best = Answer(None, float("inf"), lower_bound_us(problem))
@@ -88,7 +90,7 @@ class Board:
         orders, value = (answer.orders, answer.value_us) if improves else (best.orders, best.value_us)
         bound = max(best.bound_us, answer.bound_us)
         if orders is not None:
-            bound = snapped_bound(value, bound)
+            bound = snapped_bound(value, bound, self._step_us)
         if improves:
             self.method = method
         if improves or bound > best.bound_us:

@@ -15,9 +15,10 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import Simulation, simulate
 from optpipe.verify import verify
+from solver.time_unit import MAX_STEPS, value_step_us
 
 RELATIVE_TOLERANCE = 1e-9
-"""Values and bounds that differ by less than this share are equal: it is what float sums of decimal times need."""
+"""Values and bounds that differ by less than this share may be equal: it is what float sums of decimal times need."""
 
 
 def finish(problem: Problem, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
@@ -27,7 +28,7 @@ def finish(problem: Problem, orders: Orders, bound_us: float, method: str, secon
     """
     simulation = simulate(problem, orders)
     value = simulation.value_us
-    bound = snapped_bound(value, bound_us)
+    bound = snapped_bound(value, bound_us, value_step_us(problem))
     gap = gap_of(value, bound)
     schedule = Schedule.from_data(
         {
@@ -50,10 +51,15 @@ def finish(problem: Problem, orders: Orders, bound_us: float, method: str, secon
     return schedule
 
 
-def snapped_bound(value_us: float, bound_us: float) -> float:
-    """The bound, or the value itself where the two differ by rounding alone."""
-    close = abs(value_us - bound_us) <= RELATIVE_TOLERANCE * max(abs(value_us), 1.0)
-    return value_us if close else float(bound_us)
+def snapped_bound(value_us: float, bound_us: float, step_us: float = float("inf")) -> float:
+    """The bound, or the value itself where no other value lies between the two, or they differ by rounding alone.
+
+    `step_us`: the least by which two values of the problem differ (`solver.time_unit.value_step_us`). Where values are
+    multiples of it that floats and 64-bit integers can tell apart, equal means exactly equal; else within a billionth.
+    """
+    rounding_us = RELATIVE_TOLERANCE * abs(value_us)
+    below_us = min(rounding_us, step_us / 2) if abs(value_us) <= MAX_STEPS * step_us else rounding_us
+    return value_us if -below_us <= bound_us - value_us <= rounding_us else float(bound_us)
 
 
 def _device(orders: Orders, simulation: Simulation, value_us: float, d: int) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Limits:
 
     def reached(self, value_us: float, bound_us: float) -> bool:
         """Whether the gap asked for is reached."""
-        return value_us < float("inf") and value_us - bound_us <= max(self.gap, 1e-12) * value_us
+        return value_us < float("inf") and value_us - bound_us <= max(self.gap, 1e-15) * value_us
 
 
 @dataclass(frozen=True)

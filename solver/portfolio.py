@@ -22,6 +22,7 @@ from solver.lanes import Lane, Turn, run_lanes
 from solver.limits import Limits
 from solver.methods import method_named, published_orders
 from solver.starts import offer_orders, offer_published
+from solver.time_unit import value_step_us
 
 __all__ = ["Found", "OnProgress", "Progress", "search", "solve", "solve_until_interrupted"]
 
@@ -67,7 +68,8 @@ def search(
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us
-        return Found(orders, value_us, snapped_bound(value_us, lower_bound_us(problem)), chosen.name)
+        bound_us = snapped_bound(value_us, lower_bound_us(problem), value_step_us(problem))
+        return Found(orders, value_us, bound_us, chosen.name)
     chosen.refuse(problem)
     _refuse_impossible(problem)
     board = Board(problem, limits, on_progress)

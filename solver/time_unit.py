@@ -8,6 +8,19 @@ from math import gcd, lcm
 
 from optpipe.problem import Problem, Stage
 
+MAX_STEPS = 2**45
+"""How many steps of a grid of time are told apart: floats keep them, and sums in solvers stay far from 64 bits."""
+
+
+def value_step_us(problem: Problem) -> float:
+    """The least by which two values of a problem can differ.
+
+    Makespans are multiples of the unit. The least span of given orders is a mean over at most as many terms as devices
+    (`optpipe.spans`): a multiple of the unit's j-th part, and two of them differ by a j k-th part at least.
+    """
+    devices = sum(1 for stages in problem.stages_of if stages)
+    return float(time_unit_us(problem) / (devices**2 if problem.objective == "device_span" else 1))
+
 
 def time_unit_us(problem: Problem) -> Fraction:
     """The largest time of which all durations and delays of a problem are multiples (1 where none has a length)."""

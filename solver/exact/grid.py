@@ -12,12 +12,9 @@ from fractions import Fraction
 from math import ceil, floor
 
 from optpipe.problem import Problem
-from solver.time_unit import time_unit_us
+from solver.time_unit import MAX_STEPS, time_unit_us
 
-MAX_HORIZON_TICKS = 2**40
-"""Beyond this, sums in the solvers come near the limits of their integers."""
-
-ROUNDING = Fraction(1, 10**9)
+ROUNDING = Fraction(1, 10**11)
 """The share by which a bound made of float sums may be too high."""
 
 
@@ -50,9 +47,9 @@ class Grid:
         parts = sum(1 for stages in problem.stages_of if stages) if spans else 1
         step = 1 + _instant_ops(problem, 0)
         ticks_per_us = refinement * step / unit_us
-        if ticks_per_us * Fraction(horizon_us) <= MAX_HORIZON_TICKS:
+        if ticks_per_us * Fraction(horizon_us) <= MAX_STEPS:
             return cls(ticks_per_us, True, step, refinement, parts)
-        coarse = Fraction(max(1, floor(MAX_HORIZON_TICKS / max(1.0, horizon_us))))
+        coarse = Fraction(max(1, floor(MAX_STEPS / max(1.0, horizon_us))))
         return cls(coarse, False, 1 + _instant_ops(problem, float(1 / coarse)))
 
     def ticks(self, time_us: float) -> int:

@@ -10,6 +10,7 @@ from optpipe.simulate import simulate
 from solver.finish import snapped_bound, within_budgets
 from solver.horizon import horizon_us
 from solver.limits import Answer, Limits, Start
+from solver.time_unit import value_step_us
 
 
 class Incumbent:
@@ -32,6 +33,7 @@ class Incumbent:
         self.orders, self.value_us, self.bound_us = start.orders, start.value_us, start.bound_us
         self.horizon_us = start.horizon_us
         self.has_optimum = has_optimum
+        self.step_us = value_step_us(problem)
 
     @property
     def answer(self) -> Answer:
@@ -61,5 +63,5 @@ class Incumbent:
         """
         if self.has_optimum:
             if self.orders is not None:
-                bound_us = snapped_bound(self.value_us, bound_us)
+                bound_us = snapped_bound(self.value_us, bound_us, self.step_us)
             self.bound_us = max(self.bound_us, bound_us)

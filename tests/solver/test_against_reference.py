@@ -19,7 +19,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.exact.relaxation import relaxation_bound
-from solver.finish import within_budgets
+from solver.finish import snapped_bound, within_budgets
 from solver.floor import impossible_budgets, serial_orders
 from solver.limits import Limits, Start
 from solver.portfolio import solve
@@ -180,6 +180,24 @@ def test_methods_that_begin_with_a_fused_backward_before_an_earlier_weight_pass(
     schedule = solve(problem, method, Limits(workers=1), starts=[start])
     assert schedule.bound_us <= reference_optimum_us(problem) <= schedule.value_us
     assert schedule.status == "optimal" or method in ("search", "pattern")
+
+
+@pytest.mark.parametrize("objective", ["makespan", "device_span"])
+@pytest.mark.parametrize("method", ["cp-sat", "auto"])
+def test_whole_times_are_proved_exactly_however_long(method: str, objective: str) -> None:
+    """10 us of 2e12 are less than a billionth: the value is the optimum all the same, not one that is as good as it."""
+    data = uniform(2, 2, budget=4, objective=objective).to_data()
+    data["stages"][0]["forward_us"] = 1e12
+    problem = Problem.from_data(data)
+    schedule = solve(problem, method, Limits(workers=1))
+    assert (schedule.status, schedule.value_us) == ("optimal", reference_optimum_us(problem))
+
+
+def test_equal_means_equal_where_values_are_multiples_of_a_step() -> None:
+    assert snapped_bound(2e12 + 10, 2e12, step_us=1.0) == 2e12
+    assert snapped_bound(2e12, 2e12 - 0.25, step_us=1.0) == 2e12
+    assert snapped_bound(2e12, 2e12 + 0.25, step_us=1.0) == 2e12
+    assert snapped_bound(2e12 + 10, 2e12, step_us=1e-9) == 2e12 + 10
 
 
 def without_offload(problem: Problem) -> Problem:

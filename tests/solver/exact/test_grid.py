@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from optpipe.problem import Problem
-from solver.exact.grid import MAX_HORIZON_TICKS, Grid
+from solver.exact.grid import Grid
+from solver.time_unit import MAX_STEPS
 from tests.problems import uniform
 
 
@@ -43,7 +44,7 @@ def test_ops_without_length_get_a_tick_and_cost_less_than_a_step() -> None:
 def test_absurd_fractions_round_down_to_a_bounded_horizon() -> None:
     grid = Grid.of(with_forward(uniform(2, 2), 0.123456789012345), 10**9)
     assert not grid.exact
-    assert grid.ticks(10**9) <= MAX_HORIZON_TICKS
+    assert grid.ticks(10**9) <= MAX_STEPS
     assert grid.us(grid.ticks(0.123456789012345)) <= 0.123456789012345
 
 
@@ -68,5 +69,5 @@ def test_the_refinement_separates_a_span_from_all_below_it() -> None:
 def test_a_bound_rises_to_the_next_value_that_schedules_can_have() -> None:
     spans = Grid.of(uniform(3, 2, objective="device_span"), 1000)
     whole = Grid.of(uniform(3, 2), 1000)
-    assert (whole.raised_us(90.2), whole.raised_us(91 + 1e-9)) == (91, 91 + 1e-9)
+    assert (whole.raised_us(90.2), whole.raised_us(91 + 1e-10)) == (91, 91 + 1e-10)
     assert (spans.raised_us(90.4), spans.raised_us(90.5)) == (90.5, 90.5)
