@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -61,8 +61,12 @@ def search(
     limits: Limits,
     on_progress: OnProgress | None = None,
     starts: Sequence[Orders] = (),
+    on_searching: Callable[[], None] = lambda: None,
 ) -> Found:
-    """`solve` without its last step: the orders still have to be verified, as `solver.finish` does. Raises the same."""
+    """`solve` without its last step: the orders still have to be verified, as `solver.finish` does. Raises the same.
+
+    `on_searching` is called when all published schedules were tried and the searches begin.
+    """
     chosen = method_named(method)
     forget_stale()
     if chosen.orders is not None:
@@ -82,6 +86,7 @@ def search(
         else:
             lanes = auto_lanes(problem, limits.workers)
         if not board.stop.requested:
+            on_searching()
             run_lanes(problem, board, lanes)
     return _found(problem, board, board.method if chosen.search is None else chosen.name)
 

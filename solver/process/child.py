@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, BinaryIO
 
 from optpipe.errors import OptPipeError
@@ -85,7 +85,7 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
     from solver.portfolio import search
 
     try:
-        found = search(problem, method, limits, outbox.offer, starts)
+        found = search(problem, method, limits, outbox.offer, starts, outbox.searching)
     except OptPipeError as error:
         return messages.error(error)
     except MemoryError:
@@ -128,6 +128,7 @@ class Outbox:
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
         self._changed = Condition()
+        self._writing = Lock()
         self._newest: Progress | None = None
         self._sent: Orders | None = None
         self._ended = False
@@ -141,6 +142,10 @@ class Outbox:
         with self._changed:
             self._newest = progress
             self._changed.notify()
+
+    def searching(self) -> None:
+        """Say that all published schedules were tried: at once, since the parent's clock depends on it."""
+        self._write(messages.SEARCHING)
 
     def end(self, last: Message) -> None:
         """Send the newest incumbent if it is still here, then the last message."""
@@ -178,8 +183,10 @@ class Outbox:
         return message
 
     def _write(self, message: Message) -> None:
-        self._out.write(messages.line(message))
-        self._out.flush()
+        line = messages.line(message)
+        with self._writing:
+            self._out.write(line)
+            self._out.flush()
 
 
 def _own_stdout() -> BinaryIO:

@@ -22,6 +22,7 @@ Limit = Literal["time", "gap", "memory", "interrupted"]
 """What ended a search before it was done."""
 
 CANCEL: Message = {"type": "cancel"}
+SEARCHING: Message = {"type": "searching"}
 OUT_OF_MEMORY: Message = {"type": "out_of_memory"}
 
 _LIMITS = ("time_limit_s", "gap", "workers", "seed", "began", "deterministic_limit")

@@ -119,6 +119,8 @@ class _Solve:
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
         self.cancelled = False
+        self.searching = False
+        self.waited_s = 0.0
         self.waited_before_s = child.kept_waiting_s
         self.spare = Spare(problem, limits)
 
@@ -152,6 +154,9 @@ class _Solve:
                 next_beat_s = self.limits.seconds + HEARTBEAT_S
 
     def _take(self, message: Message) -> None:
+        if message == messages.SEARCHING:
+            self.searching = True
+            return
         if message["type"] != "incumbent":
             self.last = message
             return
@@ -176,12 +181,13 @@ class _Solve:
 
     @property
     def _seconds_given(self) -> float:
-        """Seconds since the start, without those in which the child found no free processor; all of them to a cancel.
+        """Seconds since the start, without those in which the child found no free processor before it searched.
 
-        Searches run in threads beside the child's main thread, which then only waits for them: their time counts.
+        To a request to cancel all of them count.
         """
-        waited_s = 0.0 if self.cancelled else self.child.kept_waiting_s - self.waited_before_s
-        return self.limits.seconds - waited_s
+        if not self.searching:
+            self.waited_s = self.child.kept_waiting_s - self.waited_before_s
+        return self.limits.seconds - (0.0 if self.cancelled else self.waited_s)
 
     def _end(self, limit: Limit) -> None:
         self.ended_for = limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import Child, ChildResult, Heartbeat, Incumbent, solve_in_child
+from solver.process.memory_use import kept_waiting_s
 from tests.problems import KNOWN_OPTIMA
 
 PROBLEM, _ = KNOWN_OPTIMA["offload"]
@@ -17,11 +19,15 @@ Event = Incumbent | Heartbeat
 
 @dataclass(frozen=True)
 class Heard:
-    """What a solve sent, each with the second at which it came, its result, and when that was there."""
+    """What a solve sent, each with the second at which it came, its result, and when that was there.
+
+    `waited_s`: how long the child, while it loaded, and this process found no free processor.
+    """
 
     events: list[tuple[float, Event]]
     result: ChildResult
     ended_s: float
+    waited_s: float
 
     @property
     def incumbents(self) -> list[Incumbent]:
@@ -39,12 +45,17 @@ class Heard:
 def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None = None, **more: int) -> Heard:
     """Solve with a method of `stubborn`."""
     events: list[tuple[float, Event]] = []
+    waited_s = [0.0]
+    before_s = kept_waiting_s(os.getpid())
 
     def listen(event: Event) -> None:
         events.append((limits.seconds, event))
+        if not any(isinstance(known, Incumbent) for _, known in events[:-1]):
+            waited_s.append(child.kept_waiting_s)
         if on_event:
             on_event(event)
 
     with Child("tests.promises.stubborn") as child:
         result = solve_in_child(PROBLEM, method, limits, on_event=listen, child=child, **more)
-    return Heard(events, result, time.perf_counter() - limits.began)
+    ended_s = time.perf_counter() - limits.began
+    return Heard(events, result, ended_s, max(waited_s) + kept_waiting_s(os.getpid()) - before_s)

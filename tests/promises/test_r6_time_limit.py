@@ -1,4 +1,7 @@
-"""R6: an answer at the time limit plus two seconds with the best incumbent, whatever the solver does."""
+"""R6: an answer at the time limit plus two seconds with the best incumbent, whatever the solver does.
+
+On a busy machine, later by what the child waits for a processor while it loads (docs/adr/0004).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def test_a_solver_that_keeps_the_process_to_itself() -> None:
     run = heard("hang", Limits(LIMIT_S, workers=1))
     assert run.result.limit == "time"
     assert run.result.reason == "feasible"
-    assert run.ended_s <= LIMIT_S + 2
+    assert run.ended_s <= LIMIT_S + 2 + run.waited_s
     run.check_best_is_kept()
 
 
@@ -25,7 +28,7 @@ def test_a_solver_that_keeps_the_process_to_itself() -> None:
 def test_a_limit_shorter_than_the_start(limit_s: float) -> None:
     """Something is found all the same, if only one microbatch after another."""
     run = heard("hang", Limits(limit_s, workers=1))
-    assert run.ended_s <= limit_s + 2
+    assert run.ended_s <= limit_s + 2 + run.waited_s
     assert run.result.limit == "time"
     assert run.result.schedule is not None
     assert verify(run.result.schedule).ok
