@@ -34,7 +34,10 @@ class Events:
         self.all: list[OnlineEvent] = []
 
     def tell(self, step: int, kind: EventKind, text: str, seconds: float = 0.0, *, warning: bool = False) -> None:
-        """Keep an event."""
+        """Keep an event. A warning says itself which step it is about."""
         self.all.append(OnlineEvent(step, kind, text, seconds))
         if self._leads:
-            LOG.log(logging.WARNING if warning else logging.INFO, "before step %d: %s", step, text)
+            if warning:
+                LOG.warning("%s", text)
+            else:
+                LOG.info("before step %d: %s", step, text)

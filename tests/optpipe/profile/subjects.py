@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from optpipe.profile.chain import Chain, chain_of
 from optpipe.profile.measured import Measured, measure
 from optpipe.profile.subject import Subject
+from tests.optpipe.train.odd_stages import Experts
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 8, 16
@@ -42,22 +43,6 @@ class Masked(nn.Module):
         return self.linear(x) * mask, mask
 
 
-class Experts(nn.Module):
-    """Rows whose first entry is positive go to a wide expert, the others to a narrow one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow = nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, 0] > 0
-        output = torch.zeros_like(x)
-        output[chosen] = self.wide(x[chosen])
-        output[~chosen] = self.narrow(x[~chosen])
-        return output
-
-
 def experts(wide_rows: Sequence[int] = (2, 6)) -> Subject:
     """A stage that keeps the sign, then experts. A microbatch for each number of rows that the wide expert gets."""
     torch.manual_seed(0)
@@ -70,4 +55,4 @@ def experts(wide_rows: Sequence[int] = (2, 6)) -> Subject:
         inputs = torch.randn(ROWS, WIDTH)
         inputs[:, 0] = torch.where(torch.arange(ROWS) < rows, 1.0, -1.0)
         batch.append((inputs, torch.randn(ROWS, WIDTH)))
-    return Subject("experts", [keeps, Experts()], *batch[0], nn.functional.mse_loss, batch[1:])
+    return Subject("experts", [keeps, Experts(WIDTH)], *batch[0], nn.functional.mse_loss, batch[1:])

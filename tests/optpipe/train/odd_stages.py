@@ -153,10 +153,10 @@ def _built(stages: list[nn.Module], loss: nn.Module | None = None) -> Built:
 class Experts(nn.Module):
     """Rows whose first entry is positive go to a wide expert, the others to a narrow one."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.narrow = nn.Linear(WIDTH, WIDTH)
-        self.wide = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+        self.narrow = nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = x[:, 0] > 0
