@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
-from optpipe.errors import TrainingError
+from optpipe.errors import OptPipeError, TrainingError
 from optpipe.profile.chain import random_gradient
 from optpipe.profile.measured import Measured
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
@@ -116,7 +116,14 @@ def tell_undeferred(model: Model, measured: Measured | None) -> None:
             _, after = model.messages_at(s)
             gradient = None if after is None else map_leaves(lambda spec: random_gradient(spec, model.hardware), after)
             target = targets[0] if after is None else None
-            found += measure_undeferred(s, model.stages[s], received[s][0], target, gradient)
+            try:
+                found += measure_undeferred(s, model.stages[s], received[s][0], target, gradient)
+            except OptPipeError:
+                raise
+            except Exception as error:
+                raise TrainingError(
+                    f"stages[{s}] of {model.task.name} fails on a microbatch: {type(error).__name__}: {error}."
+                ) from error
         of_all = model.launch.gather([asdict(one) for one in found])[: model.launch.pipeline_processes]
         found = [Undeferred(**data) for entry in of_all for data in entry]
     if model.launch.rank == 0:

@@ -18,18 +18,20 @@ class Unused(nn.Linear):
         self.unused = nn.Parameter(torch.ones(WIDTH))
 
 
-class Breaking(nn.Linear):
+class Breaking(nn.Module):
     """Fails in the third microbatch that it is trained on."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)  # which splits, so that nothing is measured before the run
         self.trained_on = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.trained_on += self.training
         if self.trained_on == 3:
             raise ValueError("the layer broke")
-        return super().forward(x)
+        broken: Tensor = self.layer(x)
+        return broken
 
 
 class Counting(nn.Linear):
@@ -101,6 +103,20 @@ def unused() -> Built:
 def breaking() -> Built:
     """The last stage fails in the second step of two microbatches."""
     return _built([nn.Linear(WIDTH, WIDTH), Breaking()])
+
+
+class BreakingUndeferred(nn.Linear):
+    """Fails whenever it is trained, and does not split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise ValueError("the layer broke")
+        return super().forward(x)
+
+
+def breaking_undeferred() -> Built:
+    """The last stage fails before the run, where it is measured."""
+    return _built([nn.Linear(WIDTH, WIDTH), BreakingUndeferred(WIDTH, WIDTH)])
 
 
 def misfits() -> Built:

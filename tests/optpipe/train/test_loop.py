@@ -114,6 +114,13 @@ def test_a_layer_that_fails_in_a_step_ends_a_run_that_had_begun() -> None:
     assert reported == [0]
 
 
+def test_a_layer_that_fails_where_it_is_measured_is_said_before_the_run() -> None:
+    config = TrainingConfig(one_f_one_b(2, 2), ModelConfig("tests.optpipe.train.odd_stages:breaking_undeferred"))
+    expected = r"stages\[1\] of .*:breaking_undeferred fails on a microbatch: ValueError: the layer broke\."
+    with pytest.raises(TrainingError, match=expected):
+        train(config)
+
+
 class _OtherRelease:
     """Rank 1's release of OptPipe has no option that rank 0 has."""
 
