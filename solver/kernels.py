@@ -90,7 +90,17 @@ def forget_stale() -> None:
         for index in _indexes(path):
             with suppress(OSError):
                 index.unlink()
+    _forget_other_marks()
     mark("fresh")
+
+
+def _forget_other_marks() -> None:
+    """Forget what was marked for other sources: who goes back to these finds nothing kept of them."""
+    for path in _folders()[0].glob("*-" + 16 * "[0-9a-f]"):
+        stage, _, state = path.name.rpartition("-")
+        if stage != "lock" and not _name(stage).endswith(state):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _indexes(source: Path) -> Iterator[Path]:

@@ -76,6 +76,18 @@ def test_the_lock_is_that_of_the_process_that_it_was_passed_to(folder: Path) -> 
     assert kernels.are_ready("search")
 
 
+def test_marks_of_other_sources_are_forgotten_with_their_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an installation that goes back to a version would take it for compiled."""
+    monkeypatch.setattr(kernels, "_indexes", lambda source: ())
+    before = folder / "warm-0123456789abcdef"
+    before.touch()
+    kernels.mark("search")
+    kernels.forget_stale.__wrapped__()
+    assert not before.exists()
+    assert kernels.is_marked("search")
+    assert kernels.is_marked("fresh")
+
+
 def test_where_nothing_can_be_written_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path / "file" / "folder"])
