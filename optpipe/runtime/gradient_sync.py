@@ -10,6 +10,7 @@ one operation, nothing copied together or apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,20 @@ from optpipe.runtime.stage import Stage
 
 Group = dist.ProcessGroup | None
 """The processes that a gradient is summed over; None: there is no other."""
+
+
+class GradientReduction(Protocol):
+    """Makes complete gradients of those that the backwards of one process have added up."""
+
+    @property
+    def reducers(self) -> Mapping[int, Callable[[], None]]:
+        """For each stage, what its REDUCE starts."""
+
+    def finish(self) -> None:
+        """Return when all gradients are complete, at the end of a step."""
+
+    def clear(self) -> None:
+        """Forget what was started: after an error."""
 
 
 class GradientSync:

@@ -19,7 +19,7 @@ from optpipe.compile import Program, compile_forward
 from optpipe.errors import TrainingError
 from optpipe.runtime.evaluation import evaluating
 from optpipe.runtime.exchange import exchanging
-from optpipe.runtime.gradient_sync import GradientSync
+from optpipe.runtime.gradient_sync import GradientReduction
 from optpipe.runtime.host_slabs import HostSlabs
 from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.messages import Spec, Tree
@@ -52,7 +52,7 @@ class Pipeline:
         transport: Transport,
         messages: Sequence[Spec],
         *,
-        sync: GradientSync | None = None,
+        sync: GradientReduction | None = None,
         offload_bytes: Mapping[int, int] | None = None,
         streams: Callable[[torch.device], Streams] = streams_of,
     ) -> None:
@@ -78,9 +78,11 @@ class Pipeline:
         *,
         validate: Callable[[], bool] | None = None,
         leave_sends: bool = False,
+        zero_gradients: bool = True,
     ) -> Tensor:
-        """One step: every microbatch forward and backward, gradients added to `.grad`, which is zeroed before.
+        """One step: every microbatch forward and backward, gradients added to `.grad`.
 
+        `.grad` is zeroed before, unless `zero_gradients` is false: then gradients add up over steps.
         `inputs[i]` and `targets[i]` are microbatch i's. Returns the losses, shape (microbatches,), on the device of
         the last stage; zeros where that is in another process. With a meter, counts live and peak bytes by device;
         with a recorder, tells it of every action. Raises TrainingError that shows the program around an action that
@@ -94,7 +96,7 @@ class Pipeline:
         """
         for stage in self._stages.values():
             stage.begin_step()
-        if validate is None:
+        if validate is None and zero_gradients:
             self._zero_gradients()
         return self._step(
             self._players, inputs, targets, meter, recorder, validate, sync=self._sync, leave_sends=leave_sends
@@ -105,13 +107,20 @@ class Pipeline:
         with exchanging(SENT):
             self._transport.finish()
 
-    def evaluate(self, inputs: Sequence[Tree], targets: Sequence[Tree], meter: MemoryMeter | None = None) -> Tensor:
+    def evaluate(
+        self,
+        inputs: Sequence[Tree],
+        targets: Sequence[Tree],
+        meter: MemoryMeter | None = None,
+        *,
+        change_mode: bool = True,
+    ) -> Tensor:
         """The losses of any number of microbatches, forward only and in evaluation mode.
 
-        Touches no gradient and keeps nothing. Returns and raises as `run`; all processes call it together, with as
-        many microbatches.
+        With `change_mode` false, modules stay in the mode that the caller has put them in. Touches no gradient and
+        keeps nothing. Returns and raises as `run`; all processes call it together, with as many microbatches.
         """
-        with evaluating(stage.module for stage in self._stages.values()):
+        with evaluating(stage.module for stage in self._stages.values()) if change_mode else nullcontext():
             return self._step(self._evaluators_of(len(inputs)), inputs, targets, meter, None)
 
     @property
@@ -128,7 +137,7 @@ class Pipeline:
         recorder: Recorder | None,
         validate: Callable[[], bool] | None = None,
         *,
-        sync: GradientSync | None = None,
+        sync: GradientReduction | None = None,
         leave_sends: bool = False,
     ) -> Tensor:
         losses = self._room_for_losses(len(inputs))

@@ -38,7 +38,7 @@ def learn_messages(
 
 def _output(stage: Stage, received: Tree, target: Tree) -> Spec:
     with evaluating([stage.module]):
-        return spec_of(stage.evaluate(received, target))
+        return spec_of(stage.evaluate(0, received, target))
 
 
 def _zeros_on(device: torch.device) -> Callable[[MessageSpec], Tensor]:

@@ -143,21 +143,20 @@ class Stage:
             entry, loss_kind = None, None
             if not self._first:
                 received, entry = enter(self._anchor, received)
-            output: Tree = self.module(received)
+            output = self._output(microbatch, received)
             if self._loss is not None:
-                assert target is not None, "the last stage has a target"
-                output = self._loss(output, target)
+                output = self._loss_of(microbatch, output, target)
                 loss_kind = (output.dtype, output.device)
         self._graphs[microbatch] = _Graph(entry, Exit(output), activations, loss_kind, splitting)
         return output.detach() if isinstance(output, Tensor) else _detached(output)
 
-    def evaluate(self, received: Tree, target: Tree | None) -> Tree:
+    def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
         """F for evaluation: returns as `forward`, and leaves nothing behind."""
         if self._heard is not None:
             self._heard.append(received)
         with torch.no_grad(), self._autocasting():
-            output: Tree = self.module(received)
-            return output if self._loss is None else self._loss(output, target)
+            output = self._output(microbatch, received)
+            return output if self._loss is None else self._loss_of(microbatch, output, target)
 
     @contextmanager
     def listening(self) -> Iterator[list[Tree]]:
@@ -215,6 +214,17 @@ class Stage:
         self._graphs.clear()
         self._weight_gradients.clear()
 
+    def _output(self, _microbatch: int, received: Tree) -> Tree:
+        """The output of the module; a subclass may call its module in another way."""
+        output: Tree = self.module(received)
+        return output
+
+    def _loss_of(self, _microbatch: int, output: Tree, target: Tree | None) -> Tensor:
+        """The loss of the last stage; a subclass may call its loss in another way."""
+        assert self._loss is not None, "only the last stage has a loss"
+        assert target is not None, "the last stage has a target"
+        return self._loss(output, target)
+
     def _backward(self, graph: _Graph, gradient: Gradient) -> Gradient:
         if graph.activations:
             graph.activations.hand_over()
@@ -238,8 +248,8 @@ class Stage:
         if target is not None:
             batch += leaves(target)
         if self._own is None:
-            self._own = _storages([*self.module.parameters(), *self.module.buffers()])
-        return self._own | _storages(batch) if batch else self._own
+            self._own = storages([*self.module.parameters(), *self.module.buffers()])
+        return self._own | storages(batch) if batch else self._own
 
 
 def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:
@@ -272,5 +282,6 @@ def _check_autocast(dtype: torch.dtype | None) -> None:
         raise TrainingError(f"autocast is {dtype} but must be torch.bfloat16 or None.")
 
 
-def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+def storages(values: Iterable[Any]) -> frozenset[int]:
+    """The addresses of the storages of those among the values that are tensors."""
+    return frozenset(value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor))

@@ -179,7 +179,7 @@ class StepBuilder:
 
     def _forward_of(self, stage: Stage) -> Callable[[int, Tree, Tree | None, bool, bool], Tree]:
         if self._parts.evaluates:
-            return lambda _microbatch, received, target, _offloads, _fused: stage.evaluate(received, target)
+            return lambda microbatch, received, target, _offloads, _fused: stage.evaluate(microbatch, received, target)
         return stage.forward
 
     def _backward(self, action: Action, backward: Callable[[int, Tree], Tree]) -> Work:

@@ -61,8 +61,9 @@ def accumulate(parameter: Tensor | None, gradient: Tensor) -> None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """A parameter's `.grad`, which exists throughout a step: its bytes are the parameters', not the step's."""
-    assert parameter.grad is not None, "gradients are allocated before a step"
+    """A parameter's `.grad`: zeros where there is none yet. OptPipe's trainer allocates all before its first step."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 

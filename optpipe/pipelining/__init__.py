@@ -1,0 +1,9 @@
+"""Planned schedules for trainers that are built on `torch.distributed.pipelining`.
+
+`PlannedSchedule` takes the place of torch's schedule classes: it runs the same `PipelineStage` objects by a schedule of
+OptPipe, offload and split backwards included.
+"""
+
+from optpipe.pipelining.schedule import PlannedSchedule
+
+__all__ = ["PlannedSchedule"]

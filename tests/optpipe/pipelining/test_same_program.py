@@ -1,0 +1,81 @@
+"""One program under torch's schedule classes and under PlannedSchedule: equal gradients, losses and outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instances.schedules import OFFLOAD
+from optpipe.export.torch_csv import torch_csv
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from tests.optpipe.runtime.schedules import random_schedule
+from tests.ranks import RunRanks
+
+pytestmark = pytest.mark.torchrun
+
+WORKER = Path(__file__).parent / "same_program_worker.py"
+MOST = {"float32": 1e-6, "float64": 1e-12}
+
+
+def planned(placement: list[int], microbatches: int, seed: int) -> Schedule:
+    """A random schedule of a placement that offloads, with backwards split, some of them fused."""
+    stage = {
+        "forward_us": 2,
+        "backward_input_us": 2,
+        "backward_weight_us": 2,
+        "activation_bytes": 4,
+        "backward_weight_bytes": 2,
+        "offload": OFFLOAD,
+    }
+    problem = Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": microbatches,
+            "devices": [{"memory_bytes": None}] * (max(placement) + 1),
+            "stages": [stage | {"device": device} for device in placement],
+        }
+    )
+    schedule = random_schedule(problem, seed)
+    assert any(device.offload for device in schedule.devices), "an activation leaves"
+    assert {"B", "W"} <= {op.kind for device in schedule.devices for op in device.compute.ops}
+    return schedule
+
+
+CASES: dict[int, list[tuple[list[int], int, str, str, bool]]] = {
+    2: [
+        ([0, 1], 4, "1f1b", "float64", True),
+        ([0, 1], 4, "1f1b", "float32", False),
+        ([0, 1, 0, 1], 4, "interleaved", "float64", False),
+        ([0, 1, 0, 1], 4, "interleaved", "float32", True),
+        ([0, 1, 1, 0], 4, "zbv", "float64", True),
+        ([0, 1, 1, 0], 4, "zbv", "float32", False),
+        ([1, 0, 0], 3, "csv", "float64", True),
+    ],
+    4: [
+        ([0, 1, 2, 3], 6, "1f1b", "float64", True),
+        ([0, 1, 2, 3, 3, 2, 1, 0], 5, "csv", "float32", False),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_losses_and_outputs_are_those_of_torchs_classes(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int
+) -> None:
+    cases: list[dict[str, Any]] = []
+    for k, (placement, microbatches, torch_class, dtype, scale) in enumerate(CASES[ranks]):
+        schedule = planned(placement, microbatches, seed=k)
+        (tmp_path / f"{k}.json").write_text(schedule.to_json())
+        (tmp_path / f"{k}.csv").write_text(torch_csv(schedule, drop_offload=True))
+        cases.append({"name": str(k), "torch_class": torch_class, "dtype_name": dtype, "scale_grads": scale})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    run_ranks(WORKER, ranks, str(tmp_path))
+    for rank in range(ranks):
+        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for case, errors in zip(cases, results, strict=True):
+            assert errors.keys() == {"whole", "in_lists"}
+            assert max(errors.values()) <= MOST[case["dtype_name"]], (rank, case, errors)
