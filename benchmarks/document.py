@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import (
     executor,
+    first_solve,
     milp_accelerations,
     pattern_curve,
     predicted_steps,
@@ -26,6 +27,7 @@ from benchmarks.section import SIZES, Section, say
 
 MODULES = (
     value_over_time,
+    first_solve,
     milp_accelerations,
     pattern_curve,
     seconds_by_size,

@@ -1,0 +1,133 @@
+"""How soon a schedule is there: the first `optpipe solve` of an installation, and every later one.
+
+`python -m benchmarks.first_solve first-solve` prints a Markdown table. An installation without compiled kernels is an
+empty NUMBA_CACHE_DIR.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from benchmarks.markdown import Row, machine, seconds_text, table, time_text
+from benchmarks.section import Section, Size, main, say
+from instances import uniform
+from optpipe.problem import Problem
+from solver.kernels import compiler_lock
+
+COMMAND = "python -m benchmarks.first_solve first-solve"
+EXAMPLE = Path("examples/problems/offload-p4-m8.json")
+HEAD = ("problem", "ops", "kernels", "limit s", "first schedule s", "its value", "answer s", "its value", "processor s")
+
+_PROGRESS = re.compile(r" s +([\d,.]+) us  bound ")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One `optpipe solve`: wall-clock seconds from its start to its first schedule and its end, values in us."""
+
+    first_s: float
+    first_us: str
+    end_s: float
+    value_us: float
+    processor_s: float
+
+
+def measure(size: Size, _pictures: Path) -> str:
+    """Each problem without compiled kernels, and once they are compiled."""
+    large = uniform(64, 1024, v_shape=True, budget=256)
+    problems = [(Problem.load(EXAMPLE), 3.0)] + ([(large, 5.0)] if size == "full" else [])
+    rows: list[Row] = []
+    compiled_s = []
+    for problem, limit_s in problems:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            path = folder / "problem.json"
+            path.write_text(problem.to_json())
+            with patch.dict(os.environ, NUMBA_CACHE_DIR=str(folder / "numba"), XDG_CACHE_HOME=str(folder / "cache")):
+                began = time.perf_counter()
+                rows.append(_row(problem, "none", limit_s, _run(path, limit_s)))
+                _wait_for_compiler()
+                compiled_s.append(time.perf_counter() - began)
+                rows.append(_row(problem, "compiled", limit_s, _run(path, limit_s)))
+    after = ", ".join(f"{seconds:.0f} s" for seconds in compiled_s)
+    note = (
+        f"All kernels were compiled {after} after the start of the first solve. `{COMMAND} --size {size}`: {machine()}."
+    )
+    return f"{table(HEAD, rows, 1)}\n\n{note}"
+
+
+def _run(path: Path, limit_s: float) -> Run:
+    """Solve, and write the schedule."""
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "optpipe",
+        "solve",
+        path,
+        "--time-limit",
+        str(limit_s),
+        "--no-cache",
+        "--json",
+    ]
+    before = os.times()
+    began = time.perf_counter()
+    first_s, first_us = float("inf"), ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stderr:
+            found = _PROGRESS.search(line)
+            if found and not first_us:
+                first_s, first_us = time.perf_counter() - began, found[1]
+        summary = json.load(process.stdout)
+    after = os.times()
+    used_s = after.children_user + after.children_system - before.children_user - before.children_system
+    run = Run(first_s, first_us, time.perf_counter() - began, summary["value_us"], used_s)
+    say(f"{path.name}  {run}")
+    return run
+
+
+def _wait_for_compiler() -> None:
+    lock = compiler_lock(wait=True)
+    assert lock is not None, "the folder is ours"
+    lock.close()
+
+
+def _row(problem: Problem, kernels: str, limit_s: float, run: Run) -> Row:
+    ops = f"{3 * len(problem.stages) * problem.microbatches:,}"
+    name = problem.name or f"V of {len(problem.devices)} devices, {problem.microbatches:,} microbatches"
+    first = (seconds_text(run.first_s), run.first_us or "-")
+    return (
+        name,
+        ops,
+        kernels,
+        f"{limit_s:g}",
+        *first,
+        seconds_text(run.end_s),
+        time_text(run.value_us),
+        seconds_text(run.processor_s),
+    )
+
+
+SECTIONS = (
+    Section(
+        "first-solve",
+        "The first solve of an installation",
+        "From the start of `optpipe solve` to its first schedule, and to its end with a schedule written: "
+        "while no kernel is compiled, and afterwards.",
+        COMMAND,
+        measure,
+    ),
+)
+
+if __name__ == "__main__":
+    main(__doc__ or "", SECTIONS)
