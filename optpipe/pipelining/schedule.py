@@ -34,6 +34,10 @@ class PlannedSchedule:
     ranks and runs each stage but the last forward once, in evaluation mode, to learn what the stages send. Random
     numbers are drawn from torch's generators, as the layers run.
 
+    Stages may be wrapped by FSDP2 (`fully_shard`), `replicate` or DistributedDataParallel, and hold DTensors of tensor
+    parallelism. Gradients are reduced once a step, after the last W of a stage. While `check_gradients` is True, which
+    it is for the first step, a parameter whose gradient lacks the share of a microbatch is an error.
+
     Raises TrainingError where the stages are not those that the schedule places on this rank, and BudgetError where
     the schedule exceeds a budget of its problem.
     """
@@ -58,6 +62,8 @@ class PlannedSchedule:
         self._program = compile_schedule(self.schedule, reduce_gradients=True)
         self._batch = Microbatches()
         self._pipeline: Pipeline | None = None
+        self._runtime_stages: dict[int, SubmoduleStage] = {}
+        self.check_gradients = True
         for stage in self._stages:
             stage.stage_index_to_group_rank = dict(enumerate(self._program.placement))
 
@@ -90,7 +96,19 @@ class PlannedSchedule:
             return self._evaluate(batch, losses)
         if batch.targets is None and self._has_last:
             raise TrainingError("target is missing, which the loss of the last stage needs. Maybe call eval().")
-        self._prepared(batch).run(batch.args, batch.targets or batch.args, zero_gradients=False)
+        pipeline = self._prepared(batch)
+        stages = self._runtime_stages.values()
+        try:
+            if self.check_gradients:
+                for stage in stages:
+                    stage.watch_gradients()
+            pipeline.run(batch.args, batch.targets or batch.args, zero_gradients=False)
+            for stage in stages:
+                stage.check_gradients()
+        finally:
+            for stage in stages:
+                stage.forget_gradients()
+        self.check_gradients = False
         return self._end(batch, losses)
 
     def eval(
@@ -222,6 +240,8 @@ class PlannedSchedule:
                     f"a stage of rank {first.group_rank} failed at the first microbatch, whose output shapes the next "
                     f"stage must know: {type(error).__name__}: {error}"
                 ) from error
+        for stage in stages.values():
+            stage.gather_once()
         return Pipeline(
             self._program,
             stages,

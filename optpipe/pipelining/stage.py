@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.errors import TrainingError
+from optpipe.pipelining import fsdp
+from optpipe.pipelining.gradients import GradientShares
 from optpipe.runtime import Stage
-from optpipe.runtime.messages import Tree, leaves
+from optpipe.runtime.messages import Gradient, Tree, leaves
 from optpipe.runtime.stage import storages
+from optpipe.runtime.weight_gradients import is_distributed
 
 LossFunction = Callable[..., Tensor]
 """Called with the output of the last stage, the target, and the `loss_kwargs` of the step; returns a scalar."""
@@ -33,7 +39,7 @@ class Microbatches:
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def resident(self) -> Collection[int]:
+    def resident(self) -> frozenset[int]:
         """The storages of keyword arguments and targets, which are the caller's and never leave to the host."""
         return storages(leaves([*map(dict, self.kwargs), *(self.targets or ())]))
 
@@ -48,9 +54,13 @@ class SubmoduleStage(Stage):
     batch: Microbatches
 
     def __init__(self, stage: PipelineStage, loss_fn: LossFunction | None) -> None:
+        self._number: int = stage.stage_index
         self._is_last: bool = stage.is_last
         self._loss_fn = loss_fn
         self._nothing = torch.zeros(())
+        self._shares: GradientShares | None = None
+        self._gathered: dict[str, nn.Parameter] = {}
+        self._kept: frozenset[int] | None = None
         super().__init__(
             stage.submod,
             first=stage.is_first,
@@ -58,11 +68,42 @@ class SubmoduleStage(Stage):
             own_random_numbers=False,
         )
 
+    def gather_once(self) -> None:
+        """Let FSDP make the parameters that it gathers: no offload may move them. A collective of its processes."""
+        self._gathered = fsdp.gathered_parameters(self.module)
+
+    def begin_step(self) -> None:
+        """As every stage; wrappers only add gradients up until REDUCE."""
+        super().begin_step()
+        self._kept = None
+        fsdp.begin_step(self.module)
+
+    def watch_gradients(self) -> None:
+        """Have `check_gradients` tell at the end of the step that now begins where a share of a gradient is missing."""
+        parameters = dict(self.module.named_parameters()) | self._gathered
+        self._shares = shares = GradientShares({id(parameter): name for name, parameter in parameters.items()})
+        self._weight_gradients.observer = lambda task: shares.add(task.parameters)
+
+    def check_gradients(self) -> None:
+        """At the end of a step that was watched. Raises TrainingError."""
+        if self._shares is not None:
+            shares = self._shares
+            self.forget_gradients()
+            shares.check(self._number)
+
+    def forget_gradients(self) -> None:
+        """Watch no longer."""
+        if self._shares is not None:
+            self._shares.end()
+        self._shares = self._weight_gradients.observer = None
+
     def forward(
         self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
     ) -> Tree:
         """F, as every stage does it; the last one leaves its loss in the batch."""
         output = super().forward(microbatch, received, target, offloads, fused)
+        if self._shares is not None:
+            self._shares.expect(microbatch, self._graphs[microbatch].exit.nodes)
         return self._nothing if self._is_last else output
 
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
@@ -73,22 +114,54 @@ class SubmoduleStage(Stage):
                 self._loss_of(microbatch, output, target)
         return self._nothing if self._is_last else output
 
+    def backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
+        """B."""
+        self._of(microbatch)
+        return super().backward_input(microbatch, gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W."""
+        self._of(microbatch)
+        super().backward_weight(microbatch)
+
+    def backward(self, microbatch: int, gradient: Gradient) -> Gradient:
+        """BW."""
+        self._of(microbatch)
+        return super().backward(microbatch, gradient)
+
+    def _of(self, microbatch: int) -> None:
+        if self._shares is not None:
+            self._shares.microbatch = microbatch
+
     def _output(self, microbatch: int, received: Tree) -> Tree:
         args = tuple(received) if isinstance(received, tuple | list) else (received,)
-        output = self.module(*args, **self.batch.kwargs[microbatch])
-        if self._is_last and self.batch.keeps_outputs:
-            self.batch.outputs[microbatch] = _detached(output)
-        return tuple(output) if isinstance(output, list) and not self._is_last else output
+        # DistributedDataParallel would reduce in the backward; GradientCompletion does at the end of the step.
+        with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext():
+            output = self.module(*args, **self.batch.kwargs[microbatch])
+        if self._is_last:
+            if self.batch.keeps_outputs:
+                self.batch.outputs[microbatch] = _detached(output)
+            return output
+        if any(isinstance(part, Tensor) and is_distributed(part) for part in leaves(output)):
+            raise TrainingError(
+                f"stages[{self._number}] returns a DTensor, but messages are plain tensors. Maybe let its last layer "
+                "return its local part (use_local_output=True)."
+            )
+        return tuple(output) if isinstance(output, list) else output
 
     def _loss_of(self, microbatch: int, output: Tree, _target: Tree | None) -> Tensor:
         assert self._loss_fn is not None, "a loss is asked for where there is one"
         assert self.batch.targets is not None, "a loss is asked for where there are targets"
         loss = self._loss_fn(output, self.batch.targets[microbatch], **self.batch.loss_kwargs)
+        if is_distributed(loss):
+            loss = loss.full_tensor()  # type: ignore[attr-defined]
         self.batch.losses[microbatch] = loss.detach()
         return loss
 
     def _resident(self, received: Tree, _target: Tree | None) -> Collection[int]:
-        return frozenset(super()._resident(received, None)) | frozenset(self.batch.resident())
+        if self._kept is None:
+            self._kept = self.batch.resident() | storages(self._gathered.values())
+        return frozenset(super()._resident(received, None)) | self._kept
 
 
 def _detached(output: Any) -> Any:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optpipe.runtime.host_slabs import HostSlab
+from optpipe.runtime.weight_gradients import is_distributed
 
 ALIGNMENT_BYTES = 64
 """Kernels may sum in another order on another alignment; 64 is what torch's CPU allocator gives."""
@@ -46,10 +47,38 @@ class _Saved:
     strides: tuple[int, ...]
 
 
+class _SavedShard:
+    """A saved DTensor: its part that is on this device, and how it is placed."""
+
+    def __init__(self, local: Tensor | _Saved | _SavedShard, tensor: Any) -> None:
+        self.local = local
+        self._kind, self._mesh, self._placements = type(tensor), tensor.device_mesh, tensor.placements
+        self._shape, self._stride = tensor.shape, tensor.stride()
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The DTensor again."""
+        made: Tensor = self._kind.from_local(
+            local, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
+        )
+        return made
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Names the storage of a tensor (of a DTensor, of its part on this device), also where its memory comes and goes.
+
+    FSDP2 frees the memory of gathered parameters and takes it anew, in storages that stay.
+    """
+    if is_distributed(tensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 class ActivationStore:
     """The saved activations of one stage and microbatch.
 
-    `resident` are the addresses of storages that stay where they are: weights, and what the caller handed in.
+    `resident` are the storages (`storage_key`) that stay where they are: weights, and what the caller handed in.
     """
 
     def __init__(self, resident: Collection[int]) -> None:
@@ -109,16 +138,20 @@ class ActivationStore:
             self._slab.give_back()
             self._slab = None
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address in self._resident or not storage.nbytes():
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
+        if is_distributed(tensor):
+            with torch.no_grad():
+                return _SavedShard(self._pack(tensor.to_local()), tensor)  # type: ignore[attr-defined]
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return tensor.detach()  # what another subclass is made of is not known
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key in self._resident or not storage.nbytes():
             # The tensor itself would keep its own graph alive from within that graph: a leak.
             return tensor.detach()
-        if address not in self._slots:
-            self._slots[address] = _Slot(_bytes_of(tensor))
+        if key not in self._slots:
+            self._slots[key] = _Slot(_bytes_of(tensor))
         return _Saved(
-            self._slots[address],
+            self._slots[key],
             tensor.dtype,
             int(tensor.storage_offset()),
             tuple(tensor.shape),
@@ -126,9 +159,11 @@ class ActivationStore:
         )
 
     @staticmethod
-    def _unpack(saved: Tensor | _Saved) -> Tensor:
+    def _unpack(saved: Tensor | _Saved | _SavedShard) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _SavedShard):
+            return saved.whole(ActivationStore._unpack(saved.local))
         assert saved.slot.flat is not None, "a backward needs activations that are on the host"
         empty = torch.empty(0, dtype=saved.dtype, device=saved.slot.device)
         return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
-from optpipe.runtime.activations import ActivationStore
+from optpipe.runtime.activations import ActivationStore, storage_key
 from optpipe.runtime.host_slabs import HostSlab
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
 from optpipe.runtime.random_numbers import RandomNumbers, never_draws
@@ -135,15 +135,16 @@ class Stage:
         splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
         with (
             torch.enable_grad(),
-            self._weight_gradients.forward(splitting),
             self.random.of(microbatch, self._device) if self._draws and self.random else _NOTHING,
             self._autocasting(),
             activations.hooks() if activations else _NOTHING,
         ):
             entry, loss_kind = None, None
-            if not self._first:
-                received, entry = enter(self._anchor, received)
-            output = self._output(microbatch, received)
+            with self._weight_gradients.forward(splitting):
+                if not self._first:
+                    received, entry = enter(self._anchor, received)
+                output = self._output(microbatch, received)
+            # A loss may run layers of the stage and their backward at once, as losses in chunks do: those do not wait.
             if self._loss is not None:
                 output = self._loss_of(microbatch, output, target)
                 loss_kind = (output.dtype, output.device)
@@ -283,5 +284,5 @@ def _check_autocast(dtype: torch.dtype | None) -> None:
 
 
 def storages(values: Iterable[Any]) -> frozenset[int]:
-    """The addresses of the storages of those among the values that are tensors."""
-    return frozenset(value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor))
+    """The storages (`storage_key`) of those among the values that are tensors."""
+    return frozenset(storage_key(value) for value in values if isinstance(value, Tensor))

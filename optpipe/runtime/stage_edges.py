@@ -58,6 +58,11 @@ class Exit:
     def __init__(self, output: Tree) -> None:
         self._edges = [_edge(output)] if isinstance(output, Tensor) else [_edge(part) for part in leaves(output)]
 
+    @property
+    def nodes(self) -> list[Any]:
+        """The nodes of autograd that the graph begins with, None for tensors without a gradient."""
+        return [edge and edge.node for edge in self._edges]
+
     def backward(self, gradient: Gradient) -> None:
         """Run the graph, which this frees, from the gradient of the output."""
         pairs = zip(self._edges, leaves(gradient), strict=True)

@@ -15,7 +15,7 @@ from optpipe.runtime.weight_gradients.registry import (
     register_deferred,
     undeferred_layers,
 )
-from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate
+from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate, is_distributed
 
 __all__ = [
     "SplitBackward",
@@ -27,6 +27,7 @@ __all__ = [
     "compiled_part",
     "compiler_failure",
     "defer_weight_gradients",
+    "is_distributed",
     "register_deferred",
     "undeferred_layers",
 ]

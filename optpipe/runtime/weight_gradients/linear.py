@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from optpipe.runtime.weight_gradients.split import Saved, SplitBackward, accumulate, gradient_of
+from optpipe.runtime.weight_gradients.split import Saved, SplitBackward, accumulate, gradient_of, is_distributed
 
 
 class SplitLinear(SplitBackward[nn.Linear]):
     """``y = x @ weight.T + bias`` for x of shape (..., inputs) and weight of shape (outputs, inputs)."""
 
+    distributed = True
     lower_precision = True
 
     def handles(self, layer: nn.Linear) -> bool:
@@ -32,7 +33,7 @@ class SplitLinear(SplitBackward[nn.Linear]):
         """Add ``gradient.T @ x`` to the weight's, and the sum over rows to the bias's."""
         weight, bias, (x,) = layer.weight, layer.bias, saved
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        if weight.requires_grad and weight.dtype == x.dtype:
+        if weight.requires_grad and weight.dtype == x.dtype and not is_distributed(weight):
             gradient_of(weight).addmm_(rows.T, columns)  # needs no room for the product
         elif weight.requires_grad:
             accumulate(weight, rows.T @ columns)

@@ -6,13 +6,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from optpipe.errors import TrainingError
 
-Task = Callable[[], None]
-"""Adds the weight gradients of one call of one layer to `.grad`."""
+
+class Task(Protocol):
+    """Adds the weight gradients of one call of one layer to `.grad` of `parameters`."""
+
+    parameters: tuple[nn.Parameter, ...]
+
+    def __call__(self) -> None:
+        """Add them."""
 
 
 class Splitting(Enum):
@@ -28,7 +36,8 @@ class Splitting(Enum):
 class WeightGradients:
     """What the layers of one stage have left, by microbatch.
 
-    `splitting` is what a layer goes by in F, and in B where a checkpoint runs a part of F again.
+    `splitting` is what a layer goes by in F, and in B where a checkpoint runs a part of F again. An `observer` is told
+    of every task that is done.
     """
 
     def __init__(self) -> None:
@@ -36,6 +45,7 @@ class WeightGradients:
         self._kept: dict[int, deque[Task]] = {}
         self._put: Callable[[Task], None] = _refuse
         self._lost = False
+        self.observer: Callable[[Task], None] | None = None
 
     @contextmanager
     def forward(self, splitting: Splitting = Splitting.ALL) -> Iterator[None]:
@@ -57,7 +67,7 @@ class WeightGradients:
 
     def backward(self, splitting: Splitting = Splitting.ALL) -> AbstractContextManager[None]:
         """BW: weight gradients are computed at once. `splitting` is that of the microbatch's F."""
-        return self._backward(_run, splitting)
+        return self._backward(self._run, splitting)
 
     @contextmanager
     def _backward(self, put: Callable[[Task], None], splitting: Splitting) -> Iterator[None]:
@@ -76,7 +86,12 @@ class WeightGradients:
         tasks = self._kept.pop(microbatch)
         with torch.no_grad():
             while tasks:
-                tasks.popleft()()
+                self._run(tasks.popleft())
+
+    def _run(self, task: Task) -> None:
+        task()
+        if self.observer is not None:
+            self.observer(task)
 
     def clear(self) -> None:
         """Drop everything that is kept."""
@@ -85,10 +100,6 @@ class WeightGradients:
     def lose(self) -> None:
         """One of the layers has been taken by another stage, which gets its weight gradients from now on."""
         self._lost = True
-
-
-def _run(task: Task) -> None:
-    task()
 
 
 def _refuse(_: Task) -> None:

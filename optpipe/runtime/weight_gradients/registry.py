@@ -77,7 +77,7 @@ def defer_weight_gradients(module: nn.Module, pending: WeightGradients) -> None:
             module._weight_gradients.lose()
         module._weight_gradients = pending
         return
-    split = _SPLITS.get(type(module))
+    split = _SPLITS.get(_own_class(module))
     if split is not None and _is_its_own(module) and split.handles(module):
         module.__class__ = _deferred_class(type(module), split)
         module._weight_gradients = pending  # type: ignore[assignment]
@@ -114,6 +114,16 @@ def _deferred_class(plain: type[nn.Module], split: SplitBackward[Any]) -> type[D
         name, members = f"Deferred{plain.__name__}", {"_split": split, "_plain": plain}
         _CLASSES[plain] = type(name, (Deferred, plain), members)
     return _CLASSES[plain]
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fully_shard` made one of it that is called alike and computes the same."""
+    kind = type(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nothing was wrapped it need not be loaded
+    if fsdp is None or not issubclass(kind, fsdp.FSDPModule):
+        return kind
+    first, *_ = (base for base in kind.__mro__[1:] if not issubclass(base, fsdp.FSDPModule))
+    return first if issubclass(first, nn.Module) else kind
 
 
 def _is_its_own(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ Parameters, names, hooks, mode and repr stay; copies and pickles are of the clas
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -30,6 +31,9 @@ class SplitBackward(ABC, Generic[Layer]):
     What `forward` saves, and the output gradient, are held from B until W: a split pays where that, which is about as
     much as the layer's activations again, buys a large part of the layer's backward.
     """
+
+    distributed: ClassVar[bool] = False
+    """Whether the two halves are right for DTensors, as matrix products are; else such layers are left to autograd."""
 
     lower_precision: ClassVar[bool] = False
     """Whether autocast computes the layer in its own dtype, as it does matrix products: then x comes in that dtype."""
@@ -56,8 +60,17 @@ class SplitBackward(ABC, Generic[Layer]):
 
 def accumulate(parameter: Tensor | None, gradient: Tensor) -> None:
     """Add to a parameter's `.grad`, in its own dtype; not if it is absent or frozen."""
-    if parameter is not None and parameter.requires_grad:
+    if parameter is None or not parameter.requires_grad:
+        return
+    if parameter.grad is None and is_distributed(parameter):
+        parameter.grad = gradient.to(parameter.dtype)  # as autograd does: placed as the gradient is, at first
+    else:
         gradient_of(parameter).add_(gradient)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: tensor parallelism has cut it."""
+    return type(tensor) is not Tensor and hasattr(tensor, "placements")
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -82,13 +95,13 @@ class Deferred(nn.Module):
         if named or len(inputs) != 1 or torch.compiler.is_compiling():
             return super().forward(*inputs, **named)
         parameters = [p for p in _parameters(self) if p is not None]
-        if not _may_split(parameters):
+        if not _may_split(parameters, self._split.distributed):
             return super().forward(*inputs)
         return _Split.apply(self, inputs[0], *parameters)  # type: ignore[no-untyped-call]
 
     def may_split(self) -> bool:
         """Whether its backward is split when it is called with one tensor."""
-        return _may_split([p for p in _parameters(self) if p is not None])
+        return _may_split([p for p in _parameters(self) if p is not None], self._split.distributed)
 
     def _get_name(self) -> str:
         return self._plain.__name__
@@ -107,12 +120,14 @@ def _is_large(layer: nn.Module) -> bool:
     return any(p is not None and p.numel() * p.itemsize >= LARGE_BYTES for p in _parameters(layer))
 
 
-def _may_split(parameters: Iterable[nn.Parameter]) -> bool:
+def _may_split(parameters: Iterable[nn.Parameter], distributed: bool) -> bool:
     """Whether any is to get a gradient, and no hook waits for autograd to give it."""
     wanted = False
     for parameter in parameters:
         wanted = wanted or parameter.requires_grad
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return False
+        if not distributed and is_distributed(parameter):
             return False
     return wanted
 
@@ -141,7 +156,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Deferred, x: Tensor, *_parameters: nn.Parameter) -> Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.parameters = layer, _parameters
         device = x.device.type
         if torch.is_autocast_enabled(device):
             ctx.autocast = _Autocast(device, torch.get_autocast_dtype(device))
@@ -164,6 +179,40 @@ class _Split(torch.autograd.Function):
         later, now = split.add_weight_gradients, split.input_gradient
         if autocast:
             later, now = partial(autocast.run, later), partial(autocast.run, now)
-        layer._weight_gradients.add(partial(later, *call))
+        layer._weight_gradients.add(WeightTask(layer, ctx.parameters, partial(later, *call)))
         input_gradient = now(*call) if ctx.needs_input_grad[1] else None
         return None, input_gradient, *(None,) * (len(ctx.needs_input_grad) - 2)
+
+
+class WeightTask:
+    """Adds the weight gradients of one call of a layer to the parameters that the layer had in that call.
+
+    A wrapper may have registered others since: under FSDP2 a layer has its gathered parameters while its module runs,
+    and shards of them otherwise. Gradients belong to the gathered ones, whose `.grad` is there while their data is not.
+    """
+
+    __slots__ = ("_add", "_layer", "parameters")
+
+    def __init__(self, layer: nn.Module, parameters: tuple[nn.Parameter, ...], add: Callable[[], None]) -> None:
+        self._layer, self.parameters, self._add = layer, parameters, add
+
+    def __call__(self) -> None:
+        """Add them."""
+        registered = [p for p in _parameters(self._layer) if p is not None]
+        if all(map(operator.is_, registered, self.parameters)):
+            self._add()
+            return
+        now = dict(zip(map(id, registered), self.parameters, strict=True))
+        places = [
+            (part._parameters, name, parameter)
+            for part in self._layer.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        for registry, name, parameter in places:
+            registry[name] = now[id(parameter)]
+        try:
+            self._add()
+        finally:
+            for registry, name, parameter in places:
+                registry[name] = parameter

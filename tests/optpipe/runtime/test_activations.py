@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optpipe.runtime.activations import ActivationStore
+from optpipe.runtime.activations import ActivationStore, storage_key
 from optpipe.runtime.host_slabs import HostSlab, HostSlabs
 from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.stage import Stage
@@ -30,7 +30,7 @@ def saved_by(store: ActivationStore, x: Tensor) -> Tensor:
 
 def test_offload_frees_and_reload_brings_back_the_same_bits() -> None:
     x = torch.randn(16, requires_grad=True)
-    store, slabs = ActivationStore({x.untyped_storage().data_ptr()}), HostSlabs([64])
+    store, slabs = ActivationStore({storage_key(x)}), HostSlabs([64])
     loss = saved_by(store, x)
     assert store.size_bytes == 16 * 4, "y is saved twice but held once; x is resident"
     there_and_back(store, slabs[0])
@@ -67,7 +67,7 @@ def test_each_step_needs_the_one_before() -> None:
 
 def test_memory_is_there_until_it_is_freed_and_from_when_it_is_prepared() -> None:
     x = torch.randn(16, requires_grad=True)
-    store, meter, alive = ActivationStore({x.untyped_storage().data_ptr()}), MemoryMeter(), []
+    store, meter, alive = ActivationStore({storage_key(x)}), MemoryMeter(), []
     with meter, meter.on(0):
         loss = saved_by(store, x)
         with meter.on(None):

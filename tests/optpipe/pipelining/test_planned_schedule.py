@@ -1,9 +1,10 @@
-"""Each way in which stages or arguments do not fit a schedule is an error that names both."""
+"""What PlannedSchedule refuses, and what holds in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,3 +125,77 @@ def test_after_a_failure_the_next_step_is_right() -> None:
     modules = [stage.submod for stage in schedule._stages]
     expected = [nn.functional.mse_loss(modules[1](modules[0](x)), x) for x in X.chunk(3)]
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected))
+
+
+class Forgetful(torch.autograd.Function):
+    """x * weight, without the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Scaled(nn.Linear):
+    """Loses the share of its second microbatch."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        y = x @ self.weight.T
+        return Forgetful.apply(y, self.bias) if self.calls == 2 else y * self.bias
+
+
+def test_a_lost_share_of_a_gradient_is_an_error() -> None:
+    mine = stages(2)
+    mine[1].submod = Scaled(4, 4)
+    schedule = PlannedSchedule(mine, on_one_device(), loss_fn=nn.functional.mse_loss)
+    with pytest.raises(
+        TrainingError, match=r"stages\[1\]: the gradient of bias lacks the shares of microbatches \[1\]"
+    ):
+        schedule.step(X, target=X)
+    mine[1].submod.calls = 0
+    schedule.check_gradients = False
+    schedule.step(X, target=X)
+
+
+def test_a_loss_that_runs_layers_of_the_last_stage_backward_at_once() -> None:
+    """As losses in chunks do, which never hold all logits: the head's gradients are there before any backward."""
+    mine = stages(2)
+    mine[1].submod = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    head = nn.Linear(4, 6)
+    mine[1].submod.head = head
+    mine[1].submod.forward = lambda x: mine[1].submod[1](mine[1].submod[0](x))
+
+    class InChunks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, target: Tensor) -> Tensor:
+            total, gradients = torch.zeros(()), []
+            for part, wanted in zip(hidden.split(1), target.split(1), strict=True):
+                with torch.enable_grad():
+                    leaf = part.detach().requires_grad_()
+                    loss = nn.functional.cross_entropy(head(leaf), wanted, reduction="sum")
+                    loss.backward()
+                total += loss.detach()
+                gradients.append(leaf.grad)
+            ctx.save_for_backward(torch.cat(gradients))
+            return total
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return gradient * ctx.saved_tensors[0], None
+
+    target = torch.arange(6)
+    schedule = PlannedSchedule(mine, on_one_device(), loss_fn=InChunks.apply, scale_grads=False)
+    schedule.step(X, target=target)
+    parameters = [p for stage in mine for p in stage.submod.parameters()]
+    found = [p.grad.clone() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    nn.functional.cross_entropy(head(mine[1].submod(mine[0].submod(X))), target, reduction="sum").backward()
+    torch.testing.assert_close(found, [p.grad for p in parameters])

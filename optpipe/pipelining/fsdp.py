@@ -1,0 +1,86 @@
+"""Stages wrapped by FSDP2 (`fully_shard`, `replicate`): when parameters are gathered, and when gradients are reduced.
+
+FSDP reduces gradients in the backward. Here weight gradients may come later, so within a step it only adds them up,
+and the reduction begins where the program says that the last W is done.
+
+This is the one file of the package that uses private names of torch: FSDPModule has no public way to begin a reduction
+outside of a backward, nor to ask whether a module reshards. Tried with torch 2.13.0, on the CPU over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def begin_step(module: nn.Module) -> None:
+    """Add gradients up without reducing them; parameters stay gathered after a backward as they do after a forward.
+
+    So a module that reshards after its forward is gathered for each F and each B, and any other once a step. W needs
+    no gathered parameters.
+    """
+    for part in _wrapped(module):
+        state: Any = part._get_fsdp_state()
+        state._lazy_init()  # decides what a module at the top does that was not told whether to reshard
+        part.set_is_last_backward(False)
+        part.set_requires_gradient_sync(False, recurse=False)
+        reshards = any(group._reshard_after_forward for group in state._fsdp_param_groups)
+        part.set_reshard_after_backward(reshards, recurse=False)
+
+
+def begin_reduction(module: nn.Module) -> None:
+    """Reshard parameters and begin to reduce the gradients that the step has added up."""
+    for part in _wrapped(module):
+        part.set_requires_gradient_sync(True, recurse=False)
+        part.set_reshard_after_backward(True, recurse=False)
+        state: Any = part._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+
+
+def finish_reduction(module: nn.Module) -> None:
+    """Have the current stream wait for the reductions that were begun."""
+    for part in _wrapped(module):
+        part.set_is_last_backward(True)
+    for part in _wrapped(module):
+        state: Any = part._get_fsdp_state()
+        if state._is_root:
+            state._root_post_backward_final_callback()
+
+
+def abandon_step(module: nn.Module) -> None:
+    """After an error: drop what was added up, so that the next step begins anew."""
+    for part in _wrapped(module):
+        state: Any = part._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        if state._is_root:
+            state._reset_iter_state()
+
+
+def gathered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that FSDP gathers, by name, as the layers use them: objects that stay, with memory or without.
+
+    At the first call each module is gathered once, one after the other.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for part in _wrapped(module):
+        state: Any = part._get_fsdp_state()
+        state._lazy_init()
+        members = [member for group in state._fsdp_param_groups for member in group.fsdp_params]
+        if not all(hasattr(member, "_unsharded_param") for member in members):
+            part.unshard()
+            part.reshard()
+        found |= {member._param_fqn: member._unsharded_param for member in members}
+    return found
+
+
+def _wrapped(module: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that FSDP has wrapped, each before those within it."""
+    return (part for part in module.modules() if isinstance(part, FSDPModule))

@@ -1,0 +1,61 @@
+"""Stages that FSDP2, tensor parallelism or DistributedDataParallel have wrapped: gradients of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.optpipe.pipelining.test_same_program import planned
+from tests.ranks import RunRanks
+
+pytestmark = pytest.mark.torchrun
+
+WORKER = Path(__file__).parent / "wrapped_worker.py"
+V, LOOP, LINE = [0, 1, 1, 0], [0, 1, 0, 1], [0, 1]
+MICROBATCHES = 3
+
+
+def results(run_ranks: RunRanks, folder: Path, cases: list[tuple[list[int], dict[str, Any]]]) -> list[list[Any]]:
+    """What each rank found in each case."""
+    for k, (placement, _) in enumerate(cases):
+        (folder / f"{k}.json").write_text(planned(placement, MICROBATCHES, seed=k).to_json())
+    wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
+    (folder / "cases.json").write_text(json.dumps(wanted))
+    run_ranks(WORKER, 4, str(folder))
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    for found in zip(*ranks, strict=True):
+        assert all(one["error"] <= 1e-5 for one in found), [one["error"] for one in found]
+        assert all(one["compared"] >= 12 for one in found)
+    return [list(found) for found in zip(*ranks, strict=True)]
+
+
+def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Each group is reduced once a step, and gathered once, or for each F and each B if it reshards after a forward."""
+    cases = [
+        (V, {"fsdp": "whole", "reshard": True}),
+        (LOOP, {"fsdp": "nested", "reshard": False}),
+        (V, {"fsdp": "nested", "reshard": True}),
+        (LINE, {"fsdp": "whole", "reshard": False}),
+    ]
+    for (placement, how), found in zip(cases, results(run_ranks, tmp_path, cases), strict=True):
+        for one in found:
+            # Nested: each block and a layer of it; what is left to the stage's own group is at the model's ends.
+            ends = len({0, len(placement) - 1} & set(one["stages"]))
+            groups = len(one["stages"]) if how["fsdp"] == "whole" else 4 * len(one["stages"]) + ends
+            gathers = 2 * MICROBATCHES if how["reshard"] else 1
+            assert one["collectives"] == {
+                "_allgather_base_": groups * gathers,
+                "_reduce_scatter_base_": groups,
+            }, (how, one)
+
+
+def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
+    results(run_ranks, tmp_path, [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"})])
+
+
+def test_distributed_data_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (found,) = results(run_ranks, tmp_path, [(LOOP, {"ddp": True})])
+    assert all(rank["collectives"] == {"allreduce_": rank["compared"]} for rank in found)
