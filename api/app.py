@@ -9,14 +9,11 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
-from api.access import AccessLog
-from api.auth import RequireKey
-from api.bodies import BodyLimit
 from api.metrics import Metrics
+from api.middleware import AccessLog, BodyLimit, LocalNamesOnly, RequireKey, SecurityHeaders
 from api.openapi import describe
-from api.problems import answer_errors_as_problems
-from api.routes import demo_data, documents, events, judgements, operations, schedules
-from api.security import LocalNamesOnly, SecurityHeaders
+from api.problem_details import answer_errors_as_problems
+from api.routes import analysis, demo_data, documents, events, health, schedules
 from api.service import running_service
 from api.settings import Settings
 from api.web import mount_page
@@ -52,7 +49,7 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
         telemetry=NO_TELEMETRY,
     )
-    routers = [part.router for part in (schedules, documents, events, judgements, demo_data, operations)]
+    routers = [part.router for part in (schedules, documents, events, analysis, demo_data, health)]
     for router in routers:
         app.include_router(router)
     mount_page(app)

@@ -1,5 +1,14 @@
-"""What can be wrong with a request, as a value and as an exception: the part of errors that knows nothing of the web
-framework, so that the processes that work beside the server use it too."""
+"""Errors of the service, as values and exceptions, independent of the web framework.
+
+JobError
+├── NotFoundError              no such job or key, or it is somebody else's
+├── ConflictError              the job's status does not allow it
+├── IdempotencyMismatchError   the Idempotency-Key was used with another body
+├── TooManyError               a cap of the caller's key is reached
+├── NoScheduleError            the job has no schedule (yet)
+├── BadCursorError             the cursor is none that a list gave out
+└── DatabaseGoneError          no answer from the database: try again
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ from math import ceil
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 
 UNREADABLE = frozenset(
     {"bad_json", "bad_text", "bad_utf8", "duplicate_key", "empty", "not_finite", "too_deep", "too_long"}
@@ -27,7 +36,7 @@ class Fault(BaseModel):
     detail: str = Field(description="The value, the limit, and what may help.")
 
 
-class ProblemError(Exception):
+class HttpError(Exception):
     """A request that is answered with an error; raised anywhere within a route."""
 
     def __init__(self, status: HTTPStatus, faults: Sequence[Fault], headers: Mapping[str, str] | None = None) -> None:
@@ -38,30 +47,73 @@ class ProblemError(Exception):
         return "\n".join(f"{fault.pointer} {fault.detail}".strip() for fault in self.faults)
 
 
-def problem(
+def http_error(
     status: HTTPStatus, code: str, detail: str, pointer: str = "", headers: Mapping[str, str] | None = None
-) -> ProblemError:
+) -> HttpError:
     """An error with one fault."""
-    return ProblemError(status, [Fault(pointer=pointer, code=code, detail=detail)], headers)
+    return HttpError(status, [Fault(pointer=pointer, code=code, detail=detail)], headers)
 
 
-def unprocessable(code: str, detail: str, pointer: str = "") -> ProblemError:
+def unprocessable(code: str, detail: str, pointer: str = "") -> HttpError:
     """An error of content: the request is understood, and cannot be done."""
-    return problem(HTTPStatus.UNPROCESSABLE_ENTITY, code, detail, pointer)
+    return http_error(HTTPStatus.UNPROCESSABLE_ENTITY, code, detail, pointer)
 
 
-def passing(status: HTTPStatus, code: str, detail: str, retry_after_s: float) -> ProblemError:
+def retry_later(status: HTTPStatus, code: str, detail: str, retry_after_s: float) -> HttpError:
     """An error that passes by itself; the answer says after how many whole seconds to come again."""
-    return problem(status, code, detail, headers={"Retry-After": str(max(1, ceil(retry_after_s)))})
+    return http_error(status, code, detail, headers={"Retry-After": str(max(1, ceil(retry_after_s)))})
 
 
-def problem_of_input(error: InputError) -> ProblemError:
+def input_error(error: InputError) -> HttpError:
     """The answer to a document that is wrong."""
     unreadable = any(issue.code in UNREADABLE and not issue.loc for issue in error.issues)
     status = HTTPStatus.BAD_REQUEST if unreadable else HTTPStatus.UNPROCESSABLE_ENTITY
     faults = [Fault(pointer=_json_pointer(issue.loc), code=issue.code, detail=issue.detail) for issue in error.issues]
-    return ProblemError(status, faults)
+    return HttpError(status, faults)
 
 
 def _json_pointer(loc: Iterable[str | int]) -> str:
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in loc)
+
+
+class JobError(OptPipeError):
+    """Base of these errors."""
+
+
+class NotFoundError(JobError):
+    """No such job or key, or it belongs to another key; which of these is not said."""
+
+
+class ConflictError(JobError):
+    """The status of the job does not allow what was asked for."""
+
+
+class IdempotencyMismatchError(JobError):
+    """This Idempotency-Key came with another body before."""
+
+
+class TooManyError(JobError):
+    """A cap of the caller's key is reached; `retry_after_s` says when to try again, `code` which cap it was."""
+
+    def __init__(self, code: str, detail: str, retry_after_s: float) -> None:
+        self.code = code
+        self.retry_after_s = retry_after_s
+        super().__init__(detail)
+
+
+class NoScheduleError(JobError):
+    """The job has no schedule, or none yet."""
+
+
+class BadCursorError(JobError):
+    """A cursor that no list gave out."""
+
+
+class LeaseLostError(JobError):
+    """The job was given to another worker, or ended, since this one took it up; nothing was written."""
+
+
+class DatabaseGoneError(JobError):
+    """The database did not answer; nothing that was asked for may count as done. Asking again is safe."""
+
+    retry_after_s = 2.0

@@ -16,7 +16,7 @@ _SHARED: tuple[Processor, ...] = (
 )
 
 
-def configure_logs(as_json: bool) -> None:
+def configure_logging(as_json: bool) -> None:
     """Send everything that this process logs, its libraries included, to stderr in one form."""
     structlog.configure(
         processors=[*_SHARED, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -28,7 +28,7 @@ def configure_logs(as_json: bool) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    for name in ("optpipe", "uvicorn.error"):  # what begins and ends; uvicorn.access is ours, see api.access
+    for name in ("optpipe", "uvicorn.error"):  # what begins and ends; uvicorn.access is ours, see api.middleware
         logging.getLogger(name).setLevel(logging.INFO)
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api.jobs import totals
+from api.jobs import queries
 from api.jobs.records import TERMINAL, Counts, Limit
 
 LIMITS: tuple[str, ...] = get_args(Limit)
@@ -69,17 +69,17 @@ class _JobFigures(Collector):
         yield jobs
         yield GaugeMetricFamily("optpipe_queue_age_seconds", "How long the first job has waited.", counts.queue_age_s)
         yield GaugeMetricFamily(
-            "optpipe_heartbeat_age_seconds", "Silence of the quietest running job.", counts.silence_s
+            "optpipe_heartbeat_age_seconds", "Silence of the quietest running job.", counts.heartbeat_age_s
         )
         yield GaugeMetricFamily("optpipe_busy_workers", "Workers that run a job.", counts.workers)
-        yield self._counter("optpipe_heartbeats", "Heartbeats of all workers.", totals.HEARTBEATS)
-        yield self._counter("optpipe_lost_workers", "Workers lost, once for each job they solved.", totals.LOST)
-        yield self._counter("optpipe_solver_deaths", "Solves whose process ended by itself.", totals.DIED)
-        yield self._counter("optpipe_ended", "Jobs that workers ended.", totals.ENDED, ("status", TERMINAL))
+        yield self._counter("optpipe_heartbeats", "Heartbeats of all workers.", queries.HEARTBEATS)
+        yield self._counter("optpipe_lost_workers", "Workers lost, once for each job they solved.", queries.LOST)
+        yield self._counter("optpipe_solver_deaths", "Solves whose process ended by itself.", queries.DIED)
+        yield self._counter("optpipe_ended", "Jobs that workers ended.", queries.ENDED, ("status", TERMINAL))
         stopped = "Solves stopped by a limit; memory: their process was killed."
-        yield self._counter("optpipe_stopped", stopped, totals.STOPPED, ("limit", LIMITS))
-        yield self._histogram("optpipe_solve_seconds", "Seconds of a solve.", "solve_seconds", totals.SOLVE_SECONDS)
-        yield self._histogram("optpipe_final_gap", "Gap at the end of a solve.", "final_gap", totals.FINAL_GAP)
+        yield self._counter("optpipe_stopped", stopped, queries.STOPPED, ("limit", LIMITS))
+        yield self._histogram("optpipe_solve_seconds", "Seconds of a solve.", "solve_seconds", queries.SOLVE_SECONDS)
+        yield self._histogram("optpipe_final_gap", "Gap at the end of a solve.", "final_gap", queries.FINAL_GAP)
 
     def _counter(self, metric: str, text: str, name: str, label: tuple[str, Sequence[str]] | None = None) -> Metric:
         if label is None:
@@ -90,10 +90,10 @@ class _JobFigures(Collector):
         return family
 
     def _histogram(self, metric: str, text: str, name: str, ends: Sequence[float]) -> Metric:
-        labels = [*map(str, ends), totals.ABOVE]
+        labels = [*map(str, ends), queries.ABOVE]
         up_to = accumulate(self._total(name, label) for label in labels)
         buckets = list(zip(labels, up_to, strict=True))
-        return HistogramMetricFamily(metric, text, buckets, self._total(name, totals.SUM))
+        return HistogramMetricFamily(metric, text, buckets, self._total(name, queries.SUM))
 
     def _total(self, name: str, label: str) -> float:
         return self.counts.totals.get((name, label), 0.0)

@@ -1,6 +1,9 @@
-"""One line in the log and one count for each request, a name for it, and an answer whatever a route does.
+"""ASGI middleware: access log, body limit, security headers and bearer keys.
 
-Lines hold the route's template, never a path that a client made up, a query, a body or a key.
+Log lines hold the route's template, never a path that a client made up, a query, a body or a key.
+
+Where keys are not required, the server listens on a loopback address. A page from anywhere can make its visitor's
+browser send requests there, under a name of its own that it has resolve to 127.0.0.1; such a request carries that name.
 """
 
 from __future__ import annotations
@@ -9,17 +12,20 @@ import re
 import time
 from http import HTTPStatus
 from traceback import extract_tb
-from typing import Any
-from uuid import uuid4
+from typing import Annotated, Any
+from uuid import UUID, uuid4
 
 import structlog
+from fastapi import Depends, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.faults import problem
+from api.errors import DatabaseGoneError, HttpError, http_error
 from api.metrics import Metrics
-from api.problems import problem_response
+from api.problem_details import job_error, problem_response
+from api.service import Service
+from api.web import is_page_path
 
 UNKNOWN_ROUTE = "unknown"
 KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -100,4 +106,163 @@ def _where(error: Exception) -> dict[str, Any]:
 
 def _unexpected(request_id: str) -> ASGIApp:
     detail = f"the server made a mistake; its log tells more under {request_id}. Maybe try again."
-    return problem_response(problem(HTTPStatus.INTERNAL_SERVER_ERROR, "unexpected", detail), request_id)
+    return problem_response(http_error(HTTPStatus.INTERNAL_SERVER_ERROR, "unexpected", detail), request_id)
+
+
+class BodyLimit:
+    """ASGI middleware: 413 for a body that is too large, before it is read where its length is announced, else as soon
+    as it is known. Whoever catches the error within has read no more than the limit."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass, with no more of its body than is allowed."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdigit() and int(announced) > self.max_bytes:
+            await problem_response(self._too_large(), scope["optpipe.request_id"])(scope, receive, send)
+            return
+        read = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.max_bytes:
+                raise self._too_large()
+            return message
+
+        await self.app(scope, receive_bounded, send)
+
+    def _too_large(self) -> HttpError:
+        detail = f"the body has more than {self.max_bytes:,} bytes (max_body_bytes). Maybe it is another file."
+        status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        return http_error(status, "too_large", detail, headers={"Connection": "close"})
+
+
+async def _json_body(request: Request) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        detail = f"Content-Type is {media_type[:100]!a} but must be 'application/json'. Maybe it was not set."
+        raise http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "not_json", detail)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "encoded", "the body is compressed. Maybe send it plain.")
+    body = await request.body()
+    if not body.strip():
+        raise http_error(HTTPStatus.BAD_REQUEST, "empty", "the body is empty, but JSON is needed.")
+    return body
+
+
+JsonBody = Annotated[bytes, Depends(_json_body)]
+"""The body of a request that says it is JSON. Pages of other sites cannot send that without being allowed to, so this
+also keeps them from using a visitor's local server."""
+
+
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""On every answer that does not say otherwise; styles are for pictures (svg) that are opened by themselves."""
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", ""})
+
+
+class SecurityHeaders:
+    """ASGI middleware: adds HEADERS where a route set none of its own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass, and its answer with the headers."""
+
+        async def send_safe(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self.app(scope, receive, send_safe)
+
+
+class LocalNamesOnly:
+    """ASGI middleware: refuses requests that were sent to another name than the loopback's."""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self.app = app
+        self.names = LOCAL_NAMES | {host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass where it was sent to a local name."""
+        if scope["type"] != "http" or _name(Headers(scope=scope).get("host", "")) in self.names:
+            await self.app(scope, receive, send)
+            return
+        detail = "this server answers to localhost alone. Maybe set OPTPIPE_REQUIRE_KEYS=true for other names."
+        error = http_error(HTTPStatus.MISDIRECTED_REQUEST, "wrong_host", detail)
+        await problem_response(error, scope["optpipe.request_id"])(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    name, colon, port = host.rpartition(":")
+    return name.lower() if colon and port.isdigit() else host.lower()
+
+
+LONGEST_SECRET = 200
+
+
+class RequireKey:
+    """ASGI middleware: no request passes without a key, except for `/healthz` and the page, which holds no data.
+
+    The page asks its user for a key, and sends it with every request of its own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request pass where it brings a key, or needs none."""
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        try:
+            await self._admit(scope)
+        except (HttpError, DatabaseGoneError) as error:
+            raised = job_error(error) if isinstance(error, DatabaseGoneError) else error
+            await problem_response(raised, scope["optpipe.request_id"])(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    async def _admit(self, scope: Scope) -> None:
+        service: Service = scope["app"].state.service
+        scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secret:
+            raise _refusal("no_key", "this needs a key: send the header 'Authorization: Bearer KEY'.")
+        key = await service.store.verify_key(secret.strip()) if len(secret) <= LONGEST_SECRET else None
+        if key is None:
+            raise _refusal("bad_key", "this key is not known, or was revoked. Maybe a character is missing.")
+        scope["optpipe.owner"] = key.id
+
+
+def _is_open(path: str) -> bool:
+    return path == "/healthz" or is_page_path(path)
+
+
+def _refusal(code: str, detail: str) -> HttpError:
+    return http_error(HTTPStatus.UNAUTHORIZED, code, detail, headers={"WWW-Authenticate": "Bearer"})
+
+
+async def _owner(request: Request) -> UUID | None:
+    owner: UUID | None = request.scope.get("optpipe.owner")
+    return owner
+
+
+Owner = Annotated[UUID | None, Depends(_owner)]
+"""The id of the caller's key; None where no keys are asked for."""

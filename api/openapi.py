@@ -1,7 +1,8 @@
-"""The OpenAPI document: FastAPI's, with the bodies that are read by our own strict reader, and keys as the security."""
+"""The OpenAPI document: request bodies, error responses and the key as security scheme."""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,9 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from api.models import EventAnswer
-from api.problems import ProblemDetails
-from api.submissions import ProblemBody, SubmissionBody
+from api.models import EventAnswer, ProblemBody, SubmissionBody
+from api.problem_details import MEDIA_TYPE, ProblemDetails
 from optpipe.document import Document
 from optpipe.schedule import Schedule
 
@@ -20,7 +20,7 @@ _DOCUMENTS: tuple[type[BaseModel], ...] = (SubmissionBody, ProblemBody, Schedule
 
 
 def json_request(model: type[Document]) -> dict[str, Any]:
-    """What a route that reads `model` with `api.bodies` says of its body."""
+    """What a route that reads `model` with `api.middleware` says of its body."""
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -43,3 +43,38 @@ def _document(app: FastAPI, keys_required: bool) -> dict[str, Any]:
         document["security"] = [{"key": []}]
         document["paths"]["/healthz"]["get"]["security"] = []
     return document
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+_WHY = {
+    400: "The body is no strict JSON.",
+    401: "A key is needed, and none that is valid was sent.",
+    404: "There is no such job, or it is somebody else's.",
+    405: "The path does not take this method.",
+    409: "The job's status does not allow it.",
+    413: "The body has more bytes than the server takes.",
+    415: "The body is not application/json.",
+    421: "The request names another host than this one.",
+    422: "The content of body or parameters is wrong; each fault has its place.",
+    429: "A cap of the key is reached; Retry-After says when to try again.",
+    500: "A mistake of the server.",
+    503: "Too busy, or the database is gone; Retry-After says when to try again.",
+}
+
+ANYWHERE = (401, 405, 413, 421, 429, 500, 503)
+"""What every call may answer."""
+WITH_BODY = (400, 415, 422)
+"""And those that read a body."""
+
+
+def errors(*statuses: int) -> Responses:
+    """The responses of a call with these errors of its own."""
+    schema = {"$ref": "#/components/schemas/ProblemDetails"}
+    return {
+        status: {
+            "description": f"{HTTPStatus(status).phrase}. {_WHY[status]}",
+            "content": {MEDIA_TYPE: {"schema": schema}},
+        }
+        for status in sorted({*ANYWHERE, *statuses})
+    }

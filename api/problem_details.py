@@ -13,16 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
-from api.faults import Fault, ProblemError, passing, problem, problem_of_input
-from api.jobs.errors import (
+from api.errors import (
     BadCursorError,
     ConflictError,
     DatabaseGoneError,
+    Fault,
+    HttpError,
     IdempotencyMismatchError,
     JobError,
     NoScheduleError,
     NotFoundError,
     TooManyError,
+    http_error,
+    input_error,
+    retry_later,
 )
 from optpipe.errors import InputError
 
@@ -44,7 +48,7 @@ class ProblemDetails(BaseModel):
     request_id: str = Field(description="Names this request in the server's log.")
 
 
-def problem_response(error: ProblemError, request_id: str) -> JSONResponse:
+def problem_response(error: HttpError, request_id: str) -> JSONResponse:
     """The answer to a request that failed."""
     details = ProblemDetails(
         type="about:blank",
@@ -66,20 +70,20 @@ def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None
     for route in routes:
         allowed[getattr(route, "path", "")] |= getattr(route, "methods", None) or set()
 
-    def answer(request: Request, error: ProblemError) -> JSONResponse:
+    def answer(request: Request, error: HttpError) -> JSONResponse:
         return problem_response(error, request.scope["optpipe.request_id"])
 
-    @app.exception_handler(ProblemError)
-    async def of_request(request: Request, error: ProblemError) -> JSONResponse:
+    @app.exception_handler(HttpError)
+    async def of_request(request: Request, error: HttpError) -> JSONResponse:
         return answer(request, error)
 
     @app.exception_handler(InputError)
     async def of_input(request: Request, error: InputError) -> JSONResponse:
-        return answer(request, problem_of_input(error))
+        return answer(request, input_error(error))
 
     @app.exception_handler(JobError)
     async def of_job(request: Request, error: JobError) -> JSONResponse:
-        return answer(request, problem_of_job(error))
+        return answer(request, job_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def of_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -99,17 +103,17 @@ _STATUS_OF: dict[type[JobError], tuple[HTTPStatus, str]] = {
 }
 
 
-def problem_of_job(error: JobError) -> ProblemError:
+def job_error(error: JobError) -> HttpError:
     """What an error of the jobs is to a caller."""
     if isinstance(error, TooManyError):
-        return passing(HTTPStatus.TOO_MANY_REQUESTS, error.code, str(error), error.retry_after_s)
+        return retry_later(HTTPStatus.TOO_MANY_REQUESTS, error.code, str(error), error.retry_after_s)
     if isinstance(error, DatabaseGoneError):
-        return passing(HTTPStatus.SERVICE_UNAVAILABLE, "database_gone", str(error), error.retry_after_s)
+        return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "database_gone", str(error), error.retry_after_s)
     status, code = _STATUS_OF[type(error)]
-    return problem(status, code, str(error))
+    return http_error(status, code, str(error))
 
 
-def _problem_of_parameters(error: RequestValidationError) -> ProblemError:
+def _problem_of_parameters(error: RequestValidationError) -> HttpError:
     """Parameters stand outside the body: the detail names them, the pointer is empty.
 
     A job's id that is no id at all names no job, like one that is made up.
@@ -118,22 +122,22 @@ def _problem_of_parameters(error: RequestValidationError) -> ProblemError:
     for entry in error.errors():
         kind, *name = entry["loc"]
         if kind == "path":
-            return problem(HTTPStatus.NOT_FOUND, "not_found", "there is no such job.")
+            return http_error(HTTPStatus.NOT_FOUND, "not_found", "there is no such job.")
         message = entry["msg"][:1].lower() + entry["msg"][1:]
         given = str(entry["input"])[:LONGEST_ECHO]
         detail = f"the {kind} parameter {'.'.join(map(str, name))} is {given!a}: {message}."
         faults.append(Fault(pointer="", code="bad_parameter", detail=detail))
-    return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, faults)
+    return HttpError(HTTPStatus.UNPROCESSABLE_ENTITY, faults)
 
 
-def _problem_of_framework(request: Request, error: HTTPException, allowed: Mapping[str, Iterable[str]]) -> ProblemError:
+def _problem_of_framework(request: Request, error: HTTPException, allowed: Mapping[str, Iterable[str]]) -> HttpError:
     status = HTTPStatus(error.status_code)
     path = ascii(request.url.path[:LONGEST_ECHO])
     if status == HTTPStatus.NOT_FOUND:
-        return problem(status, "not_found", f"there is nothing at {path}. Maybe see /openapi.json.")
+        return http_error(status, "not_found", f"there is nothing at {path}. Maybe see /openapi.json.")
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         route = getattr(request.scope.get("route"), "path", "")
         methods = ", ".join(sorted(allowed.get(route, ("GET",))))
         detail = f"{path} does not take {request.method[:LONGEST_ECHO]!a}. Maybe use {methods}."
-        return problem(status, "method_not_allowed", detail, headers={"Allow": methods})
-    return problem(status, status.name.lower(), f"{error.detail}".rstrip(".") + ".", headers=error.headers)
+        return http_error(status, "method_not_allowed", detail, headers={"Allow": methods})
+    return http_error(status, status.name.lower(), f"{error.detail}".rstrip(".") + ".", headers=error.headers)

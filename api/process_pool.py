@@ -1,10 +1,16 @@
-"""A few processes for heavy work: each task has its time, each caller a share, and a queue that is full says so."""
+"""Process pool for CPU-heavy requests, with a time limit per task and a quota per caller."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
@@ -12,9 +18,8 @@ from uuid import UUID
 
 import structlog
 
-from api.faults import ProblemError, passing, unprocessable
-from api.heavy.process import HeavyProcess, ProcessDiedError
-from api.shares import Shares
+from api.errors import Fault, HttpError, retry_later, unprocessable
+from solver.process import import_path
 
 MOST_SECONDS = 30.0
 """Time of one task, once there is a process for it. A process that takes longer is killed."""
@@ -26,7 +31,7 @@ MOST_WAITING_OF_ONE = 16
 _log = structlog.get_logger("optpipe.heavy")
 
 
-class Pool:
+class ProcessPool:
     """Processes for heavy work; as an async context they end with it. The first starts at once, others when needed."""
 
     def __init__(self, processes: int, most_seconds: float = MOST_SECONDS) -> None:
@@ -34,7 +39,7 @@ class Pool:
         self._slots = asyncio.Semaphore(processes)
         self._idle: list[HeavyProcess] = []
         self._busy: set[HeavyProcess] = set()
-        self._shares = Shares("heavy_tasks", MOST_WAITING, MOST_WAITING_OF_ONE)
+        self._shares = Quota("heavy_tasks", MOST_WAITING, MOST_WAITING_OF_ONE)
 
     async def __aenter__(self) -> Self:
         self._first = asyncio.create_task(self._start_first(), name="first heavy process")
@@ -65,7 +70,7 @@ class Pool:
                 except ProcessDiedError:
                     _log.warning("process died", task=task)
                     text = "the process that worked on this ended before it was done. Maybe try again."
-                    raise passing(HTTPStatus.SERVICE_UNAVAILABLE, "died", text, retry_after_s=1) from None
+                    raise retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "died", text, retry_after_s=1) from None
 
     async def _in_time(self, task: str, options: dict[str, Any], body: bytes) -> bytes:
         async with self._process() as process, asyncio.timeout(self.most_seconds):
@@ -80,7 +85,7 @@ class Pool:
         self._busy.add(process)
         try:
             yield process
-        except ProblemError:
+        except HttpError:
             self._idle.append(process)
             raise
         except BaseException:
@@ -90,3 +95,103 @@ class Pool:
             self._idle.append(process)
         finally:
             self._busy.discard(process)
+
+
+class ProcessDiedError(Exception):
+    """It ended before it answered: out of memory, or a bug."""
+
+
+class HeavyProcess:
+    """A process that does one task after another. Use it from one event loop, one task at a time."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> HeavyProcess:
+        """Start one, and return when it has loaded what is slow to load. Raises ProcessDiedError."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "api.process_pool_child", str(os.getpid())),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=os.environ | {"PYTHONPATH": import_path()},
+            start_new_session=True,
+        )
+        started = cls(process)
+        try:
+            await started._answer()
+        except BaseException:
+            await started.end()
+            raise
+        return started
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.returncode is None
+
+    async def run(self, task: str, options: dict[str, Any], body: bytes) -> bytes:
+        """What the task makes of the body. Raises ProblemError as the task did, ProcessDiedError."""
+        assert self._process.stdin is not None
+        head = json.dumps({"task": task, "options": options, "bytes": len(body)}).encode()
+        self._process.stdin.writelines((head, b"\n", body))
+        try:
+            await self._process.stdin.drain()
+        except ConnectionError:
+            raise ProcessDiedError from None
+        return await self._answer()
+
+    async def _answer(self) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            answer = json.loads(await self._process.stdout.readuntil())
+            content = await self._process.stdout.readexactly(answer["bytes"])
+        except (ConnectionError, asyncio.IncompleteReadError):
+            raise ProcessDiedError from None
+        if answer["status"] == HTTPStatus.OK:
+            return content
+        raise HttpError(HTTPStatus(answer["status"]), [Fault(**fault) for fault in json.loads(content)])
+
+    async def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._process.wait()
+
+
+class Quota:
+    """Counts what is held. `name` is the code of the error; use it from one event loop."""
+
+    def __init__(self, name: str, most: int, most_of_one: int) -> None:
+        self.name, self.most, self.most_of_one = name, most, most_of_one
+        self._held: Counter[UUID | None] = Counter()
+
+    @property
+    def held(self) -> int:
+        """How many are held now."""
+        return self._held.total()
+
+    @contextmanager
+    def taken(self, owner: UUID | None) -> Iterator[None]:
+        """Hold one. Raises ProblemError: 429 where the caller holds too many, 503 where all together do."""
+        what = self.name.replace("_", " ")
+        if self._held[owner] >= self.most_of_one:
+            text = f"this caller has {self.most_of_one} {what} already, which is all that one key may have at once."
+            raise retry_later(HTTPStatus.TOO_MANY_REQUESTS, f"too_many_{self.name}", text, retry_after_s=1)
+        if self.held >= self.most:
+            text = f"the server has {self.most} {what} already, which is all it takes at once."
+            raise retry_later(HTTPStatus.SERVICE_UNAVAILABLE, f"too_many_{self.name}", text, retry_after_s=1)
+        self._held[owner] += 1
+        try:
+            yield
+        finally:
+            self._held[owner] -= 1
+            if not self._held[owner]:
+                del self._held[owner]

@@ -1,8 +1,8 @@
-"""What runs inside a process beside the server: tasks in on stdin, answers out on stdout.
+"""Child of the process pool: reads tasks from stdin, writes answers to stdout.
 
 A task is one line of JSON and as many bytes as it names; so is an answer. The first answer is to no task: it says that
-all is loaded. Started by `process.HeavyProcess` as
-``python -m api.heavy.child PARENT_PID``.
+all is loaded. Started by `api.process_pool.HeavyProcess` as
+``python -m api.process_pool_child PARENT_PID``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,63 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, BinaryIO
 
-from api.faults import ProblemError, problem_of_input, unprocessable
-from api.heavy.tasks import TASKS
+from api.analysis import analysis, comparison
+from api.errors import HttpError, input_error, unprocessable
+from api.models import Caps, ProblemBody, read_document, read_submission
 from optpipe.errors import InputError, OptPipeError
-from solver.process.loading import load_verifier
+from optpipe.export.chrome_trace import chrome_trace
+from optpipe.export.torch_csv import torch_csv
+from optpipe.schedule import Schedule
+from solver.process.parent import load_verifier
+
+
+def check_submission(body: bytes, caps: Mapping[str, Any]) -> bytes:
+    """Nothing, if the body is a submission within the caps."""
+    read_submission(body, Caps(**caps))
+    return b""
+
+
+def analyze(body: bytes, max_ops: int) -> bytes:
+    """The analysis of a schedule."""
+    return _json(analysis(read_document(Schedule, body), max_ops))
+
+
+def compare(body: bytes, caps: Mapping[str, Any], schedules: bool) -> bytes:
+    """The published schedules of a problem, side by side; whole where `schedules`."""
+    problem = read_document(ProblemBody, body).problem
+    Caps(**caps).check_problem(problem)
+    return _json(comparison(problem, schedules))
+
+
+def to_torch_csv(body: bytes, drop_offload: bool) -> bytes:
+    """A schedule for torch's runtime."""
+    return torch_csv(Schedule.from_json(body), drop_offload=drop_offload).encode()
+
+
+def to_chrome_trace(body: bytes) -> bytes:
+    """A schedule for trace viewers."""
+    return _json(chrome_trace(Schedule.from_json(body)))
+
+
+def to_picture(body: bytes, picture_format: str) -> bytes:
+    """A schedule as a Gantt chart."""
+    from optpipe.plot import render_schedule  # slow to load, and not every process draws
+
+    return render_schedule(Schedule.from_json(body), picture_format)
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+TASKS: Mapping[str, Callable[..., bytes]] = {
+    task.__name__: task for task in (check_submission, analyze, compare, to_torch_csv, to_chrome_trace, to_picture)
+}
+
 
 MOST_MEMORY_BYTES = 2 * 2**30
 """What one process may hold; beyond it a task fails, and not the machine."""
@@ -54,10 +103,10 @@ def _send(out: BinaryIO, status: HTTPStatus, content: bytes) -> None:
 def _answer(task: str, options: dict[str, Any], body: bytes) -> tuple[HTTPStatus, bytes]:
     try:
         return HTTPStatus.OK, TASKS[task](body, **options)
-    except ProblemError as error:
+    except HttpError as error:
         raised = error
     except InputError as error:
-        raised = problem_of_input(error)
+        raised = input_error(error)
     except OptPipeError as error:
         raised = unprocessable("cannot_be_done", str(error))
     except MemoryError:

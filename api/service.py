@@ -9,12 +9,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from api.heavy import Pool
 from api.jobs.store import Store
 from api.metrics import Metrics
+from api.models import Caps
+from api.process_pool import ProcessPool, Quota
 from api.settings import Settings
-from api.shares import Shares
-from api.submissions import Caps
 from solver.limits import available_cores
 
 MOST_CONNECTIONS = 1000
@@ -28,25 +27,25 @@ class Service:
 
     settings: Settings
     store: Store
-    pool: Pool
+    pool: ProcessPool
     metrics: Metrics
     caps: Caps
-    connections: Shares
+    connections: Quota
 
 
 @asynccontextmanager
 async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Service]:
     """All parts, open within this context."""
-    connections = Shares("open_connections", MOST_CONNECTIONS, MOST_CONNECTIONS_OF_ONE)
+    connections = Quota("open_connections", MOST_CONNECTIONS, MOST_CONNECTIONS_OF_ONE)
     metrics.count_open_connections(lambda: connections.held)
-    async with Store(settings) as store, Pool(available_cores()) as pool:
+    async with Store(settings) as store, ProcessPool(available_cores()) as pool:
         yield Service(settings, store, pool, metrics, Caps.of(settings), connections)
 
 
-async def service_of(request: Request) -> Service:
+async def current_service(request: Request) -> Service:
     """The service that a request was sent to. Were this a plain function, FastAPI would call it in a thread."""
     service: Service = request.app.state.service
     return service
 
 
-TheService = Annotated[Service, Depends(service_of)]
+TheService = Annotated[Service, Depends(current_service)]

@@ -13,8 +13,8 @@ from typing import Any, Self
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from optpipe.document import read_toml
 from optpipe.errors import InputError, Issue
-from optpipe.toml_file import read_toml
 from solver.limits import available_cores
 
 CONFIG_FILE = "OPTPIPE_CONFIG_FILE"
@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Larger requests are refused before they are read to the end."""
     max_ops: int = Field(default=50_000, ge=1)
-    """Ops of a problem (`solver.size.count_ops`): larger ones are refused before anything is built."""
+    """Ops of a problem (`solver.scale.count_ops`): larger ones are refused before anything is built."""
     max_time_limit_s: float = Field(default=3600.0, gt=0)
     max_workers: int = Field(default_factory=available_cores, ge=1)
     """Threads that one job may ask for."""

@@ -14,10 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from optpipe.errors import InputError, Issue
-from optpipe.plot.axes_grid import AxesGrid, line_widths, logarithmic_seconds, style
-from optpipe.plot.colours import FAINT_INK, INK
-from optpipe.plot.curve_colours import CurveLook, curve_looks, legend_lines
-from optpipe.plot.output import encode, format_of, settings
+from optpipe.plot.figure import AxesGrid, encode, format_of, line_widths, logarithmic_seconds, settings, style
+from optpipe.plot.style import FAINT_INK, INK, CurveLook, curve_looks, legend_lines
 
 MEMORY_WIDTH_INCHES, MEMORY_HEIGHT_INCHES = 7.5, 3.6
 HEADROOM = 1.08
@@ -64,7 +62,7 @@ def draw_bubble_over_memory(chart: MemoryChart, path: Path, title: str) -> None:
 
 
 def bubble_over_memory_grid(chart: MemoryChart, title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(1, MEMORY_HEIGHT_INCHES, MEMORY_WIDTH_INCHES)
     looks = curve_looks(line.label for line in chart.lines)
     _draw_memory_chart(grid.axes[0], chart, looks)
@@ -123,7 +121,7 @@ def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) ->
 
 
 def seconds_by_size_grid(charts: Sequence[SizeChart], title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(len(charts), SIZES_HEIGHT_INCHES)
     range_s = _whole_decades([s for chart in charts for line in chart.lines for _, s in line.points])
     looks = curve_looks(line.label for chart in charts for line in chart.lines)

@@ -21,10 +21,9 @@ from benchmarks.section import Section, Size, main
 from instances import uniform
 from instances.schedules import one_f_one_b
 from optpipe.export.torch_csv import torch_csv
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 from solver.limits import Limits
-from solver.portfolio import solve
+from solver.solve import solve
 
 NAME = "host-cost"
 COMMAND = f"python -m benchmarks.executor {NAME}"

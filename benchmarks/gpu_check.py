@@ -18,11 +18,11 @@ import torch
 from benchmarks.gpu_rig import Rig
 from benchmarks.markdown import table
 from instances.schedules import one_f_one_b, v_wave
-from optpipe.runtime.trace import MemoryUse, Timing
-from optpipe.runtime.trace_cuda import CudaMemoryRecorder, CudaRecorder
+from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, MemoryUse, Timing
 from optpipe.schedule import Schedule
-from optpipe.train.gpt import GPTShape, byte_loss
-from optpipe.train.plain import gradient_error, plain_step
+from optpipe.train.check import gradient_error, reference_step
+from optpipe.train.config import GPTShape
+from optpipe.train.tasks.gpt import byte_loss
 
 DEVICES, MICROBATCHES = 4, 8
 SMALL = GPTShape(width=64, heads=2, sequence=32, layers=8)
@@ -83,7 +83,7 @@ def max_gradient_error(rig: Rig) -> float:
     for _ in range(2):
         rig.pipeline.run(*rig.batch)
     plain = rig.plain_modules()
-    plain_step(plain, byte_loss, *rig.batch)
+    reference_step(plain, byte_loss, *rig.batch)
     errors = []
     for module, reference in zip(rig.modules, plain, strict=True):
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from optpipe.compile import Program, compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.runtime import MessageSpec, Pipeline, Stage
-from optpipe.runtime.local import local_transport
-from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
+from optpipe.runtime.probe import StageSizes, measure_stage, with_measured_sizes
+from optpipe.runtime.transport import local_transport
 from optpipe.schedule import Schedule
-from optpipe.train.gpt import VOCABULARY, GPTShape, build_stages, byte_loss
+from optpipe.train.config import GPTShape
+from optpipe.train.tasks.gpt import VOCABULARY, build_stages, byte_loss
 
 SEQUENCES = 1
 """In a microbatch."""

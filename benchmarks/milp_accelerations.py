@@ -18,9 +18,8 @@ from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.exact.milp.model import solve_milp
-from solver.exact.milp.options import DEFAULT, Options
-from solver.exact.milp.program import build
+from solver.exact.milp.model import build_program, solve_milp
+from solver.exact.milp.variables import DEFAULT, Options
 from solver.limits import Limits, Start
 from solver.published.ada_offload import ada_offload
 
@@ -80,7 +79,7 @@ def _row(problem: Problem, options: Options, size: Size) -> Row:
     """The sizes of the model, and what searches with several seeds find and prove."""
     orders = ada_offload(problem)
     value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
-    matrix = build(problem, value_us, bound_us, value_us, options).matrix
+    matrix = build_program(problem, value_us, bound_us, value_us, options).matrix
     start = Start(bound_us if options.bound else 0.0, value_us, orders, value_us)
     answers, seconds = [], []
     for seed in SEEDS[size]:

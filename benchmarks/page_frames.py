@@ -20,7 +20,7 @@ from playwright.sync_api import Page, ViewportSize, sync_playwright
 from api.web.page import mount_page
 from benchmarks.markdown import Row, machine, table
 from instances import uniform
-from solver.portfolio import solve
+from solver.solve import solve
 
 DEVICES, MICROBATCHES = 32, 128
 FRAMES = 90

@@ -1,4 +1,4 @@
-"""Pareto front of memory and time: the smallest period, and the value, within each budget."""
+"""Pareto front of memory and bubble: minimum period and value for each budget."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from itertools import product
 
 import numpy as np
 
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
-from solver.search.pattern.beam import find_places
-from solver.search.pattern.block import Pattern, orders_of, pattern_at
-from solver.search.pattern.ends import Ends, Filler
-from solver.search.pattern.passes import Ints, Passes
-from solver.search.pattern.search import LANES, LATE_ROUNDS, LEANS
-from solver.search.pattern.tuning import few_microbatches, first_ends
+from solver.search.modulo.ends import Ends, Filler, few_microbatches, first_ends
+from solver.search.modulo.pattern import Ints, Passes, Pattern, orders_from_pattern, pattern_at
+from solver.search.modulo.reservation_table import find_places
+from solver.search.modulo.search import LANES, LATE_ROUNDS, LEANS
 
 STRETCHED_ROUNDS = (0, 1, 2, 4, 7)
 """Rounds by which blocks are stretched."""
@@ -81,7 +79,7 @@ def _point(problem: Problem, budget: int, fitting: list[Pattern]) -> CurvePoint:
                 best = (value, pattern, ends)
     assert best is not None
     whole = filler(best[1], problem.microbatches)
-    orders = orders_of(problem, whole.orders(best[2]))
+    orders = orders_from_pattern(problem, whole.orders(best[2]))
     return CurvePoint(budget, fitting[0], orders, whole.value_us(best[2]))
 
 
@@ -101,3 +99,27 @@ def with_budget(problem: Problem, budget_bytes: int, microbatches: int) -> Probl
     data = problem.to_data()
     devices = [device | {"memory_bytes": budget_bytes} for device in data["devices"]]
     return Problem.from_data(data | {"devices": devices, "microbatches": microbatches})
+
+
+def minimum_period_us(problem: Problem) -> float:
+    """A bound on the time a microbatch of anything that repeats.
+
+    A device works off one microbatch's passes a period. And it holds each stage's activation from F to the end of B,
+    at least as long as one microbatch alone takes through the stages behind, and what B leaves for as long as W runs:
+    the integral of that over a period cannot exceed the budget times the period. What may leave to the host does not
+    count.
+    """
+    passes = Passes.of(problem)
+    start = passes.alone_us()
+    end = start + passes.duration_us
+    count = passes.stages
+    moved = np.array([stage.offload.bytes if stage.offload else 0 for stage in problem.stages])
+    lives = end[count : 2 * count] - start[:count]
+    held = (passes.stage_bytes - moved) * lives + passes.weight_bytes * passes.duration_us[2 * count :]
+    areas = np.bincount(passes.device[:count], held, passes.devices)
+    floors = [
+        area / device.memory_bytes
+        for area, device in zip(areas.tolist(), problem.devices, strict=True)
+        if device.memory_bytes
+    ]
+    return float(max([*floors, float(passes.work_us().max())]))

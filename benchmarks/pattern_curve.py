@@ -15,14 +15,13 @@ import numpy as np
 
 from benchmarks.curves import Mark, MemoryChart, MemoryLine, draw_bubble_over_memory
 from benchmarks.markdown import Row, conditions, table, time_text
-from benchmarks.pareto import CurvePoint, memory_curve, patterns_found, with_budget
+from benchmarks.pareto import CurvePoint, memory_curve, minimum_period_us, patterns_found, with_budget
 from benchmarks.runs import run
 from benchmarks.section import Section, Size, main, say
 from instances import instance
 from optpipe.problem import Problem
 from optpipe.units import share_text
-from solver.search.pattern.block import Pattern
-from solver.search.pattern.floor import least_period_us
+from solver.search.modulo.pattern import Pattern
 
 NAME = "pattern-curve"
 COMMAND = f"python -m benchmarks.pattern_curve {NAME}"
@@ -127,7 +126,7 @@ def _table(profile: Profile, curves: Curves) -> str:
 
 def _row(profile: Profile, curves: Curves, k: int) -> Row:
     point = curves[MANY][k]
-    least_us = least_period_us(with_budget(profile.problem, point.budget_bytes, 1))
+    least_us = minimum_period_us(with_budget(profile.problem, point.budget_bytes, 1))
     period = [time_text(least_us), time_text(point.pattern.period_us), share_text(profile.bubble_of_period(point))]
     bubbles = [share_text(profile.bubble(curve[k], m)) for m, curve in curves.items()]
     return [f"{profile.memory(point):g}", *period, *bubbles]

@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.section import say
 from instances import HALF, uniform
 from optpipe.problem import Problem
-from solver.bench.measure import Measured, measure
 from solver.limits import Limits
+from solver.regression.run import MeasuredRun, measure
 
 
 def warm_up(methods: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ def warm_up(methods: Sequence[str]) -> None:
         measure(uniform(2, 2, budget=4, offload=HALF), method, Limits(1))
 
 
-def run(name: str, problem: Problem, method: str, time_limit_s: float) -> Measured:
+def run(name: str, problem: Problem, method: str, time_limit_s: float) -> MeasuredRun:
     """One run on all cores. Ctrl-C ends the whole measurement: half a table would mislead."""
     measured = measure(problem, method, Limits(time_limit_s))
     if measured.interrupted:

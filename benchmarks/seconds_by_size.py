@@ -18,7 +18,7 @@ from benchmarks.section import Section, Size, main
 from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.units import share_text
-from solver.bench.measure import Measured
+from solver.regression.run import MeasuredRun
 
 QUICK_S, QUICK_SHAPES = 2.0, 2
 CLOSENESS = 1.02
@@ -34,7 +34,7 @@ class Sized:
     size: int
     kind: str
     problem: Problem
-    measured: Measured
+    measured: MeasuredRun
 
     @property
     def seconds(self) -> dict[str, float | None]:

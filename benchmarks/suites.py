@@ -13,13 +13,11 @@ from statistics import mean
 
 from benchmarks.markdown import seconds_text, table, time_text
 from benchmarks.section import Section, Size, main
-from optpipe.gap import gap_of
 from optpipe.problem import Problem
+from optpipe.schedule import relative_gap
 from optpipe.units import share_text
-from solver.bench.cases import Case, cases_of
-from solver.bench.judge import PUBLIC_ROUNDING
-from solver.bench.measure import Figures
-from solver.bench.suite import Recorded, Suite, suites_folder
+from solver.regression.judge import PUBLIC_ROUNDING
+from solver.regression.run import Case, Figures, Recorded, Suite, expand_cases, suites_folder
 
 SUITES = suites_folder()
 
@@ -29,7 +27,7 @@ Known = tuple[Case, Figures, Recorded]
 
 def _table_of_records(suite_name: str, _size: Size, _pictures: Path) -> str:
     path = SUITES / f"{suite_name}.json"
-    cases = cases_of(path, Suite.load(path))
+    cases = expand_cases(path, Suite.load(path))
     known = [(case, _figures(case.problem, case.recorded), case.recorded) for case in cases if case.recorded]
     if not known:
         return f"Nothing is recorded yet. `optpipe bench {suite_name} --record` does."
@@ -43,7 +41,7 @@ def _table_of_records(suite_name: str, _size: Size, _pictures: Path) -> str:
 def _figures(problem: Problem, recorded: Recorded) -> Figures:
     """A record as the figures of its run."""
     value_us, bound_us = recorded.value_us, recorded.bound_us
-    gap, bubble = gap_of(value_us, bound_us), 1 - max(problem.work_us) / value_us
+    gap, bubble = relative_gap(value_us, bound_us), 1 - max(problem.work_us) / value_us
     return Figures(value_us, bound_us, 0.0 if recorded.proved else gap, bubble, recorded.seconds, recorded.proved)
 
 

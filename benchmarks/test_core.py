@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from instances import instance, uniform
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
 from optpipe.verify import verify
-from solver.finish import finish
+from solver.build import build_schedule
+from solver.published.one_stage import zb_h1
 from solver.published.v_family import v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
-from solver.published.zero_bubble import zb_h1
 
 Benchmark = Any
 """pytest-benchmark's fixture; its own types stop at `pedantic`."""
@@ -37,7 +36,7 @@ def test_simulate_10_000_compute_ops_for_the_device_span(benchmark: Benchmark) -
 
 def test_verify_p32_m96(benchmark: Benchmark) -> None:
     problem = instance("zb-28.3b-p32-m96-mem1")
-    schedule = finish(problem, zb_auto(problem), 0.0, "zb-auto", 0.0)
+    schedule = build_schedule(problem, zb_auto(problem), 0.0, "zb-auto", 0.0)
     assert benchmark(verify, schedule).ok
 
 
@@ -61,10 +60,10 @@ def test_published_p64_m1024(benchmark: Benchmark, name: str) -> None:
 @pytest.mark.parametrize("kind", LARGE)
 def test_finish_p64_m1024(benchmark: Benchmark, kind: str) -> None:
     problem, orders = large(kind)
-    assert benchmark.pedantic(finish, (problem, orders, 0.0, kind, 0.0), rounds=3).value_us > 0
+    assert benchmark.pedantic(build_schedule, (problem, orders, 0.0, kind, 0.0), rounds=3).value_us > 0
 
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_write_and_read_p64_m1024(benchmark: Benchmark, kind: str) -> None:
-    schedule = finish(*large(kind), 0.0, kind, 0.0)
+    schedule = build_schedule(*large(kind), 0.0, kind, 0.0)
     assert benchmark.pedantic(lambda: Schedule.from_json(schedule_text(schedule)), rounds=1) == schedule

@@ -10,21 +10,21 @@ import pytest
 from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.exact.cp_sat.model import build as build_cp_sat
-from solver.exact.grid import Grid
-from solver.exact.milp.program import build as build_milp
-from solver.exact.milp.program import load
+from solver.exact.cp_sat.model import build_model as build_cp_sat
+from solver.exact.milp.model import build_program as build_milp
+from solver.exact.milp.model import load_program
+from solver.exact.ticks import TimeGrid
 from solver.published.zb_auto import zb_auto
 
 PROBLEMS = {"no offload": uniform(4, 53, budget=8), "offload": uniform(4, 53, budget=4, offload=HALF)}
 
 
 def _cp_sat(problem: Problem, horizon_us: float) -> Any:
-    return build_cp_sat(problem, Grid.of(problem, horizon_us), horizon_us, 0.0)
+    return build_cp_sat(problem, TimeGrid.of(problem, horizon_us), horizon_us, 0.0)
 
 
 def _milp(problem: Problem, horizon_us: float) -> Any:
-    return load(build_milp(problem, horizon_us, 0.0, horizon_us))
+    return load_program(build_milp(problem, horizon_us, 0.0, horizon_us))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())

@@ -15,11 +15,10 @@ from benchmarks.section import Section, Size, main
 from benchmarks.updates_case import SECONDS_PER_US
 from instances import uniform
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
 from solver.limits import Limits
-from solver.portfolio import solve
+from solver.solve import solve
 
 NAME = "updates"
 COMMAND = f"python -m benchmarks.updates {NAME}"

@@ -16,7 +16,7 @@ from optpipe.problem import Problem
 from optpipe.runtime import SplitBackward, register_deferred
 from optpipe.runtime.stage import Loss
 from optpipe.runtime.weight_gradients.split import Saved
-from optpipe.train.task import Batch
+from optpipe.train.tasks.base import Batch
 
 SECONDS_PER_US = 3e-3
 """An op of 10 us in the plan sleeps for 30 ms, beside which what the host does is little."""

@@ -21,7 +21,7 @@ from optpipe.schedule import Schedule
 from optpipe.train import OptimizerConfig, TrainingConfig
 from optpipe.train.launch import Launch, launched
 from optpipe.train.model import Model
-from optpipe.train.updates.patience import MOST_WRONG
+from optpipe.train.rollback import MOST_ROLLBACKS
 
 WARM_UP = 3
 NEVER, ALWAYS = 1e9, 1e-9
@@ -61,11 +61,11 @@ def _seconds(schedule: Schedule, launch: Launch, steps: int, *, optimistic: bool
 
 
 def _seconds_of_wrong_steps(schedule: Schedule, launch: Launch) -> float:
-    """Of steps that each undo the one before. After `MOST_WRONG` of them updates would wait."""
+    """Of steps that each undo the one before. After `MOST_ROLLBACKS` of them updates would wait."""
     model = _model(schedule, launch, ALWAYS, optimistic=True)
     batch = model.task.batch(0)
-    outcomes = [outcome for _ in range(MOST_WRONG + 2) for outcome in model.step(batch)] + model.settle()
-    own_s = median(outcome.seconds for outcome in outcomes[1 : MOST_WRONG + 1])
+    outcomes = [outcome for _ in range(MOST_ROLLBACKS + 2) for outcome in model.step(batch)] + model.settle()
+    own_s = median(outcome.seconds for outcome in outcomes[1 : MOST_ROLLBACKS + 1])
     slowest_s: float = max(launch.gather(own_s))
     return slowest_s
 

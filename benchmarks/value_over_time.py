@@ -13,13 +13,11 @@ from benchmarks.markdown import conditions, seconds_text, table, time_text
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
 from instances import INSTANCES, instance
-from optpipe.cli.bench_curves import Run, curves_of
+from optpipe.cli.bench_curves import Run, build_curves
 from optpipe.plot.value_over_time import draw_value_over_time
 from optpipe.units import share_text
-from solver.bench.cases import Case
-from solver.bench.measure import Measured
-from solver.bench.public import load_public
 from solver.methods import METHODS
+from solver.regression.run import Case, MeasuredRun, load_public
 
 MARKS_S: dict[Size, tuple[float, ...]] = {"quick": (1, 2), "full": (1, 3, 10, 30)}
 """The seconds at which values are shown; the last is the time limit."""
@@ -65,7 +63,7 @@ def _measure(section: str, instances: Sequence[str], methods: Sequence[str], siz
     chosen = instances if size == "full" else instances[:2]
     marks = MARKS_S[size]
     runs = _runs(chosen, methods, marks[-1])
-    draw_value_over_time(curves_of(runs), marks[-1], pictures / f"{section}.png", "Best value over time")
+    draw_value_over_time(build_curves(runs), marks[-1], pictures / f"{section}.png", "Best value over time")
     return f"{_table(runs, marks)}\n\n{conditions(f'{_command(section)} --size {size}', marks[-1])}"
 
 
@@ -85,7 +83,7 @@ def _table(runs: Sequence[Run], marks_s: Sequence[float]) -> str:
     return table(head, [_row(*entry, marks_s) for entry in runs], text_columns=2)
 
 
-def _row(case: Case, measured: Measured, marks_s: Sequence[float]) -> list[str]:
+def _row(case: Case, measured: MeasuredRun, marks_s: Sequence[float]) -> list[str]:
     public = time_text(case.public.value_us) if case.public else "-"
     points = [measured.at(mark) for mark in marks_s]
     values = [time_text(point.value_us) if point else "-" for point in points]

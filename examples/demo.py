@@ -12,20 +12,18 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from optpipe.cli.output import stdout, table
+from optpipe.cli.console import stdout, table
 from optpipe.cli.solve import print_event
-from optpipe.cli.train_progress import print_step
-from optpipe.cli.train_report import print_result
+from optpipe.cli.train_report import print_result, print_step
 from optpipe.errors import MethodError
 from optpipe.plot import draw_comparison, draw_schedule
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.train import TrainingConfig, train
 from optpipe.units import share_text, us_text
 from solver.limits import Limits
-from solver.portfolio import solve
 from solver.process import solve_in_child
+from solver.solve import solve
 
 PROBLEMS = Path(__file__).parent / "problems"
 MEASURED = PROBLEMS / "zb-1.5b-p8-m24-mem1.json"

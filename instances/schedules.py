@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from instances import uniform
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.memory import derive_waits
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from optpipe.waits import derive_waits
-from solver.finish import finish
+from solver.build import build_schedule
 
 OFFLOAD = {"bytes": 2, "offload_us": 4, "reload_us": 4}
 
@@ -60,7 +60,7 @@ def _schedule(problem: Problem, compute: Sequence[Sequence[Op]], moved: Moved) -
             if op.kind in ("B", "BW") and op[1:] in moved:
                 waits[Op("R", *op[1:])] = [before]
         devices.append(DeviceOrders(ops, out, back))
-    return finish(problem, _with_derived_waits(problem, Orders(devices, waits)), 0.0, "by hand", 0.0)
+    return build_schedule(problem, _with_derived_waits(problem, Orders(devices, waits)), 0.0, "by hand", 0.0)
 
 
 def _with_derived_waits(problem: Problem, orders: Orders) -> Orders:

@@ -41,7 +41,7 @@ class Displayed:
     def _repr_html_(self) -> str:
         return _room().html_of(self)
 
-    def _repr_pretty_(self, printer: Any, _in_a_circle: bool) -> None:
+    def _repr_pretty_(self, printer: Any, _in_a_cycle: bool) -> None:
         printer.text(_room().line_of(self))
 
     def __rich__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Reading and writing the JSON documents: strict, bounded, with errors that a person can act on.
+"""Strict, bounded reading and writing of JSON and TOML documents, with errors a person can act on.
 
 JSON as Python reads it by default accepts NaN, duplicate keys, and numbers and nestings of any size. None of
 these has a meaning in OptPipe's documents, and each has taken a service down somewhere, so all are refused here,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
@@ -244,3 +245,19 @@ def _alternatives(schema: dict[str, Any], node: dict[str, Any]) -> Iterator[dict
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     """Kept: making a schema takes milliseconds."""
     return model.model_json_schema()
+
+
+def read_toml(path: Path, max_bytes: int, if_json: str = "") -> dict[str, Any]:
+    """Parse a TOML file of at most `max_bytes`.
+
+    `if_json` is what to say to someone who gave a JSON document instead. Raises InputError that names the file.
+    """
+    content = read_bounded(path, max_bytes)
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        maybe = f" {if_json}" if if_json and path.suffix == ".json" else ""
+        detail = f"is not TOML: {error}.{maybe}"
+    except (RecursionError, ValueError):  # the parser recurses into brackets, and Python limits the digits of integers
+        detail = "nests too deeply, or has a number of thousands of digits. Maybe this is another file."
+    raise InputError([Issue("", "bad_toml", detail)], str(path))

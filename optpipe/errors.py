@@ -4,7 +4,7 @@
     ├── InputError            the caller's documents or options are wrong (exit code 2)
     ├── MissingExtraError     a command needs packages that come with an extra (exit code 2)
     ├── OrderError            orders that name unknown, repeated or misplaced ops
-    ├── DeadlockError         orders in which ops wait for one another in a circle
+    ├── DeadlockError         orders in which ops wait for one another in a cycle
     ├── BudgetError           a compiled program holds more memory than a budget allows
     ├── MethodError           a method cannot handle this problem, and why
     ├── InfeasibleError       proved: no schedule keeps the budgets (exit code 3)
@@ -21,11 +21,12 @@ Messages name the field, the value and the limit, and end with "Maybe ..." where
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 MOST_NAMES = 12
-"""Of a circle; it can go through every op of a schedule."""
+"""Of a cycle; it can go through every op of a schedule."""
 
 
 class OptPipeError(Exception):
@@ -78,19 +79,19 @@ class OrderError(OptPipeError):
 
 
 class DeadlockError(OptPipeError):
-    """Ops wait for one another in a circle; `cycle` names them, each waiting for the one before it."""
+    """Ops wait for one another in a cycle; `cycle` names them, each waiting for the one before it."""
 
     def __init__(self, cycle: Sequence[str], blocked: int) -> None:
         self.cycle = tuple(cycle)
         self.blocked = blocked
         super().__init__(
-            f"the orders deadlock: {blocked} ops never start; these wait for one another: {circle_text(self.cycle)}. "
+            f"the orders deadlock: {blocked} ops never start; these wait for one another: {cycle_text(self.cycle)}. "
             f"Maybe the order on one device contradicts a dependency or a wait on another."
         )
 
 
-def circle_text(names: Sequence[str]) -> str:
-    """Names each of which waits for the one before it, as ``a -> b -> a``; of a very long circle the beginning."""
+def cycle_text(names: Sequence[str]) -> str:
+    """Names each of which waits for the one before it, as ``a -> b -> a``; of a very long cycle the beginning."""
     shown = names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "...")
     return " -> ".join((*shown, names[0]))
 
@@ -150,3 +151,13 @@ class RunFailedError(OptPipeError):
 
     A loss is no number, a layer fails in a step, another process has ended, the last checkpoint cannot be written.
     """
+
+
+@contextmanager
+def needs_extra(extra: str, subject: str) -> Iterator[None]:
+    """Turn a missing package into MissingExtraError: `subject` needs it, and ``optpipe[extra]`` brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f"{subject} needs {error.name}, which is not installed. Maybe pip install 'optpipe[{extra}]'."
+        raise MissingExtraError(text) from None

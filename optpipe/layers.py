@@ -14,8 +14,7 @@ from pydantic import Field, model_validator
 
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
-from optpipe.fields import Bytes, Count, TimeUs, reject
-from optpipe.problem import CopyChannels, Workspace
+from optpipe.problem import Bytes, CopyChannels, Count, TimeUs, Workspace, reject
 
 MAX_PROFILE_BYTES = 2**20
 """A layer takes about 300 bytes; more than a MiB of them is another kind of file."""

@@ -1,18 +1,26 @@
-"""What each op takes and frees, and the memory of a device over time.
+"""Memory effects of ops, memory over time, and the waits that bound it under any timing.
 
 An op changes memory twice: it takes bytes at its start, and changes the level (by either sign) at its end. At one
 instant ends count before starts, so that a release serves the op that begins when it ends.
+
+Streams run side by side, so a slow offload could let a forward begin before the memory that it counts on is free.
+If every op that takes memory waits for all releases that had ended by its planned start, then at any moment, under
+any durations, consider the op that was planned last among those that took memory: all releases planned before it
+are done, so the level is at most the planned level there. Streams run in order, so one wait for each other stream
+is enough, and none delays an op at the planned times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.orders import KINDS, OpArray
+from optpipe.ops import KINDS, DeviceOrders, Op, OpArray
 from optpipe.problem import Problem, Stage
 from optpipe.schedule import Schedule
 
@@ -77,10 +85,10 @@ def curve(events: Iterable[tuple[float, float, Effect]]) -> Curve:
     if not columns:
         return Curve(np.zeros(1), np.zeros(1, np.int64))
     start_us, end_us, effects = columns
-    return curve_of(np.asarray(start_us, np.float64), np.asarray(end_us, np.float64), np.asarray(effects, np.int64))
+    return memory_curve(np.asarray(start_us, np.float64), np.asarray(end_us, np.float64), np.asarray(effects, np.int64))
 
 
-def curve_of(start_us: Floats, end_us: Floats, effects: Ints) -> Curve:
+def memory_curve(start_us: Floats, end_us: Floats, effects: Ints) -> Curve:
     """The memory curve of ops with these starts, ends, and effects of shape (ops, 2)."""
     if not len(start_us):
         return Curve(np.zeros(1), np.zeros(1, np.int64))
@@ -99,4 +107,71 @@ def planned_memory(schedule: Schedule, device: int) -> Curve:
     ops = OpArray.joined([stream.ops for stream in streams])
     start_us = np.concatenate([stream.start_us for stream in streams])
     end_us = np.concatenate([stream.end_us for stream in streams])
-    return curve_of(start_us, end_us, table[ops.kind, ops.stage])
+    return memory_curve(start_us, end_us, table[ops.kind, ops.stage])
+
+
+Times = Mapping[Op, tuple[float, float]]
+"""Planned start and end of each op, in any unit."""
+
+Effects = Mapping[tuple[int, str], Effect]
+"""What an op of a stage and kind takes and frees."""
+
+
+def derive_waits(
+    problem: Problem, devices: Sequence[DeviceOrders], planned: Times, tolerance: float = 0.0
+) -> dict[Op, list[Op]]:
+    """The waits that make a plan safe under any timing.
+
+    `planned` holds the start and end of every op; a release counts as ended by a start up to `tolerance` later.
+    Returns for each op the ops of other streams to wait for; waits that follow from earlier ones are left out.
+    """
+    waits: dict[Op, list[Op]] = defaultdict(list)
+    on_device, on_host = _table(problem, device_effect), _table(problem, host_effect)
+    for device in devices:
+        if not device.offload:
+            continue
+        for acquirers, releasers in (
+            (device.compute, device.offload),
+            (device.reload, device.offload),
+            (device.reload, device.compute),
+        ):
+            _add(waits, on_device, acquirers, releasers, planned, tolerance)
+        if problem.host_memory_bytes is not None:
+            _add(waits, on_host, device.offload, device.reload, planned, tolerance)
+    return dict(waits)
+
+
+def planned_order(ops: Iterable[Op], planned: Times) -> list[Op]:
+    """Ops of one stream in the order of their planned times (microbatches in theirs, where times are equal)."""
+    return sorted(ops, key=lambda op: (*planned[op], op.microbatch))
+
+
+def _add(
+    waits: dict[Op, list[Op]],
+    effects: Effects,
+    acquirers: Sequence[Op],
+    releasers: Sequence[Op],
+    planned: Times,
+    tolerance: float,
+) -> None:
+    """Let each acquiring op of one stream wait for the last release of another stream that was planned before it."""
+    releases = [op for op in releasers if effects[op.stage, op.kind].releases]
+    ends = [planned[op][1] for op in releases]
+    waited = 0
+    for op in acquirers:
+        if not effects[op.stage, op.kind].acquires:
+            continue
+        done = bisect_right(ends, planned[op][0] + tolerance)
+        while done > waited and _instant(planned[op]) and _instant(planned[releases[done - 1]]):
+            done -= 1  # two ops without length at one instant could otherwise wait for each other
+        if done > waited:
+            waits[op].append(releases[done - 1])
+            waited = done
+
+
+def _instant(times: tuple[float, float]) -> bool:
+    return times[0] == times[1]
+
+
+def _table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> Effects:
+    return {(s, kind): effect(stage, kind) for s, stage in enumerate(problem.stages) for kind in KINDS}

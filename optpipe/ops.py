@@ -1,4 +1,4 @@
-"""Ops and the orders in which devices run them: what every solver answers with.
+"""Ops and the orders in which devices run them: what every solver answers with; their compact text.
 
 Orders and waits are what an executor obeys. Times and memory follow from them (`optpipe.simulate`). A large pipeline
 has hundreds of thousands of ops, so a list of ops may be held as columns (`OpArray`), which reads like any other list.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -122,14 +122,14 @@ class OpArray(Sequence[Op]):
         return len(self.kind)
 
     @overload
-    def __getitem__(self, place: int) -> Op: ...
+    def __getitem__(self, index: int) -> Op: ...
     @overload
-    def __getitem__(self, place: slice | Ints) -> OpArray: ...
-    def __getitem__(self, place: int | slice | Ints) -> Op | OpArray:
+    def __getitem__(self, index: slice | Ints) -> OpArray: ...
+    def __getitem__(self, index: int | slice | Ints) -> Op | OpArray:
         """One op, or the ops of a slice or at an array of places."""
-        if isinstance(place, slice | np.ndarray):
-            return OpArray(self.kind[place], self.stage[place], self.microbatch[place])
-        return self._ops[place]
+        if isinstance(index, slice | np.ndarray):
+            return OpArray(self.kind[index], self.stage[index], self.microbatch[index])
+        return self._ops[index]
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self._ops)
@@ -182,3 +182,24 @@ class Orders:
         for device in self.devices:
             for stream in device.streams():
                 yield from stream
+
+
+def orders_to_data(orders: Orders) -> dict[str, Any]:
+    """Orders as JSON values, such as ``{"devices": [["F0.0 B0.0 W0.0", "", ""]], "waits": {}, "channels": []}``."""
+    return {
+        "devices": [[OpArray.of(stream).names for stream in device.streams()] for device in orders.devices],
+        "waits": {str(op): " ".join(map(str, before)) for op, before in orders.waits.items()},
+        "channels": [OpArray.of(channel).names for channel in orders.channels],
+    }
+
+
+def orders_from_data(data: dict[str, Any]) -> Orders:
+    """Orders from their JSON values. Raises ValueError, TypeError or KeyError where they are something else.
+
+    Whether they are orders of some problem is for `simulate` to say.
+    """
+    return Orders(
+        [DeviceOrders(*map(OpArray.parse, streams)) for streams in data["devices"]],
+        {Op.parse(name): [Op.parse(other) for other in others.split()] for name, others in data["waits"].items()},
+        [OpArray.parse(channel) for channel in data["channels"]],
+    )

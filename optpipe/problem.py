@@ -1,21 +1,122 @@
-"""Problem: what is to be scheduled (document `optpipe.problem/1`).
+"""Problem: what is to be scheduled (document `optpipe.problem/1`), and the numbers of all documents.
 
 Stages with their costs and memory, their placement on devices, the budgets, and the channels to the host. Times
 are microseconds, memory is bytes; stages, devices and microbatches count from 0.
+
+The validators return the value they were given, so that 10 stays 10 and 10.0 stays 10.0 on a round trip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeGuard
 
-from pydantic import Discriminator, Field, Tag, model_validator
+import numpy as np
+from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from optpipe.display import Displayed
-from optpipe.document import UNION_TAG, Document, read_document
-from optpipe.fields import Bytes, Count, Index, TimeUs, reject
+from optpipe.document import UNION_TAG, Document, read_document, shown
+
+MAX_TIME_US = 10**12
+"""One op or transfer may take eleven days."""
+MAX_BYTES = 2**53 - 1
+"""Integers up to here are the same in every JSON reader."""
+MAX_NUMBER = 1e30
+"""Far above every sum of times, and far below where sums of floats end."""
+MAX_COUNT = 10**6
+"""Microbatches, devices or stages."""
+
+
+def reject(code: str, detail: str) -> PydanticCustomError:
+    """An error that reaches the user word for word (`detail` follows the path of the field)."""
+    # pydantic expands {} in templates; handing the text over as a value keeps braces in it intact.
+    return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
+
+
+def _is_real(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is a number that arithmetic with floats can take: finite, and no integer of 400 digits."""
+    return _is_real(value) and abs(value) <= MAX_NUMBER
+
+
+def _time_us(value: Any) -> int | float:
+    if not _is_real(value) or value != value:
+        raise reject("not_a_number", f"is {shown(value)} but must be a finite number of microseconds")
+    if value < 0:
+        raise reject("negative", f"is {shown(value)} but must be at least 0. Maybe a sign slipped in")
+    if value > MAX_TIME_US:
+        detail = f"is {shown(value)} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds"
+        raise reject("too_large", detail)
+    return value
+
+
+def _whole(value: Any, low: int, high: int, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise reject("not_an_integer", f"is {shown(value)} but must be an integer ({what})")
+    if not low <= value <= high:
+        raise reject("out_of_range", f"is {shown(value)} but must be from {low} to {high} ({what})")
+    return value
+
+
+def _size_bytes(value: Any) -> int:
+    return _whole(value, 0, MAX_BYTES, "bytes")
+
+
+def _positive_count(value: Any) -> int:
+    return _whole(value, 1, MAX_COUNT, "a count")
+
+
+def _index(value: Any) -> int:
+    return _whole(value, 0, MAX_COUNT - 1, "counted from 0")
+
+
+def _any_time_us(value: Any) -> int | float:
+    if not _is_number(value):
+        raise reject("not_a_number", f"is {shown(value)} but must be a finite number of at most {MAX_NUMBER:g}")
+    return float(value) if isinstance(value, float) else value  # also a float of numpy, which does not print as one
+
+
+def _share(value: Any) -> int | float:
+    if not _is_number(value) or value > 1:
+        raise reject("not_a_share", f"is {shown(value)} but must be a finite number of at most 1")
+    return value
+
+
+def are_indices(values: Iterable[Any]) -> bool:
+    """Whether all values are what `Index` takes: the check of a whole column at once."""
+    values = list(values)
+    return set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < MAX_COUNT))
+
+
+def are_instants(values: Sequence[Any]) -> bool:
+    """Whether all values are what `Instant` takes; False also for some that are so large that it matters."""
+    if not set(map(type, values)) <= {int, float}:
+        return False
+    try:
+        return bool((np.abs(np.asarray(values, np.float64)) < MAX_NUMBER).all())
+    except OverflowError:
+        return False
+
+
+def _schema(kind: str, **limits: float) -> WithJsonSchema:
+    return WithJsonSchema({"type": kind, **limits})
+
+
+TimeUs = Annotated[int | float, PlainValidator(_time_us), _schema("number", minimum=0, maximum=MAX_TIME_US)]
+Bytes = Annotated[int, PlainValidator(_size_bytes), _schema("integer", minimum=0, maximum=MAX_BYTES)]
+Count = Annotated[int, PlainValidator(_positive_count), _schema("integer", minimum=1, maximum=MAX_COUNT)]
+Index = Annotated[int, PlainValidator(_index), _schema("integer", minimum=0, maximum=MAX_COUNT - 1)]
+Instant = Annotated[int | float, PlainValidator(_any_time_us), _schema("number")]
+"""A point in time, or a claimed value or bound in microseconds: any finite number."""
+Share = Annotated[int | float, PlainValidator(_share), _schema("number", maximum=1)]
+"""A gap or a bubble. A false claim may be negative; `verify` judges it."""
+
 
 MAX_PROBLEM_BYTES = 16 * 2**20
 """A problem file of 16 MiB has tens of thousands of stages; a larger file is another kind of file."""

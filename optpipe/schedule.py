@@ -1,22 +1,199 @@
-"""Schedule: who does what when (document `optpipe.schedule/1`), standing alone with its problem inside."""
+"""Schedule: a problem with its planned ops (document `optpipe.schedule/1`), and its text.
+
+A schedule may hold hundreds of thousands of ops. Columns are checked, kept and written at a fraction of what an object
+for each op would cost; whoever reads one op gets that object.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, overload
 
 import numpy as np
-from pydantic import Field, model_validator
+from numpy.typing import NDArray
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
-from optpipe.fields import Bytes, Instant, Share, TimeUs, reject
-from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders, StreamName
-from optpipe.planned_ops import PlannedOps, ScheduledOp
-from optpipe.problem import Objective, Problem
+from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders, StreamName, is_op_name
+from optpipe.problem import Bytes, Index, Instant, Objective, Problem, Share, TimeUs, are_indices, are_instants, reject
+
+Floats = NDArray[np.float64]
+
+
+def _op_name(name: str) -> str:
+    try:
+        Op.parse(name)
+    except ValueError as error:
+        raise reject("bad_op_name", f"is wrong: {error}") from None
+    return name
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return type(value) is list and all(isinstance(name, str) and is_op_name(name) for name in value)
+
+
+class ScheduledOp(Document):
+    """An op at its predicted times, with the ops of other streams that it waits for."""
+
+    op: Literal["F", "B", "W", "BW", "O", "R"]
+    stage: Index
+    microbatch: Index
+    start_us: Instant
+    end_us: Instant
+    waits: list[Annotated[str, AfterValidator(_op_name)]] = []
+
+    @property
+    def key(self) -> Op:
+        """The op itself, without its times."""
+        return Op(self.op, self.stage, self.microbatch)
+
+
+_FIELDS = ("op", "stage", "microbatch", "start_us", "end_us")
+
+
+class PlannedOps(Sequence[ScheduledOp]):
+    """The ops of one stream in execution order, held as columns; reads like a list of ScheduledOp.
+
+    `ops` are the ops, `starts` and `ends` their times in us, as they were given. `waits` holds the names of the ops
+    that an op waits for, by place, where there are any. `silent` has the places where the document leaves them out.
+    """
+
+    def __init__(
+        self,
+        ops: OpArray | None = None,
+        starts: Sequence[int | float] = (),
+        ends: Sequence[int | float] = (),
+        waits: Mapping[int, Sequence[str]] | None = None,
+        silent: frozenset[int] = frozenset(),
+    ) -> None:
+        self.ops = OpArray([], [], []) if ops is None else ops
+        self.starts, self.ends = starts, ends
+        self.waits = waits or {}
+        self.silent = silent
+
+    @cached_property
+    def start_us(self) -> Floats:
+        """All starts as an array."""
+        return np.asarray(self.starts, np.float64)
+
+    @cached_property
+    def end_us(self) -> Floats:
+        """All ends as an array."""
+        return np.asarray(self.ends, np.float64)
+
+    def waits_of(self) -> dict[Op, list[Op]]:
+        """The waits of all ops that have any."""
+        return {self.ops[index]: [Op.parse(name) for name in names] for index, names in self.waits.items()}
+
+    def to_data(self) -> list[dict[str, Any]]:
+        """The ops as plain JSON values, only with the fields that were given."""
+        ops = self.ops
+        columns = ([KINDS[code] for code in ops.kind.tolist()], ops.stage.tolist(), ops.microbatch.tolist())
+        rows = [
+            {"op": kind, "stage": stage, "microbatch": microbatch, "start_us": start, "end_us": end, "waits": []}
+            for kind, stage, microbatch, start, end in zip(*columns, self.starts, self.ends, strict=True)
+        ]
+        for index, names in self.waits.items():
+            rows[index]["waits"] = list(names)
+        for index in self.silent:
+            del rows[index]["waits"]
+        return rows
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledOp: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ScheduledOp]: ...
+    def __getitem__(self, index: int | slice) -> ScheduledOp | list[ScheduledOp]:
+        if isinstance(index, slice):
+            return [self[k] for k in range(*index.indices(len(self)))]
+        return self._row(range(len(self))[index], self.ops[index])
+
+    def __iter__(self) -> Iterator[ScheduledOp]:
+        return map(self._row, range(len(self)), self.ops)
+
+    def _row(self, index: int, op: Op) -> ScheduledOp:
+        values = dict(zip(_FIELDS, (*op, self.starts[index], self.ends[index]), strict=True))
+        waits = list(self.waits.get(index, ()))
+        given = {*_FIELDS} if index in self.silent else {*_FIELDS, "waits"}
+        return ScheduledOp.model_construct(given, **values, waits=waits)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlannedOps):
+            return isinstance(other, list) and list(self) == other
+        mine, others = ((list(p.starts), list(p.ends), dict(p.waits)) for p in (self, other))
+        return self.ops == other.ops and mine == others
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"PlannedOps({list(self)})"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A list of ScheduledOp to whoever reads or writes the document."""
+        return core_schema.no_info_wrap_validator_function(
+            cls._read,
+            handler.generate_schema(list[ScheduledOp]),
+            serialization=core_schema.plain_serializer_function_ser_schema(cls.to_data),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(schema["schema"])
+
+    @classmethod
+    def _read(cls, value: Any, one_by_one: ValidatorFunctionWrapHandler) -> PlannedOps:
+        """Take what is there already; else check columns at once, and op by op only what that does not pass."""
+        if isinstance(value, PlannedOps):
+            return value
+        return cls._of_rows(value) or cls._of_ops(one_by_one(value))
+
+    @classmethod
+    def _of_rows(cls, rows: Any) -> PlannedOps | None:
+        """The columns of JSON objects; None where any of them might be wrong, or there are none."""
+        if not isinstance(rows, list) or set(map(type, rows)) != {dict}:
+            return None
+        if not set(map(frozenset, rows)) <= {frozenset(_FIELDS), frozenset((*_FIELDS, "waits"))}:
+            return None
+        kinds, stages, microbatches, starts, ends = zip(*map(itemgetter(*_FIELDS), rows), strict=True)
+        right = set(map(type, kinds)) == {str} and set(kinds) <= set(KINDS)
+        right = right and are_indices(stages) and are_indices(microbatches)
+        if not right or not are_instants(starts) or not are_instants(ends):
+            return None
+        waits = {k: row["waits"] for k, row in enumerate(rows) if row.get("waits", []) != []}
+        if not all(map(_is_list_of_names, waits.values())):
+            return None
+        silent = frozenset(k for k, row in enumerate(rows) if "waits" not in row)
+        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent)
+
+    @classmethod
+    def _of_ops(cls, ops: Sequence[ScheduledOp]) -> PlannedOps:
+        return cls(
+            OpArray.of([op.key for op in ops]),
+            [op.start_us for op in ops],
+            [op.end_us for op in ops],
+            {k: op.waits for k, op in enumerate(ops) if op.waits},
+            frozenset(k for k, op in enumerate(ops) if "waits" not in op.model_fields_set),
+        )
+
 
 __all__ = ["DevicePlan", "PlannedOps", "Schedule", "ScheduledOp", "shared_channels"]
 
@@ -90,8 +267,8 @@ class Schedule(Displayed, Document):
         wrong |= np.asarray(STREAM_OF_KIND)[ops.kind] != stream
         if not wrong.any():
             return
-        place = int(np.argmax(wrong))
-        op, where = ops[place], f"{where}[{place}]"
+        index = int(np.argmax(wrong))
+        op, where = ops[index], f"{where}[{index}]"
         if op.stage >= stages:
             raise reject("unknown_stage", f"{where}.stage is {op.stage} of {stages} stages")
         if op.microbatch >= microbatches:
@@ -152,11 +329,11 @@ class Schedule(Displayed, Document):
             for _, ops in device.streams()
             for op, times in zip(ops.ops, zip(ops.starts, ops.ends, strict=True), strict=True)
         }
-        place = {op: k for k, op in enumerate(self._in_causal_order(at))}
+        index = {op: k for k, op in enumerate(self._in_causal_order(at))}
         channels = []
         for lists in shared:
             ops = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
-            channels.append(sorted(ops, key=lambda op: (*at[op], place.get(op, 0))))
+            channels.append(sorted(ops, key=lambda op: (*at[op], index.get(op, 0))))
         return [channel for channel in channels if channel]
 
     def _in_causal_order(self, at: Mapping[Op, tuple[float, float]]) -> Sequence[Op]:
@@ -181,7 +358,7 @@ class Schedule(Displayed, Document):
         try:
             return list(networkx.lexicographical_topological_sort(graph, key=lambda op: (*at[op], op)))
         except networkx.NetworkXUnfeasible:
-            return []  # a circle: simulation and verification name it
+            return []  # a cycle: simulation and verification name it
 
 
 def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName]]]:
@@ -191,3 +368,50 @@ def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName
     )
     channels = [[(d, s) for d in group for s in streams] for group in problem.channel_groups for streams in directions]
     return [channel for channel in channels if len(channel) > 1]
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The document as text that `Schedule.load` reads back to an equal schedule."""
+    data = schedule.model_dump(mode="json", exclude_unset=True, exclude={"devices"})
+    head = ",\n".join(f"  {_line(key)}: {_line(value)}" for key, value in data.items())
+    devices = ",\n".join(_device_text(device) for device in schedule.devices)
+    return f'{{\n{head},\n  "devices": [\n{devices}\n  ]\n}}\n'
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, separators=(", ", ": "), allow_nan=False)
+
+
+def _device_text(device: DevicePlan) -> str:
+    given = (name for name in DevicePlan.model_fields if name in device.model_fields_set)
+    parts = (f"      {_line(name)}: {_value_text(getattr(device, name))}" for name in given)
+    return "    {\n" + ",\n".join(parts) + "\n    }"
+
+
+def _value_text(value: Any) -> str:
+    if not isinstance(value, PlannedOps):
+        return _line(value)
+    ops = ",\n".join(_op_lines(value))
+    return f"[\n{ops}\n      ]" if ops else "[]"
+
+
+def _op_lines(planned: PlannedOps) -> list[str]:
+    """Each op on its line. Finite floats and integers are written by `repr`, as `json` does."""
+    ops = planned.ops
+    columns = ([KINDS[code] for code in ops.kind.tolist()], ops.stage.tolist(), ops.microbatch.tolist())
+    rows = zip(*columns, planned.starts, planned.ends, strict=True)
+    lines = [
+        f'        {{"op": "{kind}", "stage": {stage}, "microbatch": {microbatch}, '
+        f'"start_us": {start!r}, "end_us": {end!r}, "waits": []}}'
+        for kind, stage, microbatch, start, end in rows
+    ]
+    for place, names in planned.waits.items():
+        lines[place] = lines[place].removesuffix("[]}") + f"{_line(list(names))}}}"
+    for place in planned.silent:
+        lines[place] = lines[place].removesuffix(', "waits": []}') + "}"
+    return lines
+
+
+def relative_gap(value_us: float, bound_us: float) -> float:
+    """``(value - bound) / value``, a share of the value; 0 where that is 0 itself."""
+    return (value_us - bound_us) / value_us if value_us else 0.0

@@ -1,13 +1,19 @@
-"""Orders in, times and memory out: the one place that knows the rules of the model.
+"""Simulation: start and end times of given orders under the rules of the model.
 
 Every op starts as soon as its stream, its dependencies, its channel and its waits let it. For the objective
 `device_span` the devices' first ops are then moved to the times at which the largest span is smallest; orders and
 waits stay as they are.
+
+Orders fix a network of precedences; each device may begin when it likes. Let D[d, e] be the longest path from the
+first op of device d to the end of the last op of device e. Asking that no span exceeds S adds an edge of length -S
+from each device's end to its begin; times exist exactly if no cycle is longer than 0, and a cycle through k
+devices has length (sum of k entries of D) - k S. So the smallest span is the largest mean of a cycle of D: the rate
+at which iterations follow one another when no device waits for a global barrier (Zero Bubble, post-validation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,10 +22,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.memory import Curve, curve_of, device_effect, effect_table, host_effect
-from optpipe.orders import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders
+from optpipe.memory import Curve, device_effect, effect_table, host_effect, memory_curve
+from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.spans import least_span_starts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -65,13 +70,13 @@ class Simulation:
     def device_memory(self, device: int) -> Curve:
         """Activation memory of a device over time."""
         mine = self.device_slice(device)
-        return curve_of(self.start_us[mine], self.end_us[mine], self._device_effects[mine])
+        return memory_curve(self.start_us[mine], self.end_us[mine], self._device_effects[mine])
 
     def host_memory(self) -> Curve:
         """Offloaded bytes on the host over time, all devices together."""
         moving = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
         effects = effect_table(self.problem, host_effect)[self.ops.kind[moving], self.ops.stage[moving]]
-        return curve_of(self.start_us[moving], self.end_us[moving], effects)
+        return memory_curve(self.start_us[moving], self.end_us[moving], effects)
 
     @cached_property
     def _device_effects(self) -> Ints:
@@ -83,7 +88,7 @@ def simulate(problem: Problem, orders: Orders) -> Simulation:
     """Time the orders under the rules of the model.
 
     Memory budgets are not enforced here: read `device_memory` and `host_memory` of the result.
-    Raises OrderError where an op is missing, repeated or misplaced, DeadlockError where ops wait in a circle.
+    Raises OrderError where an op is missing, repeated or misplaced, DeadlockError where ops wait in a cycle.
     """
     network = _Network(problem, orders)
     start, sequence = _earliest_starts(network.duration, *network.edges, np.zeros(network.size))
@@ -229,7 +234,7 @@ def _columns(ops: Sequence[Op]) -> OpArray:
 def _earliest_starts(
     duration: Floats, source: Ints, target: Ints, delay: Floats, release: Floats
 ) -> tuple[Floats, Ints]:
-    """Earliest start of each node, and the nodes in an order that respects all edges (short where there is a circle).
+    """Earliest start of each node, and the nodes in an order that respects all edges (short where there is a cycle).
 
     `release` holds the times before which nodes may not start.
     """
@@ -270,7 +275,7 @@ def _earliest_starts(
 
 
 def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
-    """Follow blocked predecessors backwards until one repeats: that is a circle."""
+    """Follow blocked predecessors backwards until one repeats: that is a cycle."""
     blocked = np.ones(network.size, bool)
     blocked[sequence] = False
     source, target, _ = network.edges
@@ -282,8 +287,8 @@ def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
     while node not in path:
         path[node] = len(path)
         node = int(cause[node])
-    circle = list(path)[path[node] :][::-1]
-    return DeadlockError([str(network.ops[k]) for k in circle], int(blocked.sum()))
+    cycle = list(path)[path[node] :][::-1]
+    return DeadlockError([str(network.ops[k]) for k in cycle], int(blocked.sum()))
 
 
 def _least_span(network: _Network, start: Floats) -> Floats:
@@ -297,3 +302,64 @@ def _least_span(network: _Network, start: Floats) -> Floats:
         return result
 
     return least_span_starts(earliest, network.duration, first, last, start)
+
+
+NEVER = -1e300
+"""Release time of nodes that are not on a path from the source."""
+
+
+def least_span_starts(
+    earliest: Callable[[Floats], Floats], duration: Floats, first: Ints, last: Ints, start: Floats
+) -> Floats:
+    """Start times (us) whose largest span over devices is smallest.
+
+    `earliest` maps release times to earliest starts; `first[d]` and `last[d]` are the nodes that begin and end device
+    d, `start` the earliest starts without releases.
+    """
+    if (start[last] + duration[last] - start[first]).max() <= _longest_own_path(earliest, duration, first, last, start):
+        return start
+    paths = np.empty((len(first), len(first)))
+    for d, node in enumerate(first):
+        release = np.full(len(duration), NEVER)
+        release[node] = 0.0
+        paths[d] = earliest(release)[last] + duration[last]
+    return _starts_within(largest_cycle_mean(paths), earliest, duration, first, last, start)
+
+
+def _longest_own_path(
+    earliest: Callable[[Floats], Floats], duration: Floats, first: Ints, last: Ints, start: Floats
+) -> float:
+    """The span of the device with the largest one at earliest starts, were it alone to begin: no span can be less."""
+    worst = int(np.argmax(start[last] + duration[last] - start[first]))
+    release = np.full(len(duration), NEVER)
+    release[first[worst]] = 0.0
+    return float(earliest(release)[last[worst]] + duration[last[worst]])
+
+
+def _starts_within(
+    span: float, earliest: Callable[[Floats], Floats], duration: Floats, first: Ints, last: Ints, start: Floats
+) -> Floats:
+    """Earliest starts that keep every span within `span` (which is known to be possible, up to rounding)."""
+    release = np.zeros(len(duration))
+    best = start
+    for _ in range(len(first) + 1):
+        wanted = np.maximum(release[first], start[last] + duration[last] - span)
+        if np.allclose(wanted, np.maximum(release[first], start[first]), rtol=0, atol=1e-9 * span):
+            break
+        release[first] = np.maximum(wanted, start[first])
+        start = earliest(release)
+        best = min(best, start, key=lambda s: float((s[last] + duration[last] - s[first]).max()))
+    return best
+
+
+def largest_cycle_mean(lengths: Floats) -> float:
+    """The largest mean length of a cycle in a complete graph with edge lengths `lengths[d, e]` (Karp 1978)."""
+    size = len(lengths)
+    walks = np.empty((size + 1, size))
+    walks[0] = np.where(np.arange(size) == 0, 0.0, -np.inf)
+    for k in range(size):
+        walks[k + 1] = (walks[k][:, None] + lengths).max(axis=0)
+    steps = size - np.arange(size)
+    with np.errstate(invalid="ignore"):
+        means = (walks[size][None, :] - walks[:size]) / steps[:, None]
+    return float(np.nanmin(np.where(np.isnan(means), np.inf, means), axis=0).max())

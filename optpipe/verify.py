@@ -1,9 +1,12 @@
-"""The judge: every rule of the contract (docs/reference/contract.md) checked from the document alone.
+"""Verifier: every rule of the model checked from the document alone.
 
 It shares no code with the simulator's kernel or with any solver, so that a mistake there cannot hide here. Times
 are compared with a tolerance of one part in a billion of the schedule's length, which is what sums of decimal
 fractions need; so that many such errors do not add up, the value is compared with that of exact times as well. Bytes
 are compared exactly.
+
+An op that takes time ends after it starts, so times that keep every rule leave no room for a cycle through it. Ops
+without length can share an instant and wait for one another there: every time is kept, and yet no executor could begin.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.any_timing import any_timing_peak_bytes, memory_changes
-from optpipe.circles import find_circle
-from optpipe.errors import DeadlockError, circle_text
-from optpipe.orders import KINDS, STREAMS, Op, OpArray
+from optpipe.errors import DeadlockError, cycle_text
+from optpipe.ops import KINDS, STREAMS, Op, OpArray
 from optpipe.problem import Stage
 from optpipe.schedule import Schedule
+from optpipe.worst_case_memory import memory_changes, worst_case_peak_bytes
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -111,7 +114,7 @@ class _Judge:
         self._check_streams()
         self._check_dependencies()
         self._check_waits()
-        self._check_circles()
+        self._check_cycles()
         self._check_channels()
         mine = [self._device_slice(d) for d in range(len(self.schedule.devices))]
         spans = [_span(self.start_us[m], self.end_us[m]) for m in mine]
@@ -273,14 +276,14 @@ class _Judge:
         found = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
         return [(k, name, before) for (k, name), before in zip(named, found.tolist(), strict=True)]
 
-    def _check_circles(self) -> None:
-        """No ops wait for one another in a circle, by rules, streams and waits."""
+    def _check_cycles(self) -> None:
+        """No ops wait for one another in a cycle, by rules, streams and waits."""
         op, before, _ = self._edges
-        circle = find_circle(op, before, self.start_us)
-        if circle:
-            names = [str(self.ops[k]) for k in circle]
-            detail = f"waits for itself: {circle_text(names)}, each for the one before it."
-            self._broken("deadlock", names[0], float(self.start_us[circle[0]]), detail)
+        cycle = find_cycle(op, before, self.start_us)
+        if cycle:
+            names = [str(self.ops[k]) for k in cycle]
+            detail = f"waits for itself: {cycle_text(names)}, each for the one before it."
+            self._broken("deadlock", names[0], float(self.start_us[cycle[0]]), detail)
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints, Floats]:
@@ -398,8 +401,8 @@ class _Judge:
         waits = {op: others for ops in streams for op, others in ops.waits_of().items()}
         compute, offload, reload = (ops.ops for ops in streams)
         try:
-            return any_timing_peak_bytes(self.problem, (compute, offload, reload), waits)
-        except DeadlockError:  # is among the circles
+            return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits)
+        except DeadlockError:  # is among the cycles
             return None
 
     @cached_property
@@ -452,7 +455,7 @@ class _Judge:
 
 
 class _ExactTiming:
-    """The earliest times of ops that have no circle; `rank` is a place for each in an order that keeps all edges.
+    """The earliest times of ops that have no cycle; `rank` is a place for each in an order that keeps all edges.
 
     Of the ops that could come next, that with the least of `middle` does: so ops whose stated times are apart are
     ranked by them.
@@ -530,3 +533,23 @@ def _peak(start_us: Floats, end_us: Floats, changes: Ints) -> tuple[int, float]:
     levels = np.concatenate([[0], np.cumsum(steps)])
     highest = int(np.argmax(levels))
     return int(levels[highest]), float(instants[highest - 1]) if highest else 0.0
+
+
+def find_cycle(op: Ints, before: Ints, start_us: Floats) -> list[int] | None:
+    """Some places of ops each of which waits for the one before it, the first for the last; None if there are none.
+
+    The op at place `op[k]` waits for the one at place `before[k]`; `start_us` holds the starts of all ops, whether
+    they keep the rules or not.
+    """
+    # Along a cycle starts go forward as far as back, so none of its steps goes further forward than all steps that
+    # there are go back (but for rounding): of most schedules hardly any is left to look at.
+    forward_us = start_us[op] - start_us[before]
+    chosen = np.flatnonzero(forward_us <= -1.001 * forward_us.clip(max=0).sum())
+    needs: dict[int, list[int]] = {}
+    for k, earlier in zip(op[chosen].tolist(), before[chosen].tolist(), strict=True):
+        needs.setdefault(k, []).append(earlier)
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return list(error.args[1][:-1])
+    return None

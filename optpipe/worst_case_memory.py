@@ -19,7 +19,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError
-from optpipe.orders import KINDS, Op, OpArray
+from optpipe.ops import KINDS, Op, OpArray
 from optpipe.problem import Problem, Stage
 
 Ints = NDArray[np.int64]
@@ -30,7 +30,7 @@ Streams = tuple[Sequence[Op], Sequence[Op], Sequence[Op]]
 Waits = Mapping[Op, Sequence[Op]]
 
 
-def any_timing_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> int:
+def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> int:
     """The largest activation memory of a device over every choice of durations.
 
     Raises DeadlockError if the streams' orders and waits contradict one another on this device.

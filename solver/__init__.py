@@ -11,8 +11,8 @@ from optpipe import lazy
 
 if TYPE_CHECKING:
     from solver.limits import Limits
-    from solver.portfolio import solve
+    from solver.solve import solve
 
 __all__ = ["Limits", "solve"]
 
-lazy.offer(__name__, {"Limits": "solver.limits", "solve": "solver.portfolio"})
+lazy.offer(__name__, {"Limits": "solver.limits", "solve": "solver.solve"})

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from math import ceil
 
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import within_budgets
-from solver.plan import orders_of_plan
+from solver.build import orders_from_times, within_budgets
 
 Planned = dict[Op, tuple[float, float]]
 
@@ -28,7 +27,7 @@ PLACES = (0.5, 0.4, 0.65)
 """Where in the schedule a period is sought, as shares of its microbatches."""
 
 
-def adapted(problem: Problem, orders: Orders, microbatches: int) -> Orders | None:
+def adapt_orders(problem: Problem, orders: Orders, microbatches: int) -> Orders | None:
     """The best orders for `problem` that can be had from `orders` for so many `microbatches`, else None.
 
     The problem that they were made for may have had other budgets too; nothing else may differ.
@@ -42,7 +41,7 @@ def adapted(problem: Problem, orders: Orders, microbatches: int) -> Orders | Non
         return None
     best: tuple[float, Orders | None] = (float("inf"), None)
     for plan in _plans(problem, planned, microbatches):
-        made = orders_of_plan(problem, plan, tolerance=1e-9 * max(end for _, end in plan.values()))
+        made = orders_from_times(problem, plan, tolerance=1e-9 * max(end for _, end in plan.values()))
         value = _value_us(problem, made)
         if value is not None and value < best[0]:
             best = (value, made)

@@ -1,4 +1,4 @@
-"""Orders of a solver -> a verified Schedule. Nothing leaves the solvers by another way."""
+"""Schedules from orders or from times: simulated, verified and wrapped. Nothing leaves the solvers by another way."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.any_timing import any_timing_peak_bytes
 from optpipe.errors import VerificationError
-from optpipe.gap import gap_of
-from optpipe.orders import KINDS, STREAMS, DeviceOrders, OpArray, Orders
-from optpipe.planned_ops import PlannedOps
+from optpipe.memory import Times, derive_waits
+from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import PlannedOps, Schedule, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
 from optpipe.verify import verify
-from solver.time_unit import MAX_STEPS, value_step_us
+from optpipe.worst_case_memory import worst_case_peak_bytes
+from solver.scale import MAX_STEPS, value_step_us
 
 RELATIVE_TOLERANCE = 1e-9
 """Values and bounds that differ by less than this share may be equal: it is what float sums of decimal times need."""
 
 
-def finish(problem: Problem, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
+def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
     """Time the orders, fill in the document and verify it.
 
     Raises VerificationError if any rule or budget is broken, or the bound exceeds the value: a bug of the caller.
@@ -29,7 +28,7 @@ def finish(problem: Problem, orders: Orders, bound_us: float, method: str, secon
     simulation = simulate(problem, orders)
     value = simulation.value_us
     bound = snapped_bound(value, bound_us, value_step_us(problem))
-    gap = gap_of(value, bound)
+    gap = relative_gap(value, bound)
     schedule = Schedule.from_data(
         {
             "format": "optpipe.schedule/1",
@@ -54,7 +53,7 @@ def finish(problem: Problem, orders: Orders, bound_us: float, method: str, secon
 def snapped_bound(value_us: float, bound_us: float, step_us: float = float("inf")) -> float:
     """The bound, or the value itself where no other value lies between the two, or they differ by rounding alone.
 
-    `step_us`: the least by which two values of the problem differ (`solver.time_unit.value_step_us`). Where values are
+    `step_us`: the least by which two values of the problem differ (`solver.scale.value_step_us`). Where values are
     multiples of it that floats and 64-bit integers can tell apart, equal means exactly equal; else within a billionth.
     """
     rounding_us = RELATIVE_TOLERANCE * abs(value_us)
@@ -71,7 +70,7 @@ def _device(orders: Orders, simulation: Simulation, value_us: float, d: int) -> 
         first += len(stream)
     busy = float(sum(_durations_us(simulation.problem, plan["compute"].ops)))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-    plan["peak_bytes_any_timing"] = any_timing_peak_bytes(simulation.problem, _streams(device), orders.waits)
+    plan["peak_bytes_any_timing"] = worst_case_peak_bytes(simulation.problem, _streams(device), orders.waits)
     plan["busy_us"] = busy
     plan["bubble"] = 1 - busy / value_us if value_us else 0.0
     return plan
@@ -102,7 +101,7 @@ def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
     over = []
     for d, (device, entry) in enumerate(zip(orders.devices, problem.devices, strict=True)):
         if entry.memory_bytes is not None:
-            peak = any_timing_peak_bytes(problem, _streams(device), orders.waits)
+            peak = worst_case_peak_bytes(problem, _streams(device), orders.waits)
             if peak > entry.memory_bytes:
                 over.append((d, peak, entry.memory_bytes))
     return over
@@ -121,4 +120,33 @@ def within_budgets(problem: Problem, orders: Orders, simulation: Simulation) -> 
 
 def peak_budgets(problem: Problem, orders: Orders) -> list[int]:
     """The smallest budget of each device with which these orders would be allowed, under any timing."""
-    return [any_timing_peak_bytes(problem, _streams(device), orders.waits) for device in orders.devices]
+    return [worst_case_peak_bytes(problem, _streams(device), orders.waits) for device in orders.devices]
+
+
+def orders_from_times(problem: Problem, planned: Times, tolerance: float = 0.0) -> Orders:
+    """Orders, channel orders and waits of a plan that gives every op's start and end.
+
+    A plan is in any unit of time; times that differ by at most `tolerance` count as equal where waits are derived.
+    """
+    ops = _in_order(planned)
+    lists = np.array([stage.device for stage in problem.stages])[ops.stage] * len(STREAMS)
+    lists += np.asarray(STREAM_OF_KIND)[ops.kind]
+    by_list = np.argsort(lists, kind="stable")
+    ends = np.cumsum(np.bincount(lists, minlength=len(problem.devices) * len(STREAMS)))
+    streams = [ops[places] for places in np.split(by_list, ends[:-1])]
+    devices = [DeviceOrders(*streams[k : k + len(STREAMS)]) for k in range(0, len(streams), len(STREAMS))]
+    waits = derive_waits(problem, devices, planned, tolerance)
+    channels = []
+    for served in shared_channels(problem):
+        mine = np.isin(lists, [d * len(STREAMS) + STREAMS.index(stream) for d, stream in served])
+        channels.append(ops[np.flatnonzero(mine)])
+    return Orders(devices, waits, [channel for channel in channels if channel])
+
+
+def _in_order(planned: Times) -> OpArray:
+    """Ops by time; ops without length at one instant in the order in which a microbatch passes through them."""
+    ops = OpArray.of(list(planned))
+    start, end = np.array(list(planned.values())).reshape(-1, 2).T
+    rank = np.array(["FORBW".index(kind[0]) for kind in KINDS])[ops.kind]
+    way = np.where((rank == 0) | (rank == 1), ops.stage, -ops.stage)
+    return ops[np.lexsort((ops.microbatch, way, rank, end, start))]

@@ -1,8 +1,12 @@
-"""Solved problems on disk: an equal one is answered at once, a neighbour gives a solve its start.
+"""Cache of solved problems on disk, keyed by their canonical form.
 
 One file a problem, in a folder for each family of problems that differ in microbatches, budgets and objective alone.
 A file is written whole or not at all, so several processes may share the folder; one that cannot be read, whose
 checksum is wrong or that lacks a field counts as absent. Whatever comes out is simulated and verified again.
+
+Times are divided by the largest time of which all are multiples. Sizes are divided by the largest size of which all
+are multiples; memory then only takes multiples of it, so a budget is as good as the largest multiple within it, and is
+rounded down. The host holds nothing but what is offloaded, so its budget is rounded to the divisor of those sizes.
 """
 
 from __future__ import annotations
@@ -15,18 +19,91 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
-from optpipe.orders import Orders
-from optpipe.problem import Problem
+from optpipe.ops import Orders, orders_from_data, orders_to_data
+from optpipe.problem import Problem, Stage
 from optpipe.schedule import Schedule
-from solver.canonical import Canonical, canonical
 from solver.limits import Limits
-from solver.orders_text import orders_data, read_orders
+from solver.scale import stage_times_us, time_unit_us
+
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A problem without names and units. A time of 1 in `data` is `time_us` microseconds of the problem."""
+
+    data: Data
+    time_us: Fraction
+
+    @property
+    def key(self) -> str:
+        """The same for equal problems only."""
+        return _digest(self.data)
+
+    @property
+    def family_key(self) -> str:
+        """The same for problems that differ in microbatches, budgets and objective alone."""
+        return _digest({name: self.data[name] for name in ("stages", "forward_delay", "backward_delay", "channels")})
+
+
+def canonical_form(problem: Problem) -> Canonical:
+    """The canonical form of a problem."""
+    time_us = time_unit_us(problem)
+    unit_bytes = gcd(*(size for stage in problem.stages for size in _sizes_bytes(stage)))
+    moved_bytes = gcd(*(stage.offload.bytes for stage in problem.stages if stage.offload))
+    offloads = any(stage.offload for stage in problem.stages)
+
+    def ticks(time: float) -> int:
+        return int(Fraction(str(time)) / time_us)
+
+    data = {
+        "microbatches": problem.microbatches,
+        "objective": problem.objective,
+        "budgets": [_units(device.memory_bytes, unit_bytes) for device in problem.devices],
+        "host_budget": _units(problem.host_memory_bytes, moved_bytes),
+        "stages": [
+            {
+                "device": stage.device,
+                "times": [ticks(time) for time in stage_times_us(stage)],
+                "sizes": [size // (unit_bytes or 1) for size in _sizes_bytes(stage)],
+                "offloads": stage.offload is not None,
+            }
+            for stage in problem.stages
+        ],
+        "forward_delay": [ticks(time) for time in problem.forward_delay_us],
+        "backward_delay": [ticks(time) for time in problem.backward_delay_us],
+        "channels": _channels(problem) if offloads else None,
+    }
+    return Canonical(data, time_us)
+
+
+def _channels(problem: Problem) -> Data:
+    shared = sorted(sorted(group) for group in problem.channel_groups if len(group) > 1)
+    return {"duplex": problem.copy_channels.duplex, "shared_by": shared}
+
+
+def _units(budget_bytes: int | None, unit_bytes: int) -> int | None:
+    """How many units fit; None where any number does, or units have no size."""
+    return budget_bytes // unit_bytes if budget_bytes is not None and unit_bytes else None
+
+
+def _sizes_bytes(stage: Stage) -> list[int]:
+    work = stage.workspace_bytes
+    moved = [stage.offload.bytes] if stage.offload else []
+    return [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW, *moved]
+
+
+def _digest(data: Data) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
 
 FORMAT = "cache-1"
 """The folder's name. A new one forgets all proofs: needed where a bound turns out to have been wrong."""
@@ -110,17 +187,17 @@ class Cache:
 
     def lookup(self, problem: Problem) -> CachedSchedule | None:
         """The best known schedule of this problem or an equal one, in this one's units; None where there is none."""
-        from solver.finish import finish
+        from solver.build import build_schedule
 
-        form = canonical(problem)
+        form = canonical_form(problem)
         path = self._path(form)
         entry = _read(path)
         if entry is None or entry.problem != form.data:
             return None
         bound_us = entry.bound * float(form.time_us)
         try:
-            orders = read_orders(entry.orders)
-            schedule = finish(problem, orders, bound_us, entry.method, entry.solve_seconds)
+            orders = orders_from_data(entry.orders)
+            schedule = build_schedule(problem, orders, bound_us, entry.method, entry.solve_seconds)
         except (OptPipeError, *_NO_ORDERS):
             return None
         with suppress(OSError):
@@ -132,9 +209,9 @@ class Cache:
 
         Those for the nearest number of microbatches come first.
         """
-        from solver.neighbours import adapted
+        from solver.adapt import adapt_orders
 
-        form = canonical(problem)
+        form = canonical_form(problem)
         family = self._path(form).parent
         entries = [entry for path in family.glob("*.json") if (entry := _read(path)) is not None]
         others = [entry for entry in entries if entry.problem != form.data]
@@ -142,13 +219,13 @@ class Cache:
         found = []
         for entry in others[:MAX_NEIGHBOURS]:
             with suppress(*_NO_ORDERS):
-                found.append(adapted(problem, read_orders(entry.orders), entry.microbatches))
+                found.append(adapt_orders(problem, orders_from_data(entry.orders), entry.microbatches))
         return [orders for orders in found if orders is not None]
 
     def store(self, schedule: Schedule, asked: str, worker_s: float) -> None:
         """Keep a schedule that was solved by the method `asked` in `worker_s` (time times workers), unless a better
         one is there. The higher bound is kept in either case."""
-        form = canonical(schedule.problem)
+        form = canonical_form(schedule.problem)
         time_us = float(form.time_us)
         entry = _Entry(
             problem=form.data,
@@ -158,7 +235,7 @@ class Cache:
             solve_seconds=schedule.solve_seconds,
             value=schedule.value_us / time_us,
             bound=schedule.bound_us / time_us,
-            orders=orders_data(schedule.orders),
+            orders=orders_to_data(schedule.orders),
         )
         path = self._path(form)
         known = _read(path)

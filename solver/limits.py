@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 
 
 def available_cores() -> int:

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optpipe.errors import InputError, Issue, MethodError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from solver import searches
-from solver.exact.milp.size import refuse_too_large
-from solver.finish import over_budget
-from solver.lanes import Search
+from solver.build import over_budget
 from solver.published.ada_offload import ada_offload
-from solver.published.gpipe import gpipe
 from solver.published.interleaved import interleaved_1f1b
-from solver.published.one_f_one_b import one_f_one_b
+from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
 from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
-from solver.published.zero_bubble import zb_h1, zb_h2
+from solver.scale import refuse_too_large
+from solver.strategy import Search
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,10 @@ METHODS: dict[str, Method] = {
         Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
         Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=searches.cp_sat),
         Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large),
-        Method("search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=searches.local),
-        Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=searches.pattern),
+        Method(
+            "search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=searches.annealing
+        ),
+        Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=searches.modulo),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),
         Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
         Method("interleaved-1f1b", "published", "1F1B over the chunks of a device", _CHUNKS, orders=interleaved_1f1b),

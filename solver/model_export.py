@@ -6,13 +6,12 @@ from math import inf
 
 from optpipe.errors import InputError, Issue
 from optpipe.problem import Problem
-from solver.board import Board
-from solver.bounds.split_backward import split_backward_suffices
+from solver.bounds.device import split_backward_suffices
 from solver.exact.milp.statement import Statement, state_in_us
-from solver.horizon import horizon_us
 from solver.limits import Limits, Start
-from solver.size import count_ops
-from solver.starts import offer_published
+from solver.scale import count_ops, horizon_us
+from solver.strategy import SharedIncumbent
+from solver.warm_starts import offer_published
 
 MOST_OPS = 1000
 """The largest model that is exported: on one device it has 665,000 rows, and takes half a minute and 2 GB."""
@@ -32,9 +31,9 @@ def export_model(problem: Problem) -> Statement:
             "for every pair of a device's ops. Maybe take fewer microbatches, or stages with more layers."
         )
         raise InputError([Issue("stages times microbatches", "too_large", detail)])
-    board = Board(problem, Limits(workers=1), None)
-    offer_published(problem, board)
-    start = board.start()
+    shared = SharedIncumbent(problem, Limits(workers=1), None)
+    offer_published(problem, shared)
+    start = shared.start()
     if not split_backward_suffices(problem):
         start = Start(start.bound_us, horizon_us(problem, inf))
     return state_in_us(problem, start)

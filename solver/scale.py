@@ -1,4 +1,4 @@
-"""The unit of a problem's times: the largest of which all of them are multiples."""
+"""Scale of a problem: op count, planning horizon, time unit, and the size limit of the MILP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,46 @@ from collections.abc import Iterable
 from fractions import Fraction
 from math import gcd, lcm
 
+from optpipe.errors import MethodError
 from optpipe.problem import Problem, Stage
+
+
+def horizon_us(problem: Problem, value_us: float) -> float:
+    """A time by which some schedule at least as good as `value_us` has ended, if it begins at 0.
+
+    The makespan itself; for spans twice the value: on the device of the first stage all F and B end within its span,
+    every other device begins within that time and has its own span. For an infinite value: everything one after
+    another.
+    """
+    if value_us < float("inf"):
+        return value_us if problem.objective == "makespan" else 2 * value_us
+    transfers = sum(stage.offload.offload_us + stage.offload.reload_us for stage in problem.stages if stage.offload)
+    delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
+    return sum(problem.work_us) + problem.microbatches * (transfers + delays)
+
+
+def without_endless_copies(problem: Problem, horizon_us: float) -> Problem:
+    """The problem without the offloads whose copies alone take longer than `horizon_us`.
+
+    No schedule that ends by then has one. In ticks such copies may exceed the integers of solvers.
+    """
+    endless = [
+        stage.offload is not None and stage.offload.offload_us + stage.offload.reload_us > horizon_us
+        for stage in problem.stages
+    ]
+    if not any(endless):
+        return problem
+    data = problem.to_data()
+    for stage, gone in zip(data["stages"], endless, strict=True):
+        if gone:
+            stage["offload"] = None
+    return Problem.from_data(data)
+
+
+def count_ops(problem: Problem) -> int:
+    """F, B and W of all stages and microbatches, and O and R where a stage may offload."""
+    return problem.microbatches * sum(5 if stage.offload else 3 for stage in problem.stages)
+
 
 MAX_STEPS = 2**45
 """How many steps of a grid of time are told apart: floats keep them, and sums in solvers stay far from 64 bits."""
@@ -16,7 +55,7 @@ def value_step_us(problem: Problem) -> float:
     """The least by which two values of a problem can differ.
 
     Makespans are multiples of the unit. The least span of given orders is a mean over at most as many terms as devices
-    (`optpipe.spans`): a multiple of the unit's j-th part, and two of them differ by a j k-th part at least.
+    (`optpipe.simulate`): a multiple of the unit's j-th part, and two of them differ by a j k-th part at least.
     """
     devices = sum(1 for stages in problem.stages_of if stages)
     return float(time_unit_us(problem) / (devices**2 if problem.objective == "device_span" else 1))
@@ -40,3 +79,18 @@ def _common_divisor(times: Iterable[Fraction]) -> Fraction:
     if not lengths:
         return Fraction(1)
     return Fraction(gcd(*(time.numerator for time in lengths)), lcm(*(time.denominator for time in lengths)))
+
+
+MOST_MILP_OPS = 3000
+"""The largest model that is built: tables of all pairs of ops take 168 bytes a pair, 1.5 GB at this size."""
+
+
+def refuse_too_large(problem: Problem) -> None:
+    """Raise MethodError with the size and the limit where the model would be too large."""
+    ops = count_ops(problem)
+    if ops > MOST_MILP_OPS:
+        raise MethodError(
+            f"milp would build a model of {ops} ops, and its limit is {MOST_MILP_OPS}: it decides on every pair of "
+            f"them. "
+            "Maybe use auto or cp-sat, or fewer microbatches."
+        )

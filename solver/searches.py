@@ -29,35 +29,35 @@ def milp(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) ->
     return solve_milp(problem, limits, start, on_answer)
 
 
-def local(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def annealing(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
     """Simulated annealing over orders, offloads and waits."""
-    from solver.search.local import local_search
+    from solver.search.annealing.search import local_search
 
     return local_search(problem, limits, start, on_answer)
 
 
-def pattern(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def modulo(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
     """One block of a microbatch, repeated every period."""
-    from solver.search.pattern.search import pattern_search
+    from solver.search.modulo.search import modulo_search
 
-    return pattern_search(problem, limits, start, on_answer)
+    return modulo_search(problem, limits, start, on_answer)
 
 
-def windows(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def lns(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
     """Parts of the best schedule in time, solved anew by CP-SAT."""
-    from solver.search.windows import improve_windows
+    from solver.search.lns.search import lns_search
 
-    return improve_windows(problem, limits, start, on_answer)
+    return lns_search(problem, limits, start, on_answer)
 
 
-def bounds(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def relaxation(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
     """Better bounds, from parts of the problem that CP-SAT solves exactly."""
     from solver.exact.relaxation import relaxation_bound
 
     return relaxation_bound(problem, limits, start, on_answer)
 
 
-KERNELS = {pattern: "pattern", windows: "windows", local: "search"}
+KERNELS = {modulo: "pattern", lns: "windows", annealing: "search"}
 """Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
 
 
@@ -68,11 +68,10 @@ def is_ready(search: Callable[..., Answer]) -> bool:
     return search not in KERNELS or are_ready(KERNELS[search])
 
 
-def load() -> None:
+def load_searches() -> None:
     """Load them all."""
     import solver.exact.cp_sat.model
     import solver.exact.milp.model
     import solver.exact.relaxation
-    import solver.search.local
-    import solver.search.pattern.search
-    import solver.search.windows  # noqa: F401
+    import solver.search.annealing.search
+    import solver.search.lns.search  # noqa: F401

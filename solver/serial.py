@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from optpipe.memory import device_effect
-from optpipe.orders import DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem, Stage
-from solver.finish import peak_budgets
-from solver.plan import orders_of_plan
+from solver.build import orders_from_times, peak_budgets
 
 
 def serial_orders(problem: Problem) -> Orders | None:
@@ -111,7 +110,7 @@ class _Serial:
         """The orders, or None where a budget (or the host's) is too small."""
         if not all(self._microbatch(i) for i in range(min(self.problem.microbatches, 2))):
             return None
-        return _repeated(orders_of_plan(self.problem, self.planned), self.problem.microbatches)
+        return _repeated(orders_from_times(self.problem, self.planned), self.problem.microbatches)
 
     def _microbatch(self, i: int) -> bool:
         for s in range(len(self.problem.stages)):

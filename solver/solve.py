@@ -8,21 +8,19 @@ from queue import SimpleQueue
 from threading import Thread
 
 from optpipe.errors import InfeasibleError, NoSolutionError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from solver.auto import auto_lanes
-from solver.board import Board, OnProgress, Progress
 from solver.bounds import lower_bound_us
-from solver.finish import finish, snapped_bound
-from solver.floor import impossible_budgets, known_budgets_bytes
+from solver.build import build_schedule, snapped_bound
 from solver.kernels import forget_stale
-from solver.lanes import Lane, Turn, run_lanes
 from solver.limits import Limits
 from solver.methods import method_named, published_orders
-from solver.starts import offer_orders, offer_published
-from solver.time_unit import value_step_us
+from solver.scale import value_step_us
+from solver.serial import impossible_budgets, known_budgets_bytes
+from solver.strategy import OnProgress, Progress, SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, run_subsolvers
+from solver.warm_starts import offer_orders, offer_published
 
 __all__ = ["Found", "OnProgress", "Progress", "search", "solve", "solve_until_interrupted"]
 
@@ -42,7 +40,7 @@ def solve(
     """
     limits = limits or Limits()
     found = search(problem, method, limits, on_progress, starts)
-    return finish(problem, found.orders, found.bound_us, found.method, _solve_seconds(limits))
+    return build_schedule(problem, found.orders, found.bound_us, found.method, _solve_seconds(limits))
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def search(
     starts: Sequence[Orders] = (),
     on_searching: Callable[[], None] = lambda: None,
 ) -> Found:
-    """`solve` without its last step: the orders still have to be verified, as `solver.finish` does. Raises the same.
+    """`solve` without its last step: the orders still have to be verified, as `solver.build` does. Raises the same.
 
     `on_searching` is called when all published schedules were tried and the searches begin.
     """
@@ -76,19 +74,19 @@ def search(
         return Found(orders, value_us, bound_us, chosen.name)
     chosen.refuse(problem)
     _refuse_impossible(problem)
-    board = Board(problem, limits, on_progress)
-    with limits.cancel.calling(board.stop.request):
-        offer_published(problem, board)
+    shared = SharedIncumbent(problem, limits, on_progress)
+    with limits.cancel.calling(shared.stop.request):
+        offer_published(problem, shared)
         for orders in starts:
-            offer_orders(problem, board, orders, "neighbour")
+            offer_orders(problem, shared, orders, "neighbour")
         if chosen.search is not None:
-            lanes: Sequence[Lane] = [[Turn(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
+            subsolvers: Sequence[Subsolver] = [[TimeSlice(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
         else:
-            lanes = auto_lanes(problem, limits.workers)
-        if not board.stop.requested:
+            subsolvers = auto_subsolvers(problem, limits.workers)
+        if not shared.stop.requested:
             on_searching()
-            run_lanes(problem, board, lanes)
-    return _found(problem, board, board.method if chosen.search is None else chosen.name)
+            run_subsolvers(problem, shared, subsolvers)
+    return _found(problem, shared, shared.method if chosen.search is None else chosen.name)
 
 
 def _solve_seconds(limits: Limits) -> float:
@@ -106,15 +104,15 @@ def _refuse_impossible(problem: Problem) -> None:
         )
 
 
-def _found(problem: Problem, board: Board, method: str) -> Found:
-    """The best on the board, or the error that says why there is none."""
-    best = board.best
+def _found(problem: Problem, shared: SharedIncumbent, method: str) -> Found:
+    """The best on the shared incumbent, or the error that says why there is none."""
+    best = shared.best
     if best.orders is not None:
         return Found(best.orders, best.value_us, best.bound_us, method)
-    if board.infeasible:
+    if shared.infeasible:
         raise InfeasibleError("proved: no schedule keeps the memory budgets.", known_budgets_bytes(problem))
-    work = board.limits.deterministic_limit
-    spent = f"in {board.limits.seconds:.1f} s. Maybe allow more time (--time-limit)"
+    work = shared.limits.deterministic_limit
+    spent = f"in {shared.limits.seconds:.1f} s. Maybe allow more time (--time-limit)"
     if work is not None:
         spent = f"with {work:g} units of work. Maybe allow more (--deterministic-limit)"
     raise NoSolutionError(

@@ -1,4 +1,10 @@
-"""Several searches at once: each lane is a thread that gives its searches their turns, over and over."""
+"""Strategy `auto`: subsolvers side by side in threads, with a shared incumbent.
+
+A small problem goes to proof: after a moment of local search CP-SAT has all cores. A large one goes to search:
+annealing on one core, patterns, windows and bounds in turns on another; with a single core all of them in turns. The
+larger the problem, the more of the time is the patterns', which alone do not slow down with the microbatches; the
+largest have nothing else but annealing.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +13,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from threading import Thread
+from threading import Lock, Thread
 
+from optpipe.ops import Orders
 from optpipe.problem import Problem
-from solver.board import Board
-from solver.limits import Answer, Limits, Start
+from optpipe.schedule import relative_gap
+from solver import searches
+from solver.bounds import lower_bound_us
+from solver.build import snapped_bound
+from solver.limits import Answer, Cancel, Limits, Start
+from solver.scale import count_ops, horizon_us, value_step_us
 from solver.searches import is_ready
 
 Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimeSlice:
     """A search by its method's name, and the share of the time still left (or of all the work) that a turn may take."""
 
     method: str
@@ -28,7 +39,7 @@ class Turn:
     once: bool = False
 
 
-Lane = Sequence[Turn]
+Subsolver = Sequence[TimeSlice]
 
 EARLY = 0.95
 """A search that ends before this share of its time has nothing more to try."""
@@ -42,30 +53,30 @@ PAUSE_S = 0.05
 SEEDS = 2**31
 """As many seeds do solvers know: theirs are integers of 32 bits, not negative."""
 
-_THREAD_NAME = "lane"
+_THREAD_NAME = "subsolver"
 
 
-def run_lanes(problem: Problem, board: Board, lanes: Sequence[Lane]) -> None:
-    """Search until the board says stop, the limits are reached, or every lane has nothing more to do.
+def run_subsolvers(problem: Problem, shared: SharedIncumbent, subsolvers: Sequence[Subsolver]) -> None:
+    """Search until the shared incumbent says stop, the limits are reached, or every subsolver has nothing more to do.
 
     A search that prepares or ends for long on a large problem is not waited for: the board is closed at the limit, and
-    what still runs is told to stop and heard no more. An exception in a lane stops the others and is raised here.
+    what still runs is told to stop and heard no more. An exception in a subsolver stops the others and is raised here.
     """
     failures: list[BaseException] = []
 
-    def run(lane: Lane) -> None:
+    def run(subsolver: Subsolver) -> None:
         try:
-            _run_lane(problem, board, lane)
+            _run_subsolver(problem, shared, subsolver)
         except BaseException as failure:
             failures.append(failure)
-            board.stop.request()
+            shared.stop.request()
 
-    threads = [Thread(target=run, args=(lane,), name=_THREAD_NAME, daemon=True) for lane in lanes]
+    threads = [Thread(target=run, args=(subsolver,), name=_THREAD_NAME, daemon=True) for subsolver in subsolvers]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_patience_s(board))
-    board.close()
+        thread.join(_patience_s(shared))
+    shared.close()
     if failures:
         raise failures[0]
 
@@ -78,44 +89,162 @@ def wait_for_outlived(seconds: float) -> None:
             thread.join(max(until - time.perf_counter(), 0.0))
 
 
-def _patience_s(board: Board) -> float | None:
-    """How long to wait for a lane; as long as it takes where work is counted and not time."""
-    limits = board.limits
+def _patience_s(shared: SharedIncumbent) -> float | None:
+    """How long to wait for a subsolver; as long as it takes where work is counted and not time."""
+    limits = shared.limits
     return None if limits.deterministic_limit is not None else limits.time_left_s + GRACE_S
 
 
-def _run_lane(problem: Problem, board: Board, lane: Lane) -> None:
-    turns = deque(lane)
+def _run_subsolver(problem: Problem, shared: SharedIncumbent, subsolver: Subsolver) -> None:
+    time_slices = deque(subsolver)
     taken = 0
-    while turns and not board.stop.requested and not _over(board.limits):
-        ready = next((turn for turn in turns if is_ready(turn.search)), None)
+    while time_slices and not shared.stop.requested and not _over(shared.limits):
+        ready = next((time_slice for time_slice in time_slices if is_ready(time_slice.search)), None)
         if ready is None:
             time.sleep(PAUSE_S)
             continue
-        while (turn := turns.popleft()) is not ready:
-            turns.append(turn)
-        if _take(problem, board, turn, taken // len(lane)):
-            turns.append(turn)
+        while (time_slice := time_slices.popleft()) is not ready:
+            time_slices.append(time_slice)
+        if _take(problem, shared, time_slice, taken // len(subsolver)):
+            time_slices.append(time_slice)
         taken += 1
 
 
-def _take(problem: Problem, board: Board, turn: Turn, round_number: int) -> bool:
-    """Let one search run from what the board knows now. Returns whether another turn may be worth it.
+def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, round_number: int) -> bool:
+    """Let one search run from what the shared incumbent knows now. Returns whether another time slice may be worth it.
 
     It is not where a search ended before its time and found nothing: it would only do so again.
     """
-    limits = board.limits.part(turn.share)
-    limits = replace(limits, workers=turn.workers, seed=(limits.seed + round_number) % SEEDS, cancel=board.stop)
-    before = board.best
+    limits = shared.limits.part(time_slice.share)
+    limits = replace(limits, workers=time_slice.workers, seed=(limits.seed + round_number) % SEEDS, cancel=shared.stop)
+    before = shared.best
 
     def offer(answer: Answer) -> None:
-        board.offer(answer, turn.method)
+        shared.offer(answer, time_slice.method)
 
-    offer(turn.search(problem, limits, board.start(), offer))
-    if turn.once or limits.deterministic_limit is not None:
+    offer(time_slice.search(problem, limits, shared.start(), offer))
+    if time_slice.once or limits.deterministic_limit is not None:
         return False
-    return board.best is not before or limits.seconds >= EARLY * limits.time_limit_s
+    return shared.best is not before or limits.seconds >= EARLY * limits.time_limit_s
 
 
 def _over(limits: Limits) -> bool:
     return limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A better schedule or bound, `seconds` after the start: `orders` reach `value_us`, and `method` found them."""
+
+    seconds: float
+    value_us: float
+    bound_us: float
+    method: str
+    orders: Orders | None
+
+    @property
+    def gap(self) -> float:
+        """``(value - bound) / value``."""
+        return relative_gap(self.value_us, self.bound_us)
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class SharedIncumbent:
+    """Collects what searches find and tells them when to stop. Safe to use from any thread.
+
+    `stop` is requested as soon as the gap asked for is reached, the problem is proved infeasible, or the caller
+    cancels; searches are given it in place of the caller's own.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.stop = Cancel()
+        self.infeasible = False
+        self.method = ""
+        self._on_progress = on_progress
+        self._step_us = value_step_us(problem)
+        self._lock = Lock()
+        self._closed = False
+        self._best = Answer(None, float("inf"), lower_bound_us(problem))
+
+    @property
+    def best(self) -> Answer:
+        """The best schedule and the best bound, from whichever search."""
+        return self._best
+
+    def start(self) -> Start:
+        """What a search that begins now should know."""
+        best = self._best
+        return Start(best.bound_us, horizon_us(self.problem, best.value_us), best.orders, best.value_us)
+
+    def offer(self, answer: Answer, method: str) -> None:
+        """Keep what is better than all before, and tell the caller of the solve."""
+        with self._lock:
+            better = not self._closed and self._keep(answer, method)
+            best = self._best
+            if better and best.orders is not None and self._on_progress:
+                progress = Progress(self.limits.seconds, best.value_us, best.bound_us, method, best.orders)
+                self._on_progress(progress)
+        if self.infeasible or self.limits.reached(best.value_us, best.bound_us):
+            self.stop.request()
+
+    def close(self) -> None:
+        """Stop all searches; nothing that they still find is taken."""
+        self.stop.request()
+        with self._lock:
+            self._closed = True
+
+    def _keep(self, answer: Answer, method: str) -> bool:
+        best = self._best
+        if answer.infeasible:
+            self.infeasible = True
+            return False
+        improves = answer.orders is not None and answer.value_us < best.value_us
+        orders, value = (answer.orders, answer.value_us) if improves else (best.orders, best.value_us)
+        bound = max(best.bound_us, answer.bound_us)
+        if orders is not None:
+            bound = snapped_bound(value, bound, self._step_us)
+        if improves:
+            self.method = method
+        if improves or bound > best.bound_us:
+            self._best = Answer(orders, value, bound)
+        return self._best is not best
+
+
+SMALL_OPS = 600
+"""Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
+
+LARGE_OPS = 20_000
+"""Ops from which annealing and windows reach little of a schedule within a minute."""
+
+MOST_MODEL_OPS = 50_000
+"""Ops up to which CP-SAT has a part in it: of more, windows and parts take many seconds to model and heed no limit."""
+
+
+def auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
+    """The subsolvers for a problem of this size on so many cores. Shares of one subsolver sum up to at most 1."""
+    ops = count_ops(problem)
+    if ops <= SMALL_OPS:
+        return [
+            [
+                TimeSlice("search", searches.annealing, 0.05, workers),
+                TimeSlice("cp-sat", searches.cp_sat, 0.6, workers),
+                TimeSlice("windows", searches.lns, 0.15, workers),
+                TimeSlice("search", searches.annealing, 0.15, workers),
+            ]
+        ]
+    pattern = TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)
+    if workers == 1:
+        return [[pattern, TimeSlice("search", searches.annealing, 0.2), *_models(ops, 0.2, 1)]]
+    beside = _models(ops, 0.35, workers - 1) or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
+    return [[TimeSlice("search", searches.annealing, 0.35)], [pattern, *beside]]
+
+
+def _models(ops: int, share: float, workers: int) -> Subsolver:
+    """Windows and bounds, where CP-SAT's models of them are built in time."""
+    if ops > MOST_MODEL_OPS:
+        return []
+    return [TimeSlice("windows", searches.lns, share, workers), TimeSlice("bound", searches.relaxation, 0.1, once=True)]

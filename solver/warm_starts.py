@@ -1,4 +1,8 @@
-"""The published schedules as starts of a search: all that fit, the cheapest to make first, before any search begins.
+"""Warm starts: published schedules, whole or with their steady state repeated.
+
+Making a published schedule, and timing it, takes time in proportion to its microbatches. Their warm-up, cool-down and
+period show with few. So where there are many it is made for a few, in which every device does the same again for every
+microbatch (or group of them), and that period is repeated.
 
 What they may take is counted in processor time: however busy the machine is, the same ones are tried, and none is left
 out because loading or another program took the time. Where there are many microbatches, schedules made for a few and
@@ -12,17 +16,76 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
+
 from optpipe.errors import DeadlockError, MethodError
-from optpipe.orders import Orders
+from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.board import Board
-from solver.finish import within_budgets
-from solver.floor import serial_orders
+from solver.build import within_budgets
 from solver.limits import Answer
 from solver.methods import METHODS
 from solver.published.v_family import v_zb
-from solver.repeated import repeated_published
+from solver.serial import serial_orders
+from solver.strategy import SharedIncumbent
+
+ROUNDS = 4
+"""Microbatches a device of the few: a warm-up, a cool-down and a steady state between them."""
+
+MANY = 2
+"""So many times the few are many: with less there is nothing to save."""
+
+
+def repeated_published(make: Callable[[Problem], Orders], problem: Problem) -> Orders:
+    """What `make` plans for a few microbatches, with its steady state repeated for all of the problem.
+
+    Whether the orders keep the budgets is for the caller to find out by simulation. Raises MethodError where `make`
+    does, where there are too few microbatches for this, or where nothing is periodic.
+    """
+    devices = len(problem.devices)
+    few = ROUNDS * devices + problem.microbatches % devices
+    if problem.microbatches < MANY * few:
+        raise MethodError(f"{problem.microbatches} microbatches are too few to repeat a period of {few}.")
+    short = problem.from_data(problem.to_data() | {"microbatches": few})
+    orders = make(short)
+    more = problem.microbatches - few
+    for group in (1, 2, devices):
+        longer = None if more % group else lengthened(short, orders, (few - group) // 2, group, more // group)
+        if longer is not None:
+            return longer
+    raise MethodError("what is planned for few microbatches has no period to repeat.")
+
+
+def lengthened(problem: Problem, orders: Orders, begin: int, group: int, copies: int) -> Orders | None:
+    """Compute orders of `problem` with one period done `copies` times more, for ``copies * group`` more microbatches.
+
+    A device's period goes from the F of microbatch `begin` to that of ``begin + group`` on its first stage. None where
+    in that time some device does not run each of its passes `group` times: then that is no period.
+    """
+    devices = []
+    for stages, device in zip(problem.stages_of, orders.devices, strict=True):
+        ops = OpArray.of(device.compute)
+        longer = _lengthened(ops, stages[0], begin, group, copies) if stages else ops
+        if longer is None:
+            return None
+        devices.append(longer)
+    return Orders.of_compute(devices)
+
+
+def _lengthened(ops: OpArray, stage: int, begin: int, group: int, copies: int) -> OpArray | None:
+    forwards = np.flatnonzero((ops.kind == 0) & (ops.stage == stage))
+    first, behind = forwards[begin], forwards[begin + group]
+    passes, counts = np.unique(np.stack([ops.kind, ops.stage])[:, first:behind], axis=1, return_counts=True)
+    all_passes = np.unique(np.stack([ops.kind, ops.stage]), axis=1)
+    if (counts != group).any() or passes.shape != all_passes.shape:
+        return None
+    places = np.arange(len(ops))
+    period = places[first:behind]
+    shift = np.repeat(group * np.arange(copies + 1), len(period))
+    place = np.concatenate([places[:first], np.tile(period, copies + 1), places[behind:]])
+    later = np.concatenate([np.zeros(first, np.int64), shift, np.full(len(ops) - behind, group * copies)])
+    return OpArray(ops.kind[place], ops.stage[place], ops.microbatch[place] + later)
+
 
 WITHOUT_KERNELS = ("1f1b", "gpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b")
 """Published schedules made without a compiled kernel, within a tenth of a second each for 400,000 ops."""
@@ -39,31 +102,31 @@ LEAST_S = 0.5
 Make = Callable[[Problem], Orders]
 
 
-def offer_published(problem: Problem, board: Board) -> None:
-    """Offer every published schedule that fits to the board; where none does, the floor.
+def offer_published(problem: Problem, shared: SharedIncumbent) -> None:
+    """Offer every published schedule that fits to the shared incumbent; where none does, the floor.
 
     Once one fits and they have taken the time limit in processor time, no further one is begun.
     """
-    began_s, allowed_s = time.thread_time(), max(board.limits.time_limit_s, LEAST_S)
+    began_s, allowed_s = time.thread_time(), max(shared.limits.time_limit_s, LEAST_S)
     for name, make in _published():
-        if board.stop.requested:
+        if shared.stop.requested:
             return
-        used_up = time.thread_time() - began_s > allowed_s and board.limits.deterministic_limit is None
-        if used_up and board.best.orders is not None:
+        used_up = time.thread_time() - began_s > allowed_s and shared.limits.deterministic_limit is None
+        if used_up and shared.best.orders is not None:
             return
         with suppress(MethodError, DeadlockError):
-            offer_orders(problem, board, make(problem), name)
-    floor = serial_orders(problem) if board.best.orders is None else None
+            offer_orders(problem, shared, make(problem), name)
+    floor = serial_orders(problem) if shared.best.orders is None else None
     if floor is not None:
-        offer_orders(problem, board, floor, "floor")
+        offer_orders(problem, shared, floor, "floor")
 
 
-def offer_orders(problem: Problem, board: Board, orders: Orders, name: str) -> None:
+def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name: str) -> None:
     """Offer orders that `name` made, if they are better than the best and within every budget."""
     simulation = simulate(problem, orders)
     value = simulation.value_us
-    if value < board.best.value_us and within_budgets(problem, orders, simulation):
-        board.offer(Answer(orders, value, board.best.bound_us), name)
+    if value < shared.best.value_us and within_budgets(problem, orders, simulation):
+        shared.offer(Answer(orders, value, shared.best.bound_us), name)
 
 
 def _published() -> Iterator[tuple[str, Make]]:

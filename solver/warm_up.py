@@ -39,11 +39,11 @@ def is_warm() -> bool:
 def warm_up() -> None:
     """Let all that has kernels solve toy problems, so that each kernel is compiled and kept; searches first."""
     from optpipe.simulate import simulate
-    from solver.finish import finish
-    from solver.floor import serial_orders
+    from solver.build import build_schedule
     from solver.limits import Limits, Start
     from solver.methods import METHODS
     from solver.searches import KERNELS
+    from solver.serial import serial_orders
 
     forget_stale()
     starts = []
@@ -52,7 +52,7 @@ def warm_up() -> None:
         assert orders is not None, "toys have room for one microbatch at a time"
         value_us = simulate(problem, orders).value_us
         starts.append((problem, Start(0.0, 2 * value_us, orders, value_us)))
-        finish(problem, orders, 0.0, "floor", 0.0)
+        build_schedule(problem, orders, 0.0, "floor", 0.0)
     for search, stage in KERNELS.items():
         for problem, start in starts:
             search(problem, Limits(workers=1, deterministic_limit=WORK), start, lambda _: None)

@@ -6,16 +6,16 @@ from itertools import pairwise
 from random import Random
 
 from optpipe.memory import curve, device_effect
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
-from solver.plan import orders_of_plan
+from solver.build import orders_from_times
 
 Planned = dict[Op, tuple[float, float]]
 
 
 def random_orders(problem: Problem, rng: Random) -> Orders:
     """Orders of a random list schedule: random priorities, random choice of BW, random offloads. Waits included."""
-    return orders_of_plan(problem, random_plan(problem, rng), tolerance=1e-9)
+    return orders_from_times(problem, random_plan(problem, rng), tolerance=1e-9)
 
 
 def random_plan(problem: Problem, rng: Random) -> Planned:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.memory import device_effect
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 
 Floats = NDArray[np.float64]

@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-LOADED = ("optpipe.train.loop", "solver.portfolio", "torch._dynamo")
+LOADED = ("optpipe.train.loop", "solver.solve", "torch._dynamo")
 """The last is what every optimizer loads when it is made. None of them starts a thread: a fork would not have it."""
 
 

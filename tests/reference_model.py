@@ -6,10 +6,10 @@ be held against something that does not repeat its reasoning. It is far too slow
 Time is whole ticks, in which every duration and delay is exact. Memory and order at one instant need a sequence, so an
 op without length takes one tick, and all of them together less than one of the original ticks: rounding down takes them
 away again. Device spans of fixed orders have their least maximum at a mean over at most as many terms as devices
-(`optpipe.spans`), so all times are multiplied by a number that each of these counts divides.
+(`optpipe.simulate`), so all times are multiplied by a number that each of these counts divides.
 
 A schedule must keep each device's budget under any timing. What B takes at its end counts from its start, since nothing
-on another stream can be waited for in the middle of an op; otherwise planned times say it all (`optpipe.waits`).
+on another stream can be waited for in the middle of an op; otherwise planned times say it all (`optpipe.memory`).
 """
 
 from __future__ import annotations

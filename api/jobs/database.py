@@ -1,20 +1,28 @@
-"""The connection to PostgreSQL: addresses, transactions with an end in time, and what a lost connection looks like."""
+"""PostgreSQL connections: addresses, transactions with a deadline, prepared statements, LISTEN.
+
+Frequent statements are built once with SQLAlchemy and sent by its driver, psycopg, itself: SQLAlchemy's own way to have
+one executed costs this process seven times as much, and as long as everything else about a request together.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
 
 import psycopg
 import sqlalchemy.exc
+from psycopg import sql
 from psycopg.pq import ConnStatus
-from sqlalchemy import URL, event, make_url
+from psycopg.rows import namedtuple_row
+from sqlalchemy import URL, Select, event, make_url
+from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from api.jobs.errors import DatabaseGoneError
+from api.errors import DatabaseGoneError
 from optpipe.errors import InputError, Issue
 
 ANSWER_S = 10.0
@@ -134,3 +142,89 @@ async def transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         raise DatabaseGoneError(
             f"the database did not answer ({type(error).__name__}). Maybe it is being restarted; try again."
         ) from error
+
+
+class Statement:
+    """A statement with its parameters by name."""
+
+    def __init__(self, statement: Select[Any]) -> None:
+        compiled = statement.compile(dialect=PGDialectAsync_psycopg())  # type: ignore[no-untyped-call]
+        self._text = compiled.string.encode()
+        self._own = compiled.params
+        """Those that are a part of the statement; the others are given each time."""
+
+    async def all(self, connection: AsyncConnection, **values: Any) -> Sequence[Any]:
+        """Its rows."""
+        return await (await self._executed(connection, values)).fetchall()
+
+    async def one_or_none(self, connection: AsyncConnection, **values: Any) -> Any:
+        """Its row; None where there is none."""
+        return await (await self._executed(connection, values)).fetchone()
+
+    async def _executed(self, connection: AsyncConnection, values: Mapping[str, Any]) -> psycopg.AsyncCursor[Any]:
+        cursor = (await driver_connection(connection)).cursor(row_factory=namedtuple_row)
+        return await cursor.execute(self._text, {**self._own, **values}, prepare=True)
+
+
+async def driver_connection(connection: AsyncConnection) -> psycopg.AsyncConnection:
+    """The connection as psycopg knows it; the transaction is the same one."""
+    driver = (await connection.get_raw_connection()).driver_connection
+    assert isinstance(driver, psycopg.AsyncConnection)
+    return driver
+
+
+PAUSE_S = 0.5
+"""Between two tries to connect."""
+
+
+class Listener:
+    """Within this async context each notification on a channel calls its function with the payload.
+
+    `missed` is called whenever the connection is new: what was said before it was there, nobody heard.
+    """
+
+    def __init__(self, url: str, channels: Mapping[str, Callable[[str], None]], missed: Callable[[], None]) -> None:
+        self._url = url
+        self._channels = channels
+        self._missed = missed
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._listen(), name="listener")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        await end_tasks(self._task)
+
+    async def _listen(self) -> None:
+        while True:
+            with suppress(psycopg.Error, OSError):
+                await self._listen_once()
+            await asyncio.sleep(PAUSE_S)
+
+    async def _listen_once(self) -> None:
+        async with await listening_connection(self._url) as connection:
+            for channel in self._channels:
+                await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+            self._missed()
+            async for note in connection.notifies():
+                self._channels[note.channel](note.payload)
+
+
+AGAIN_S = 0.2
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks until they have ended; how they ended is not asked.
+
+    Once is not enough before Python 3.12: `asyncio.wait_for`, on which psycopg waits, loses a cancel that comes just as
+    what it waits for is there.
+    """
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=AGAIN_S)

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from api.jobs.errors import DatabaseGoneError
+from api.errors import DatabaseGoneError
 from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:

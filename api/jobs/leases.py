@@ -16,16 +16,14 @@ from uuid import UUID
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from api.jobs import best, queue, reading, totals
-from api.jobs.config import JobConfig
+from api.errors import LeaseLostError
+from api.jobs import queries, queue, results
 from api.jobs.database import transaction
-from api.jobs.errors import LeaseLostError
-from api.jobs.history import change
-from api.jobs.records import Outcome
+from api.jobs.queries import change_job
+from api.jobs.records import JobConfig, JobResult
 from api.jobs.tables import AnyRow, incumbents, jobs
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 
 MOST_LOST = 3
 """A job whose worker was lost so often ends as failed: it may be what kills them."""
@@ -57,28 +55,33 @@ class Lease:
 
 
 async def claim(
-    engine: AsyncEngine, worker: UUID, free: int, slots: int, silence_s: float, mine: Collection[UUID] = ()
+    engine: AsyncEngine,
+    worker: UUID,
+    free: int,
+    slots: int,
+    heartbeat_timeout_s: float,
+    running_ids: Collection[UUID] = (),
 ) -> list[Lease]:
     """Take up at most `free` jobs, for a worker that solves at most `slots` at a time, now those of `mine`.
 
     Those of workers that have been silent for `silence_s` are taken like those that wait.
     """
     async with transaction(engine) as connection:
-        if await _just_started(connection, silence_s):
-            silence_s = FOREVER_S
-        picked = await queue.pick(connection, worker, free, slots, silence_s)
+        if await _just_started(connection, heartbeat_timeout_s):
+            heartbeat_timeout_s = FOREVER_S
+        picked = await queue.pick(connection, worker, free, slots, heartbeat_timeout_s)
         # One of its own: it was too busy to say that it lives, and has said so just now.
-        others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in mine]
+        others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in running_ids]
         lost = await _running(connection, [job_id for _, job_id in others])
         leases = [await _take(connection, worker, queue_id, job_id) for queue_id, job_id in others]
-        await totals.add(connection, {(totals.LOST, ""): lost})
+        await queries.add_totals(connection, {(queries.LOST, ""): lost})
     return [lease for lease in leases if lease is not None]
 
 
-async def _just_started(connection: AsyncConnection, silence_s: float) -> bool:
+async def _just_started(connection: AsyncConnection, heartbeat_timeout_s: float) -> bool:
     """Whether the database has been up for so short a time that nobody had the chance to be heard."""
     since = func.now() - func.pg_postmaster_start_time()
-    return bool((await connection.execute(select(since < timedelta(seconds=silence_s)))).scalar())
+    return bool((await connection.execute(select(since < timedelta(seconds=heartbeat_timeout_s)))).scalar())
 
 
 async def _running(connection: AsyncConnection, picked: Collection[UUID]) -> int:
@@ -97,13 +100,13 @@ async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id
         return None
     lost = row.lost + (row.status == "running")
     if row.cancel_requested or lost >= MOST_LOST:
-        values = reading.cancelled(row) if row.cancel_requested else _failed(row, lost)
+        values = queries.cancelled(row) if row.cancel_requested else _failed(row, lost)
         await queue.remove(connection, queue_id, "canceled" if row.cancel_requested else "exception")
-        await change(connection, job_id, "status", lost=lost, **values)
+        await change_job(connection, job_id, "status", lost=lost, **values)
         return None
     begun = func.coalesce(jobs.c.started_at, func.now())
     attempt = row.attempt + 1
-    await change(
+    await change_job(
         connection, job_id, "status", status="running", worker=worker, attempt=attempt, lost=lost, started_at=begun
     )
     kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
@@ -112,7 +115,7 @@ async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id
 
 def _failed(row: AnyRow, lost: int) -> dict[str, Any]:
     """What becomes of a job that lost its worker too often."""
-    return reading.cancelled(row) | {
+    return queries.cancelled(row) | {
         "status": "failed",
         "stopped_by": None,
         "error": f"the worker was lost {lost} times while it solved this job, so it is not tried again. "
@@ -131,7 +134,7 @@ async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None,
         row = await _mine(connection, lease)
         if found is not None:
             await _improve(connection, lease, row, found)
-        await totals.add(connection, {(totals.HEARTBEATS, ""): count})
+        await queries.add_totals(connection, {(queries.HEARTBEATS, ""): count})
         return bool(row.cancel_requested)
 
 
@@ -160,16 +163,16 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
     bound_us = max(found.bound_us, known.bound_us or 0.0)
     if known.value_us is None or found.value_us < known.value_us:
         values = {"value_us": found.value_us, "bound_us": min(bound_us, found.value_us)}
-        row = await change(connection, lease.job_id, "incumbent", found, **values)
-        await best.keep_orders(connection, row, found)
+        row = await change_job(connection, lease.job_id, "incumbent", found, **values)
+        await results.keep_orders(connection, row, found)
     elif bound_us > known.bound_us:
         bound_us = min(bound_us, known.value_us)
-        await change(connection, lease.job_id, "bound", found, bound_us=bound_us)
+        await change_job(connection, lease.job_id, "bound", found, bound_us=bound_us)
         kept = incumbents.update().where(incumbents.c.job_id == lease.job_id)
         await connection.execute(kept.values(bound_us=bound_us))
 
 
-async def end(engine: AsyncEngine, lease: Lease, outcome: Outcome, heartbeats: int = 0) -> None:
+async def end(engine: AsyncEngine, lease: Lease, outcome: JobResult, heartbeats: int = 0) -> None:
     """Store how the job ended, once, after so many heartbeats that were not counted yet. Raises LeaseLostError,
     DatabaseGoneError."""
     schedule = outcome.schedule
@@ -182,11 +185,13 @@ async def end(engine: AsyncEngine, lease: Lease, outcome: Outcome, heartbeats: i
         if schedule is not None:
             await _improve(connection, lease, row, schedule)
             values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us}
-        ended = await change(connection, lease.job_id, "status", schedule, **values)
+        ended = await change_job(connection, lease.job_id, "status", schedule, **values)
         if schedule is not None:
-            await best.keep_orders(connection, ended, schedule)
-            await best.keep_document(connection, ended, text)
-        await totals.add(connection, {**totals.of_end(outcome), (totals.HEARTBEATS, ""): heartbeats})
+            await results.keep_orders(connection, ended, schedule)
+            await results.keep_document(connection, ended, text)
+        await queries.add_totals(
+            connection, {**queries.totals_of_result(outcome), (queries.HEARTBEATS, ""): heartbeats}
+        )
 
 
 async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -> None:
@@ -197,4 +202,4 @@ async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -
         row = await _mine(connection, lease)
         if found is not None:
             await _improve(connection, lease, row, found)
-        await change(connection, lease.job_id, "status", status="queued", worker=None)
+        await change_job(connection, lease.job_id, "status", status="queued", worker=None)

@@ -13,8 +13,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, NullPool, create_engine, text
 
+from api.errors import DatabaseGoneError
 from api.jobs.database import CONNECT_S, sqlalchemy_url
-from api.jobs.errors import DatabaseGoneError
 from optpipe.errors import InputError, Issue
 
 LOCK = 0x6F70747069706531

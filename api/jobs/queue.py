@@ -1,4 +1,4 @@
-"""The queue: pgqueuer's tables and statements, used within our own transactions.
+"""Job queue: pgqueuer's tables and statements, used within our own transactions.
 
 A job waits or runs if and only if it has a row there. Order, priorities, locks and the finding of silent workers'
 jobs are pgqueuer's; its loop (`QueueManager`) is not used, because its writes do not ask whose a job is now, it does
@@ -7,6 +7,8 @@ not count lost workers, and it ends where the database is away for a moment.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 from uuid import UUID
@@ -37,7 +39,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from api.jobs.direct import driver_of
+from api.jobs.database import driver_connection
 from api.jobs.tables import jobs
 
 ENTRYPOINT = QueueEntrypoint("solve")
@@ -71,7 +73,7 @@ class _InTransaction(PsycopgDriver):
 
 
 async def _queries(connection: AsyncConnection) -> Queries:
-    return Queries(_InTransaction(await driver_of(connection)))
+    return Queries(_InTransaction(await driver_connection(connection)))
 
 
 async def enqueue(connection: AsyncConnection, job_id: UUID, priority: int) -> int:
@@ -81,7 +83,7 @@ async def enqueue(connection: AsyncConnection, job_id: UUID, priority: int) -> i
 
 
 async def pick(
-    connection: AsyncConnection, worker: UUID, free: int, slots: int, silence_s: float
+    connection: AsyncConnection, worker: UUID, free: int, slots: int, heartbeat_timeout_s: float
 ) -> list[tuple[int, UUID]]:
     """Take at most `free` jobs for a worker, which has at most `slots`: rows and jobs, those of highest priority first.
 
@@ -92,7 +94,7 @@ async def pick(
         entrypoints={ENTRYPOINT: EntrypointExecutionParameter(concurrency_limit=0)},
         queue_manager_id=QueueManagerId(worker),
         global_concurrency_limit=slots,
-        heartbeat_timeout=timedelta(seconds=silence_s),
+        heartbeat_timeout=timedelta(seconds=heartbeat_timeout_s),
     )
     return [(int(row.id), UUID(bytes=row.payload)) for row in picked]
 
@@ -163,3 +165,40 @@ def _longest_s(since: ColumnElement[Any], which: ColumnElement[bool]) -> ColumnE
 async def forget(connection: AsyncConnection) -> None:
     """Empty pgqueuer's own log of what is old: events tell what happened to a job, and nobody reads the log."""
     await connection.execute(delete(_log).where(_log.c.created < func.now() - KEEP_LOG))
+
+
+class HeartbeatGrace:
+    """Where all were cut off from the database, those who come back first wait for the others.
+
+    A worker that could not reach it, or that was itself stopped for a while, finds the heartbeats of all others old.
+    It leaves them the time of one heartbeat to be heard again; but where it is late all the time, only every other one,
+    so that lost jobs are found on a machine that is too busy as well.
+    """
+
+    def __init__(self, heartbeat_s: float, clock: Callable[[], float] = time.time) -> None:
+        # The clock on the wall: the other one stands still while a machine sleeps.
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._seen_s = clock()
+        self._until_s = float("-inf")
+        self._away = False
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether to leave the jobs of silent workers alone for now."""
+        now_s = self._clock()
+        late = now_s - self._seen_s > self._heartbeat_s / 2  # it looks twice as often, unless it is held up
+        if late and now_s > self._until_s + self._heartbeat_s:
+            self._until_s = now_s + self._heartbeat_s
+        return self._away or now_s < self._until_s
+
+    def seen(self) -> None:
+        """The database has answered."""
+        self._seen_s = self._clock()
+        if self._away:
+            self._away = False
+            self._until_s = self._seen_s + self._heartbeat_s
+
+    def lost(self) -> None:
+        """The database has not answered."""
+        self._away = True

@@ -1,16 +1,51 @@
-"""What the store answers with. Times are UTC."""
+"""Records of the store and the configuration of a job. Times are UTC."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 from uuid import UUID
 
-from api.jobs.config import JobConfig
-from optpipe.gap import gap_of
-from optpipe.schedule import Schedule
+from pydantic import AfterValidator, Field, StrictInt
+
+from optpipe.document import Document, shown
+from optpipe.problem import reject
+from optpipe.schedule import Schedule, relative_gap
+from solver.methods import METHODS
+
+
+def _method(name: str) -> str:
+    if name not in METHODS:
+        raise reject("unknown_method", f"is {shown(name)} but must be one of: {', '.join(METHODS)}")
+    return name
+
+
+def _plain(text: str) -> str:
+    if not text.isprintable():
+        raise reject("not_printable", "holds a control character or half of a surrogate pair")
+    return text
+
+
+Label = Annotated[str, Field(max_length=200), AfterValidator(_plain)]
+Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain)]
+
+
+class JobConfig(Document):
+    """The method and its limits. Tighter caps of an installation are in `Settings`."""
+
+    method: Annotated[str, AfterValidator(_method)] = "auto"
+    time_limit_s: float = Field(default=30.0, ge=0.01, le=1e6, allow_inf_nan=False)
+    gap: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    workers: StrictInt = Field(default=1, ge=1, le=1024)
+    """Threads of the solve."""
+    seed: StrictInt = Field(default=0, ge=0, le=2**31 - 1)
+    priority: StrictInt = Field(default=0, ge=-100, le=100)
+    """Higher ones are solved first."""
+    name: Label = ""
+    tags: list[Tag] = Field(default=[], max_length=20)
+
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
@@ -52,7 +87,7 @@ class Job:
         """``(value - bound) / value``; None before there is a schedule."""
         if self.value_us is None or self.bound_us is None:
             return None
-        return gap_of(self.value_us, self.bound_us)
+        return relative_gap(self.value_us, self.bound_us)
 
     @property
     def ended(self) -> bool:
@@ -133,19 +168,19 @@ class Counts:
     """Figures for metrics, over all keys.
 
     `jobs` has every status. `queue_age_s`: how long the job that waits longest has waited (0: none waits).
-    `silence_s`: how long the quietest running job has been without a heartbeat. `workers`: those that run a job now.
-    `totals`: what all workers have counted, by name and label (`api.jobs.totals`).
+    `heartbeat_age_s`: how long the quietest running job has been without a heartbeat. `workers`: those that run a job
+    now. `totals`: what all workers have counted, by name and label (`api.jobs.queries`).
     """
 
     jobs: Mapping[Status, int]
     queue_age_s: float
-    silence_s: float
+    heartbeat_age_s: float
     workers: int
     totals: Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """How a job ended; `schedule`, where there is one, is verified and the best that is known."""
 
     status: Status

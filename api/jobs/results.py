@@ -1,34 +1,38 @@
-"""What was solved before, in a table: one row for all problems that are equal up to names and units.
+"""Stored results: the best schedule of each job, and solutions shared by equal problems.
 
-The same rules as those of `solver.cache`, which keeps files for the command line. For an equal problem the orders are
-timed and verified anew, and the document is written. It is the `Answer` to that problem, when it comes word for word.
+Solutions of equal problems follow the rules of `solver.cache`, which keeps files for the command line. For an equal
+problem the orders are timed and verified anew, and the document is written. It is the `Answer` to that problem, when it
+comes word for word.
+
+Every schedule that is written here comes from `solver.build`, which verifies it. A document lies under the digest of
+its text and is never changed, so what is read later, for whichever job, is what was verified then.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, cast
+from uuid import UUID
 
 from sqlalchemy import bindparam, case, delete, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from api.jobs.best import write_document
-from api.jobs.config import JobConfig
-from api.jobs.direct import Statement
-from api.jobs.tables import answers, solved_problems
+from api.errors import NoScheduleError
+from api.jobs.database import Statement
+from api.jobs.queries import OWNED, not_found
+from api.jobs.records import TERMINAL, BestSchedule, JobConfig
+from api.jobs.tables import AnyRow, answers, documents, incumbents, jobs, schedules, solved_problems
 from optpipe.errors import OptPipeError
-from optpipe.gap import gap_of
-from optpipe.orders import Orders
+from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from solver.cache import CachedSchedule
-from solver.canonical import canonical
-from solver.finish import finish
+from optpipe.schedule import Schedule, relative_gap, schedule_text
+from solver.build import build_schedule
+from solver.cache import CachedSchedule, canonical_form
 from solver.limits import Limits
-from solver.orders_text import orders_data, read_orders
 
 USED_WITHIN = timedelta(hours=12)
 """That a row is used is noted so seldom: were it written each time, all who use it would wait for one another."""
@@ -44,7 +48,7 @@ class Equality:
     @classmethod
     def of(cls, problem: Problem) -> Equality:
         """That of a problem."""
-        form = canonical(problem)
+        form = canonical_form(problem)
         return cls(form.key, float(form.time_us))
 
 
@@ -67,7 +71,7 @@ class Answer:
     @property
     def gap(self) -> float:
         """Likewise."""
-        return gap_of(self.value_us, self.bound_us)
+        return relative_gap(self.value_us, self.bound_us)
 
 
 _ANSWER = Statement(
@@ -78,7 +82,7 @@ _ANSWER = Statement(
 _ROW = Statement(select(solved_problems).where(solved_problems.c.key == bindparam("key")))
 
 
-async def answer(connection: AsyncConnection, problem: bytes, config: JobConfig) -> Answer | None:
+async def find_answer(connection: AsyncConnection, problem: bytes, config: JobConfig) -> Answer | None:
     """The answer to the problem with this digest, if it was solved at least as well as is asked for."""
     row = await _ANSWER.one_or_none(connection, problem=problem)
     if row is None:
@@ -88,7 +92,7 @@ async def answer(connection: AsyncConnection, problem: bytes, config: JobConfig)
     return known if _will_do(known, row, config) else None
 
 
-async def lookup(connection: AsyncConnection, key: str) -> Any:
+async def find_solution(connection: AsyncConnection, key: str) -> Any:
     """The row of a key; None where there is none."""
     row = await _ROW.one_or_none(connection, key=key)
     if row is not None:
@@ -103,11 +107,11 @@ async def _use(connection: AsyncConnection, row: Any) -> None:
         await connection.execute(used)
 
 
-def schedule_of(row: Any, problem: Problem, equality: Equality, config: JobConfig) -> Schedule | None:
+def build_schedule_of_solution(row: Any, problem: Problem, equality: Equality, config: JobConfig) -> Schedule | None:
     """The schedule of a row in the problem's units, verified, if it was solved at least as well as is asked for."""
     try:
-        orders = read_orders(json.loads(row.orders))
-        schedule = finish(problem, orders, row.bound * equality.time_us, row.method, row.solve_seconds)
+        orders = orders_from_data(json.loads(row.orders))
+        schedule = build_schedule(problem, orders, row.bound * equality.time_us, row.method, row.solve_seconds)
     except (OptPipeError, ValueError, TypeError, KeyError):
         return None  # a row that some other program made or damaged counts as absent
     return schedule if _will_do(schedule, row, config) else None
@@ -119,7 +123,7 @@ def _will_do(known: Answer | Schedule, row: Any, config: JobConfig) -> bool:
     return CachedSchedule(cast(Schedule, known), row.asked, row.worker_s).answers(config.method, limits)
 
 
-async def remember(
+async def remember_answer(
     connection: AsyncConnection, row: Any, problem: bytes, schedule: Schedule, text: str
 ) -> Answer | None:
     """Write the document that was made of a row, as the answer to the problem with this digest from now on.
@@ -135,16 +139,16 @@ async def remember(
     return known
 
 
-async def start(connection: AsyncConnection, key: str) -> Orders | None:
+async def find_warm_start(connection: AsyncConnection, key: str) -> Orders | None:
     """Orders of an equal problem, where a search can begin."""
     row = (await connection.execute(select(solved_problems.c.orders).where(solved_problems.c.key == key))).one_or_none()
     try:
-        return read_orders(json.loads(row.orders)) if row else None
+        return orders_from_data(json.loads(row.orders)) if row else None
     except (ValueError, TypeError, KeyError):
-        return None  # see `schedule_of`
+        return None  # see `build_schedule_of_solution`
 
 
-async def keep(
+async def keep_solution(
     connection: AsyncConnection, schedule: Schedule, equality: Equality, asked: str, worker_s: float
 ) -> None:
     """Keep a verified schedule that the method `asked` found in `worker_s` (time times workers), unless a better one
@@ -157,7 +161,7 @@ async def keep(
         bound=schedule.bound_us / equality.time_us,
         method=schedule.method,
         solve_seconds=schedule.solve_seconds,
-        orders=json.dumps(orders_data(schedule.orders), separators=(",", ":")),
+        orders=json.dumps(orders_to_data(schedule.orders), separators=(",", ":")),
     )
     old, given = solved_problems.c, new.excluded
     better = tuple_(given.value, -given.worker_s) <= tuple_(old.value, -old.worker_s)
@@ -168,3 +172,75 @@ async def keep(
         new.on_conflict_do_update(index_elements=["key"], set_={**values, "bound": bound, "used_at": func.now()})
     )
     await connection.execute(delete(answers).where(answers.c.key == equality.key))  # it may be another one from now on
+
+
+async def keep_orders(connection: AsyncConnection, job: AnyRow, schedule: Schedule) -> None:
+    """Keep the orders of a verified schedule as the best of a job, whose row this is."""
+    values = {
+        "revision": job.revision,
+        "attempt": job.attempt,
+        "value_us": schedule.value_us,
+        "bound_us": schedule.bound_us,
+        "method": schedule.method,
+        "seconds": schedule.solve_seconds,
+        "orders": json.dumps(orders_to_data(schedule.orders), separators=(",", ":")),
+    }
+    new = insert(incumbents).values(job_id=job.id, **values)
+    await connection.execute(new.on_conflict_do_update(index_elements=["job_id"], set_=values))
+
+
+async def keep_document(connection: AsyncConnection, job: AnyRow, text: str) -> None:
+    """Keep the final document of a job."""
+    digest = await write_document(connection, text)
+    await connection.execute(insert(schedules).values(job_id=job.id, revision=job.revision, document=digest))
+
+
+async def write_document(connection: AsyncConnection, text: str) -> bytes:
+    """Write a document unless it is there; its digest. `remove_old` leaves what was written in the last hour alone."""
+    digest = hashlib.sha256(text.encode()).digest()
+    new = insert(documents).values(digest=digest, text=text)
+    await connection.execute(new.on_conflict_do_update(index_elements=["digest"], set_={"written_at": func.now()}))
+    return digest
+
+
+_BEST = Statement(
+    select(
+        jobs.c.status,
+        jobs.c.problem,
+        incumbents.c.revision,
+        incumbents.c.bound_us,
+        incumbents.c.method,
+        incumbents.c.seconds,
+        incumbents.c.orders,
+        documents.c.text.label("document"),
+    )
+    .select_from(
+        jobs.outerjoin(incumbents, incumbents.c.job_id == jobs.c.id)
+        .outerjoin(schedules, schedules.c.job_id == jobs.c.id)
+        .outerjoin(documents, documents.c.digest == schedules.c.document)
+    )
+    .where(OWNED)
+)
+
+
+async def best_row(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> Any:
+    """What `best_schedule` needs. Raises NotFoundError, NoScheduleError."""
+    row = await _BEST.one_or_none(connection, job_id=job_id, owner=owner)
+    if row is None:
+        raise not_found(job_id)
+    if row.revision is None:
+        raise NoScheduleError(f"job {job_id} is {row.status} and has no schedule. Maybe its events tell why.")
+    return row
+
+
+def best_schedule(row: Any) -> BestSchedule:
+    """A row of `best_row` as a document."""
+    final = row.status in TERMINAL
+    if row.document is not None:
+        return BestSchedule(row.revision, final, row.document)
+    return BestSchedule(row.revision, final, schedule_text(load_schedule(Problem.from_json(row.problem), row)))
+
+
+def load_schedule(problem: Problem, row: Any) -> Schedule:
+    """The kept orders of a problem, timed and verified anew. `row`: of `incumbents`, or of `best_row`."""
+    return build_schedule(problem, orders_from_data(json.loads(row.orders)), row.bound_us, row.method, row.seconds)

@@ -1,4 +1,4 @@
-"""One job in a worker: solved in a thread, its incumbents stored as they come, its end stored once.
+"""One job from claim to end: solved in a child process, incumbents and the result stored.
 
 While the database is away the solve goes on, and what there is to store is stored when it is back.
 """
@@ -6,31 +6,130 @@ While the database is away the solve goes on, and what there is to store is stor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from threading import Lock
 
 import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from api.jobs import best, leases, solved
-from api.jobs.config import JobConfig
+from api.errors import DatabaseGoneError, LeaseLostError
+from api.jobs import leases, results
 from api.jobs.database import transaction
-from api.jobs.errors import DatabaseGoneError, LeaseLostError
 from api.jobs.leases import Lease
-from api.jobs.patience import Patience
-from api.jobs.records import Outcome
-from api.jobs.solved import Equality
-from api.jobs.solving import Solve, Task
-from api.jobs.worker_metrics import WorkerMetrics
+from api.jobs.queue import HeartbeatGrace
+from api.jobs.records import JobConfig, JobResult
+from api.jobs.results import Equality
 from optpipe.errors import OptPipeError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.finish import finish
-from solver.limits import Cancel
-from solver.process import ChildResult, Heartbeat, Incumbent, SolverDiedError
+from solver.build import build_schedule
+from solver.limits import Cancel, Limits
+from solver.process import Child, ChildResult, Heartbeat, Incumbent, SolverDiedError, solve_in_child
+
+OnEvent = Callable[[Incumbent | Heartbeat], None]
+
+
+@dataclass(frozen=True)
+class SolveRequest:
+    """One solve: the problem, how, the memory it may hold, how to cancel it, and orders that it begins from."""
+
+    problem: Problem
+    config: JobConfig
+    memory_limit_bytes: int | None
+    cancel: Cancel
+    starts: Sequence[Orders]
+
+    def limits(self) -> Limits:
+        """The limits of a solve that begins now."""
+        config = self.config
+        return Limits(config.time_limit_s, config.gap, config.workers, config.seed, self.cancel)
+
+
+Solve = Callable[[SolveRequest, OnEvent], ChildResult]
+"""What solves a task in the calling thread, raising as `solve_in_child` does."""
+
+
+class ChildSolver:
+    """Solves in child processes. One is kept ready: loading the solvers takes longer than many a solve.
+
+    `prepare` must be called by a thread that lives as long as this object: on Linux the child dies with its maker.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._spare: Child | None = None
+
+    def prepare(self) -> None:
+        """Start a child for the next solve, unless one is there."""
+        with self._lock:
+            if self._spare is None:
+                self._spare = Child()
+
+    def close(self) -> None:
+        """End the one that is kept ready."""
+        spare = self._take()
+        if spare is not None:
+            with spare:
+                pass
+
+    def __call__(self, task: SolveRequest, on_event: OnEvent) -> ChildResult:
+        """Solve in the child that was kept ready, or else in a new one."""
+        spare = self._take()
+        if spare is not None and not _runs(spare.pid):
+            with spare:
+                spare = None
+        return solve_in_child(
+            task.problem,
+            task.config.method,
+            task.limits(),
+            task.memory_limit_bytes,
+            on_event,
+            child=spare,
+            starts=task.starts,
+        )
+
+    def _take(self) -> Child | None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare
+
+
+def _runs(pid: int) -> bool:
+    """Whether a child has not ended; it stays to be waited for."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
+
+
+class WorkerMetrics:
+    """The figures of one worker."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.heartbeats = Counter("optpipe_worker_heartbeats", "Heartbeats stored.", registry=registry)
+        self.refused = Counter("optpipe_worker_refused", "Jobs that were no longer this worker's.", registry=registry)
+        self.solving = Gauge("optpipe_worker_solving", "Jobs that it solves now.", registry=registry)
+
+    @contextmanager
+    def served(self, host: str, port: int | None) -> Iterator[None]:
+        """Answer on a port of its own within this context; None: nowhere."""
+        if port is None:
+            yield
+            return
+        server, thread = start_http_server(port, host, self.registry)
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
 
 BEAT_S = 0.3
 """Between two heartbeats: a cancel request comes back with one."""
@@ -53,7 +152,7 @@ class Workplace:
     solve: Solve
     memory_limit_bytes: int | None
     metrics: WorkerMetrics
-    patience: Patience
+    patience: HeartbeatGrace
 
 
 @dataclass(frozen=True)
@@ -79,13 +178,13 @@ class Prepared:
         bound_us = max(found.bound_us, other.bound_us)
         if bound_us <= chosen.bound_us:
             return chosen
-        return finish(self.problem, chosen.orders, bound_us, chosen.method, chosen.solve_seconds)
+        return build_schedule(self.problem, chosen.orders, bound_us, chosen.method, chosen.solve_seconds)
 
 
 def _known(problem: Problem, lease: Lease) -> Schedule | None:
     """The best schedule of earlier attempts; None where it is not one by the rules of this program."""
     try:
-        return best.schedule_of(problem, lease.best) if lease.best else None
+        return results.load_schedule(problem, lease.best) if lease.best else None
     except (OptPipeError, ValueError, TypeError, KeyError):
         return None
 
@@ -133,7 +232,7 @@ class Run:
             await self._store(lambda: self._end(outcome))
             return
         self._best = prepared.known
-        task = Task(
+        task = SolveRequest(
             prepared.problem,
             prepared.config,
             self._place.memory_limit_bytes,
@@ -153,7 +252,7 @@ class Run:
         starts = [prepared.known.orders] if prepared.known else []
         with suppress(DatabaseGoneError):
             async with transaction(self._place.engine) as connection:
-                equal = await solved.start(connection, prepared.equality.key)
+                equal = await results.find_warm_start(connection, prepared.equality.key)
             starts += [equal] if equal else []
         return starts
 
@@ -203,7 +302,7 @@ class Run:
             return
         try:
             found = await asyncio.to_thread(
-                finish, prepared.problem, heard.orders, heard.bound_us, heard.method, heard.seconds
+                build_schedule, prepared.problem, heard.orders, heard.bound_us, heard.method, heard.seconds
             )
         except OptPipeError as error:
             self._log.error("an incumbent is wrong", method=heard.method, error=str(error))
@@ -231,19 +330,19 @@ class Run:
         if result is not None and outcome.schedule is not None:
             await self._keep(prepared, outcome.schedule, result)
 
-    def _outcome(self, prepared: Prepared, result: ChildResult) -> Outcome:
+    def _outcome(self, prepared: Prepared, result: ChildResult) -> JobResult:
         schedule = prepared.better(result.schedule, self._best)
         if result.limit == "interrupted" and self._cancelled:
-            return Outcome("cancelled", schedule, schedule.status if schedule else "no_solution", "interrupted")
+            return JobResult("cancelled", schedule, schedule.status if schedule else "no_solution", "interrupted")
         if schedule is None:
-            return Outcome("failed", None, result.reason, result.limit, str(result.error))
-        return Outcome("succeeded", schedule, schedule.status, None if schedule.status == "optimal" else result.limit)
+            return JobResult("failed", None, result.reason, result.limit, str(result.error))
+        return JobResult("succeeded", schedule, schedule.status, None if schedule.status == "optimal" else result.limit)
 
     @staticmethod
-    def _failed(schedule: Schedule | None, error: str) -> Outcome:
-        return Outcome("failed", schedule, schedule.status if schedule else "no_solution", None, error)
+    def _failed(schedule: Schedule | None, error: str) -> JobResult:
+        return JobResult("failed", schedule, schedule.status if schedule else "no_solution", None, error)
 
-    async def _end(self, outcome: Outcome) -> None:
+    async def _end(self, outcome: JobResult) -> None:
         await leases.end(self._place.engine, self.lease, outcome, self._beats)
         self._log.info("job ended", status=outcome.status, reason=outcome.reason, limit=outcome.limit)
 
@@ -261,4 +360,6 @@ class Run:
         given_s = config.time_limit_s if result.limit in (None, "time") else schedule.solve_seconds
         with suppress(DatabaseGoneError):
             async with transaction(self._place.engine) as connection:
-                await solved.keep(connection, schedule, prepared.equality, config.method, given_s * config.workers)
+                await results.keep_solution(
+                    connection, schedule, prepared.equality, config.method, given_s * config.workers
+                )

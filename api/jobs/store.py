@@ -1,4 +1,4 @@
-"""Jobs as the routes see them: one object a process, safe for any number of tasks of its event loop.
+"""Job store of the routes: one object per process, safe for concurrent tasks of its event loop.
 
 Every method raises DatabaseGoneError where the database does not answer within seconds. `owner` is the id of the
 caller's key, None where none is asked for; a job of another owner is not there.
@@ -7,29 +7,31 @@ caller's key, None where none is asked for; a job of another owner is not there.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import re
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Self
-from uuid import UUID
+from typing import Any, Self
+from uuid import UUID, uuid4
 
-from sqlalchemy import text
+from sqlalchemy import bindparam, func, insert, select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from api.jobs import best, keys, queue, reading
-from api.jobs.arrivals import Request
-from api.jobs.caps import room_of
-from api.jobs.config import JobConfig
-from api.jobs.database import for_reading, make_engine, transaction
-from api.jobs.errors import ConflictError, DatabaseGoneError
-from api.jobs.history import CANCEL, CHANGED, change, notify
-from api.jobs.listener import Listener
+from api.errors import ConflictError, DatabaseGoneError, NotFoundError
+from api.jobs import queries, queue, results
+from api.jobs.database import Listener, Statement, for_reading, make_engine, transaction
 from api.jobs.migrate import head_revision
-from api.jobs.records import ApiKey, BestSchedule, Counts, Event, Job, NewApiKey, Page, Status, Submission
-from api.jobs.submitting import Submissions
-from api.jobs.tables import jobs, schedules
+from api.jobs.queries import CANCEL, CHANGED, change_job, notify
+from api.jobs.records import ApiKey, BestSchedule, Counts, Event, Job, JobConfig, NewApiKey, Page, Status, Submission
+from api.jobs.submit import Request, Submissions, load_usage
+from api.jobs.tables import api_keys, jobs, schedules
 from api.settings import Settings
+from optpipe.errors import InputError, Issue
 from optpipe.problem import Problem
 
 LOOK_AGAIN_S = 5.0
@@ -78,12 +80,12 @@ class Store:
     async def get(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """The job. Raises NotFoundError."""
         async with transaction(self._reading) as connection:
-            return await reading.job(connection, job_id, owner)
+            return await queries.job(connection, job_id, owner)
 
     async def problem(self, job_id: UUID, owner: UUID | None = None) -> Problem:
         """The problem of a job. Raises NotFoundError."""
         async with transaction(self._reading) as connection:
-            found = await reading.problem_text(connection, job_id, owner)
+            found = await queries.problem_text(connection, job_id, owner)
         return await asyncio.to_thread(Problem.from_json, found)
 
     async def list_jobs(
@@ -96,7 +98,7 @@ class Store:
     ) -> Page:
         """At most `limit` jobs, newest first, from where the cursor's page ended. Raises BadCursorError."""
         async with transaction(self._reading) as connection:
-            return await reading.page(connection, owner, status, tag, limit, cursor)
+            return await queries.page(connection, owner, status, tag, limit, cursor)
 
     async def cancel(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """Cancel a job: at once where it waits, by its worker within a second where it runs; keeps its best schedule.
@@ -105,19 +107,19 @@ class Store:
         Raises NotFoundError.
         """
         async with transaction(self._engine) as connection:
-            job = await reading.locked(connection, job_id, owner)
+            job = await queries.locked(connection, job_id, owner)
             if job.status == "queued":
                 await queue.remove(connection, job.queue_id, "canceled")
-                await change(connection, job_id, "status", **reading.cancelled(job))
+                await change_job(connection, job_id, "status", **queries.cancelled(job))
             elif job.status == "running":
                 await connection.execute(jobs.update().where(jobs.c.id == job_id).values(cancel_requested=True))
                 await notify(connection, CANCEL, job_id)
-            return await reading.job(connection, job_id, owner)
+            return await queries.job(connection, job_id, owner)
 
     async def delete(self, job_id: UUID, owner: UUID | None = None) -> None:
         """Remove a job with all that belongs to it. Raises NotFoundError; ConflictError while it runs."""
         async with transaction(self._engine) as connection:
-            job = await reading.locked(connection, job_id, owner)
+            job = await queries.locked(connection, job_id, owner)
             if job.status == "running":
                 raise ConflictError(f"job {job_id} is running. Maybe cancel it first.")
             if job.queue_id is not None:
@@ -129,20 +131,20 @@ class Store:
         """Queue an ended job again; it begins from its best schedule. Raises NotFoundError, TooManyError;
         ConflictError where it has not ended."""
         async with transaction(self._engine) as connection:
-            job = await reading.locked(connection, job_id, owner)
+            job = await queries.locked(connection, job_id, owner)
             if job.finished_at is None:
                 raise ConflictError(f"job {job_id} is {job.status}, and only one that has ended can be tried again.")
-            (await room_of(connection, self.settings, owner)).check()
+            (await load_usage(connection, self.settings, owner)).check()
             await connection.execute(schedules.delete().where(schedules.c.job_id == job_id))
             queue_id = await queue.enqueue(connection, job_id, job.config["priority"])
-            await change(connection, job_id, "status", queue_id=queue_id, **reading.AS_NEW)
-            return await reading.job(connection, job_id, owner)
+            await change_job(connection, job_id, "status", queue_id=queue_id, **queries.AS_NEW)
+            return await queries.job(connection, job_id, owner)
 
     async def best_schedule(self, job_id: UUID, owner: UUID | None = None) -> BestSchedule:
         """The best schedule so far, verified. Raises NotFoundError, NoScheduleError."""
         async with transaction(self._reading) as connection:
-            row = await best.row_of(connection, job_id, owner)
-        return best.best_schedule(row) if row.document else await asyncio.to_thread(best.best_schedule, row)
+            row = await results.best_row(connection, job_id, owner)
+        return results.best_schedule(row) if row.document else await asyncio.to_thread(results.best_schedule, row)
 
     async def events(self, job_id: UUID, owner: UUID | None = None, after: int = 0, wait_s: float = 0) -> list[Event]:
         """The events with a revision above `after`, in order; where there is none yet, wait up to `wait_s` for one.
@@ -155,7 +157,7 @@ class Store:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
-                    found = await reading.events_after(connection, job_id, owner, after)
+                    found = await queries.events_after(connection, job_id, owner, after)
                 left_s = until - time.monotonic()
                 if found or left_s <= 0:
                     return found
@@ -189,27 +191,27 @@ class Store:
     async def counts(self) -> Counts:
         """Figures for metrics."""
         async with transaction(self._reading) as connection:
-            return await reading.counts(connection)
+            return await queries.counts(connection)
 
     async def create_key(self, name: str) -> NewApiKey:
         """A new bearer key; only a hash of it is stored. Raises InputError for a name that cannot be shown."""
         async with transaction(self._engine) as connection:
-            return await keys.create(connection, name)
+            return await create_key(connection, name)
 
     async def list_keys(self) -> list[ApiKey]:
         """All keys, oldest first, revoked ones too."""
         async with transaction(self._reading) as connection:
-            return await keys.listed(connection)
+            return await list_keys(connection)
 
     async def revoke_key(self, key_id: UUID) -> ApiKey:
         """Make a key useless from now on. Its jobs stay. Raises NotFoundError."""
         async with transaction(self._engine) as connection:
-            return await keys.revoke(connection, key_id)
+            return await revoke_key(connection, key_id)
 
     async def verify_key(self, secret: str) -> ApiKey | None:
         """The key that a caller sent, if it is one and is not revoked; compared in constant time."""
         async with transaction(self._reading) as connection:
-            return await keys.verified(connection, secret)
+            return await verify_key(connection, secret)
 
     @contextmanager
     def _told(self, job_id: UUID) -> Iterator[asyncio.Event]:
@@ -231,3 +233,55 @@ class Store:
         for waiting in self._waiting.values():
             for told in waiting:
                 told.set()
+
+
+_SECRET = re.compile(r"optpipe_([0-9a-f]{32})_[A-Za-z0-9_-]{43}", re.ASCII)
+_NO_HASH = bytes(32)
+
+LONGEST_NAME = 200
+
+
+async def create_key(connection: AsyncConnection, name: str) -> NewApiKey:
+    """Make a key and store its hash. Raises InputError for a name that cannot be shown."""
+    if not name.isprintable() or not 1 <= len(name) <= LONGEST_NAME:
+        detail = f"is {name!r:.80} but must be 1 to {LONGEST_NAME} characters that can be shown."
+        raise InputError([Issue("name", "bad_name", detail)])
+    key_id = uuid4()
+    secret = f"optpipe_{key_id.hex}_{secrets.token_urlsafe(32)}"
+    made = insert(api_keys).values(id=key_id, name=name, hash=_hash(secret)).returning(api_keys)
+    return NewApiKey(_key((await connection.execute(made)).one()), secret)
+
+
+async def list_keys(connection: AsyncConnection) -> list[ApiKey]:
+    """All keys, oldest first."""
+    return [_key(row) for row in await connection.execute(select(api_keys).order_by(api_keys.c.created_at))]
+
+
+async def revoke_key(connection: AsyncConnection, key_id: UUID) -> ApiKey:
+    """End a key. Raises NotFoundError."""
+    ended = func.coalesce(api_keys.c.revoked_at, func.now())
+    revoked = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=ended).returning(api_keys)
+    row = (await connection.execute(revoked)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"there is no key {key_id}. Maybe see 'optpipe keys list'.")
+    return _key(row)
+
+
+_KEY = Statement(select(api_keys).where(api_keys.c.id == bindparam("key_id")))
+
+
+async def verify_key(connection: AsyncConnection, secret: str) -> ApiKey | None:
+    """The key of a secret, if there is one that is not revoked. How long it takes says nothing about the secret."""
+    match = _SECRET.fullmatch(secret)
+    key_id = UUID(match[1]) if match else UUID(int=0)
+    row = await _KEY.one_or_none(connection, key_id=key_id)
+    same = hmac.compare_digest(row.hash if row else _NO_HASH, _hash(secret))
+    return _key(row) if row is not None and same and row.revoked_at is None else None
+
+
+def _hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode(errors="replace")).digest()
+
+
+def _key(row: Any) -> ApiKey:
+    return ApiKey(row.id, row.name, row.created_at, row.revoked_at)

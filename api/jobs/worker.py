@@ -14,17 +14,12 @@ from uuid import UUID, uuid4
 
 import structlog
 
+from api.errors import DatabaseGoneError
 from api.jobs import leases, queue
-from api.jobs.database import make_engine
-from api.jobs.ending import end_tasks
-from api.jobs.errors import DatabaseGoneError
-from api.jobs.history import CANCEL
-from api.jobs.listener import Listener
-from api.jobs.patience import Patience
-from api.jobs.retention import remove_old
-from api.jobs.runs import Run, Workplace
-from api.jobs.solving import Solve
-from api.jobs.worker_metrics import WorkerMetrics
+from api.jobs.database import Listener, end_tasks, make_engine
+from api.jobs.queries import CANCEL, remove_old
+from api.jobs.queue import HeartbeatGrace
+from api.jobs.run import Run, Solve, WorkerMetrics, Workplace
 from api.settings import Settings
 from solver.process import available_bytes
 
@@ -52,7 +47,7 @@ class Worker:
         self._engine = make_engine(url)
         self._executor = ThreadPoolExecutor(settings.solves, "solve")
         self._wake = asyncio.Event()
-        self._patience = Patience(settings.heartbeat_s)
+        self._patience = HeartbeatGrace(settings.heartbeat_s)
         self._place = Workplace(
             self._engine, self._executor, solve, _memory_limit_bytes(settings), self.metrics, self._patience
         )
@@ -96,9 +91,11 @@ class Worker:
         if free == 0:
             return
         try:
-            silence_s = leases.FOREVER_S if self._patience.asked_for else self.settings.heartbeat_s
-            mine = {run.lease.job_id for run in self._runs}
-            claimed = await leases.claim(self._engine, self.id, free, self.settings.solves, silence_s, mine)
+            heartbeat_timeout_s = leases.FOREVER_S if self._patience.asked_for else self.settings.heartbeat_s
+            running_ids = {run.lease.job_id for run in self._runs}
+            claimed = await leases.claim(
+                self._engine, self.id, free, self.settings.solves, heartbeat_timeout_s, running_ids
+            )
         except DatabaseGoneError:
             self._patience.lost()
             return

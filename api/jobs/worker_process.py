@@ -15,11 +15,11 @@ from threading import Event, Thread
 import structlog
 
 from api.jobs.migrate import check_revision
-from api.jobs.solving import ChildSolver, Solve
+from api.jobs.run import ChildSolver, Solve
 from api.jobs.worker import STOP_S, Worker
 from api.settings import Settings
 from solver.process import import_path
-from solver.process.loading import load_verifier
+from solver.process.parent import load_verifier
 from solver.warm_up import warm_up_in_background
 
 PAUSE_S = (0.5, 30.0)

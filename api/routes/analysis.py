@@ -7,14 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from api.analysis import Analysis
-from api.auth import Owner
-from api.bodies import JsonBody
-from api.comparison import Comparison
-from api.openapi import json_request
-from api.routes.responses import WITH_BODY, errors
+from api.analysis import Analysis, Comparison
+from api.middleware import JsonBody, Owner
+from api.models import ProblemBody
+from api.openapi import WITH_BODY, errors, json_request
 from api.service import TheService
-from api.submissions import ProblemBody
 from optpipe.schedule import Schedule
 
 router = APIRouter(prefix="/v1", tags=["judgements"])

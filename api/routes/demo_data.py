@@ -11,8 +11,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
-from api.faults import problem
-from api.routes.responses import errors
+from api.errors import http_error
+from api.openapi import errors
 
 router = APIRouter(prefix="/v1/demo-data", tags=["demo data"])
 
@@ -58,5 +58,5 @@ async def demo_list() -> DemoList:
 async def demo_body(name: str) -> JSONResponse:
     """A body for POST /v1/schedules."""
     if name not in BODIES:
-        raise problem(HTTPStatus.NOT_FOUND, "not_found", f"the demo data are {', '.join(BODIES)}.")
+        raise http_error(HTTPStatus.NOT_FOUND, "not_found", f"the demo data are {', '.join(BODIES)}.")
     return JSONResponse(BODIES[name])

@@ -7,9 +7,9 @@ from uuid import UUID
 
 from fastapi import APIRouter, Header, Query, Response
 
-from api.auth import Owner
-from api.faults import unprocessable
-from api.routes.responses import errors
+from api.errors import unprocessable
+from api.middleware import Owner
+from api.openapi import errors
 from api.service import TheService
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from api.faults import passing
+from api.errors import retry_later
 from api.models import HealthAnswer
-from api.routes.responses import errors
+from api.openapi import errors
 from api.service import TheService
 from optpipe.problem import Problem
-from solver.portfolio import solve
+from solver.solve import solve
 
 router = APIRouter(tags=["operations"])
 
@@ -52,7 +52,9 @@ async def ready(service: TheService) -> HealthAnswer:
     except TimeoutError:
         value_us = None
     if value_us != TOY_VALUE_US:
-        raise passing(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the toy problem was not solved as it must be.", 1)
+        raise retry_later(
+            HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the toy problem was not solved as it must be.", 1
+        )
     return HealthAnswer(status="ready")
 
 

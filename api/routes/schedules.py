@@ -15,15 +15,12 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from api.auth import Owner
-from api.bodies import JsonBody
 from api.jobs.records import Job, Status
-from api.models import CheckedAnswer, JobAnswer, JobsAnswer
-from api.openapi import json_request
-from api.routes.responses import WITH_BODY, errors
+from api.middleware import JsonBody, Owner
+from api.models import CheckedAnswer, JobAnswer, JobsAnswer, SubmissionBody, read_submission
+from api.openapi import WITH_BODY, errors, json_request
 from api.service import Service, TheService
-from api.submissions import SubmissionBody, read_submission
-from solver.size import count_ops
+from solver.scale import count_ops
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 

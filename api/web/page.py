@@ -12,17 +12,7 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from optpipe.plot.colours import (
-    BUDGET,
-    FAINT_INK,
-    GRID,
-    IDLE,
-    INK,
-    LIGHTEST,
-    MEMORY_EDGE,
-    MEMORY_FILL,
-    OP_LOOKS,
-)
+from optpipe.plot.style import BUDGET, FAINT_INK, GRID, IDLE, INK, LIGHTEST, MEMORY_EDGE, MEMORY_FILL, OP_LOOKS
 from solver.methods import METHODS
 
 STATIC = Path(__file__).parent / "static"

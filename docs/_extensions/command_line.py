@@ -20,7 +20,7 @@ def fill(_app: Sphinx, page: str, source: list[str]) -> None:
 
 def every_command() -> Iterator[str]:
     """Markdown: one section a command, in the order of `optpipe --help`."""
-    from optpipe.cli.commands import app
+    from optpipe.cli.app import app
 
     root = typer.main.get_command(app)
     context = typer.Context(root, info_name="optpipe")

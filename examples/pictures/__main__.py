@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from examples.pictures import any_timing, budgets, front, objectives, offload, passes, placements
-from optpipe.plot.output import encode, settings
+from optpipe.plot.figure import encode, settings
 from optpipe.plot.panel import Panel
 
 MODULES = (front, passes, objectives, budgets, offload, placements, any_timing)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optpipe.plot.colours import BUDGET, FAINT_INK, MEMORY_EDGE, MEMORY_FILL
 from optpipe.plot.panel import Lane, Panel
+from optpipe.plot.style import BUDGET, FAINT_INK, MEMORY_EDGE, MEMORY_FILL
 from optpipe.simulate import Floats, Simulation
 from optpipe.units import bytes_text, memory_unit
 

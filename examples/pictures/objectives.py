@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from examples.pictures.pipelines import optimum, pipeline
 from examples.pictures.sheet import COMPUTE, Rows, Strip, sheet
-from optpipe.plot.colours import INK
 from optpipe.plot.panel import Panel
+from optpipe.plot.style import INK
 from optpipe.problem import Objective
 from optpipe.simulate import Simulation
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Objective, Problem
 from optpipe.simulate import Simulation, simulate
 from solver.limits import Limits
-from solver.portfolio import solve
+from solver.solve import solve
 
 MS = 1000
 """Microseconds in a millisecond."""

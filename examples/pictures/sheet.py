@@ -9,12 +9,19 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 
 from examples.pictures.memory import draw_memory, highest_bytes
-from optpipe.orders import KINDS, STREAM_OF_KIND
-from optpipe.plot.boxes import Box, draw_boxes, draw_numbers
-from optpipe.plot.colours import FAINT_INK, IDLE, INK, op_colour
-from optpipe.plot.legend import memory_entries, op_entries
-from optpipe.plot.legend_row import draw_legend_row
-from optpipe.plot.panel import GUTTER_INCHES, Lane, Margins, Panel
+from optpipe.ops import KINDS, STREAM_OF_KIND
+from optpipe.plot.panel import (
+    GUTTER_INCHES,
+    Box,
+    Lane,
+    Margins,
+    Panel,
+    draw_boxes,
+    draw_numbers,
+    memory_entries,
+    op_entries,
+)
+from optpipe.plot.style import FAINT_INK, IDLE, INK, draw_legend_row, op_colour
 from optpipe.simulate import Simulation
 from optpipe.units import percent_text, time_unit
 
@@ -52,7 +59,7 @@ class Rows:
 
 
 def sheet(strips: Sequence[Strip]) -> tuple[Panel, Sequence[Rows]]:
-    """The picture, and where its rows are; call within `optpipe.plot.output.settings`."""
+    """The picture, and where its rows are; call within `optpipe.plot.figure.settings`."""
     layout = _layout(strips)
     longest_us = max(float(strip.timed.end_us.max()) for strip in strips)
     panel = Panel.of(WIDTH_INCHES, layout[-1].bottom, MARGINS, 0.0, longest_us, time_unit(longest_us))

@@ -1,11 +1,7 @@
-"""The command line: one file a command. The only place that knows all three packages.
+"""The command line: one file per command. The only place that knows all three packages.
 
 Exit codes: 0 done; 1 it ran and the answer is no; 2 bad usage or bad input; 3 proved infeasible; 4 time ran out with
 nothing found; 130 interrupted.
-
-    commands.py     the commands, put together
-    outcome.py      exit codes and messages
-    output.py       what commands print and write
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code of its outcome; errors become one message, never a traceback."""
     make_ready()
     try:
-        from optpipe.cli.outcome import run  # which takes a moment, in which the user may change their mind
+        from optpipe.cli.app import run  # which takes a moment, in which the user may change their mind
 
         code = run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:

@@ -1,17 +1,21 @@
-"""What becomes of a command: an exit code, and one message where it fails, never a traceback."""
+"""The commands put together, their exit codes, and one message per error."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optpipe.cli.commands import app
-from optpipe.cli.output import print_json
+from optpipe.cli import bench, compare, export, plan, profile, serve, solve, trace, train, verify
+from optpipe.cli.console import print_json
 from optpipe.document import shown
 from optpipe.errors import InfeasibleError, InputError, MissingExtraError, NoSolutionError, OptPipeError, TrainingError
 
@@ -104,3 +108,75 @@ def _refused_value(error: TyperException) -> str:
 
     cause = error.__cause__
     return f" {shown(cause.errors()[0]['input'])}" if isinstance(cause, ValidationError) else ""
+
+
+class _Commands(TyperGroup):
+    """Typer answers an interrupt with a bare exit code, which leaves nothing to print; an Abort comes through."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        with _interrupt_aborts():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _interrupt_aborts():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _interrupt_aborts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise typer.Abort from interrupt
+
+
+app = typer.Typer(
+    name="optpipe",
+    cls=_Commands,
+    help="Schedules for pipeline-parallel training: solved, proved, compared, and run as planned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"optpipe {version('optpipe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _help(command: Callable[..., int]) -> str:
+    """Its docstring, each paragraph one line for the terminal to break: typer would keep the breaks of the source."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+
+
+for name, command in (
+    ("solve", solve.command),
+    ("profile", profile.command),
+    ("plan", plan.command),
+    ("methods", solve.methods),
+    ("verify", verify.command),
+    ("compare", compare.command),
+    ("plot", verify.plot),
+    ("export", export.command),
+    ("train", train.command),
+    ("trace", trace.command),
+    ("bench", bench.command),
+    ("serve", serve.command),
+    ("worker", serve.worker),
+):
+    app.command(name=name, help=_help(command))(command)
+app.add_typer(serve.keys, name="keys")

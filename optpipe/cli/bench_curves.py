@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optpipe.plot.value_over_time import Curve, InstanceCurves
-from solver.bench.cases import Case
-from solver.bench.measure import Measured
+from solver.regression.run import Case, MeasuredRun
 
-Run = tuple[Case, Measured]
+Run = tuple[Case, MeasuredRun]
 
 
-def curves_of(runs: Sequence[Run]) -> list[InstanceCurves]:
+def build_curves(runs: Sequence[Run]) -> list[InstanceCurves]:
     """One chart for each instance on which some run found a schedule, in the order of the runs."""
     by_instance: dict[str, list[Run]] = {}
     for case, measured in runs:
@@ -32,7 +31,7 @@ def _chart(instance: str, runs: Sequence[Run]) -> InstanceCurves:
     )
 
 
-def _curve(method: str, measured: Measured) -> Curve:
+def _curve(method: str, measured: MeasuredRun) -> Curve:
     figures = measured.figures
     assert figures is not None
     points = [(point.seconds, point.value_us) for point in measured.curve]

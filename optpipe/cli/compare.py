@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.compiling import compile_once
-from optpipe.cli.interrupt import ctrl_c_cancels
-from optpipe.cli.names import names_in
-from optpipe.cli.output import AsJson, check_writable, doing, print_json, stderr, stdout, table
+from optpipe.cli.console import (
+    AsJson,
+    check_writable,
+    compile_once,
+    ctrl_c_cancels,
+    doing,
+    names_in,
+    print_json,
+    stderr,
+    stdout,
+    table,
+)
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.units import share_text, us_text
@@ -56,7 +64,7 @@ def command(
     for name in names:
         method_named(name)
     if plot:
-        from optpipe.plot.output import format_of
+        from optpipe.plot.figure import format_of
 
         format_of(plot)
         check_writable(plot)
@@ -96,8 +104,8 @@ def _run(problem: Problem, name: str, limits: Limits) -> Row:
 def _schedule(problem: Problem, name: str, limits: Limits) -> Schedule:
     """A published schedule is made here; a search runs in a process of its own, whose limits hold whatever it does."""
     from solver.methods import METHODS
-    from solver.portfolio import solve
     from solver.process import solve_in_child
+    from solver.solve import solve
 
     if METHODS[name].kind == "published":
         return solve(problem, name, limits)

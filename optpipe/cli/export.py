@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optpipe.cli.compiling import compile_once
-from optpipe.cli.output import AsJson, check_writable, doing, print_json, stderr, stdout, write_whole
+from optpipe.cli.console import AsJson, check_writable, compile_once, doing, print_json, stderr, stdout, write_whole
 from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:
@@ -137,8 +136,7 @@ def _write_model(problem: Problem, to: Literal[Format.LP, Format.MPS], output: P
 
 
 def _chrome_trace_text(loaded: Schedule | Trace) -> str:
-    from optpipe.export.chrome_trace import chrome_trace
-    from optpipe.export.measured_chrome_trace import measured_chrome_trace
+    from optpipe.export.chrome_trace import chrome_trace, measured_chrome_trace
     from optpipe.trace import Trace
 
     events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)

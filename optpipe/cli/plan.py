@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.compiling import compile_once
-from optpipe.cli.interrupt import ctrl_c_cancels
-from optpipe.cli.names import names_in
-from optpipe.cli.output import (
+from optpipe.cli.console import (
     AsJson,
     check_writable,
+    compile_once,
+    ctrl_c_cancels,
     doing,
+    names_in,
+    parse_share,
+    parse_size,
     print_json,
     stderr,
     stdout,
     table,
     write_whole,
 )
-from optpipe.cli.size import parse_share, parse_size
 from optpipe.cli.solve import TimeLimit
 from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError
@@ -110,7 +111,7 @@ def command(
             raise KeyboardInterrupt
         raise _nothing_found(judged)
     if output:
-        from optpipe.schedule_text import schedule_text
+        from optpipe.schedule import schedule_text
 
         write_whole(output, schedule_text(schedule))
     if as_json:
@@ -138,7 +139,7 @@ def _search(
     objective: str,
 ) -> Search:
     """What to choose from; everything wrong with the options at once."""
-    from optpipe.placements import USUAL, placement_named
+    from optpipe.partition import USUAL, placement_named
     from solver.layout.candidates import Search
 
     issues: list[Issue] = []

@@ -1,19 +1,24 @@
-"""`optpipe serve`: the HTTP service with its page, a worker unless told otherwise, and a PostgreSQL of its own unless
-one is given."""
+"""`optpipe serve`, `optpipe worker` and `optpipe keys`: the HTTP service, its workers and its keys."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from uuid import UUID
 
 import typer
 
-from optpipe.extras import needs_extra
+from optpipe.cli.console import AsJson, print_json, stdout, table
+from optpipe.errors import InputError, Issue, needs_extra
 
 if TYPE_CHECKING:
+    from api.jobs.records import ApiKey
+    from api.jobs.store import Store
     from api.settings import Settings
+
 
 DatabaseUrl = Annotated[
     str | None,
@@ -44,12 +49,12 @@ def command(
 
         from api.app import create_app
         from api.jobs.migrate import migrate
-        from api.jobs.process import kept_worker
-        from api.logs import configure_logs
+        from api.jobs.worker_process import kept_worker
+        from api.logging import configure_logging
         from api.settings import Settings
 
     settings = Settings.load(host=host, port=port, database_url=database_url, serve_workers=workers)
-    configure_logs(settings.log_json)
+    configure_logging(settings.log_json)
     with ExitStack() as parts:
         parts.enter_context(suppress(KeyboardInterrupt))
         parts.enter_context(_signals_interrupt())
@@ -110,3 +115,104 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def worker(
+    database_url: DatabaseUrl = None,
+    until_stdin_ends: Annotated[
+        bool, typer.Option("--until-stdin-ends", hidden=True, help="Stop with the process that started this one.")
+    ] = False,
+) -> int:
+    """Solve jobs of a service, beside its other workers. Ctrl-C or SIGTERM gives back what is not done.
+
+    How many jobs at a time: OPTPIPE_SOLVES; their memory: OPTPIPE_JOB_MEMORY_BYTES; metrics: OPTPIPE_METRICS_PORT.
+    """
+    with needs_extra("serve", "a worker"):
+        from api.jobs.worker_process import run_worker
+        from api.logging import configure_logging
+        from api.settings import Settings
+
+    settings = Settings.load(database_url=database_url)
+    if settings.database_url is None:
+        detail = "is not given. Maybe --database-url postgresql://..., or OPTPIPE_DATABASE_URL."
+        raise InputError([Issue("database_url", "missing", detail)])
+    configure_logging(settings.log_json)
+    run_worker(settings, until_stdin_ends=until_stdin_ends)
+    return 0
+
+
+T = TypeVar("T")
+
+keys = typer.Typer(
+    help="Keys of the service's callers: create, list, revoke. Only hashes are stored.", no_args_is_help=True
+)
+
+
+@keys.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Who or what it is for.")],
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> int:
+    """Make a key and print its secret, now and never again."""
+    made = _with_store(database_url, lambda store: store.create_key(name))
+    if as_json:
+        print_json(_data(made.key) | {"secret": made.secret})
+    else:
+        print(made.secret)
+    return 0
+
+
+@keys.command("list")
+def list_keys(database_url: DatabaseUrl = None, as_json: AsJson = False) -> int:
+    """All keys, revoked ones too."""
+    keys = _with_store(database_url, lambda store: store.list_keys())
+    if as_json:
+        print_json([_data(key) for key in keys])
+        return 0
+    rows = table("id", "name", "created", "revoked")
+    for data in map(_data, keys):
+        rows.add_row(data["id"], data["name"], data["created_at"], data["revoked_at"] or "")
+    stdout().print(rows)
+    return 0
+
+
+@keys.command()
+def revoke(
+    key: Annotated[UUID, typer.Argument(help="Its id, as `optpipe keys list` shows it.")],
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> int:
+    """Make a key useless from now on. Its jobs stay."""
+    revoked = _with_store(database_url, lambda store: store.revoke_key(key))
+    if as_json:
+        print_json(_data(revoked))
+    else:
+        print(f"revoked {revoked.id} ({revoked.name})")
+    return 0
+
+
+def _with_store(database_url: str | None, ask: Callable[[Store], Awaitable[T]]) -> T:
+    """What a store answers: on the given database, or the service's own one, whether it runs or not."""
+    with needs_extra("serve", "a store of keys"):
+        from api.jobs.migrate import migrate
+        from api.jobs.store import Store
+        from api.settings import Settings
+
+    async def answer(settings: Settings) -> T:
+        async with Store(settings) as store:
+            return await ask(store)
+
+    with with_database(Settings.load(database_url=database_url), shared=True) as settings:
+        assert settings.database_url is not None
+        migrate(settings.database_url.get_secret_value())
+        return asyncio.run(answer(settings))
+
+
+def _data(key: ApiKey) -> dict[str, Any]:
+    return {
+        "id": str(key.id),
+        "name": key.name,
+        "created_at": key.created_at.isoformat(timespec="seconds"),
+        "revoked_at": key.revoked_at.isoformat(timespec="seconds") if key.revoked_at else None,
+    }

@@ -1,4 +1,4 @@
-"""`optpipe solve`: a problem in, a verified schedule out."""
+"""`optpipe solve`: a problem in, a verified schedule out; and `optpipe methods`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.compiling import compile_meanwhile, compile_once
-from optpipe.cli.interrupt import ctrl_c_cancels
-from optpipe.cli.output import (
+from optpipe.cli.console import (
     AsJson,
     check_writable,
+    compile_meanwhile,
+    compile_once,
+    ctrl_c_cancels,
     doing,
+    parse_size,
     print_json,
     stderr,
     stdout,
+    table,
     write_whole,
 )
-from optpipe.cli.size import parse_size
 from optpipe.errors import InputError, Issue, NoSolutionError
 from optpipe.units import share_text, us_text
 
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe.client import Progress, ServerResult
-    from optpipe.orders import Orders
+    from optpipe.ops import Orders
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from solver.limits import Limits
     from solver.process import ChildResult, Heartbeat, Incumbent, Limit
+
 
 TimeLimit = Annotated[float, typer.Option("--time-limit", min=0.01, max=1e6, help="Seconds to search.")]
 
@@ -275,7 +278,7 @@ def free_memory_bytes() -> int | None:
 
 
 def _write(schedule: Schedule, output: str | None) -> None:
-    from optpipe.schedule_text import schedule_text
+    from optpipe.schedule import schedule_text
 
     if output == "-":
         print(schedule_text(schedule), end="")
@@ -331,3 +334,20 @@ def _memory_text(schedule: Schedule) -> str:
         return f"peak {max(device.peak_bytes for device in schedule.devices):,} bytes; no budgets"
     peak, budget, d = max(limited, key=lambda entry: (entry[0] / entry[1] if entry[1] else 1.0, -entry[2]))
     return f"fullest device {d}: at most {peak:,} of {budget:,} bytes under any timing"
+
+
+def methods(as_json: AsJson = False) -> int:
+    """List the methods and what each can handle."""
+    from solver.methods import METHODS
+
+    if as_json:
+        keys = ("name", "kind", "summary", "handles")
+        print_json([{key: getattr(method, key) for key in keys} for method in METHODS.values()])
+        return 0
+    rows = table("method", "kind", "what it is", "what it handles")
+    for column in rows.columns:
+        column.justify, column.no_wrap = "left", False
+    for method in METHODS.values():
+        rows.add_row(method.name, method.kind, method.summary, method.handles)
+    stdout().print(rows)
+    return 0

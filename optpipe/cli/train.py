@@ -1,22 +1,93 @@
-"""`optpipe train`: runs a schedule in PyTorch."""
+"""`optpipe train`: runs a schedule in PyTorch; its settings as options, and its background solver."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from inspect import Parameter, Signature, signature
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.output import AsJson, check_writable, print_json, stderr, write_whole
-from optpipe.cli.train_flags import MODE, PANELS, given_settings, with_settings
-from optpipe.errors import InputError, Issue
-from optpipe.extras import needs_extra
+from optpipe.cli.console import AsJson, check_writable, parse_share, parse_size, print_json, stderr, write_whole
+from optpipe.errors import InputError, Issue, OptPipeError, needs_extra
+from optpipe.ops import Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.train.config import SETTINGS, Setting
+from solver.limits import Limits
+from solver.process import ChildResult, solve_in_child
+from solver.serial import known_budgets_bytes
+from solver.solve import solve
 
 if TYPE_CHECKING:
-    from optpipe.cli.train_solver import ChildSolver
     from optpipe.train import OutputConfig, TrainingConfig
+
+
+PANELS = {
+    "": "Run",
+    "model": r"Model \[model]",
+    "optimizer": r"Optimizer \[optimizer]",
+    "checkpoints": r"Checkpoints \[checkpoints]",
+    "online": r"Solving and profiling \[online]",
+    "output": r"What is left \[output]",
+}
+
+MODE = "online.mode"
+"""Has two flags of its own, --solve and --online."""
+
+
+def with_settings(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command that takes `**given` an option for every setting."""
+    own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    options = [*own, *(_parameter(setting) for setting in SETTINGS.values() if setting.name != MODE)]
+    options.sort(key=lambda option: [None, *PANELS.values()].index(option.annotation.__metadata__[0].rich_help_panel))
+    command.__signature__ = Signature(options, return_annotation=int)  # type: ignore[attr-defined]
+    return command
+
+
+def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the values of options by their names, those that were given."""
+    names = {_variable(name): name for name in SETTINGS}
+    return {names[variable]: value for variable, value in given.items() if value is not None}
+
+
+def _variable(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _parameter(setting: Setting) -> Parameter:
+    names = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.type is bool else setting.flag
+    option = typer.Option(names, help=_help(setting), rich_help_panel=PANELS[setting.table], **_reading(setting))
+    annotation = Annotated[setting.type | None, option]  # type: ignore[name-defined]
+    return Parameter(_variable(setting.name), Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _reading(setting: Setting) -> dict[str, Any]:
+    """How the option's text is read and what stands for it in the help; limits are checked with the file's."""
+    if setting.name.endswith("_bytes"):
+        return {"parser": parse_size, "metavar": "SIZE"}
+    if setting.name.endswith("_margin"):
+        return {"parser": parse_share, "metavar": "10%"}
+    if setting.choices:
+        return {"metavar": "|".join(setting.choices)}
+    names = {int: "N", float: "X", str: "NAME", Path: "PATH"}
+    return {"metavar": names[setting.type]} if setting.type in names else {}
+
+
+def _help(setting: Setting) -> str:
+    """The text with the default, where the text does not tell it and there is one."""
+    text, default = setting.text, setting.default
+    first = text.split(maxsplit=1)[0]
+    if "." not in first and first.rstrip(":") not in setting.choices:
+        text = text[0].upper() + text[1:]
+    if "default:" in text or default is None or default is False:
+        return f"{text}."
+    return f"{text}; default: {'yes' if default is True else default}."
 
 
 @with_settings
@@ -70,10 +141,8 @@ def _mode(solve: bool, online: bool) -> dict[str, str]:
 def _train(config: TrainingConfig, as_json: bool) -> int:
     with needs_extra("train", "training"):
         from optpipe.train import leads, train
-    from optpipe.cli.train_log import told
-    from optpipe.cli.train_progress import progress
-    from optpipe.cli.train_report import document, print_result
-    from optpipe.schedule_text import schedule_text
+    from optpipe.cli.train_report import document, log_to_stderr, print_result, progress
+    from optpipe.schedule import schedule_text
 
     if config.output.trace is None and config.output.trace_step is not None:
         detail = f"is {config.output.trace_step}, but no --trace says where to write it."
@@ -82,7 +151,7 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
         _check_writable(config.output)
         if config.online.save is not None:
             check_writable(config.online.save)
-    with told(), progress(config.steps, leads()) as report:
+    with log_to_stderr(), progress(config.steps, leads()) as report:
         result = train(config, report, _solver(config) if leads() else None)
     failures = result.check.failures if result.check else ()
     if leads():
@@ -106,8 +175,7 @@ def _solver(config: TrainingConfig) -> ChildSolver | None:
     """What finds schedules, where that is asked for."""
     if not config.online.on:
         return None
-    from optpipe.cli.compiling import compile_once
-    from optpipe.cli.train_solver import ChildSolver
+    from optpipe.cli.console import compile_once
 
     compile_once()
     return ChildSolver()
@@ -120,3 +188,58 @@ def _check_writable(output: OutputConfig) -> None:
             with suppress(OSError):  # what is wrong is said next
                 path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path)
+
+
+class ChildSolver:
+    """`optpipe.train.resolve.search.Solver` by the portfolio."""
+
+    def quick(self, problem: Problem) -> Schedule:
+        """By `ada-offload`, in this process."""
+        return solve(problem, "ada-offload")
+
+    def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
+        """Those of the floor, which `ada-offload` tries too."""
+        return known_budgets_bytes(problem)
+
+    def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> ChildSolve:
+        """By `auto`, which begins where the schedule in use is."""
+        return ChildSolve(problem, Limits(time_limit_s, 0.0, workers), [start.orders] if start else [])
+
+
+@dataclass
+class ChildSolve:
+    """One search, from its begin."""
+
+    problem: Problem
+    limits: Limits
+    starts: list[Orders]
+    _found: ChildResult | None = None
+    _error: OptPipeError | None = None
+    _thread: Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = Thread(target=self._run, name="solve", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> bool:
+        """Whether it is over."""
+        return not self._thread.is_alive()
+
+    def result(self) -> Schedule | None:
+        """The schedule, None where there is none. Waits. Raises what ended the search otherwise."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found.schedule if self._found else None
+
+    def cancel(self) -> None:
+        """End the search within a second."""
+        self.limits.cancel.request()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """In the thread that makes the child, which must outlive it."""
+        try:
+            self._found = solve_in_child(self.problem, "auto", self.limits, starts=self.starts)
+        except OptPipeError as error:
+            self._error = error

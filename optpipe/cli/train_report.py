@@ -1,19 +1,27 @@
-"""What `optpipe train` says at the end: losses and times, and of a check gradients and memory."""
+"""Output of `optpipe train`: log lines, progress, and the final report."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from optpipe.cli.output import stdout, table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from optpipe.cli.console import stderr, stdout, table
 from optpipe.units import share_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from optpipe.trace import Trace
-    from optpipe.train import CheckResult, TrainingResult
+    from optpipe.train import CheckResult, StepReport, TrainingResult
 
 
 def document(result: TrainingResult) -> dict[str, Any]:
@@ -21,13 +29,13 @@ def document(result: TrainingResult) -> dict[str, Any]:
 
     Numbers that are none are null: the loss of a step that was skipped, an infinite error.
     """
-    from optpipe.train.output.metrics import finite
+    from optpipe.train.output import finite
 
     values = asdict(replace(result, trace=None, schedule=None))
     del values["trace"], values["schedule"]
     values["method"] = result.schedule.method if result.schedule else None
     if result.trace is not None:
-        from optpipe.cli.trace_report import document as trace_document
+        from optpipe.cli.trace import document as trace_document
         from optpipe.trace.compare import compare
 
         values["trace"] = trace_document(compare(result.trace))
@@ -84,8 +92,63 @@ def _print_check(check: CheckResult) -> None:
 
 
 def _print_trace(trace: Trace, path: Path) -> None:
-    from optpipe.cli.trace_report import print_short
+    from optpipe.cli.trace import print_short
     from optpipe.trace.compare import compare
 
     print_short(trace, compare(trace))
     stdout().print(f"wrote {path}; see 'optpipe trace {path}' for every difference", markup=False)
+
+
+class _Lines(logging.Handler):
+    """A line a message; warnings say so."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        stderr().print(f"{name}{record.getMessage()}")
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Within: what `optpipe.train` logs is shown, in the processes that log it."""
+    log, handler = logging.getLogger("optpipe.train"), _Lines()
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)  # which also forgets what loggers below it remember
+        log.propagate = propagate
+
+
+@contextmanager
+def progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] | None]:
+    """Reports steps; nothing in other processes than the first."""
+    if not leads:
+        yield None
+    elif not sys.stderr.isatty():
+        yield lambda step: print_step(step, every=max(1, steps // 10))
+    else:
+        columns = (BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, *times, console=stderr(), expand=True) as bar:
+            task = bar.add_task("training", total=steps, figures="")
+            yield lambda step: bar.update(task, completed=step.step + 1, figures=figures_text(step))
+
+
+def figures_text(step: StepReport) -> str:
+    """Loss, tokens a second, bubble and memory, as far as they are known."""
+    parts = [f"loss {step.loss:.4f}", f"{step.tokens_per_second:,.0f} tokens/s"]
+    if step.bubble is not None:
+        parts.append(f"bubble {100 * step.bubble:.0f} %")
+    if step.peak_memory_bytes:
+        parts.append(f"{step.peak_memory_bytes / 2**20:,.0f} MiB")
+    return "  ".join(parts)
+
+
+def print_step(step: StepReport, every: int) -> None:
+    """A line on stderr for every so many steps, and for the last."""
+    if step.step % every == 0 or step.step + 1 == step.steps:
+        stderr().print(f"step {step.step + 1:>4} of {step.steps}  {figures_text(step)}  {step.seconds:.2f} s")

@@ -1,4 +1,4 @@
-"""`optpipe verify`: judge a schedule from scratch."""
+"""`optpipe verify` and `optpipe plot`: a schedule judged from scratch, and drawn."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.output import AsJson, print_json, stdout, table
+from optpipe.cli.console import AsJson, check_writable, print_json, stdout, table
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
     from optpipe.verify import Verdict
+
 
 ScheduleFile = Annotated[Path, typer.Argument(help="A schedule file (optpipe.schedule/1).", metavar="SCHEDULE.json")]
 
@@ -62,3 +63,18 @@ def _print(schedule: Schedule, verdict: Verdict) -> None:
     console.print(
         "valid: every rule and every figure holds" if verdict.ok else f"INVALID: {len(verdict.violations)} broken"
     )
+
+
+def plot(
+    schedule: ScheduleFile,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .html.")],
+    as_json: AsJson = False,
+) -> int:
+    """Draw a schedule: a Gantt chart with each device's memory and its budget."""
+    from optpipe.plot import draw_schedule
+    from optpipe.schedule import Schedule
+
+    check_writable(output)
+    draw_schedule(Schedule.load(schedule), output)
+    print_json({"output": str(output)}) if as_json else stdout().print(f"wrote {output}")
+    return 0

@@ -1,20 +1,21 @@
-"""Requests to a server that may be busy, restart, or be out of reach for a while; its errors as ours."""
+"""HTTP connection with retries, server-sent events, and server errors as ours."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optpipe.document import shown
-from optpipe.errors import InputError, Issue, ServiceError
-from optpipe.extras import needs_extra
+from optpipe.errors import InputError, Issue, ServiceError, needs_extra
 
 if TYPE_CHECKING:
     import httpx
+
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Pauses between attempts double from one to the other, each shortened by chance: clients do not come back in step."""
@@ -159,3 +160,26 @@ def _httpx() -> Any:
     with needs_extra("serve", "a client of a server"):
         import httpx
     return httpx
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event: what kind it is, its revision, and its data."""
+
+    kind: str
+    revision: int
+    data: dict[str, Any]
+
+
+def read_events(lines: Iterable[str]) -> Iterator[Event]:
+    """The whole events in a stream; one that was cut off is left out, comments too."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if not line:
+            if "data" in fields:
+                yield Event(fields.get("event", "message"), int(fields["id"]), json.loads(fields["data"]))
+            fields = {}
+        name, _, value = line.partition(":")
+        if name:
+            value = value.removeprefix(" ")
+            fields[name] = f"{fields[name]}\n{value}" if name == "data" and name in fields else value

@@ -1,12 +1,7 @@
-"""Schedule -> one program of actions a device, checked before anything runs. No torch here.
+"""Compilation of a schedule into one program of actions per device, checked before anything runs. No torch here."""
 
-The way of a schedule (`passes`): host buffers (`slabs`), one global sequence (`lower`), memory of copies (`copies`),
-gradient reduction (`reduce`), events between streams (`events`), and the check (`check`, `memory`).
-"""
-
-from optpipe.compile.actions import Action, Program, Slab
 from optpipe.compile.check import check_program
-from optpipe.compile.fuse import fuse_adjacent
-from optpipe.compile.passes import compile_forward, compile_schedule
+from optpipe.compile.lower import compile_forward, compile_schedule, fuse_adjacent
+from optpipe.compile.program import Action, Program, Slab
 
 __all__ = ["Action", "Program", "Slab", "check_program", "compile_forward", "compile_schedule", "fuse_adjacent"]

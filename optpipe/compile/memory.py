@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from optpipe.compile.actions import RECEIVES, SENDS, Action, Program
+from optpipe.compile.program import RECEIVES, SENDS, Action, Program
 from optpipe.errors import BudgetError
 from optpipe.memory import Effect, device_effect, host_effect
-from optpipe.orders import Op
+from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
 
 NOTHING = Effect(0, 0)

@@ -11,7 +11,7 @@ The ops of a schedule keep their kinds (F, B, W, BW, O, R). Lowering adds:
 Every action belongs to one stream (`Action.stream`). A stream runs its actions in list order; between streams only
 `Action.waits` order anything. So a host thread that issues its list without ever looking at the clock needs, for each
 action: wait on the events named, run, and record an event if it is in `Program.awaited`. Which memory is in use is
-decided by the list alone (see `optpipe.compile.copies`), never by how long anything takes.
+decided by the list alone (see `optpipe.compile.offload`), never by how long anything takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from optpipe.orders import Op
+from optpipe.ops import Op
 
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")

@@ -8,8 +8,8 @@ messages among those that it has asked for, and no device waits for one that com
 
 from __future__ import annotations
 
-from optpipe.compile.actions import RECEIVES, SENDS, Action, Program, matching_receive, matching_send
-from optpipe.orders import Op
+from optpipe.compile.program import RECEIVES, SENDS, Action, Program, matching_receive, matching_send
+from optpipe.ops import Op
 
 BEFORE = ("F", "O", "RELEASE", "PREPARE", "R", *SENDS, *RECEIVES)
 

@@ -1,20 +1,26 @@
-"""Chrome Trace Event JSON: a schedule for Perfetto and chrome://tracing.
+"""Chrome Trace Event JSON of planned and measured steps, for Perfetto and chrome://tracing.
 
 One process a device with a thread for each stream, complete events for ops, a counter for memory, and flow arrows
 where one device hands over to another. Times are microseconds, as both the format and the schedule have them.
+
+A process stands for a device, a thread for one of its streams. Times are microseconds. The format:
+"Trace Event Format" of the Chromium project, as read by Perfetto and chrome://tracing.
+
+The same processes, threads and names, so that both can be read side by side. Beside the three streams a fourth thread
+holds what the runtime does itself; arrows leave from its sends.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from optpipe.export.chrome_events import FLOW_LEAD_US, Event, arrow, memory, names
-from optpipe.memory import planned_memory
-from optpipe.orders import STREAMS
+from optpipe.memory import Curve, planned_memory
+from optpipe.ops import STREAMS
 from optpipe.schedule import Schedule, ScheduledOp
+from optpipe.trace.document import LANES, MeasuredAction, Trace
 
 
 def write_chrome_trace(schedule: Schedule, path: Path) -> None:
@@ -56,7 +62,7 @@ def _names(schedule: Schedule) -> Iterator[Event]:
     for d, (device, plan) in enumerate(zip(schedule.problem.devices, schedule.devices, strict=True)):
         budget = "no limit" if device.memory_bytes is None else f"{device.memory_bytes} bytes"
         labels = f"peak {plan.peak_bytes} bytes, budget {budget}"
-        yield from names(d, device.name or f"device {d}", labels, STREAMS)
+        yield from name_events(d, device.name or f"device {d}", labels, STREAMS)
 
 
 def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
@@ -77,7 +83,7 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
 
 def _memory(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     for d in range(len(schedule.devices)):
-        yield from memory(d, planned_memory(schedule, d), shift_us)
+        yield from memory_events(d, planned_memory(schedule, d), shift_us)
 
 
 def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
@@ -85,7 +91,7 @@ def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     for number, (sender, before, receiver, after) in enumerate(_transfers(schedule)):
         name = "activation" if after.op == "F" else "gradient"
         left_us = max(before.start_us, before.end_us - FLOW_LEAD_US)
-        yield from arrow(number, name, (sender, 0, left_us + shift_us), (receiver, 0, after.start_us + shift_us))
+        yield from flow_events(number, name, (sender, 0, left_us + shift_us), (receiver, 0, after.start_us + shift_us))
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, ScheduledOp]]:
@@ -102,3 +108,108 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, Sche
             receiver, after = at[direction, following, microbatch]
             if receiver != sender:
                 yield sender, op, receiver, after
+
+
+Event = dict[str, Any]
+
+FLOW_LEAD_US = 0.001
+"""Arrows leave this long before an op ends: viewers tie an arrow to the op that is running at its time."""
+
+
+def name_events(process: int, name: str, labels: str, threads: Sequence[str]) -> Iterator[Event]:
+    """Name and place of a process, what is said beside it, and its threads."""
+    yield _metadata("process_name", process, 0, name=name)
+    yield _metadata("process_sort_index", process, 0, sort_index=process)
+    yield _metadata("process_labels", process, 0, labels=labels)
+    for thread, title in enumerate(threads):
+        yield _metadata("thread_name", process, thread, name=title)
+        yield _metadata("thread_sort_index", process, thread, sort_index=thread)
+
+
+def _metadata(kind: str, process: int, thread: int, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
+
+
+def memory_events(process: int, curve: Curve, shift_us: float) -> Iterator[Event]:
+    """A counter of the bytes alive."""
+    for time_us, level in zip(curve.times_us.tolist(), curve.bytes.tolist(), strict=True):
+        yield {
+            "ph": "C",
+            "name": "memory",
+            "pid": process,
+            "tid": 0,
+            "ts": time_us + shift_us,
+            "args": {"bytes": level},
+        }
+
+
+def flow_events(
+    number: int, name: str, leaves: tuple[int, int, float], arrives: tuple[int, int, float]
+) -> Iterator[Event]:
+    """A message from the event that is running at one place to the one at the other: (process, thread, time)."""
+    common = {"name": name, "cat": "transfer", "id": number}
+    for phase, (process, thread, time_us) in (({"ph": "s"}, leaves), ({"ph": "f", "bp": "e"}, arrives)):
+        yield {**phase, **common, "tid": thread, "pid": process, "ts": time_us}
+
+
+def measured_chrome_trace(trace: Trace) -> dict[str, Any]:
+    """The trace as plain JSON values, at the trace's own times."""
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "problem": trace.schedule.problem.name,
+            "method": trace.schedule.method,
+            "source": trace.source,
+            "step": trace.step,
+            "step_us": trace.step_us,
+            "clock_error_us": trace.clock_error_us,
+        },
+        "traceEvents": [*_measured_names(trace), *_actions(trace), *_measured_memory(trace), *_measured_flows(trace)],
+    }
+
+
+def _measured_names(trace: Trace) -> Iterator[Event]:
+    for d, (planned, device) in enumerate(zip(trace.schedule.problem.devices, trace.devices, strict=True)):
+        labels = f"measured, peak {device.peak_bytes} bytes, process {device.process}"
+        yield from name_events(d, planned.name or f"device {d}", labels, LANES)
+
+
+def _actions(trace: Trace) -> Iterator[Event]:
+    for d, device in enumerate(trace.devices):
+        for action in device.actions:
+            peer = {} if action.peer is None else {"peer": action.peer}
+            yield {
+                "ph": "X",
+                "name": str(action.key),
+                "cat": action.action,
+                "pid": d,
+                "tid": LANES.index(action.lane),
+                "ts": action.start_us,
+                "dur": action.duration_us,
+                "args": {
+                    "op": action.action,
+                    "stage": action.stage,
+                    "microbatch": action.microbatch,
+                    "waited_us": action.start_us - action.turn_us,
+                    **peer,
+                },
+            }
+
+
+def _measured_memory(trace: Trace) -> Iterator[Event]:
+    for d, device in enumerate(trace.devices):
+        yield from memory_events(d, device.memory.curve, 0.0)
+
+
+def _measured_flows(trace: Trace) -> Iterator[Event]:
+    """An arrow for each message: from its send to the op that used it."""
+    at = [stage.device for stage in trace.schedule.problem.stages]
+    for number, (send, user) in enumerate(trace.messages()):
+        name = "activation" if user.action == "F" else "gradient"
+        leaves, arrives = _place(at[send.stage], send), _place(at[user.stage], user)
+        left_us = max(send.start_us, send.end_us - FLOW_LEAD_US)
+        yield from flow_events(number, name, (*leaves, left_us), (*arrives, user.start_us))
+
+
+def _place(device: int, action: MeasuredAction) -> tuple[int, int]:
+    return device, LANES.index(action.lane)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from optpipe.any_timing import any_timing_peak_bytes
 from optpipe.errors import InputError, Issue
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.simulate import simulate
+from optpipe.worst_case_memory import worst_case_peak_bytes
 
 _LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
@@ -42,7 +42,7 @@ def peak_bytes_without_offload(schedule: Schedule) -> Sequence[int]:
 
 
 def _peak_bytes(schedule: Schedule, device: DevicePlan) -> int:
-    return any_timing_peak_bytes(schedule.problem, (device.compute.ops, (), ()), {})
+    return worst_case_peak_bytes(schedule.problem, (device.compute.ops, (), ()), {})
 
 
 def _row(ops: Sequence[Op]) -> str:

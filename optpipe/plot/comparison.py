@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optpipe.errors import InputError, Issue
-from optpipe.plot.boxes import Box, boxes_on, draw_boxes, draw_idle
-from optpipe.plot.colours import FAINT_INK, INK
-from optpipe.plot.headline import OBJECTIVE_NAMES, title_text
-from optpipe.plot.legend import draw_legend, kinds_in, op_entries
-from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.panel import Lane, Margins, Panel, printable
+from optpipe.plot.figure import encode, format_of, settings
+from optpipe.plot.panel import (
+    OBJECTIVE_NAMES,
+    Box,
+    Lane,
+    Margins,
+    Panel,
+    boxes_on,
+    draw_boxes,
+    draw_idle,
+    draw_legend,
+    kinds_in,
+    op_entries,
+    printable,
+    title_text,
+)
+from optpipe.plot.style import FAINT_INK, INK
 from optpipe.schedule import Schedule
 from optpipe.units import bytes_text, percent_text, time_text, time_unit
 
@@ -34,7 +45,7 @@ def draw_comparison(schedules: Sequence[Labelled], path: Path) -> None:
 
 
 def render_comparison(schedules: Sequence[Labelled], picture_format: str) -> bytes:
-    """The picture as bytes in one of `optpipe.plot.output.FORMATS`. Raises InputError as `draw_comparison` does."""
+    """The picture as bytes in one of `optpipe.plot.figure.FORMATS`. Raises InputError as `draw_comparison` does."""
     _check_comparable(schedules)
     with settings():
         return encode(comparison_panel(schedules).figure, picture_format, title_text(schedules[0][1]))
@@ -44,17 +55,17 @@ def _check_comparable(schedules: Sequence[Labelled]) -> None:
     if not schedules:
         raise InputError([Issue("schedules", "empty", "is empty. Maybe no method can handle the problem.")])
     label, first = schedules[0]
-    for place, (other_label, other) in enumerate(schedules):
+    for index, (other_label, other) in enumerate(schedules):
         if other.problem != first.problem:
             detail = (
                 f"({other_label}) answers the problem {other.problem.name!r}, but {label} answers "
                 f"{first.problem.name!r}. Maybe one was solved before the problem was changed."
             )
-            raise InputError([Issue(("schedules", place), "other_problem", detail)])
+            raise InputError([Issue(("schedules", index), "other_problem", detail)])
 
 
 def comparison_panel(schedules: Sequence[Labelled]) -> Panel:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     blocks = _layout(len(schedules), len(schedules[0][1].devices))
     longest_us = max(end - start for start, end in (schedule.time_span_us for _, schedule in schedules))
     panel = Panel.of(WIDTH_INCHES, blocks[-1][-1].bottom + 0.1, MARGINS, 0.0, longest_us, time_unit(longest_us))

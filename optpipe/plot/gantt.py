@@ -7,14 +7,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optpipe.orders import StreamName
-from optpipe.plot.boxes import Box, boxes_on, draw_boxes, draw_idle, draw_numbers
-from optpipe.plot.colours import BUDGET, FAINT_INK
-from optpipe.plot.headline import figures_text, title_text
-from optpipe.plot.legend import draw_legend, kinds_in, memory_entries, op_entries
-from optpipe.plot.memory_strip import MemoryScale, draw_memory, peak_text
-from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.panel import Lane, Margins, Panel, printable, width_inches
+from optpipe.ops import StreamName
+from optpipe.plot.figure import encode, format_of, settings
+from optpipe.plot.panel import (
+    Box,
+    Lane,
+    Margins,
+    MemoryScale,
+    Panel,
+    boxes_on,
+    draw_boxes,
+    draw_idle,
+    draw_legend,
+    draw_memory,
+    draw_numbers,
+    figures_text,
+    kinds_in,
+    memory_entries,
+    op_entries,
+    peak_text,
+    printable,
+    title_text,
+    width_inches,
+)
+from optpipe.plot.style import BUDGET, FAINT_INK
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.units import percent_text, time_unit
 
@@ -36,7 +52,7 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def render_schedule(schedule: Schedule, picture_format: str) -> bytes:
-    """The picture of `schedule` as bytes in one of `optpipe.plot.output.FORMATS`."""
+    """The picture of `schedule` as bytes in one of `optpipe.plot.figure.FORMATS`."""
     with settings():
         return encode(schedule_panel(schedule).figure, picture_format, title_text(schedule))
 
@@ -50,7 +66,7 @@ class _Rows:
 
 
 def schedule_panel(schedule: Schedule) -> Panel:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     rows = list(_layout(schedule.devices))
     start_us, end_us = schedule.time_span_us
     height = rows[-1].memory.bottom + 0.1

@@ -1,18 +1,42 @@
-"""The panel on which lanes are drawn: time runs right in a unit that suits it, inches run down."""
+"""Panel of a schedule: time axis, lanes, boxes of ops, memory strips, legend and headline."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import StrMethodFormatter
 
-from optpipe.plot.colours import FAINT_INK, GRID, INK
-from optpipe.units import Unit
+from optpipe.memory import planned_memory
+from optpipe.ops import KINDS, Op
+from optpipe.plot.style import (
+    BUDGET,
+    FAINT_INK,
+    GRID,
+    IDLE,
+    INK,
+    MEMORY_EDGE,
+    MEMORY_FILL,
+    OP_LOOKS,
+    WHITE,
+    Handle,
+    Rgb,
+    draw_legend_row,
+    ink_on,
+    op_colour,
+)
+from optpipe.problem import Problem
+from optpipe.schedule import PlannedOps, Schedule
+from optpipe.units import Unit, bytes_text, count_text, memory_unit, percent_text, time_text, time_unit
 
 POINTS_PER_INCH = 72
 GUTTER_INCHES = 0.1
@@ -139,3 +163,214 @@ def printable(text: str, most: int) -> str:
     """A name fit for a label: one line without control characters, at most `most` characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+SMALLEST_NUMBER_POINTS = 5.5
+LARGEST_NUMBER_POINTS = 10.0
+DIGIT_WIDTH = 0.64
+"""Width of a digit as a share of the font size."""
+NUMBER_ROOM = 0.74
+"""Share of a box's width that a number may fill."""
+FONT_HEIGHT = 1.45
+"""Height of a box as a multiple of the font size that it needs."""
+THINNEST_POINTS = 0.6
+"""The width of a white border (narrow boxes have thinner ones), and the least width at which a box is drawn."""
+
+
+class Box(NamedTuple):
+    """An op from `start_us` to `end_us` on its lane."""
+
+    start_us: float
+    end_us: float
+    op: Op
+    lane: Lane
+    colour: Rgb
+
+
+def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> list[Box]:
+    """The ops of one stream, coloured by kind and shaded by the place of their stage among those of the device."""
+    stages = problem.stages_of[device]
+    rank = {stage: place for place, stage in enumerate(stages)}
+    looks = {(op.kind, op.stage) for op in planned.ops}
+    colours = {(kind, stage): op_colour(kind, rank.get(stage, 0), len(stages)) for kind, stage in looks}
+    return [
+        Box(start_us, end_us, op, lane, colours[op.kind, op.stage])
+        for op, start_us, end_us in zip(planned.ops, planned.starts, planned.ends, strict=True)
+    ]
+
+
+def draw_idle(panel: Panel, lanes: Sequence[Lane]) -> None:
+    """The ground of each lane: what no box covers is idle."""
+    start, end = panel.start_us / panel.unit.size, panel.end_us / panel.unit.size
+    corners = [[(start, lane.top), (end, lane.top), (end, lane.bottom), (start, lane.bottom)] for lane in lanes]
+    panel.axes.add_collection(PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=1), autolim=False)
+
+
+def draw_boxes(panel: Panel, boxes: Sequence[Box]) -> None:
+    """All boxes as one collection, with white borders that leave narrow ones visible."""
+    if not boxes:
+        return
+    sides = np.array([(box.start_us, box.end_us, box.lane.top, box.lane.bottom) for box in boxes])
+    widths_points = (sides[:, 1] - sides[:, 0]) * panel.points_per_us
+    missing_points = np.maximum(0.0, THINNEST_POINTS - widths_points)  # made up for by a border of the box's own colour
+    sides[:, :2] /= panel.unit.size
+    corners = sides[:, [0, 2, 1, 2, 1, 3, 0, 3]].reshape(-1, 4, 2)
+    collection = PolyCollection(
+        corners,  # type: ignore[arg-type]  # one array is taken much faster than the sequence that is asked for
+        facecolors=[box.colour for box in boxes],
+        edgecolors=[box.colour if missing else WHITE for box, missing in zip(boxes, missing_points, strict=True)],
+        linewidths=np.where(missing_points, missing_points, np.minimum(THINNEST_POINTS, 0.1 * widths_points)).round(3),
+        joinstyle="miter",
+        zorder=2,
+    )
+    panel.axes.add_collection(collection, autolim=False)
+
+
+def draw_numbers(panel: Panel, boxes: Sequence[Box]) -> None:
+    """Microbatch numbers: all boxes of a kind and stage have theirs or none has, and each kind has one size."""
+    sizes = _number_sizes(panel, boxes)
+    for box in boxes:
+        points = sizes.get((box.op.kind, box.op.stage))
+        if points:
+            panel.axes.text(
+                (box.start_us + box.end_us) / 2 / panel.unit.size,
+                box.lane.middle,
+                str(box.op.microbatch),
+                fontsize=points,
+                color=ink_on(box.colour),
+                ha="center",
+                va="center_baseline",
+                zorder=3,
+            )
+
+
+def _number_sizes(panel: Panel, boxes: Sequence[Box]) -> dict[tuple[str, int], float]:
+    """The font size of each kind and stage whose numbers are legible in all of its boxes."""
+    rooms: dict[tuple[str, int], float] = {}
+    for box in boxes:
+        group = box.op.kind, box.op.stage
+        rooms[group] = min(rooms.get(group, LARGEST_NUMBER_POINTS), _room_points(panel, box))
+    legible = {group: room for group, room in rooms.items() if room >= SMALLEST_NUMBER_POINTS}
+    smallest = {kind: min(room for (other, _), room in legible.items() if other == kind) for kind, _ in legible}
+    return {group: smallest[group[0]] for group in legible}
+
+
+def _room_points(panel: Panel, box: Box) -> float:
+    """The largest font size at which a box holds its number."""
+    width = (box.end_us - box.start_us) * panel.points_per_us
+    by_width = NUMBER_ROOM * width / (DIGIT_WIDTH * len(str(box.op.microbatch)))
+    return min(by_width, box.lane.height * POINTS_PER_INCH / FONT_HEIGHT)
+
+
+MEMORY_HEADROOM = 1.06
+FARTHEST_BUDGET = 3.0
+"""A budget beyond this many times the highest peak is named but not drawn: the curves would be flat."""
+
+
+@dataclass(frozen=True)
+class MemoryScale:
+    """One scale for all devices, so that their strips can be compared: `top_bytes` is at the top of a strip."""
+
+    top_bytes: float
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> MemoryScale:
+        """The scale that shows every device's peak, and the budgets that are not far above the highest."""
+        peak = max(plan.peak_bytes for plan in schedule.devices)
+        budgets = [device.memory_bytes or 0 for device in schedule.problem.devices]
+        drawn = [budget for budget in budgets if budget <= FARTHEST_BUDGET * peak]
+        return cls(MEMORY_HEADROOM * max([peak, *drawn, 1]))
+
+    def shows(self, budget_bytes: int | None) -> TypeGuard[int]:
+        """Whether the line of a budget is within the strips."""
+        return budget_bytes is not None and budget_bytes <= self.top_bytes
+
+    @property
+    def unit(self) -> Unit:
+        """What bytes are shown in."""
+        return memory_unit(self.top_bytes / MEMORY_HEADROOM)
+
+
+def draw_memory(panel: Panel, strip: Lane, schedule: Schedule, device: int, scale: MemoryScale) -> None:
+    """The step curve at the predicted times, and the budget as a dashed line."""
+    levels = planned_memory(schedule, device)
+    times = np.concatenate([[panel.start_us], levels.times_us, [panel.end_us]]) / panel.unit.size
+    sizes = np.concatenate([[0], levels.bytes, levels.bytes[-1:]])
+    heights = strip.bottom - strip.height * sizes / scale.top_bytes
+    axes = panel.axes
+    axes.fill_between(times, heights, strip.bottom, step="post", color=MEMORY_FILL, linewidth=0, zorder=2)
+    axes.step(times, heights, where="post", color=MEMORY_EDGE, linewidth=0.8, zorder=3)
+    axes.plot(times[[0, -1]], [strip.bottom] * 2, color=MEMORY_EDGE, linewidth=0.8, zorder=3)
+    budget = schedule.problem.devices[device].memory_bytes
+    if scale.shows(budget):
+        y = strip.bottom - strip.height * budget / scale.top_bytes
+        axes.plot(times[[0, -1]], [y] * 2, color=BUDGET, linewidth=1.1, linestyle=(0, (5, 3)), zorder=4)
+
+
+def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> str:
+    """A peak beside its budget, both in the unit of the scale unless the budget is far beyond it."""
+    peak = f"peak {bytes_text(peak_bytes, scale.unit)}"
+    if budget_bytes is None:
+        return f"{peak}, no limit"
+    return f"{peak} of {bytes_text(budget_bytes, scale.unit if scale.shows(budget_bytes) else None)}"
+
+
+Entry = tuple[Handle, str]
+
+
+def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
+    """Entries for ops of `kinds` where a device has up to `stages` stages."""
+    entries: list[Entry] = [
+        (Patch(facecolor=look.colour), look.label) for kind, look in OP_LOOKS.items() if kind in kinds
+    ]
+    if stages > 1:
+        shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))
+        entries.append((shades, "first to last stage"))
+    return [*entries, (Patch(facecolor=IDLE), "idle")]
+
+
+def memory_entries(budgets: bool) -> list[Entry]:
+    """Entries for the memory curves and, where there are `budgets`, their line."""
+    entries: list[Entry] = [(Patch(facecolor=MEMORY_FILL, edgecolor=MEMORY_EDGE), "memory")]
+    if budgets:
+        entries.append((Line2D([], [], color=BUDGET, linewidth=1.3, linestyle=(0, (4, 2.5))), "budget"))
+    return entries
+
+
+def kinds_in(schedule: Schedule) -> set[str]:
+    """The kinds of op in a schedule."""
+    codes = {code for device in schedule.devices for _, planned in device.streams() for code in {*planned.ops.kind}}
+    return {KINDS[code] for code in codes}
+
+
+def draw_legend(panel: Panel, entries: list[Entry], inches_above: float) -> None:
+    """One row, `inches_above` the panel, from the figure's left margin."""
+    anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + inches_above / panel.height
+    draw_legend_row(panel.axes, entries, anchor, "lower left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2)
+
+
+OBJECTIVE_NAMES = {"makespan": "makespan", "device_span": "device span"}
+LONGEST_TITLE = 70
+
+
+def title_text(schedule: Schedule) -> str:
+    """The problem's name, or its size where it has none."""
+    problem = schedule.problem
+    size = f"{count_text(len(problem.devices), 'device')}, {count_text(problem.microbatches, 'microbatch')}"
+    name = printable(problem.name, LONGEST_TITLE)
+    return f"{name}: {size}" if name else size[0].upper() + size[1:]
+
+
+def figures_text(schedule: Schedule) -> str:
+    """Method, status, value, bound, gap and bubble on one line."""
+    unit = time_unit(schedule.value_us)
+    return "   ·   ".join(
+        (
+            printable(schedule.method, 30),
+            schedule.status,
+            f"{OBJECTIVE_NAMES[schedule.objective]} {time_text(schedule.value_us, unit)}",
+            f"bound {time_text(schedule.bound_us, unit)}",
+            f"gap {percent_text(schedule.gap)}",
+            f"bubble {percent_text(schedule.bubble)}",
+        )
+    )

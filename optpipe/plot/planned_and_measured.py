@@ -9,16 +9,26 @@ from pathlib import Path
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Patch, Rectangle
 
-from optpipe.orders import Op
-from optpipe.plot.boxes import Box, draw_boxes, draw_idle, draw_numbers
-from optpipe.plot.colours import FAINT_INK, INK, op_colour
-from optpipe.plot.headline import title_text
-from optpipe.plot.legend import draw_legend, kinds_in, op_entries
-from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.panel import Lane, Margins, Panel, printable, width_inches
+from optpipe.ops import Op
+from optpipe.plot.figure import encode, format_of, settings
+from optpipe.plot.panel import (
+    Box,
+    Lane,
+    Margins,
+    Panel,
+    draw_boxes,
+    draw_idle,
+    draw_legend,
+    draw_numbers,
+    kinds_in,
+    op_entries,
+    printable,
+    title_text,
+    width_inches,
+)
+from optpipe.plot.style import FAINT_INK, INK, op_colour
+from optpipe.trace.compare import Comparison, Span
 from optpipe.trace.document import MeasuredDevice, Trace
-from optpipe.trace.figures import Comparison
-from optpipe.trace.precedence import Span
 from optpipe.units import bytes_text, percent_text, time_text, time_unit
 
 MARGINS = Margins(left=1.75, right=2.6, top=1.15, bottom=0.6)
@@ -37,7 +47,7 @@ def draw_planned_and_measured(trace: Trace, comparison: Comparison, path: Path) 
 
 
 def render_planned_and_measured(trace: Trace, comparison: Comparison, picture_format: str) -> bytes:
-    """The picture as bytes in one of `optpipe.plot.output.FORMATS`."""
+    """The picture as bytes in one of `optpipe.plot.figure.FORMATS`."""
     with settings():
         figure = planned_and_measured_panel(trace, comparison).figure
         return encode(figure, picture_format, title_text(trace.schedule))
@@ -68,7 +78,7 @@ class _Row:
 
 
 def planned_and_measured_panel(trace: Trace, comparison: Comparison) -> Panel:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     rows = list(_layout(trace.devices))
     factor = 1.0 if comparison.plan_fits else comparison.work_ratio
     both = [_from_zero(comparison.planned_spans, factor), _from_zero(comparison.spans, 1.0)]

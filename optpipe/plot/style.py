@@ -1,10 +1,17 @@
-"""Colours that people with any colour vision can tell apart (Okabe and Ito), and ink that is legible on them."""
+"""Style of all figures: colours (Okabe and Ito), dashes of curves, the legend row."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
 
 
 class OpLook(NamedTuple):
@@ -51,3 +58,46 @@ def ink_on(colour: Rgb) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
+
+
+class CurveLook(NamedTuple):
+    """How a curve is drawn: matplotlib's offset and lengths of dashes and gaps in points, none for a solid line."""
+
+    colour: str
+    dashes: tuple[float, tuple[float, ...]]
+
+
+_COLOURS = [OP_LOOKS[kind].colour for kind in ("F", "BW", "W", "O", "B", "R")]
+_DASHES: list[tuple[float, tuple[float, ...]]] = [(0, ()), (0, (5, 2)), (0, (1.5, 1.5))]
+
+
+def curve_looks(labels: Iterable[str]) -> dict[str, CurveLook]:
+    """A look for each label in order of appearance: another colour each, then the same colours dashed."""
+    names = list(dict.fromkeys(labels))
+    looks = (CurveLook(colour, dashes) for dashes in cycle(_DASHES) for colour in _COLOURS)
+    return dict(zip(names, islice(looks, len(names)), strict=True))
+
+
+def legend_lines(looks: Mapping[str, CurveLook], **more: Any) -> list[Line2D]:
+    """A labelled piece of each curve for a legend; `more` are matplotlib's properties of a line, such as `marker`."""
+    return [
+        Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, label=label, **more)
+        for label, look in looks.items()
+    ]
+
+
+Handle = Artist | tuple[Artist, ...]
+"""What stands before a label; several artists side by side as a tuple."""
+
+
+def draw_legend_row(
+    owner: Axes | Figure, entries: Sequence[tuple[Handle, str]], anchor: tuple[float, float], loc: str, **lengths: float
+) -> None:
+    """Handles with their labels, `loc` of the row at `anchor` in the owner's own coordinates (0 to 1).
+
+    `lengths` are matplotlib's, in font sizes: `handlelength`, `handletextpad`, `columnspacing`.
+    """
+    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "borderpad": 0, "borderaxespad": 0, **lengths}
+    look |= {"loc": loc, "bbox_to_anchor": anchor, "ncols": len(entries)}
+    handles, labels = zip(*entries, strict=True)
+    owner.legend(handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **look)

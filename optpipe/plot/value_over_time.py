@@ -13,14 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from optpipe.errors import InputError, Issue
-from optpipe.gap import gap_of
-from optpipe.plot.axes_grid import AxesGrid, line_widths, logarithmic_seconds, style
-from optpipe.plot.colours import BUDGET, FAINT_INK, INK
-from optpipe.plot.curve_colours import CurveLook, curve_looks, legend_lines
-from optpipe.plot.headline import OBJECTIVE_NAMES
-from optpipe.plot.output import encode, format_of, settings
-from optpipe.plot.panel import POINTS_PER_INCH
+from optpipe.plot.figure import AxesGrid, encode, format_of, line_widths, logarithmic_seconds, settings, style
+from optpipe.plot.panel import OBJECTIVE_NAMES, POINTS_PER_INCH
+from optpipe.plot.style import BUDGET, FAINT_INK, INK, CurveLook, curve_looks, legend_lines
 from optpipe.problem import Objective
+from optpipe.schedule import relative_gap
 from optpipe.units import Unit, percent_text, time_text, time_unit
 
 HEIGHT_INCHES = 1.9
@@ -79,7 +76,7 @@ def draw_value_over_time(instances: Sequence[InstanceCurves], time_limit_s: floa
 def render_value_over_time(
     instances: Sequence[InstanceCurves], time_limit_s: float, picture_format: str, title: str
 ) -> bytes:
-    """The picture as bytes in one of `optpipe.plot.output.FORMATS`. Raises InputError for nothing to draw."""
+    """The picture as bytes in one of `optpipe.plot.figure.FORMATS`. Raises InputError for nothing to draw."""
     if not instances or not all(instance.curves for instance in instances):
         raise InputError([Issue("curves", "empty", "is empty. Maybe no method found a schedule.")])
     with settings():
@@ -87,7 +84,7 @@ def render_value_over_time(
 
 
 def value_over_time_grid(instances: Sequence[InstanceCurves], time_limit_s: float, title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(len(instances), HEIGHT_INCHES)
     looks = curve_looks(curve.label for instance in instances for curve in instance.curves)
     ends_s = [curve.end_seconds for instance in instances for curve in instance.curves]
@@ -118,7 +115,7 @@ def _draw_instance(
 
 
 def _subtitle(instance: InstanceCurves, unit: Unit) -> str:
-    gap = gap_of(instance.best_us, instance.bound_us)
+    gap = relative_gap(instance.best_us, instance.bound_us)
     parts = [
         f"{OBJECTIVE_NAMES[instance.objective]} {time_text(instance.best_us, unit)}",
         "proved optimal" if gap <= 0 else f"gap {percent_text(gap)}",

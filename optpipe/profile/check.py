@@ -16,21 +16,20 @@ from time import thread_time_ns
 import torch
 
 from optpipe.compile import Action, Program, compile_schedule
-from optpipe.compile.actions import SENDS, message_of
 from optpipe.compile.memory import PlannedMemory, planned_memory
-from optpipe.orders import KINDS, Op
-from optpipe.profile.chain import Chain
+from optpipe.compile.program import SENDS, message_of
+from optpipe.ops import KINDS, Op
 from optpipe.profile.measured import Measured
-from optpipe.profile.timing import Key, Spread, Stopwatch, spread_of, stopwatch_for
-from optpipe.runtime.interpreter import Pipeline
-from optpipe.runtime.local import local_transport
+from optpipe.profile.ops import Key, Spread, Stopwatch, spread_of, stopwatch_for
+from optpipe.profile.subject import Chain
 from optpipe.runtime.messages import Tree
+from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.trace_step import record_step
+from optpipe.runtime.transport import local_transport
 from optpipe.schedule import Schedule
 from optpipe.trace import Trace
-from optpipe.trace.assemble import ActionRow, Part, assemble
-from optpipe.trace.compare import compare
-from optpipe.trace.figures import Comparison
+from optpipe.trace.compare import Comparison, compare
+from optpipe.trace.document import ActionRow, Part, assemble
 
 Batch = tuple[Sequence[Tree], Sequence[Tree]]
 
@@ -161,7 +160,7 @@ def _pipeline(measured: Measured, chain: Chain, program: Program, device: torch.
 
 
 class _ThreadRecorder:
-    """Times actions by the time that the computing thread gets (`optpipe.runtime.trace.Recorder`)."""
+    """Times actions by the time that the computing thread gets (`optpipe.runtime.recorder.Recorder`)."""
 
     def __init__(self) -> None:
         self.times_ns: dict[Op, tuple[int, int, int]] = {}

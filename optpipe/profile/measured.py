@@ -13,16 +13,12 @@ import torch
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
 from optpipe.problem import Problem
-from optpipe.profile.chain import Chain
-from optpipe.profile.contention import Contention, contention_of_all
-from optpipe.profile.op_sizes import measure_op_sizes
-from optpipe.profile.op_times import OnRound, measure_op_times
-from optpipe.profile.subject import Subject
-from optpipe.profile.timing import ClockName, Spread
-from optpipe.profile.transfers import Transfers, measure_transfers
+from optpipe.profile.ops import ClockName, OnRound, Spread, measure_op_sizes, measure_op_times
+from optpipe.profile.subject import Chain, Subject
+from optpipe.profile.transfers import Contention, Transfers, contention_of_all, measure_transfers
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.messages import size_bytes
-from optpipe.runtime.stage_sizes import SizeRange, StageSizes
+from optpipe.runtime.probe import SizeRange, StageSizes
 
 COPIES_OF_A_PARAMETER = 4
 """The weight, its gradient, and the two moments of Adam, all in the parameter's precision."""

@@ -1,10 +1,18 @@
-"""How long work takes, measured many times: by the host's clock on the CPU, by events on a GPU."""
+"""Measured time and bytes of every op, with the stopwatches that take them.
+
+A round takes a microbatch through all stages forward and then back, as a step does, so that caches find what they would
+find there; once with B and W apart, once with BW, once with O and R between. Forward times come from the first two:
+the third also pays for the hooks through which activations leave.
+
+The allocator also sees what kernels take for themselves, and rounds each allocation up to 512 bytes.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns, thread_time_ns
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -12,6 +20,82 @@ import numpy as np
 import torch
 
 from optpipe.errors import InputError, Issue
+from optpipe.profile.subject import Chain
+from optpipe.runtime.activations import HostSlab
+from optpipe.runtime.probe import SizeRange, StageSizes, measure_samples, size_range, until_alike
+from optpipe.runtime.stage import Stage
+
+
+def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, SizeRange]:
+    """For each stage of this process, what its microbatches take. Leaves gradients behind in the stages."""
+    if device.type == "cuda":
+        samples = range(len(chain.batch))
+        return {
+            s: size_range(until_alike(_AllocatorProbe(chain, s, device, i).sizes() for i in samples))
+            for s in chain.stages
+        }
+    return {
+        s: measure_samples(stage, chain.samples[s], chain.before(s), chain.after(s))
+        for s, stage in chain.stages.items()
+    }
+
+
+class _AllocatorProbe:
+    """One microbatch through a stage, twice, as `measure_stage` does it.
+
+    Written against torch 2.13 and not yet run: no GPU was at hand.
+    """
+
+    def __init__(self, chain: Chain, stage: int, device: torch.device, sample: int = 0) -> None:
+        self._chain, self._number, self._device, self._sample = chain, stage, device, sample
+        self._stage: Stage = chain.stages[stage]
+
+    def sizes(self) -> StageSizes:
+        self._stage.zero_gradients()
+        self._forward(fused=True)
+        self._backward()  # libraries take their workspaces the first time, and keep them
+        activation, work_f = self._held_and_work(partial(self._forward, fused=True))
+        offload = self._offload_and_reload()
+        change, work_bw = self._held_and_work(self._backward)
+        workspace = {"F": work_f - activation, "BW": work_bw}
+        if self._stage.splits:
+            split_activation, split_work_f = self._held_and_work(partial(self._forward, fused=False))
+            workspace["F"] = max(workspace["F"], split_work_f - split_activation)
+            activation = max(activation, split_activation)
+            change, workspace["B"] = self._held_and_work(lambda: self._stage.backward_input(0, self._gradient()))
+            _, workspace["W"] = self._held_and_work(lambda: self._stage.backward_weight(0))
+        workspace = {kind: max(size, 0) for kind, size in workspace.items()}
+        return StageSizes(activation, max(activation + change, 0), min(offload, activation), workspace)
+
+    def _held_and_work(self, op: Callable[[], object]) -> tuple[int, int]:
+        """How many bytes more are held after an op than before, and how many more at its peak."""
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        op()
+        after, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        return after - before, peak - before
+
+    def _forward(self, *, fused: bool) -> None:
+        target = self._chain.target(self._number, self._sample)
+        received = self._chain.received(self._number, self._device, self._sample)
+        self._stage.forward(0, received, target, offloads=True, fused=fused)
+
+    def _backward(self) -> None:
+        self._stage.backward(0, self._gradient())
+
+    def _gradient(self) -> object:
+        return self._chain.gradient(self._number, self._device)
+
+    def _offload_and_reload(self) -> int:
+        held = torch.cuda.memory_allocated(self._device)
+        self._stage.copy_out(0, HostSlab())
+        torch.cuda.synchronize(self._device)
+        self._stage.free(0)
+        moved = held - torch.cuda.memory_allocated(self._device)
+        self._stage.allocate(0)
+        self._stage.copy_in(0)
+        return moved
+
 
 T = TypeVar("T")
 
@@ -129,3 +213,82 @@ def stopwatch_for(device: torch.device, clock: ClockName = "wall") -> Stopwatch:
 
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+WARM_UP_ROUNDS = 2
+"""Rounds that count nothing: threads start, memory is got, slabs take on their sizes."""
+
+OnRound = Callable[[int, int], None]
+"""Told before each round: its number, and how many there are, warm-up included."""
+
+
+def measure_op_times(
+    chain: Chain,
+    device: torch.device,
+    rounds: int,
+    clock: ClockName = "wall",
+    on_round: OnRound = lambda _round, _rounds: None,
+) -> Mapping[int, Mapping[str, Spread]]:
+    """For each stage of this process, the times of each kind of op.
+
+    A compiled stage has no B and W. Leaves gradients behind in the stages.
+    """
+    measuring = _Rounds(chain, device, clock)
+    total = WARM_UP_ROUNDS + rounds
+    for number in range(total):
+        on_round(number, total)
+        if number == WARM_UP_ROUNDS:
+            measuring.watch.restart()
+        measuring.run()
+    times: dict[int, dict[str, Spread]] = {s: {} for s in chain.stages}
+    for key, samples_us in measuring.watch.samples_us().items():
+        times[key.number][key.kind] = spread_of(samples_us)
+    return times
+
+
+class _Rounds:
+    """The stages' samples and slabs, and what times them."""
+
+    def __init__(self, chain: Chain, device: torch.device, clock: ClockName) -> None:
+        self.watch = stopwatch_for(device, clock)
+        self._chain, self._device, self._sample = chain, device, 0
+        self._slabs = {s: HostSlab(pinned=device.type == "cuda") for s in chain.stages}
+        for stage in chain.stages.values():
+            stage.zero_gradients()
+
+    def run(self) -> None:
+        split = {s: stage for s, stage in self._chain.stages.items() if stage.splits}
+        for s in sorted(split):
+            self._forward(s, fused=False)
+        for s in sorted(split, reverse=True):
+            gradient = self._chain.gradient(s, self._device)
+            self.watch.time(Key("B", s), partial(split[s].backward_input, 0, gradient))
+            self.watch.time(Key("W", s), partial(split[s].backward_weight, 0))
+        for s in sorted(self._chain.stages):
+            self._forward(s, fused=True)
+        for s, stage in sorted(self._chain.stages.items(), reverse=True):
+            self.watch.time(Key("BW", s), partial(stage.backward, 0, self._chain.gradient(s, self._device)))
+        for s in sorted(self._chain.stages):
+            self._forward_and_copies(s)
+        for s, stage in sorted(self._chain.stages.items(), reverse=True):
+            stage.backward(0, self._chain.gradient(s, self._device))
+        self._sample = (self._sample + 1) % len(self._chain.batch)
+
+    def _forward(self, s: int, *, fused: bool) -> None:
+        received, forward = self._chain.received(s, self._device, self._sample), self._chain.stages[s].forward
+        target = self._chain.target(s, self._sample)
+        self.watch.time(Key("F", s), partial(forward, 0, received, target, offloads=False, fused=fused))
+
+    def _forward_and_copies(self, s: int) -> None:
+        stage, slab = self._chain.stages[s], self._slabs[s]
+        received, target = self._chain.received(s, self._device, self._sample), self._chain.target(s, self._sample)
+        stage.forward(0, received, target, offloads=True, fused=True)
+        del received
+        self.watch.time(Key("O", s), partial(stage.copy_out, 0, slab))
+        stage.free(0)
+        stage.allocate(0)
+        self.watch.time(Key("R", s), partial(stage.copy_in, 0))
+        if slab.too_small:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            slab.grow()

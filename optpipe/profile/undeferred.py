@@ -13,10 +13,10 @@ from functools import partial
 
 import torch
 
-from optpipe.profile.timing import ClockName, Key, stopwatch_for
+from optpipe.profile.ops import ClockName, Key, stopwatch_for
 from optpipe.runtime.messages import Gradient, Tree
+from optpipe.runtime.probe import unchanged_stage
 from optpipe.runtime.stage import Stage
-from optpipe.runtime.stage_sizes import unchanged_stage
 from optpipe.runtime.weight_gradients import undeferred_layers
 
 LEAST_SHARE = 0.01

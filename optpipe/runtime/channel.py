@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import TrainingError
-from optpipe.runtime.messages import Gradient, MessageSpec, Spec, Tree, leaves, rebuild, spec_of, spec_text
+from optpipe.runtime.messages import Gradient, MessageSpec, Spec, Tree, leaves, message_spec, rebuild, spec_text
 from optpipe.runtime.transport import Receipt, Transport
 
 Direction = Literal["F", "B"]
@@ -153,5 +153,5 @@ def _same_form(message: Any, spec: Spec) -> bool:
 def _text(message: Tree | Gradient) -> str:
     """What was found, for messages."""
     if all(isinstance(leaf, Tensor) for leaf in leaves(message)):
-        return spec_text(spec_of(message))
+        return spec_text(message_spec(message))
     return f"a {type(message).__name__}"

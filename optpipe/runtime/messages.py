@@ -82,7 +82,7 @@ def tensors(tree: Tree | Gradient) -> list[Tensor]:
     return [leaf for leaf in leaves(tree) if leaf is not None]
 
 
-def spec_of(tree: Tree) -> Spec:
+def message_spec(tree: Tree) -> Spec:
     """The spec that a message meets. Raises TrainingError where it holds anything but tensors."""
     return map_leaves(MessageSpec.of, tree)
 

@@ -16,20 +16,16 @@ import torch
 from torch import Tensor
 
 from optpipe.compile import Program, compile_forward
+from optpipe.compile.validation_point import validation_points
 from optpipe.errors import TrainingError
-from optpipe.runtime.evaluation import evaluating
-from optpipe.runtime.exchange import exchanging
+from optpipe.runtime.activations import HostSlabs
+from optpipe.runtime.executor import Batch, DeviceExecutor, DeviceParts, Reducer
 from optpipe.runtime.gradient_sync import GradientReduction
-from optpipe.runtime.host_slabs import HostSlabs
-from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.messages import Spec, Tree
-from optpipe.runtime.player import Player
-from optpipe.runtime.stage import Stage
-from optpipe.runtime.steps import Batch, DeviceParts, Reducer
-from optpipe.runtime.streams import Streams, streams_of
-from optpipe.runtime.trace import Recorder
-from optpipe.runtime.transport import Transport
-from optpipe.runtime.validation_point import validation_points
+from optpipe.runtime.recorder import MemoryMeter, Recorder
+from optpipe.runtime.stage import Stage, evaluating
+from optpipe.runtime.streams import Streams, make_streams
+from optpipe.runtime.transport import Transport, peer_errors
 
 SENT = "what processes send one another"
 
@@ -54,7 +50,7 @@ class Pipeline:
         *,
         sync: GradientReduction | None = None,
         offload_bytes: Mapping[int, int] | None = None,
-        streams: Callable[[torch.device], Streams] = streams_of,
+        streams: Callable[[torch.device], Streams] = make_streams,
     ) -> None:
         self.program = program
         self._transport, self._stages, self._sync = transport, stages, sync
@@ -66,8 +62,8 @@ class Pipeline:
             for device in devices
         }
         points = validation_points(program)
-        self._players = [Player(parts, points[device]) for device, parts in self._parts.items()]
-        self._evaluators: dict[int, list[Player]] = {}
+        self._executors = [DeviceExecutor(parts, points[device]) for device, parts in self._parts.items()]
+        self._evaluators: dict[int, list[DeviceExecutor]] = {}
 
     def run(
         self,
@@ -99,12 +95,12 @@ class Pipeline:
         if validate is None and zero_gradients:
             self._zero_gradients()
         return self._step(
-            self._players, inputs, targets, meter, recorder, validate, sync=self._sync, leave_sends=leave_sends
+            self._executors, inputs, targets, meter, recorder, validate, sync=self._sync, leave_sends=leave_sends
         )
 
     def settle(self) -> None:
         """Wait until others have received all that was sent to them."""
-        with exchanging(SENT):
+        with peer_errors(SENT):
             self._transport.finish()
 
     def evaluate(
@@ -130,7 +126,7 @@ class Pipeline:
 
     def _step(
         self,
-        players: Sequence[Player],
+        executors: Sequence[DeviceExecutor],
         inputs: Sequence[Tree],
         targets: Sequence[Tree],
         meter: MemoryMeter | None,
@@ -144,52 +140,53 @@ class Pipeline:
         batch = Batch(inputs, targets, losses.unbind())
         try:
             with meter or nullcontext():
-                for player in players:
-                    player.begin(batch, meter, recorder)
+                for executor in executors:
+                    executor.begin(batch, meter, recorder)
                 if validate is not None:
-                    self._play_to_points(players, validate)
-                _play(players)
-                with exchanging(SENT):
+                    self._play_to_points(executors, validate)
+                _play(executors)
+                with peer_errors(SENT):
                     self._transport.close_step() if leave_sends else self._transport.finish()
-            for player in players:
-                player.end()
+            for executor in executors:
+                executor.end()
             if sync:
-                with exchanging("the sums of gradients"):
+                with peer_errors("the sums of gradients"):
                     sync.finish()
         except BaseException as error:
-            self._clear(players, error)
+            self._clear(executors, error)
             raise
         return losses
 
-    def _play_to_points(self, players: Sequence[Player], validate: Callable[[], bool]) -> None:
+    def _play_to_points(self, executors: Sequence[DeviceExecutor], validate: Callable[[], bool]) -> None:
         """Up to every validation point; then the verdict says whether to go on or to begin anew."""
-        for player in players:
-            player.stop_at_point()
-        _play(players)
-        for player in players:
-            player.streams.end()
+        for executor in executors:
+            executor.stop_at_point()
+        _play(executors)
+        for executor in executors:
+            executor.streams.end()
         right = validate()
         self._zero_gradients()
-        with exchanging(SENT):
+        with peer_errors(SENT):
             self._transport.finish_closed()
-            for player in players:
-                player.go_on() if right else player.begin_anew()
+            for executor in executors:
+                executor.go_on() if right else executor.begin_anew()
         if not right:
             for stage in self._stages.values():
                 stage.clear()
-        for player in players:
-            player.streams.begin()
+        for executor in executors:
+            executor.streams.begin()
 
     def _zero_gradients(self) -> None:
         for stage in self._stages.values():
             stage.zero_gradients()
 
-    def _evaluators_of(self, microbatches: int) -> Sequence[Player]:
+    def _evaluators_of(self, microbatches: int) -> Sequence[DeviceExecutor]:
         """Players of forwards alone, made at the first evaluation of so many microbatches."""
         if microbatches not in self._evaluators:
             program = compile_forward(self.program.placement, microbatches, len(self.program.devices))
             self._evaluators[microbatches] = [
-                Player(replace(parts, program=program, evaluates=True, batch=Batch())) for parts in self._parts.values()
+                DeviceExecutor(replace(parts, program=program, evaluates=True, batch=Batch()))
+                for parts in self._parts.values()
             ]
         return self._evaluators[microbatches]
 
@@ -197,25 +194,25 @@ class Pipeline:
         last = self._stages.get(len(self.program.placement) - 1)
         return torch.zeros(microbatches, dtype=torch.float64, device=last.device if last else None)
 
-    def _clear(self, players: Sequence[Player], error: BaseException) -> None:
-        """Leave nothing behind: what is on its way, in streams, cells, slabs, stages, and in the error's frames."""
+    def _clear(self, executors: Sequence[DeviceExecutor], error: BaseException) -> None:
+        """Leave nothing behind: what is on its way, in streams, slots, slabs, stages, and in the error's frames."""
         self._transport.clear()
         if self._sync:
             self._sync.clear()
-        for player in players:
-            player.clear()
+        for executor in executors:
+            executor.clear()
         for stage in self._stages.values():
             stage.clear()
         _clear_frames(error)
 
 
-def _play(players: Sequence[Player]) -> None:
+def _play(executors: Sequence[DeviceExecutor]) -> None:
     """Let the players take turns until all are done."""
-    turn = 1 if len(players) > 1 else None
-    while players := [player for player in players if not player.done]:
-        if not sum([player.advance(turn) for player in players]):
-            blocked = ", ".join(str(player.next_action) for player in players)
-            around = "\n".join(f"device {player.number}:\n{player.excerpt()}" for player in players)
+    turn = 1 if len(executors) > 1 else None
+    while executors := [executor for executor in executors if not executor.done]:
+        if not sum([executor.advance(turn) for executor in executors]):
+            blocked = ", ".join(str(executor.next_action) for executor in executors)
+            around = "\n".join(f"device {executor.number}:\n{executor.excerpt()}" for executor in executors)
             raise TrainingError(f"nothing can go on: {blocked} wait for messages that nobody sends\n{around}")
 
 

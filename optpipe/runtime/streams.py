@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from optpipe.compile.actions import Action
-from optpipe.orders import Op
+from optpipe.compile.program import Action
+from optpipe.ops import Op
 
 Work = Callable[[], None]
 
@@ -142,6 +142,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def streams_of(device: torch.device) -> Streams:
+def make_streams(device: torch.device) -> Streams:
     """The streams that a kind of device has."""
     return CudaStreams(device) if device.type == "cuda" else NoStreams()

@@ -1,20 +1,109 @@
-"""Records one step of a pipeline: once for its times, once for its memory."""
+"""Recording of one step by all processes, with aligned clocks.
+
+Rank 0 sends its time to and fro (Cristian's algorithm): what another process reads between rank 0's sending and the
+reply's arrival was read between these two times of rank 0. Every round trip so gives an interval for the offset; all of
+them intersected are the estimate, and half of its width the error. Between processes on one host the error is 0 where
+the kernel's clock, which they share, agrees with that interval.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
 
 import torch
 import torch.distributed as dist
 
-from optpipe.runtime.interpreter import Pipeline
-from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.messages import Tree
-from optpipe.runtime.trace import HostRecorder, MemoryRecorder, MemoryUse, Timing
-from optpipe.runtime.trace_clock import Clock, align_clocks
-from optpipe.runtime.trace_cuda import CudaMemoryRecorder, CudaRecorder
-from optpipe.trace.assemble import ActionRow, Part
+from optpipe.runtime.pipeline import Pipeline
+from optpipe.runtime.recorder import (
+    CudaMemoryRecorder,
+    CudaRecorder,
+    HostRecorder,
+    MemoryMeter,
+    MemoryRecorder,
+    MemoryUse,
+    Timing,
+)
+from optpipe.runtime.transport import peer_errors
+from optpipe.trace.document import ActionRow, Part
+
+ROUNDS = 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """This process's clock minus rank 0's, in nanoseconds, known to within `error_ns` either way."""
+
+    offset_ns: int = 0
+    error_ns: int = 0
+
+
+def align_clocks() -> Clock:
+    """Called by all processes of the default group (one that sends tensors of the CPU); they end it together.
+
+    Raises RunFailedError where one of them has ended.
+    """
+    rank = dist.get_rank()
+    clock = Clock()
+    with peer_errors("the clocks of all processes"):
+        for other in range(1, dist.get_world_size()):
+            if rank == 0:
+                _answer_of(other)
+            elif rank == other:
+                clock = _ask_rank_0()
+        dist.barrier()
+    return clock
+
+
+def estimate(rounds: list[tuple[int, int, int]], same_host: bool) -> Clock:
+    """The clock from round trips (sent by rank 0, read here, back at rank 0), each by the clock of where it was read.
+
+    Where a clock drifted in between, so that no offset suits all rounds, the quickest round counts.
+    """
+    least = max(here - back for _, here, back in rounds)
+    most = min(here - sent for sent, here, _ in rounds)
+    if least > most:
+        sent, here, back = min(rounds, key=lambda times: times[2] - times[0])
+        least, most = here - back, here - sent
+    if same_host and least <= 0 <= most:
+        return Clock()
+    return Clock((least + most) // 2, (most - least + 1) // 2)
+
+
+def _answer_of(other: int) -> None:
+    """Rank 0's part: its times of each round trip, and its host, to the other process."""
+    here, rounds = torch.zeros(1, dtype=torch.int64), []
+    for _ in range(ROUNDS):
+        sent_ns = perf_counter_ns()
+        dist.send(torch.tensor([sent_ns]), other)
+        dist.recv(here, other)
+        rounds.append((sent_ns, int(here), perf_counter_ns()))
+    dist.send(torch.tensor(rounds), other)
+    dist.send(_host(), other)
+
+
+def _ask_rank_0() -> Clock:
+    ping, rounds, host = torch.zeros(1, dtype=torch.int64), torch.zeros((ROUNDS, 3), dtype=torch.int64), _host()
+    for _ in range(ROUNDS):
+        dist.recv(ping, 0)
+        dist.send(torch.tensor([perf_counter_ns()]), 0)
+    dist.recv(rounds, 0)
+    theirs = torch.zeros_like(host)
+    dist.recv(theirs, 0)
+    same_host = bool(host.any()) and torch.equal(host, theirs)
+    return estimate([(sent, here, back) for sent, here, back in rounds.tolist()], same_host)
+
+
+def _host() -> torch.Tensor:
+    """The running kernel's identity, 36 bytes; zeros where it has none."""
+    name = _BOOT_ID.read_bytes().strip() if _BOOT_ID.exists() else b""
+    return torch.frombuffer(bytearray(name.ljust(36, b"\0")[:36]), dtype=torch.uint8)
+
 
 CPU = torch.device("cpu")
 

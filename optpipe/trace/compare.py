@@ -1,24 +1,143 @@
-"""A measured step against its plan: where time and memory went otherwise than predicted.
+"""Comparison of a measured step with its plan: figures, re-timed plan, deciding path.
 
 Where each device had a process of its own, the measured times are compared as they are. Devices that shared a process
 took turns, so when anything happened there says nothing about a pipeline; then the schedule is *re-timed*: its orders,
 waits and transfer delays, each op with the median duration that was measured for its kind on its stage. Medians,
 because devices that take turns on one processor also share it with everything else on the machine.
+
+`optpipe.simulate` times a schedule with one duration for each kind and stage. Here every op has its own, as measured.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from statistics import median
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.compile.actions import message_of
-from optpipe.orders import KINDS, Op
+from optpipe.compile.events import Rules
+from optpipe.compile.program import RECEIVES, message_of
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.ops import KINDS, Op
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
 from optpipe.trace.document import Trace
-from optpipe.trace.figures import Comparison, DeviceFigures, Difference, KindFigures, PathFigures, TransferFigures
-from optpipe.trace.precedence import Needs, Span, deciding_path, needs_of, planned_delay_us, planned_spans, retimed
+
+
+class Span(NamedTuple):
+    """From when to when an op ran, or is to run."""
+
+    start_us: float
+    end_us: float
+
+    @property
+    def duration_us(self) -> float:
+        """From start to end."""
+        return self.end_us - self.start_us
+
+
+class Need(NamedTuple):
+    """An op starts no sooner than `delay_us` after the end of `op`."""
+
+    op: Op
+    delay_us: float
+
+
+class PathStep(NamedTuple):
+    """An op on the path that decides the end: it followed `gap_us` after the end of the one before it."""
+
+    op: Op
+    gap_us: float
+    planned_gap_us: float
+
+
+Needs = Mapping[Op, Sequence[Need]]
+
+
+def planned_spans(schedule: Schedule) -> dict[Op, Span]:
+    """Each op's predicted times."""
+    streams = [ops for device in schedule.devices for _, ops in device.streams()]
+    return {op: Span(*times) for ops in streams for op, *times in zip(ops.ops, ops.starts, ops.ends, strict=True)}
+
+
+def find_precedences(schedule: Schedule) -> Needs:
+    """For each op the ends that it waits for: rules of the model, order of its stream or channel, waits.
+
+    Raises OrderError where a wait is for no op of the schedule, DeadlockError where ops wait in a cycle.
+    """
+    problem, orders = schedule.problem, schedule.orders
+    rules = Rules([stage.device for stage in problem.stages], frozenset(orders.ops()))
+    needs = {op: [*_by_rule(rules, problem, op)] for op in orders.ops()}
+    streams = [stream for device in orders.devices for stream in device.streams()]
+    for before, op in (pair for ops in (*streams, *orders.channels) for pair in pairwise(ops)):
+        needs[op].append(Need(before, 0.0))
+    for op, waits in orders.waits.items():
+        for before in waits:
+            if before not in needs:
+                detail = "which is not in the schedule. Maybe run 'optpipe verify' on it."
+                raise OrderError(f"{op} waits for {before}, {detail}")
+            needs[op].append(Need(before, 0.0))
+    _in_order(needs)
+    return needs
+
+
+def _in_order(needs: Needs) -> Sequence[Op]:
+    """All ops, each after those that it needs. Raises DeadlockError."""
+    sorter = TopologicalSorter({op: [need.op for need in before] for op, before in needs.items()})
+    try:
+        return [*sorter.static_order()]
+    except CycleError as error:
+        cycle = [str(op) for op in error.args[1][:-1]]
+        raise DeadlockError(cycle, len(cycle)) from None
+
+
+def _by_rule(rules: Rules, problem: Problem, op: Op) -> Iterator[Need]:
+    """The ops of the schedule that must be over; a message counts as its delay, other actions between as nothing."""
+    for before in (Op(*key) for key in rules.needs(op)):
+        if before in rules.present:
+            yield Need(before, 0.0)
+        else:
+            delay_us = _delay_us(problem, before) if before.kind in RECEIVES else 0.0
+            yield from (Need(need.op, need.delay_us + delay_us) for need in _by_rule(rules, problem, before))
+
+
+def _delay_us(problem: Problem, receive: Op) -> float:
+    message = message_of(receive)
+    return planned_delay_us(problem, message.direction, message.boundary)
+
+
+def planned_delay_us(problem: Problem, direction: str, boundary: int) -> float:
+    """How long a message takes over a boundary: an activation (F) or a gradient (B)."""
+    return (problem.forward_delay_us if direction == "F" else problem.backward_delay_us)[boundary]
+
+
+def retimed(needs: Needs, duration_us: Mapping[Op, float]) -> dict[Op, Span]:
+    """The times at which every op starts as soon as what it needs allows."""
+    spans: dict[Op, Span] = {}
+    for op in _in_order(needs):
+        start = max((spans[need.op].end_us + need.delay_us for need in needs[op]), default=0.0)
+        spans[op] = Span(start, start + duration_us[op])
+    return spans
+
+
+def deciding_path(needs: Needs, spans: Mapping[Op, Span]) -> list[PathStep]:
+    """From the op that ended last back to a first one, each time by the need that was met last; in order of time."""
+    if not spans:
+        return []
+    op = max(spans, key=lambda op: spans[op].end_us)
+    path = []
+    while needs[op]:
+        last = max(needs[op], key=lambda need: spans[need.op].end_us + need.delay_us)
+        path.append(PathStep(op, spans[op].start_us - spans[last.op].end_us, last.delay_us))
+        op = last.op
+    path.append(PathStep(op, 0.0, 0.0))
+    return path[::-1]
+
 
 MOST_DIFFERENCES = 10
 
@@ -27,7 +146,7 @@ Spans = Mapping[Op, Span]
 
 def compare(trace: Trace) -> Comparison:
     """Every figure of the trace against those of the schedule within it."""
-    needs, planned = needs_of(trace.schedule), planned_spans(trace.schedule)
+    needs, planned = find_precedences(trace.schedule), planned_spans(trace.schedule)
     measured = {op: Span(action.start_us, action.end_us) for op, action in trace.ops.items()}
     kinds = tuple(_kinds(planned, measured))
     at_once = trace.devices_ran_at_once
@@ -150,3 +269,118 @@ def _transfers(trace: Trace) -> Iterator[TransferFigures]:
         delay_us = planned_delay_us(trace.schedule.problem, direction, boundary)
         middle = median(timed) if timed else None
         yield TransferFigures(direction, boundary, len(found), len(timed), delay_us, middle)
+
+
+Basis = Literal["measured", "re-timed"]
+
+LEAST_LIKE, MOST_LIKE = 0.5, 2.0
+"""Work beyond these times the planned is hardly of the model and machine that the plan was made for."""
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """One device. Bubbles are shares of the step.
+
+    `hidden` is the share of its copies' time during which its process computed, always as it happened; None without
+    copies. `schedule_peak_bytes` is the schedule's figure, the other two are the trace's.
+    """
+
+    planned_bubble: float
+    bubble: float
+    planned_busy_us: float
+    busy_us: float
+    planned_hidden: float | None
+    hidden: float | None
+    schedule_peak_bytes: int
+    planned_peak_bytes: int | None
+    peak_bytes: int
+
+    @property
+    def expected_peak_bytes(self) -> int:
+        """What `peak_bytes` is to be held against: the plan with the model's own sizes, where they were measured."""
+        return self.schedule_peak_bytes if self.planned_peak_bytes is None else self.planned_peak_bytes
+
+
+@dataclass(frozen=True)
+class KindFigures:
+    """The ops of one kind on one stage: planned duration and the median of the measured ones."""
+
+    kind: str
+    stage: int
+    ops: int
+    planned_us: float
+    median_us: float
+
+
+@dataclass(frozen=True)
+class TransferFigures:
+    """Messages over a boundary (F: from stage b to b+1, B: back).
+
+    Only a message that its receiver was already waiting for shows how long it took: `timed` of `messages`, and from
+    the begin of its send to the begin of the op that used it `median_us`, None where no message was waited for.
+    """
+
+    direction: str
+    boundary: int
+    messages: int
+    timed: int
+    planned_us: float
+    median_us: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An op that took longer (above 0) or shorter than planned; `on_path`: whether it is among those of PathFigures."""
+
+    op: str
+    device: int
+    planned_us: float
+    measured_us: float
+    difference_us: float
+    on_path: bool
+
+
+@dataclass(frozen=True)
+class PathFigures:
+    """The chain of ops that decided when the step ended, each begun when the one before it let it.
+
+    Along it, ops took `op_difference_us` longer than planned and the gaps between them (transfers, the host's work)
+    `gap_difference_us`. The rest of the difference between the steps, `slack_us`, is what the plan had to spare along
+    this chain, since another one decided its end.
+    """
+
+    ops: int
+    op_difference_us: float
+    gap_difference_us: float
+    slack_us: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All figures of a trace. A step is from the first start of an op to the last end, whatever the objective.
+
+    `step_us` is by `basis`, `measured_step_us` always as it happened. `work_ratio` is the measured time of all compute
+    ops over the planned one.
+    """
+
+    basis: Basis
+    planned_step_us: float
+    step_us: float
+    measured_step_us: float
+    work_ratio: float
+    devices: tuple[DeviceFigures, ...]
+    path: PathFigures
+    differences: tuple[Difference, ...]
+    kinds: tuple[KindFigures, ...]
+    transfers: tuple[TransferFigures, ...]
+    planned_spans: Mapping[Op, Span]
+    """when each op was to run"""
+    spans: Mapping[Op, Span]
+    """when each op ran, by `basis`"""
+    path_ops: frozenset[Op]
+    """the ops of `path`"""
+
+    @property
+    def plan_fits(self) -> bool:
+        """Whether the plan's durations are about those of what ran, so that times can be compared one to one."""
+        return LEAST_LIKE <= self.work_ratio <= MOST_LIKE

@@ -1,32 +1,39 @@
-"""`--check`: the schedule's step against the plain step, its memory against the plan. Changes no weight, no buffer."""
+"""Check of a step against the reference step (plain autograd, no pipeline), evaluation, and one recorded step."""
 
 from __future__ import annotations
 
 import logging
 import math
+import platform
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
 from optpipe.errors import OptPipeError, TrainingError
-from optpipe.profile.chain import random_gradient
 from optpipe.profile.measured import Measured
+from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
-from optpipe.runtime.memory_meter import MemoryMeter
-from optpipe.runtime.messages import Tree, map_leaves
-from optpipe.runtime.random_numbers import RandomNumbers
-from optpipe.runtime.stage_sizes import StageSizes, measure_samples, size_range, with_measured_sizes
+from optpipe.runtime.messages import Tree, leaves, map_leaves
+from optpipe.runtime.probe import StageSizes, measure_samples, size_range, with_measured_sizes
+from optpipe.runtime.recorder import MemoryMeter
+from optpipe.runtime.rng import RandomNumbers
+from optpipe.runtime.stage import Loss
+from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.weight_gradients import undeferred_layers
+from optpipe.trace import Trace
+from optpipe.trace.document import Part, assemble
+from optpipe.train.config import ModelConfig
+from optpipe.train.launch import hardware_name
 from optpipe.train.model import Model, moved
-from optpipe.train.plain import Drawing, gradient_error, plain_step, relative_error
 from optpipe.train.result import CheckResult, DeviceMemory
-from optpipe.train.task import Batch
-from optpipe.train.updates.snapshot import Snapshot
+from optpipe.train.rollback import Snapshot
+from optpipe.train.tasks.base import Batch
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -51,7 +58,7 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     runs = [_metered_run(model, batch) for _ in range(2)]
     loss = model.mean_loss(runs[1][1])
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
-    plain_loss = plain_step(plain_modules, model.task.loss, *plain_batch, autocast, _drawing(model))
+    plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, _drawing(model))
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
     memory = _memory(model, planned, scheduled, [meter for meter, _ in runs])
     found = model.launch.gather({"worst": worst, "devices": memory})
@@ -241,3 +248,100 @@ def _memory(
         }
         for d in model.devices
     ]
+
+
+Drawing = Callable[[int, int], AbstractContextManager[None]]
+"""Within it, torch draws the random numbers of a stage and a microbatch, in this order, both by their number."""
+
+
+def _as_it_comes(_stage: int, _microbatch: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def reference_step(
+    modules: Sequence[nn.Module],
+    loss: Loss,
+    inputs: Sequence[Tree],
+    targets: Sequence[Tree],
+    autocast: torch.dtype | None = None,
+    drawing: Drawing = _as_it_comes,
+) -> float:
+    """Set `.grad` of all parameters to the gradient of the mean loss over the microbatches; returns that loss.
+
+    Parameters that are frozen, or that the loss does not depend on, have none. The loss draws as the last module does.
+    """
+    for module in modules:
+        module.zero_grad()
+    total = 0.0
+    last = len(modules) - 1
+    for i, (x, target) in enumerate(zip(inputs, targets, strict=True)):
+        with torch.autocast(leaves(x)[0].device.type, autocast) if autocast else nullcontext():
+            for s, module in enumerate(modules):
+                with drawing(s, i):
+                    x = loss(module(x), target) if s == last else module(x)
+        value = x / len(inputs)
+        if value.requires_grad:
+            torch.autograd.backward(value)
+        total += value.item()
+    return total
+
+
+def gradient_error(gradient: Tensor, plain: Tensor) -> float:
+    """max|g - g_plain| / max|g_plain|.
+
+    0 where both gradients are 0; infinity where only the plain one is, and where anything is not a number.
+    """
+    return relative_error(float((gradient - plain).abs().max()), float(plain.abs().max()))
+
+
+def relative_error(difference: float, scale: float) -> float:
+    """difference / scale; 0 where there is no difference, infinity where the scale is 0 or the error not a number."""
+    if difference == 0.0:
+        return 0.0
+    error = difference / scale if scale else math.inf
+    return math.inf if math.isnan(error) else error
+
+
+def evaluation_loss(model: Model, first_step: int, count: int) -> float:
+    """The mean loss of the batches of `count` steps from `first_step` on, forward alone and in evaluation mode.
+
+    Called by all processes together, between two settled steps, with the same answer.
+    """
+    losses = []
+    for step in range(first_step, first_step + count):
+        found = model.pipeline.evaluate(*model.own_part(model.task.batch(step)))
+        losses.append(model.mean_loss(model.launch.sum(found)))
+    return sum(losses) / count
+
+
+def record_trace(model: Model, batch: Batch, step: int) -> Trace:
+    """Run the batch apart from training and record its first replica, with the schedule in use.
+
+    Called by all processes together, with the same answer.
+    """
+    planned = planned_peaks(model, batch)
+    own, rank = model.own_part(batch), model.launch.rank
+    with unchanged(model):
+        part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
+    of_all = model.launch.gather(part.to_data())
+    parts = [Part.from_data(data) for data in of_all[: model.launch.pipeline_processes]]
+    return assemble(
+        parts,
+        model.schedule,
+        program=model.program.digest,
+        step=step,
+        planned_peak_bytes=planned,
+        source=_source(model),
+    )
+
+
+def _source(model: Model) -> str:
+    return (
+        f"{model.task.name}, {_precision(model.config.model)}; torch {torch.__version__} on "
+        f"{hardware_name(model.hardware, platform.machine())}, "
+        f"{torch.get_num_threads()} threads in each of {model.launch.world} process(es)"
+    )
+
+
+def _precision(config: ModelConfig) -> str:
+    return f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype

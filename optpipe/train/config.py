@@ -32,11 +32,10 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
 
-from optpipe.document import shown
+from optpipe.document import read_toml, shown
 from optpipe.errors import InputError, Issue
-from optpipe.placements import devices_of_stages
+from optpipe.partition import devices_of_stages
 from optpipe.schedule import Schedule
-from optpipe.toml_file import read_toml
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""One process or many: under torchrun each process runs the device of its rank.
+"""Processes of a run: rank, device, groups, and collectives that fail on all ranks together.
 
 Processes talk over gloo, and between GPUs over NCCL. Between them go tensors and JSON, nothing pickled.
 """
@@ -8,18 +8,62 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from optpipe.errors import TrainingError
-from optpipe.runtime.exchange import exchanging
-from optpipe.train.hardware import CPU
+from optpipe.errors import CheckpointError, InputError, RunFailedError, TrainingError
+from optpipe.runtime.transport import peer_errors
+from optpipe.train.config import DeviceChoice
+
+CPU = torch.device("cpu")
+
+
+class Rank(NamedTuple):
+    """This process among those of its host, counted from 0."""
+
+    local_rank: int = 0
+    processes: int = 1
+
+
+def own_rank() -> Rank:
+    """As torchrun says; without it, one process alone."""
+    return Rank(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def choose_device(choice: DeviceChoice, gpus: int, place: Rank) -> torch.device:
+    """The device for a process on a host with so many GPUs: that of its local rank. "auto" is CUDA if there is any.
+
+    Raises TrainingError where "cuda" finds no GPU, and where processes would have to share one.
+    """
+    if choice == "cpu" or (choice == "auto" and not gpus):
+        return CPU
+    if not gpus:
+        raise TrainingError(
+            "device is 'cuda' but torch finds no CUDA device here. "
+            "Maybe --device cpu, or a build of torch with CUDA and a driver for it."
+        )
+    if place.processes > gpus:
+        raise TrainingError(
+            f"torchrun started {place.processes} processes on this host but it has {gpus} CUDA device(s), and each "
+            "needs its own. Maybe --device cpu, or more hosts, or leave torchrun out to run all devices on one GPU."
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def own_device(choice: DeviceChoice) -> torch.device:
+    """The device of this process."""
+    return choose_device(choice, torch.cuda.device_count() if torch.cuda.is_available() else 0, own_rank())
+
+
+def hardware_name(device: torch.device, machine: str) -> str:
+    """The GPU's name, or the CPU's kind, which is `machine`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine
 
 
 @dataclass(frozen=True)
@@ -77,7 +121,7 @@ class Launch:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        with exchanging("what all processes tell one another"):
+        with peer_errors("what all processes tell one another"):
             dist.all_gather(lengths, torch.tensor([len(text)]))
             longest = max(int(length) for length in lengths)
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
@@ -90,7 +134,7 @@ class Launch:
             return value
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([len(text)])
-        with exchanging("what rank 0 tells all processes"):
+        with peer_errors("what rank 0 tells all processes"):
             dist.broadcast(length, 0)
             if self.rank:
                 text = torch.empty(int(length), dtype=torch.uint8)
@@ -111,7 +155,7 @@ class Launch:
         Every process begins its sums, and its other exchanges, in the same order. Between GPUs the values stay there
         and NCCL sums them, behind what the current stream was given before: the host does not wait. (Not yet run.)
         """
-        with exchanging(_SUMS):
+        with peer_errors(_SUMS):
             work = dist.all_reduce(values, async_op=True) if self.distributed else None
         return PendingSum(values, work)
 
@@ -125,7 +169,7 @@ class PendingSum:
     def wait(self) -> torch.Tensor:
         """The sum, on the CPU. Raises RunFailedError where a process has ended or does not answer in time."""
         if self._work is not None:
-            with exchanging(_SUMS):
+            with peer_errors(_SUMS):
                 self._work.wait()
         return self._values.cpu()
 
@@ -179,19 +223,19 @@ def launched(devices: int, timeout_seconds: float, replicas: int = 1, hardware: 
     if own:
         if hardware.type == "cuda":
             torch.cuda.set_device(hardware)  # where NCCL looks for it
-        with exchanging("the connections between all processes"):
+        with peer_errors("the connections between all processes"):
             dist.init_process_group(backends(hardware), timeout=timedelta(seconds=timeout_seconds))
     try:
-        with exchanging("the groups of all processes"):
+        with peer_errors("the groups of all processes"):
             groups = _groups(devices, replicas)
         yield Launch(devices, replicas, rank, True, *groups, hardware)
         if own:
-            with exchanging("the end of all processes"):
+            with peer_errors("the end of all processes"):
                 dist.barrier()  # nobody takes the group down while another still talks
     finally:
         if own:
             dist.destroy_process_group()
-            gc.collect()  # works in circles of references keep gloo's threads alive into the interpreter's end
+            gc.collect()  # works in cycles of references keep gloo's threads alive into the interpreter's end
 
 
 def backends(hardware: torch.device) -> str:
@@ -237,3 +281,35 @@ def _wrong_world(world: int, devices: int, replicas: int) -> str:
         f"Maybe start it with torchrun --nproc-per-node {devices * replicas}, or without torchrun to run all in one "
         "process."
     )
+
+
+Value = TypeVar("Value")
+
+
+def gather_or_raise(launch: Launch, do: Callable[[], Value]) -> list[Value]:
+    """The JSON values of all processes, by rank.
+
+    Raises CheckpointError with the first process's reason, and RunFailedError where another process has ended.
+    """
+    found: dict[str, Any]
+    try:
+        found = {"value": do()}
+    except (CheckpointError, InputError, OSError) as error:
+        found = {"error": _reason(error)}
+    try:
+        answers = launch.gather(found)
+    except RunFailedError as lost:
+        if "error" in found:
+            raise RunFailedError(f"{found['error']} Then {lost}") from lost
+        raise
+    failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
+    if failed:
+        rank, reason = failed[0]
+        raise CheckpointError(f"rank {rank}: {reason}" if launch.world > 1 else reason)
+    return [answer["value"] for answer in answers]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    return str(error)

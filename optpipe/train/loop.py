@@ -9,27 +9,21 @@ from dataclasses import replace
 
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import RunFailedError, TrainingError
-from optpipe.runtime.trace import Recorder
+from optpipe.runtime.recorder import Recorder
 from optpipe.trace import Trace
-from optpipe.train.boundary import Boundary
-from optpipe.train.check import check_step, tell_undeferred
-from optpipe.train.checkpoints.checkpoints import Checkpoints
-from optpipe.train.checkpoints.interrupts import Interrupts
+from optpipe.train.callback import Callback
+from optpipe.train.check import check_step, evaluation_loss, record_trace, tell_undeferred
+from optpipe.train.checkpoint.callback import CheckpointCallback, Interrupts
 from optpipe.train.config import TrainingConfig, flat
-from optpipe.train.evaluate import evaluation_loss
-from optpipe.train.hardware import own_device
-from optpipe.train.launch import Launch, launched, one_core_left
+from optpipe.train.launch import Launch, launched, one_core_left, own_device
 from optpipe.train.model import Model
-from optpipe.train.online.events import Events
-from optpipe.train.online.first import first_schedule
-from optpipe.train.online.online import Online
-from optpipe.train.online.solver import Solver
-from optpipe.train.output.leave import Report, leaving
-from optpipe.train.output.watch import Watch
+from optpipe.train.output import Report, Watch, open_sinks
 from optpipe.train.peaks import Peaks
-from optpipe.train.record import record_trace
-from optpipe.train.result import CheckResult, TrainingResult
-from optpipe.train.updates import StepOutcome
+from optpipe.train.resolve.callback import ResolveCallback
+from optpipe.train.resolve.initial import initial_schedule
+from optpipe.train.resolve.search import Solver
+from optpipe.train.result import CheckResult, Events, TrainingResult
+from optpipe.train.update import StepOutcome
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -66,7 +60,7 @@ def _trained(
     events = Events(launch.rank == 0)
     first = None
     if config.online.on:
-        first = first_schedule(config, launch, solver, events, lambda: interrupts.requested is not None)
+        first = initial_schedule(config, launch, solver, events, lambda: interrupts.requested is not None)
     used = replace(config, schedule=first.schedule) if first else config
     model = Model(used, given or _compiled(used), launch, task=first.task if first else None)
     check = _check(model) if config.check else None
@@ -75,21 +69,21 @@ def _trained(
             (), (), model.parameters, launch.world, check, events=tuple(events.all), schedule=model.schedule
         )
     tell_undeferred(model, first.measured if first else None)
-    checkpoints = Checkpoints(config, model, interrupts)
+    checkpoints = CheckpointCallback(config, model, interrupts)
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events)
     peaks = Peaks(model, config.online.memory_margin, events, check)
-    boundaries: list[Boundary] = [watch, checkpoints, peaks]
+    callbacks: list[Callback] = [watch, checkpoints, peaks]
     if first and config.online.mode == "online":
-        boundaries.append(Online(config.online, model, first, solver if launch.rank == 0 else None, events))
-    run = _Run(config, model, boundaries)
+        callbacks.append(ResolveCallback(config.online, model, first, solver if launch.rank == 0 else None, events))
+    run = _Run(config, model, callbacks)
     evaluated = None
-    with leaving(config.output, model.task.name, report, leads=launch.rank == 0) as watch.report, _begun():
+    with open_sinks(config.output, model.task.name, report, leads=launch.rank == 0) as watch.report, _begun():
         try:
             run.go()
         finally:
-            for boundary in boundaries:
-                boundary.end()
+            for callback in callbacks:
+                callback.end()
         if config.evaluate and not checkpoints.stopped:
             evaluated = evaluation_loss(model, config.steps, config.evaluate)
     return TrainingResult(
@@ -147,9 +141,9 @@ def _check(model: Model) -> CheckResult:
 class _Run:
     """The steps of a run, and what acts between them."""
 
-    def __init__(self, config: TrainingConfig, model: Model, boundaries: Sequence[Boundary]) -> None:
-        self._config, self._model, self._boundaries = config, model, boundaries
-        self._asked = [False] * len(boundaries)
+    def __init__(self, config: TrainingConfig, model: Model, callbacks: Sequence[Callback]) -> None:
+        self._config, self._model, self._callbacks = config, model, callbacks
+        self._asked = [False] * len(callbacks)
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self.trace: Trace | None = None
@@ -159,14 +153,14 @@ class _Run:
         model, task, recorded = self._model, self._model.task, self._recorded_step()
         for step in range(model.step_number, self._config.steps):
             self._act(step)
-            if any(boundary.stopped for boundary in self._boundaries):
+            if any(callback.stopped for callback in self._callbacks):
                 return
             if step == recorded:
                 self._settle()
                 self.trace = record_trace(model, task.batch(step), step)
             recorder = self._recorder(step)
-            meter = None if recorder else next((m for b in self._boundaries if (m := b.meter(step)) is not None), None)
-            self._note(model.step(task.batch(step), recorder=recorder, meter=meter, wishes=self._wishes))
+            meter = None if recorder else next((m for b in self._callbacks if (m := b.meter(step)) is not None), None)
+            self._note(model.step(task.batch(step), recorder=recorder, meter=meter, requests=self._requests))
         self._act(self._config.steps)
         self._settle()
 
@@ -180,20 +174,20 @@ class _Run:
 
     def _act(self, step: int) -> None:
         """Whoever is due before the step, or is asked for by any process, acts."""
-        acting = [asked or boundary.due(step) for asked, boundary in zip(self._asked, self._boundaries, strict=True)]
+        acting = [asked or callback.is_due(step) for asked, callback in zip(self._asked, self._callbacks, strict=True)]
         if any(acting):
             self._settle()
-            self._asked = [False] * len(self._boundaries)
-            for boundary, acts in zip(self._boundaries, acting, strict=True):
+            self._asked = [False] * len(self._callbacks)
+            for callback, acts in zip(self._callbacks, acting, strict=True):
                 if acts:
-                    boundary.act(step)
+                    callback.on_step_boundary(step)
 
-    def _wishes(self) -> list[bool]:
-        return [boundary.asks() for boundary in self._boundaries]
+    def _requests(self) -> list[bool]:
+        return [callback.requests() for callback in self._callbacks]
 
     def _recorder(self, step: int) -> Recorder | None:
         """Where a step is watched, the one before is settled: what it waits for is then its own."""
-        recorder = next((found for b in self._boundaries if (found := b.recorder(step)) is not None), None)
+        recorder = next((found for b in self._callbacks if (found := b.recorder(step)) is not None), None)
         if recorder is not None:
             self._settle()
         return recorder
@@ -203,11 +197,11 @@ class _Run:
 
     def _note(self, outcomes: Sequence[StepOutcome]) -> None:
         """Steps of which all is known now."""
-        wishes = self._model.take_wishes()
-        if wishes:
-            self._asked = [before or wish for before, wish in zip(self._asked, wishes, strict=True)]
+        requests = self._model.take_wishes()
+        if requests:
+            self._asked = [before or wish for before, wish in zip(self._asked, requests, strict=True)]
         for outcome in outcomes:
             self.losses.append(outcome.loss)
             self.step_seconds.append(outcome.seconds)
-            for boundary in self._boundaries:
-                boundary.done(outcome)
+            for callback in self._callbacks:
+                callback.done(outcome)

@@ -13,21 +13,19 @@ from optpipe.compile import Program, compile_schedule
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
-from optpipe.runtime.exchange import exchanging
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
-from optpipe.runtime.memory_meter import MemoryMeter
 from optpipe.runtime.messages import Spec, map_leaves, size_bytes
+from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.runtime.shared_parameters import SharedParameter, hold_once, shared_parameters, with_own_modules
 from optpipe.runtime.stage import check_splits
-from optpipe.runtime.trace import Recorder
+from optpipe.runtime.transport import peer_errors
 from optpipe.runtime.weight_gradients import compiler_failure
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
-from optpipe.train.task import Batch, Task
-from optpipe.train.tasks import task_of
-from optpipe.train.updates import StepOutcome, Updates
-from optpipe.train.updates.sums import SumsLayout
+from optpipe.train.tasks import build_task
+from optpipe.train.tasks.base import Batch, Task
+from optpipe.train.update import StepOutcome, SumsLayout, Updates
 
 
 class Model:
@@ -52,7 +50,7 @@ class Model:
         assert config.schedule is not None, "a program has been compiled from it"
         self.config, self.program, self.launch = config, program, launch
         self.schedule: Schedule = config.schedule
-        self.task = task or task_of(config, len(program.placement), program.microbatches)
+        self.task = task or build_task(config, len(program.placement), program.microbatches)
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.stages = self._build_stages()
         self.messages = self._learn_messages()
@@ -90,13 +88,13 @@ class Model:
         *,
         recorder: Recorder | None = None,
         meter: MemoryMeter | None = None,
-        wishes: Callable[[], Sequence[bool]] = tuple,
+        requests: Callable[[], Sequence[bool]] = tuple,
     ) -> list[StepOutcome]:
         """Run step `step_number` on its batch (of all replicas; this one runs its part) and update the weights.
 
         Returns the outcomes that have become known: this step's, or with post-validation that of the one before.
-        `wishes`, asked when its gradients are ready, are told to all processes with it (`take_wishes`); as many in each
-        step.
+        `requests`, asked when its gradients are ready, are told to all processes with it (`take_wishes`); as many in
+        each step.
         """
         begin = perf_counter()
         self._set_step(self._step_number)
@@ -107,7 +105,7 @@ class Model:
             validate=self._updates.validate if self._updates.pending else None,
             leave_sends=self._updates.leaves_open,
         )
-        self._updates.update(self._step_number, losses, wishes())
+        self._updates.update(self._step_number, losses, requests())
         self._updates.took(perf_counter() - begin)
         self._set_step(self._step_number + 1)
         return self._updates.take_outcomes()
@@ -120,7 +118,7 @@ class Model:
         return self._updates.take_outcomes()
 
     def take_wishes(self) -> list[bool]:
-        """Which wishes any process has had in the steps whose outcomes became known; empty if none did."""
+        """Which requests any process has had in the steps whose outcomes became known; empty if none did."""
         return self._updates.take_wishes()
 
     def swap(self, schedule: Schedule) -> None:
@@ -236,13 +234,13 @@ class Model:
         if not self.launch.distributed:
             return local_transport(self.hardware)
         if self.hardware.type == "cuda":
-            with exchanging("the groups in which GPUs send"):
+            with peer_errors("the groups in which GPUs send"):
                 return Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
         return Gloo(self.launch.pipeline)
 
     def _gradient_sync(self) -> GradientSync:
         launch, placement = self.launch, self.program.placement
-        with exchanging("the groups of processes that share parameters"):
+        with peer_errors("the groups of processes that share parameters"):
             shared = with_groups(self.shared, lambda stage: launch.ranks_of(placement[stage]))
         return GradientSync(self.stages, launch.same_device, shared)
 

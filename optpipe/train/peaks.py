@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optpipe.compile.memory import PlannedMemory
-from optpipe.runtime.memory_meter import MemoryMeter
-from optpipe.train.boundary import Boundary
+from optpipe.runtime.recorder import MemoryMeter
+from optpipe.train.callback import Callback
 from optpipe.train.check import scheduled_memory
 from optpipe.train.model import Model
-from optpipe.train.online.events import Events
-from optpipe.train.result import CheckResult
+from optpipe.train.result import CheckResult, Events
 
 EVERY_STEPS = 100
 
 
-class Peaks(Boundary):
+class Peaks(Callback):
     """Holds the peaks of metered steps against the schedule's plan and budget.
 
     Where the schedule is another model's they are held against what a check has measured; without one, against nothing,
@@ -46,7 +45,7 @@ class Peaks(Boundary):
         self._meter, self._step = MemoryMeter() if metered else None, step
         return self._meter
 
-    def asks(self) -> bool:
+    def requests(self) -> bool:
         """Judge the step just metered. Among many processes, those with something to tell wish to."""
         if self._meter is not None and self._planned is not None:
             for d in self._model.devices:
@@ -60,7 +59,7 @@ class Peaks(Boundary):
             self._tell(self._step, self._untold)
         return bool(self._untold)
 
-    def act(self, step: int) -> None:
+    def on_step_boundary(self, step: int) -> None:
         """Some process has something to tell."""
         texts = [text for untold in self._model.launch.gather(self._untold) for text in untold]
         self._tell(step, texts)

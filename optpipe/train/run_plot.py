@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from optpipe.plot.axes_grid import AxesGrid, style
-from optpipe.plot.colours import BUDGET, FAINT_INK, OP_LOOKS
-from optpipe.plot.output import encode, format_of, settings
+from optpipe.plot.figure import AxesGrid, encode, format_of, settings, style
+from optpipe.plot.style import BUDGET, FAINT_INK, OP_LOOKS
 from optpipe.train.result import StepReport
 from optpipe.units import time_text, time_unit
 
@@ -32,7 +31,7 @@ MARKED_STEPS = 25
 """Up to so many have a dot each."""
 
 
-class Picture:
+class RunPlot:
     """Collects the steps of a run, and draws them at the end to a .png, .svg or .html file."""
 
     def __init__(self, path: Path, title: str) -> None:
@@ -52,7 +51,7 @@ class Picture:
 
 
 def run_grid(steps: Sequence[StepReport], title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.output.settings`."""
+    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(3, HEIGHT_INCHES)
     loss, speed, seconds = grid.axes
     _draw(loss, steps, [s.loss for s in steps], LOSS_COLOUR)

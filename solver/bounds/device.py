@@ -1,13 +1,99 @@
-"""The way of one microbatch through the pipeline, which no schedule makes shorter."""
+"""Bounds of one device: usable budget, shortest paths to it, and knapsacks of work in memory.
+
+The answer of a knapsack is at least what any choice of whole microbatches reaches, so that it may stand in a proof.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from math import gcd
+from typing import NamedTuple, Self
 
-from optpipe.problem import Problem
+import numpy as np
+
+from optpipe.problem import Problem, Stage
+
+
+class Piece(NamedTuple):
+    """Work of `time_us` that needs `size_bytes`."""
+
+    time_us: float
+    size_bytes: float
+
+    @property
+    def rate(self) -> float:
+        """Time for each byte."""
+        return self.time_us / self.size_bytes if self.size_bytes else float("inf")
+
+
+class Held(NamedTuple):
+    """What one microbatch of a stage can be while a device waits: before its B (`whole`), or with W left (`rest`).
+
+    It is one of the two or neither; each is the work it still offers and the bytes it holds.
+    """
+
+    whole: Piece
+    rest: Piece = Piece(0, 0)
+
+    def steps(self) -> Sequence[Piece]:
+        """The upper hull of nothing, rest and whole: pieces to be taken in this order, the best rate first."""
+        if self.rest.size_bytes >= self.whole.size_bytes or self.rest.rate < self.whole.rate:
+            return [self.whole]
+        return [self.rest, Piece(*(a - b for a, b in zip(self.whole, self.rest, strict=True)))]
+
+
+def most_time_us(pieces: Iterable[Piece], count: int, room_bytes: float) -> float:
+    """The most work in `room_bytes` if each piece can be taken up to `count` times, in parts too."""
+    total_us = 0.0
+    for piece in sorted(pieces, key=lambda piece: -piece.rate):
+        number = min(count, room_bytes / piece.size_bytes) if piece.size_bytes else count
+        total_us += number * piece.time_us
+        room_bytes -= number * piece.size_bytes
+    return total_us
+
+
+def most_held_us(held: Sequence[Held], count: int, room_bytes: float, *, in_parts: bool = False) -> float:
+    """The most work that `count` microbatches of each stage in `held` can offer within `room_bytes`.
+
+    Counted in whole microbatches where all stages are alike, unless `in_parts`; in parts otherwise.
+    """
+    if room_bytes < 0:
+        return 0.0
+    if in_parts or room_bytes == float("inf") or len(set(held)) > 1:
+        return most_time_us((step for one in held for step in one.steps()), count, room_bytes)
+    return _most_of_one_kind_us(held[0], count * len(held), int(room_bytes))
+
+
+def _most_of_one_kind_us(held: Held, count: int, room_bytes: int) -> float:
+    whole, rest = held
+    most = min(count, room_bytes // int(whole.size_bytes)) if whole.size_bytes else count
+    wholes = np.arange(most + 1)
+    rests = count - wholes
+    if rest.size_bytes:
+        rests = np.minimum(rests, (room_bytes - wholes * int(whole.size_bytes)) // int(rest.size_bytes))
+    return float((wholes * whole.time_us + rests * rest.time_us).max())
+
+
+def usable_bytes(problem: Problem, device: int) -> float:
+    """The device's budget, rounded down to the greatest common divisor of all sizes on it; infinite without one.
+
+    Every level of memory is a sum of such sizes, so nothing that keeps the budget exceeds this.
+    """
+    budget = problem.devices[device].memory_bytes
+    if budget is None:
+        return float("inf")
+    divisor = gcd(*(size for s in problem.stages_of[device] for size in _sizes_bytes(problem.stages[s])))
+    return budget - budget % divisor if divisor else budget
+
+
+def _sizes_bytes(stage: Stage) -> list[int]:
+    work = stage.workspace_bytes
+    moved = stage.offload.bytes if stage.offload else 0
+    return [stage.activation_bytes, stage.backward_weight_bytes, moved, work.F, work.B, work.W, work.BW]
+
 
 Time = int | float
 
@@ -67,3 +153,57 @@ def longest_chain_us(problem: Problem) -> float:
     first = problem.stages[0]
     there_and_back = Paths.of(problem).turnaround_us(0, 0)
     return first.forward_us + there_and_back + first.backward_input_us + first.backward_weight_us
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The device that holds the stages `numbers`, with the `paths` of the whole problem."""
+
+    problem: Problem
+    paths: Paths
+    numbers: Sequence[int]
+
+    @classmethod
+    def each(cls, problem: Problem) -> Sequence[Self]:
+        """Of every device that has stages."""
+        paths = Paths.of(problem)
+        return [cls(problem, paths, numbers) for numbers in problem.stages_of if numbers]
+
+    @cached_property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of this device, first to last."""
+        return [self.problem.stages[s] for s in self.numbers]
+
+    @cached_property
+    def budget(self) -> float:
+        """The bytes that can be used here; infinite without a budget."""
+        return usable_bytes(self.problem, self.stages[0].device)
+
+    def value_us(self, span_us: float, to_last_backward_us: float) -> float:
+        """What the objective is at least, from two bounds: on the device's span, and on that up to its last backward.
+
+        The device of stage 0 begins earlier by the way to this device, and after its last backward the gradient still
+        passes the way back, and W of stage 0. For the makespan the device's own span begins after that way as well.
+        """
+        low = self.numbers[0]
+        head_us, tail_us = self.paths.forward_before[low], self.paths.backward_before[low]
+        through_us = head_us + to_last_backward_us + tail_us + self.problem.stages[0].backward_weight_us
+        return max(through_us, span_us + (head_us if self.problem.objective == "makespan" else 0))
+
+
+def split_backward_suffices(problem: Problem) -> bool:
+    """Whether some optimum has no fused backward, so that what is proved of split ones holds for all.
+
+    B with W right behind it does all that BW does, no later, and hands its gradient over earlier. The microbatches stay
+    in order: a BW counts as a B (docs/adr/0006), and the W of a stage may be put in order among themselves, since all
+    of them are alike. Only where a budget counts and BW needs less memory beside the activation than B and W do,
+    fusing can be worth it.
+    """
+    return not any(fusing_may_help(problem, s) for s in range(len(problem.stages)))
+
+
+def fusing_may_help(problem: Problem, s: int) -> bool:
+    """Whether BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split."""
+    stage = problem.stages[s]
+    work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
+    return max(work.B, grows, grows + work.W) > work.BW and problem.devices[stage.device].memory_bytes is not None

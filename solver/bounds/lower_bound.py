@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optpipe.problem import Problem
-from solver.bounds.memory_time import memory_time_bounds_us
-from solver.bounds.paths import longest_chain_us
-from solver.bounds.rounds import round_bounds_us
-from solver.bounds.windows import window_bounds_us
+from solver.bounds.device import longest_chain_us
+from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
+from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 
 
 def lower_bound_us(problem: Problem) -> float:
@@ -18,5 +17,5 @@ def lower_bound_us(problem: Problem) -> float:
 
 def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
-    kinds = (window_bounds_us(problem), memory_time_bounds_us(problem), round_bounds_us(problem))
+    kinds = (warmup_cooldown_bounds_us(problem), memory_time_bounds_us(problem), round_bounds_us(problem))
     return [max(bounds) for bounds in zip(*kinds, strict=True)]

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from optpipe.problem import Problem, Stage
-from solver.bounds.knapsack import Held, Piece, most_held_us
-from solver.bounds.on_device import OnDevice
+from solver.bounds.device import Held, OnDevice, Piece, most_held_us
 
 
-def window_bounds_us(problem: Problem) -> Sequence[float]:
+def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
     """A bound from each device that has stages: its work, and the idle time of its two windows.
 
     With linear placement, equal costs and no offload the first device gives

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import snapped_bound, within_budgets
-from solver.horizon import horizon_us
+from solver.build import snapped_bound, within_budgets
 from solver.limits import Answer, Limits, Start
-from solver.time_unit import value_step_us
+from solver.scale import horizon_us, value_step_us
 
 
 class Incumbent:
@@ -58,7 +57,7 @@ class Incumbent:
     def raise_bound(self, bound_us: float) -> None:
         """Take a bound that the models prove, if it says something about all schedules.
 
-        A bound above the value contradicts the schedule, and is kept, so that `solver.finish` refuses to answer with
+        A bound above the value contradicts the schedule, and is kept, so that `solver.build` refuses to answer with
         the two.
         """
         if self.has_optimum:

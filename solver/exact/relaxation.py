@@ -7,15 +7,14 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-from optpipe.fields import MAX_TIME_US
-from optpipe.orders import DeviceOrders, Op, Orders
-from optpipe.problem import Problem
+from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.problem import MAX_TIME_US, Problem
 from optpipe.simulate import simulate
-from solver.bounds.closed_form import device_bounds_us, lower_bound_us
-from solver.bounds.split_backward import split_backward_suffices
+from solver.bounds.device import split_backward_suffices
+from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
 from solver.exact.cp_sat.model import solve_cp_sat
-from solver.horizon import horizon_us
 from solver.limits import Answer, Limits, Start
+from solver.scale import horizon_us
 
 
 def relaxation_bound(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:

@@ -12,14 +12,14 @@ from fractions import Fraction
 from math import ceil, floor
 
 from optpipe.problem import Problem
-from solver.time_unit import MAX_STEPS, time_unit_us
+from solver.scale import MAX_STEPS, time_unit_us
 
 ROUNDING = Fraction(1, 10**11)
 """The share by which a bound made of float sums may be too high."""
 
 
 @dataclass(frozen=True)
-class Grid:
+class TimeGrid:
     """`ticks_per_us`, and whether every duration is a whole number of ticks.
 
     `step` is how many ticks make one step of the grid on which ops with a length lie. It is above 1 where ops have
@@ -35,12 +35,12 @@ class Grid:
     parts: int = 1
 
     @classmethod
-    def of(cls, problem: Problem, horizon_us: float, refinement: int = 1) -> Grid:
+    def of(cls, problem: Problem, horizon_us: float, refinement: int = 1) -> TimeGrid:
         """The grid of a problem whose schedules of interest end by `horizon_us`.
 
         With the objective makespan some optimum has whole multiples of the unit. With device_span it need not: the
-        smallest span of given orders is a mean over at most p devices (`optpipe.spans`), so p parts are possible, and
-        a proof may need a `refinement` (see `refinement_for`).
+        smallest span of given orders is a mean over at most p devices (`optpipe.simulate`), so p parts are possible,
+        and a proof may need a `refinement` (see `refinement_for`).
         """
         unit_us = time_unit_us(problem)
         spans = problem.objective == "device_span"

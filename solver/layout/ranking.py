@@ -16,14 +16,13 @@ from optpipe.errors import InfeasibleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from solver.board import Board
-from solver.finish import finish
-from solver.floor import impossible_budgets
-from solver.layout.candidates import Candidate
-from solver.layout.turns import PUBLISHED_SHARE, Turns, late
+from solver.build import build_schedule
+from solver.layout.candidates import PUBLISHED_SHARE, Candidate, TimeSlices, late
 from solver.limits import Limits
 from solver.process import SolverDiedError, solve_in_child
-from solver.starts import offer_published
+from solver.serial import impossible_budgets
+from solver.strategy import SharedIncumbent
+from solver.warm_starts import offer_published
 
 ROUNDS = (0.25, 0.35, 0.4)
 """The share of the time for solving that each round has."""
@@ -88,13 +87,13 @@ def _at_once(candidate: Candidate, limits: Limits) -> Judged:
 
 def _published(candidate: Candidate, problem: Problem, limits: Limits) -> Judged:
     part = replace(limits, time_limit_s=PUBLISHED_SHARE * limits.time_left_s, began=time.perf_counter())
-    board = Board(problem, part, None)
-    with limits.cancel.calling(board.stop.request):
-        offer_published(problem, board)
-    best = board.best
+    shared = SharedIncumbent(problem, part, None)
+    with limits.cancel.calling(shared.stop.request):
+        offer_published(problem, shared)
+    best = shared.best
     if best.orders is None:
         return Judged(candidate, None, best.bound_us)
-    schedule = finish(problem, best.orders, best.bound_us, board.method, 0.0)
+    schedule = build_schedule(problem, best.orders, best.bound_us, shared.method, 0.0)
     return Judged(candidate, schedule, best.bound_us)
 
 
@@ -104,7 +103,7 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
     best_us = min((one.value_us for one in ordered), default=inf)
     chosen = [one for one in ordered if _may_win(one, best_us)][:count]
     cores = max(1, min(limits.workers, len(chosen)))
-    turns = Turns(limits, share, len(chosen), cores)
+    turns = TimeSlices(limits, share, len(chosen), cores)
     if not chosen or not turns.worthwhile():
         return ordered
 

@@ -1,4 +1,4 @@
-"""The child process from outside: its pipes, its folder, its memory and its end."""
+"""Child process with a JSON channel: pipes, messages, memory and end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,105 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Literal, Self
 
-from solver.process import messages
-from solver.process.memory_use import kept_waiting_s, resident_bytes
-from solver.process.messages import Message
+from optpipe import errors
+from optpipe.errors import Issue, OptPipeError
+from optpipe.ops import Orders, orders_from_data, orders_to_data
+from optpipe.problem import Problem
+from optpipe.schedule import relative_gap
+from solver.limits import Limits
+
+Message = dict[str, Any]
+
+Limit = Literal["time", "gap", "memory", "interrupted"]
+"""What ended a search before it was done."""
+
+CANCEL: Message = {"type": "cancel"}
+SEARCHING: Message = {"type": "searching"}
+OUT_OF_MEMORY: Message = {"type": "out_of_memory"}
+
+_LIMITS = ("time_limit_s", "gap", "workers", "seed", "began", "deterministic_limit")
+"""The clock goes over as it is: `time.perf_counter` is the same in every process of a machine."""
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best schedule so far, `seconds` after the start, found by `method`; the bound holds for every schedule."""
+
+    seconds: float
+    value_us: float
+    bound_us: float
+    method: str
+    orders_data: Mapping[str, Any]
+
+    @property
+    def gap(self) -> float:
+        """``(value - bound) / value``."""
+        return relative_gap(self.value_us, self.bound_us)
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Its orders, with waits and channels."""
+        return orders_from_data(dict(self.orders_data))
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The child lives, `seconds` after the start, and holds `memory_bytes` (None where the system does not tell)."""
+
+    seconds: float
+    memory_bytes: int | None
+
+
+def to_line(message: Message) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def request_message(problem: Problem, method: str, limits: Limits, starts: Sequence[Orders] = ()) -> Message:
+    """What the child is asked to do, and from which known orders; how to cancel it stays here."""
+    return {
+        "type": "request",
+        "problem": problem.to_data(),
+        "method": method,
+        "limits": {name: getattr(limits, name) for name in _LIMITS},
+        "starts": [orders_to_data(orders) for orders in starts],
+    }
+
+
+def read_request(message: Message) -> tuple[Problem, str, Limits, list[Orders]]:
+    """Problem, method, limits and known orders of a request."""
+    starts = [orders_from_data(data) for data in message["starts"]]
+    return Problem.from_data(message["problem"]), message["method"], Limits(**message["limits"]), starts
+
+
+def error_message(raised: OptPipeError) -> Message:
+    """An error with its fields."""
+    fields = json.loads(json.dumps(vars(raised), default=asdict))
+    return {"type": "error", "error": type(raised).__name__, "message": str(raised), "fields": fields}
+
+
+def read_error(message: Message) -> OptPipeError:
+    """The same error as it was raised in the child."""
+    kind: type[OptPipeError] = getattr(errors, message["error"])
+    # The constructors compose the message from the fields; here it is composed already.
+    rebuilt = kind.__new__(kind, message["message"])
+    for name, value in message["fields"].items():
+        setattr(rebuilt, name, _field(name, value))
+    return rebuilt
+
+
+def _field(name: str, value: Any) -> Any:
+    if name == "issues":
+        return tuple(Issue(**issue) for issue in value)
+    return tuple(value) if isinstance(value, list) else value
+
 
 LAST_WORDS = 2000
 """Characters of a dead child's stderr that an error repeats."""
@@ -81,7 +172,7 @@ class Child:
         """Send a message, as soon as it is read."""
         if not self._to_say:
             self._selector.register(self._pipe(self._process.stdin), selectors.EVENT_WRITE)
-        self._to_say += messages.line(message)
+        self._to_say += to_line(message)
 
     def listen(self, timeout_s: float) -> Iterator[Message]:
         """The messages that come within the timeout; once the child has ended, `silent` is True and none will."""
@@ -139,3 +230,49 @@ class Child:
 def import_path() -> str:
     """What this process imports from, as PYTHONPATH for a child that may have another working folder."""
     return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where a container's own limit stands (cgroup 2 and 1); "max" or a huge number where there is none."""
+
+
+def resident_bytes(pid: int) -> int | None:
+    """The memory that a process really holds, None if unknown; what it has only reserved does not count."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def kept_waiting_s(pid: int) -> float:
+    """How long the main thread of a process was ready to run while no processor was free; 0 where nothing tells."""
+    try:
+        waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0.0
+    return int(waited_ns) / 1e9
+
+
+def available_bytes() -> int | None:
+    """What new processes can take without swapping, or a container's limit where that is less; None if unknown."""
+    limits = [_cgroup_limit(Path(path)) for path in _CGROUP_LIMITS]
+    known = [limit for limit in (*limits, _machine_available()) if limit is not None]
+    return min(known, default=None)
+
+
+def _machine_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    entry = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return int(entry[1]) * 1024 if entry else None
+
+
+def _cgroup_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

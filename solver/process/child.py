@@ -1,6 +1,6 @@
 """What runs inside a child process: one problem in on stdin, incumbents and one answer out on stdout.
 
-Started by `handle.Child` as ``python -m solver.process.child PARENT_PID``.
+Started by `solver.process.Child` as ``python -m solver.process.child PARENT_PID``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, BinaryIO
 
 from optpipe.errors import OptPipeError
-from optpipe.gap import gap_of
-from optpipe.orders import Orders
+from optpipe.ops import Orders, orders_to_data
 from optpipe.problem import Problem
+from optpipe.schedule import relative_gap
 from solver.kernels import WARM, are_ready
 from solver.limits import Limits
-from solver.orders_text import orders_data
-from solver.process import messages
-from solver.process.loading import load_uncompiled, load_verifier
-from solver.process.messages import Limit, Message
+from solver.process import channel
+from solver.process.channel import Limit, Message
+from solver.process.parent import load_uncompiled, load_verifier
 
 if TYPE_CHECKING:
-    from solver.portfolio import Found, Progress
+    from solver.solve import Found
+    from solver.strategy import Progress
 
 LEAST_SEARCH_S = 0.25
 """However long the start took, a search gets this much time, or its whole limit: enough for a published schedule.
 
-For one of a large problem it may not be; then the parent has one (`solver.process.spare`).
+For one of a large problem it may not be; then the parent has one (`solver.process.parent`).
 """
 
 LEAST_PAUSE_S = 0.2
@@ -60,9 +60,9 @@ def main() -> None:
     request = sys.stdin.buffer.readline()
     if not request:
         return
-    problem, method, given, starts = messages.read_request(json.loads(request))
+    problem, method, given, starts = channel.read_request(json.loads(request))
     if not compiled:
-        load_uncompiled(problem, "solver.portfolio")
+        load_uncompiled(problem, "solver.solve")
     limits = _with_time_left(given)
     Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
     outbox.end(_answer(problem, method, limits, starts, outbox))
@@ -71,25 +71,25 @@ def main() -> None:
 
 def _load() -> None:
     """Load what every solve needs; where no problem is there yet, what only searches need as well."""
-    import solver.portfolio  # noqa: F401 (with the parent's death and this process's output settled)
+    import solver.solve  # noqa: F401 (with the parent's death and this process's output settled)
     from solver import searches
 
     load_verifier()
     waits = not select.select([sys.stdin], [], [], 0)[0]
     if waits:
-        searches.load()
+        searches.load_searches()
 
 
 def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox) -> Message:
     """What was found; the parent verifies it."""
-    from solver.portfolio import search
+    from solver.solve import search
 
     try:
         found = search(problem, method, limits, outbox.offer, starts, outbox.searching)
     except OptPipeError as error:
-        return messages.error(error)
+        return channel.error_message(error)
     except MemoryError:
-        return messages.OUT_OF_MEMORY
+        return channel.OUT_OF_MEMORY
     return {
         "type": "answer",
         "seconds": limits.seconds,
@@ -97,7 +97,7 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
         "bound_us": found.bound_us,
         "method": found.method,
         "limit": _limit(found, method, limits),
-        "orders": orders_data(found.orders),
+        "orders": orders_to_data(found.orders),
     }
 
 
@@ -105,7 +105,7 @@ def _limit(found: Found, method: str, limits: Limits) -> Limit | None:
     """What ended the search; None where it was done."""
     from solver.methods import METHODS
 
-    gap = gap_of(found.value_us, found.bound_us)
+    gap = relative_gap(found.value_us, found.bound_us)
     if gap == 0:
         return None
     if limits.cancel.requested:
@@ -145,7 +145,7 @@ class Outbox:
 
     def searching(self) -> None:
         """Say that all published schedules were tried: at once, since the parent's clock depends on it."""
-        self._write(messages.SEARCHING)
+        self._write(channel.SEARCHING)
 
     def end(self, last: Message) -> None:
         """Send the newest incumbent if it is still here, then the last message."""
@@ -178,12 +178,12 @@ class Outbox:
             "method": progress.method,
         }
         if progress.orders is not None and progress.orders is not self._sent:
-            message["orders"] = orders_data(progress.orders)
+            message["orders"] = orders_to_data(progress.orders)
             self._sent = progress.orders
         return message
 
     def _write(self, message: Message) -> None:
-        line = messages.line(message)
+        line = channel.to_line(message)
         with self._writing:
             self._out.write(line)
             self._out.flush()
@@ -199,7 +199,7 @@ def _own_stdout() -> BinaryIO:
 def _obey(limits: Limits) -> None:
     """Cancel on request; end at once where the parent has gone."""
     for text in sys.stdin.buffer:
-        if json.loads(text) == messages.CANCEL:
+        if json.loads(text) == channel.CANCEL:
             limits.cancel.request()
     os._exit(1)
 

@@ -1,23 +1,30 @@
-"""A solve, watched from the parent: limits that hold whatever happens in the child, and the best schedule verified."""
+"""Parent of a solving child: hard limits, verified results, and a published schedule as fallback.
+
+A child may hang or die while it loads. What its search would begin with is then made here, in the same order
+(`solver.warm_starts`), and only once a child is late, so that a usual solve does nothing twice. Loading and making
+these schedules is what a child does first, so on a busy machine it is given the time that it waited for a processor.
+
+And what a solve does where no kernel is compiled yet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from threading import Thread
 from typing import Literal
 
+import numba
+
 from optpipe.errors import InfeasibleError, NoSolutionError, OptPipeError
-from optpipe.orders import Orders
+from optpipe.ops import Op, Orders, orders_from_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.limits import Limits
-from solver.orders_text import read_orders
-from solver.process import messages
-from solver.process.handle import Child
-from solver.process.loading import load_verifier
-from solver.process.messages import Heartbeat, Incumbent, Limit, Message
-from solver.process.spare import Spare
+from solver.limits import Cancel, Limits
+from solver.process import channel
+from solver.process.channel import Child, Heartbeat, Incumbent, Limit, Message
+from solver.scale import count_ops
 
 TICK_S = 0.02
 """How often limits are looked at."""
@@ -77,7 +84,7 @@ def solve_in_child(
     child: Child | None = None,
     starts: Sequence[Orders] = (),
 ) -> ChildResult:
-    """`solver.portfolio.solve` in a process of its own, with limits that hold whatever happens in there.
+    """`solver.solve.solve` in a process of its own, with limits that hold whatever happens in there.
 
     There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
     best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. Where it brought none,
@@ -122,14 +129,14 @@ class _Solve:
         self.searching = False
         self.waited_s = 0.0
         self.waited_before_s = child.kept_waiting_s
-        self.spare = Spare(problem, limits)
+        self.fallback = Fallback(problem, limits)
 
     def result(self, method: str, starts: Sequence[Orders]) -> ChildResult:
         """Let the child search, watch it to its end, then verify the best that it found."""
         limits = replace(self.limits, time_limit_s=self.search_s)
-        self.child.say(messages.request(self.problem, method, limits, starts))
+        self.child.say(channel.request_message(self.problem, method, limits, starts))
         self._watch()
-        self.spare.stop()
+        self.fallback.stop()
         kind = self.last["type"] if self.last else ""
         if kind == "answer":
             return self._answered()
@@ -148,13 +155,13 @@ class _Solve:
                 self._take(message)
             self._hold_to_limits()
             if self.best is None and self._seconds_given > LATE * self.search_s:
-                self.spare.begin()
+                self.fallback.begin()
             if self.limits.seconds >= next_beat_s:
                 self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
                 next_beat_s = self.limits.seconds + HEARTBEAT_S
 
     def _take(self, message: Message) -> None:
-        if message == messages.SEARCHING:
+        if message == channel.SEARCHING:
             self.searching = True
             return
         if message["type"] != "incumbent":
@@ -171,7 +178,7 @@ class _Solve:
             return
         if self.limits.cancel.requested and not self.cancelled:
             self.cancelled = True
-            self.child.say(messages.CANCEL)
+            self.child.say(channel.CANCEL)
             self.kill_at_s = self.limits.seconds + max(0.0, CANCEL_S - self.verify_s)
         held = self.child.memory_bytes if self.memory_limit_bytes is not None else None
         if held is not None and self.memory_limit_bytes is not None and held > self.memory_limit_bytes:
@@ -198,13 +205,13 @@ class _Solve:
         # Work that was counted is the same in every run; the clock is not.
         work = self.limits.deterministic_limit
         seconds = self.last["seconds"] if work is None else work
-        orders = read_orders(self.last["orders"])
+        orders = orders_from_data(self.last["orders"])
         schedule = self._finish(orders, self.last["bound_us"], self.last["method"], seconds)
         return self._found(schedule, self.last["limit"])
 
     def _failed(self) -> ChildResult:
         assert self.last is not None
-        error = messages.read_error(self.last)
+        error = channel.read_error(self.last)
         if isinstance(error, InfeasibleError):
             return ChildResult(None, "infeasible", None, error)
         if isinstance(error, NoSolutionError):
@@ -212,16 +219,16 @@ class _Solve:
         raise error
 
     def _schedule_of_best(self) -> Schedule | None:
-        best, spare = self.best, self.spare.best
-        bound_us = max(self.spare.bound_us, best.bound_us if best else 0.0)
-        if spare is not None and (best is None or spare.value_us < best.value_us):
-            return self._finish(spare.orders, bound_us, spare.method, self.limits.seconds)
+        best, fallback = self.best, self.fallback.best
+        bound_us = max(self.fallback.bound_us, best.bound_us if best else 0.0)
+        if fallback is not None and (best is None or fallback.value_us < best.value_us):
+            return self._finish(fallback.orders, bound_us, fallback.method, self.limits.seconds)
         return self._finish(best.orders, bound_us, best.method, self.limits.seconds) if best else None
 
     def _finish(self, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
-        from solver.finish import finish
+        from solver.build import build_schedule
 
-        return finish(self.problem, orders, bound_us, method, seconds)
+        return build_schedule(self.problem, orders, bound_us, method, seconds)
 
     @staticmethod
     def _found(schedule: Schedule, limit: Limit | None) -> ChildResult:
@@ -231,11 +238,11 @@ class _Solve:
 
     def _nothing(self, limit: Limit) -> ChildResult:
         """Ended from outside before anything was found: the floor if it fits and one waits."""
-        from solver.floor import known_budgets_bytes, serial_orders
+        from solver.serial import known_budgets_bytes, serial_orders
 
         floor = serial_orders(self.problem) if limit != "interrupted" else None
         if floor is not None:
-            return self._found(self._finish(floor, self.spare.bound_us, "floor", self.limits.seconds), limit)
+            return self._found(self._finish(floor, self.fallback.bound_us, "floor", self.limits.seconds), limit)
         why: dict[Limit, str] = {
             "time": f"in {self.limits.seconds:.1f} s. Maybe allow more time (--time-limit)",
             "interrupted": "before the interruption. Maybe allow more time (--time-limit)",
@@ -246,3 +253,82 @@ class _Solve:
             f"{known_budgets_bytes(self.problem)}, which is known to do."
         )
         return ChildResult(None, "no_solution", limit, NoSolutionError(text))
+
+
+@dataclass(frozen=True)
+class FallbackSchedule:
+    """Orders of the published schedule `method` within the budgets, and the value that they reach."""
+
+    orders: Orders
+    value_us: float
+    method: str
+
+
+class Fallback:
+    """The best published schedule of a problem, made in a thread; `best` and `bound_us` as it goes."""
+
+    def __init__(self, problem: Problem, limits: Limits) -> None:
+        self.best: FallbackSchedule | None = None
+        self.bound_us = 0.0
+        self._problem = problem
+        self._limits = replace(limits, cancel=Cancel())
+        self._thread: Thread | None = None
+
+    def begin(self) -> None:
+        """Begin, unless that was done before."""
+        if self._thread is None:
+            self._thread = Thread(target=self.make, name="fallback", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no further one: nobody waits for it."""
+        self._limits.cancel.request()
+
+    def make(self) -> None:
+        """Make the bound, and then the schedules, one after another."""
+        from solver.strategy import Progress, SharedIncumbent
+        from solver.warm_starts import offer_published
+
+        def keep(progress: Progress) -> None:
+            if progress.orders is not None:
+                self.best = FallbackSchedule(progress.orders, progress.value_us, progress.method)
+
+        shared = SharedIncumbent(self._problem, self._limits, keep)
+        self.bound_us = shared.best.bound_us
+        with self._limits.cancel.calling(shared.stop.request):
+            offer_published(self._problem, shared)
+
+
+INTERPRETED_OPS = 2000
+"""Ops up to which published schedules take about a second without compiled kernels."""
+
+
+def load_uncompiled(problem: Problem, *modules: str) -> None:
+    """Import modules while another process compiles their kernels; for a small problem these are interpreted here.
+
+    A fraction of a second of Python is less than seconds of compiling. It is for a process that solves this problem
+    alone. Searches are no part of it: they are imported when they begin, and their kernels are compiled by then.
+    """
+    # Numba looks at this where a kernel is defined; its stubs do not tell of it.
+    numba.config.DISABLE_JIT = count_ops(problem) <= INTERPRETED_OPS  # type: ignore[attr-defined]
+    try:
+        for module in modules:
+            import_module(module)
+    finally:
+        numba.config.DISABLE_JIT = False  # type: ignore[attr-defined]
+
+
+def load_verifier() -> None:
+    """Load what times and verifies schedules, compiled kernel included, by finishing the smallest one there is."""
+    from solver.build import build_schedule  # most of what is slow
+
+    stage = {"device": 0, "forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+    problem = Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": 1,
+            "devices": [{"memory_bytes": None}],
+            "stages": [stage | {"activation_bytes": 0, "backward_weight_bytes": 0}],
+        }
+    )
+    build_schedule(problem, Orders.of_compute([[Op(kind, 0, 0) for kind in "FBW"]]), 0.0, "", 0.0)

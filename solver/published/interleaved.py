@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
-from solver.published.placement import require_interleaved
+from solver.published.passes import require_interleaved
 
 
 def interleaved_1f1b(problem: Problem) -> Orders:

@@ -1,15 +1,14 @@
-"""The handcrafted schedules ZB-H1 and ZB-H2 (Zero Bubble, arXiv 2401.10241, section 2).
+"""Published schedules with one stage per device: GPipe, 1F1B, ZB-H1 and ZB-H2.
 
-Both start with some forwards and go on with one B, one late W and one forward a round, as long as there are any.
-Nothing is taken from the costs: B and W of every stage are assumed to take about as long as F.
+ZB-H1 and ZB-H2 start with some forwards and go on with one B, one late W and one forward a round, as long as there are
+any. Nothing is taken from the costs: B and W of every stage are assumed to take about as long as F.
 """
 
 from __future__ import annotations
 
-from optpipe.orders import OpArray, Orders
+from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
-from solver.published.placement import require_one_stage_a_device
-from solver.published.turns import in_turn
+from solver.published.passes import in_turn, require_one_stage_a_device
 
 
 def zb_h1(problem: Problem) -> Orders:
@@ -38,3 +37,23 @@ def zb_h2(problem: Problem) -> Orders:
 def _rounds(problem: Problem, stage: int, *, forwards: int, late: int) -> OpArray:
     """The order of a stage that starts with `forwards` and keeps `late` microbatches between their B and their W."""
     return in_turn(stage, problem.microbatches, [("B", 0), ("W", late), ("F", -forwards)])
+
+
+def one_f_one_b(problem: Problem) -> Orders:
+    """1F1B with B and W fused: stage s of p begins with p - s forwards. Raises MethodError on placement."""
+    require_one_stage_a_device(problem, "1f1b")
+    return Orders.of_compute(_stage_order(problem, stage) for (stage,) in problem.stages_of)
+
+
+def _stage_order(problem: Problem, stage: int) -> OpArray:
+    warm_up = len(problem.stages) - stage
+    return in_turn(stage, problem.microbatches, [("BW", 0), ("F", -warm_up)])
+
+
+def gpipe(problem: Problem) -> Orders:
+    """All forwards of all microbatches, then all backwards with B and W fused. Raises MethodError on placement."""
+    require_one_stage_a_device(problem, "gpipe")
+    microbatches = problem.microbatches
+    return Orders.of_compute(
+        in_turn(stage, microbatches, [("F", 0), ("BW", microbatches)]) for (stage,) in problem.stages_of
+    )

@@ -1,8 +1,13 @@
-"""What a published schedule asks of the placement."""
+"""Placement requirements of published schedules, and orders that take turns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from optpipe.errors import MethodError
+from optpipe.ops import KINDS, OpArray
 from optpipe.problem import Problem
 
 
@@ -48,3 +53,17 @@ def require_v_shape(problem: Problem, method: str) -> None:
                 f"{method} places stages from device 0 to {p - 1} and back, but stages[{s}].device is {stage.device} "
                 f"and not {device}. Maybe use ada-offload or an exact method, which take any placement."
             )
+
+
+def in_turn(stage: int, microbatches: int, kinds: Sequence[tuple[str, int]]) -> OpArray:
+    """All ops of these kinds on a stage, turn by turn.
+
+    `kinds` are in the order that they have within a turn, each with the turn of its first microbatch; the next ones
+    follow turn by turn. Kinds that begin in turns below 0 are the warm-up.
+    """
+    microbatch = np.tile(np.arange(microbatches), len(kinds))
+    rank = np.repeat(np.arange(len(kinds)), microbatches)
+    turn = microbatch + np.array([first for _, first in kinds])[rank]
+    order = np.lexsort((rank, turn))
+    code = np.array([KINDS.index(kind) for kind, _ in kinds])[rank]
+    return OpArray(code[order], np.full(len(order), stage), microbatch[order])

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
-from optpipe.orders import KINDS, OpArray, Orders
+from optpipe.ops import KINDS, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import over_budget, peak_budgets
-from solver.published.placement import require_interleaved
+from solver.build import over_budget, peak_budgets
+from solver.published.passes import require_interleaved
 from solver.published.transfers import Activation, TransferPlanner, Wish
 
 Ints = NDArray[np.int64]

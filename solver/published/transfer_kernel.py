@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.orders import KINDS
+from optpipe.ops import KINDS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

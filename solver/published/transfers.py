@@ -8,7 +8,7 @@ The compute ops of each device run in a given order; copies run beside them (Pip
 
 An op starts only where memory has room for it: a slow copy delays compute. This is played event by event. An op that
 takes memory then waits for the last releases on the other streams that had ended when it started, which keeps memory
-safe under any timing (`optpipe.waits`).
+safe under any timing (`optpipe.memory`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from math import inf
 import numpy as np
 
 from optpipe.memory import device_effect, effect_table
-from optpipe.orders import KINDS, DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import KINDS, DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
-from solver.published.transfer_play import (
+from solver.published.transfer_kernel import (
     DEVICE,
     FIRST,
     FIRST_MEMBER,

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
 from optpipe.memory import device_effect, effect_table
-from optpipe.orders import OpArray, Orders
+from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
-from solver.published.placement import require_one_stage_a_device
+from solver.published.passes import require_one_stage_a_device
 
 Codes = NDArray[np.int8]
 Floats = NDArray[np.float64]

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
 from optpipe.memory import device_effect, effect_table
-from optpipe.orders import Op, OpArray, Orders
+from optpipe.ops import Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.published.placement import require_v_shape
+from solver.published.passes import require_v_shape
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -1,15 +1,15 @@
-"""What has changed against the record: worse than recorded, impossible by the record, above what is public."""
+"""Comparison of suite runs with recorded and public values, and updates of the record."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
-from solver.bench.cases import Case
-from solver.bench.measure import Figures, Measured
-from solver.bench.suite import Recorded
-from solver.finish import RELATIVE_TOLERANCE
+from solver.build import RELATIVE_TOLERANCE
 from solver.limits import Limits
+from solver.regression.run import Case, Entry, Figures, MeasuredRun, Recorded, Suite
 
 SLOW_RATIO = 3.0
 """A proof that takes this many times the recorded seconds is pointed out; machines differ, so it is no regression."""
@@ -25,7 +25,7 @@ Change = Literal["regression", "better", "same", "new", "no schedule", "interrup
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SuiteVerdict:
     """How a run compares with its record; `findings` say in sentences what makes it a regression.
 
     `contradiction`: run and record cannot both be right, one of their bounds is above the other's value.
@@ -42,34 +42,34 @@ class Result:
     """A case that was run, with its verdict."""
 
     case: Case
-    measured: Measured
-    verdict: Verdict
+    measured: MeasuredRun
+    verdict: SuiteVerdict
 
 
-def judge(case: Case, measured: Measured, limits: Limits, seconds_ratio: float | None = None) -> Verdict:
+def judge(case: Case, measured: MeasuredRun, limits: Limits, seconds_ratio: float | None = None) -> SuiteVerdict:
     """Compare a run with the record of its case; with a `seconds_ratio` more seconds than that are a regression."""
     if measured.failed:
-        return Verdict("regression", (measured.why_not,))
+        return SuiteVerdict("regression", (measured.why_not,))
     if measured.interrupted:
-        return Verdict("interrupted")
+        return SuiteVerdict("interrupted")
     if measured.figures is None:
         if case.recorded is None:
-            return Verdict("no schedule")
-        return Verdict("regression", (f"no schedule, but one was recorded: {measured.why_not}",))
+            return SuiteVerdict("no schedule")
+        return SuiteVerdict("regression", (f"no schedule, but one was recorded: {measured.why_not}",))
     return _judge_figures(case, measured.figures, limits, seconds_ratio)
 
 
-def _judge_figures(case: Case, figures: Figures, limits: Limits, seconds_ratio: float | None) -> Verdict:
+def _judge_figures(case: Case, figures: Figures, limits: Limits, seconds_ratio: float | None) -> SuiteVerdict:
     public, recorded = _above_public(case, figures), case.recorded
     if recorded is None:
-        return Verdict("regression" if public else "new", public)
+        return SuiteVerdict("regression" if public else "new", public)
     impossible = _contradictions(recorded, figures)
     worse = [] if impossible else _worse(recorded, figures, case.tolerance, limits)
     late = _late(recorded, figures, seconds_ratio)
     slow = recorded.proved and _takes_longer(recorded, figures, SLOW_RATIO)
     findings = (*impossible, *worse, *late, *public)
     change: Change = "better" if better(recorded, figures) else "same"
-    return Verdict("regression" if findings else change, findings, bool(impossible), slow)
+    return SuiteVerdict("regression" if findings else change, findings, bool(impossible), slow)
 
 
 def better(recorded: Recorded, figures: Figures) -> bool:
@@ -149,3 +149,43 @@ def _above_public(case: Case, figures: Figures) -> tuple[str, ...]:
         f"value_us is {figures.value_us:.10g}, {share:.2%} above the {public.value_us:.10g} of a public schedule "
         f"({public.scheduler}).",
     )
+
+
+def with_records(suite: Suite, results: Sequence[Result], limits: Limits, force: bool) -> tuple[Suite, int]:
+    """The suite with new records, and how many those are.
+
+    A record is one run that can be repeated, so it is replaced as a whole: where there was none, by a better run, with
+    `force` by any. Runs that were interrupted, failed or contradict the record (unless `force`) are not recorded.
+    """
+    taken = {
+        (result.case.instance, result.case.method): _recorded(result, limits)
+        for result in results
+        if _worth_recording(result, force)
+    }
+    entries = [_with_record(entry, taken.get((entry.instance, entry.method))) for entry in suite.entries]
+    count = sum(old is not new for old, new in zip(suite.entries, entries, strict=True))
+    return Suite.from_data(suite.to_data() | {"entries": [entry.to_data() for entry in entries]}), count
+
+
+def _worth_recording(result: Result, force: bool) -> bool:
+    figures, recorded = result.measured.figures, result.case.recorded
+    if figures is None or result.measured.interrupted:
+        return False
+    return force or recorded is None or (not result.verdict.contradiction and better(recorded, figures))
+
+
+def _recorded(result: Result, limits: Limits) -> Recorded:
+    figures = result.measured.figures
+    assert figures is not None
+    return Recorded(
+        value_us=figures.value_us,
+        bound_us=figures.bound_us,
+        seconds=figures.seconds,
+        time_limit_s=limits.time_limit_s,
+        workers=limits.workers,
+        version=version("optpipe"),
+    )
+
+
+def _with_record(entry: Entry, recorded: Recorded | None) -> Entry:
+    return entry if recorded is None else entry.model_copy(update={"recorded": recorded})

@@ -1,21 +1,29 @@
-"""A suite of regression instances (document `optpipe.suite/1`): problems, methods, and what was recorded of them."""
+"""Regression suites (document `optpipe.suite/1`): cases, measured runs and public values."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from optpipe.document import Document, read_document
-from optpipe.errors import InputError, Issue
-from optpipe.fields import Count, Instant, reject
-from optpipe.problem import Problem
-from solver.finish import snapped_bound
+from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
+from optpipe.problem import Count, Instant, Problem, Share, TimeUs, reject
+from optpipe.schedule import Schedule
+from solver import searches
+from solver.build import snapped_bound
+from solver.limits import Limits
+from solver.methods import method_named
+from solver.solve import solve_until_interrupted
+from solver.strategy import Progress, wait_for_outlived
 
 MAX_SUITE_BYTES = 4 * 2**20
 
@@ -163,3 +171,223 @@ def suites_folder() -> Path:
 
 def _one_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+MOST_OUTLIVED_S = 60.0
+"""How long the next run waits for a search that outlives its limit: HiGHS, or the building of a large model."""
+
+
+class Point(NamedTuple):
+    """What was known `seconds` after the start, and the method that had found the value."""
+
+    seconds: float
+    value_us: float
+    bound_us: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a verified schedule. The schedule itself is let go: a suite has hundreds of MB of them."""
+
+    value_us: float
+    bound_us: float
+    gap: float
+    bubble: float
+    seconds: float
+    optimal: bool
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Figures:
+        """The figures of a schedule."""
+        optimal = schedule.status == "optimal"
+        value_us, bound_us, seconds = schedule.value_us, schedule.bound_us, schedule.solve_seconds
+        return cls(value_us, bound_us, schedule.gap, schedule.bubble, seconds, optimal)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run: the figures of its schedule, or `why_not` there is none; `failed` where the reason is a bug.
+
+    `curve` begins with the first schedule; its values fall and its bounds rise. An `interrupted` run was stopped by
+    the user before its time.
+    """
+
+    figures: Figures | None
+    why_not: str
+    failed: bool
+    seconds: float
+    interrupted: bool
+    curve: tuple[Point, ...]
+
+    def at(self, seconds: float) -> Point | None:
+        """What was known `seconds` after the start; None before the first schedule."""
+        known = [point for point in self.curve if point.seconds <= seconds]
+        return known[-1] if known else None
+
+    @property
+    def proof_seconds(self) -> float | None:
+        """Seconds until value and bound met; None if they did not."""
+        return self.curve[-1].seconds if self.figures and self.figures.optimal else None
+
+    def seconds_to(self, value_us: float) -> float | None:
+        """Seconds until a schedule at least as good as `value_us` was known; None if it never was."""
+        return next((point.seconds for point in self.curve if point.value_us <= value_us), None)
+
+
+def measure(problem: Problem, method: str, limits: Limits) -> MeasuredRun:
+    """Run a method; Ctrl-C stops it and keeps what it has. A bug in a method is an outcome too, never an exception.
+
+    The clock begins when all searches are loaded. The run is in this process: the start of a child, and the pauses that
+    it makes between two incumbents, would be measured as well. The figures are those at the limit, whatever the search
+    does. One that goes on all the same is waited for before this returns, so that it does not slow the next run.
+    """
+    searches.load_searches()
+    limits = replace(limits, began=time.perf_counter())
+    curve: list[Point] = []
+
+    def note(progress: Progress) -> None:
+        curve.append(Point(progress.seconds, progress.value_us, progress.bound_us, progress.method))
+
+    figures, why_not, failed = None, "", False
+    try:
+        schedule = solve_until_interrupted(problem, method, limits, note)
+        figures = Figures.of(schedule)
+        last = Point(figures.seconds, figures.value_us, figures.bound_us, schedule.method)
+        if not curve or curve[-1][1:3] != last[1:3]:
+            curve.append(last)
+    except (MethodError, InfeasibleError, NoSolutionError) as error:
+        why_not = str(error)
+    except Exception as error:
+        why_not, failed = f"{type(error).__name__}: {error}", True
+    seconds = limits.seconds
+    if not limits.cancel.requested:
+        _let_end(limits)
+    return MeasuredRun(figures, why_not, failed, seconds, limits.cancel.requested, tuple(curve))
+
+
+def _let_end(limits: Limits) -> None:
+    """Wait for searches that outlive their limit; Ctrl-C ends this as well."""
+    try:
+        wait_for_outlived(MOST_OUTLIVED_S)
+    except KeyboardInterrupt:
+        limits.cancel.request()
+
+
+MAX_REFERENCE_BYTES = 4 * 2**20
+
+PRINTED_BUBBLE_ERROR = 0.5e-4
+"""Bubbles are published with four digits; the value is taken at the upper end of what was rounded."""
+
+
+@dataclass(frozen=True)
+class Public:
+    """The best public schedule of an instance: its objective's value and whose it is."""
+
+    value_us: float
+    scheduler: str
+
+    def bubble(self, ours: Figures) -> float:
+        """The bubble rate of the public schedule, which does the same work as a schedule of ours."""
+        return 1 - (1 - ours.bubble) * ours.value_us / self.value_us
+
+
+class _Part(Document):
+    """A part of the reference; it has more fields than are read here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _BestPublic(_Part):
+    scheduler: str
+    value_us: TimeUs
+
+
+class _Entry(_Part):
+    """What is known of one instance; `best_public` is None where no public scheduler found anything."""
+
+    best_public: _BestPublic | None = None
+    zero_bubble_heuristic_us: TimeUs | None = None
+    zb_v_us: TimeUs | None = None
+    public_bubble: dict[str, Share] = {}
+    work_us: TimeUs | None = None
+
+    def public(self) -> Public | None:
+        """The best value that is known exactly, else the best that follows from a printed bubble."""
+        known = [
+            Public(value_us, scheduler)
+            for value_us, scheduler in (
+                (self.zero_bubble_heuristic_us, "Zero Bubble heuristic"),
+                (self.zb_v_us, "ZB-V"),
+                (self.best_public.value_us, self.best_public.scheduler) if self.best_public else (None, ""),
+            )
+            if value_us is not None
+        ]
+        if not known and self.work_us is not None:
+            known = [
+                Public(self.work_us / (1 - bubble - PRINTED_BUBBLE_ERROR), scheduler)
+                for scheduler, bubble in self.public_bubble.items()
+            ]
+        return min(known, key=lambda public: public.value_us, default=None)
+
+
+def load_public(path: Path) -> dict[str, Public]:
+    """The best public value of each instance in a reference file that has one. Raises InputError."""
+    reference = read_document(path, MAX_REFERENCE_BYTES, {})
+    if not isinstance(reference, dict):
+        raise InputError([Issue("", "not_an_object", "must be an object with an entry for each instance.")], str(path))
+    found = {name: _Entry.from_data(entry, f"{path}: {name}").public() for name, entry in reference.items()}
+    return {name: public for name, public in found.items() if public is not None}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method on one instance; where the suite has no `entry` for the method, nothing is promised of it."""
+
+    instance: str
+    problem: Problem
+    method: str
+    entry: Entry | None = None
+    public: Public | None = None
+    never_above_public: bool = False
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """What an earlier run reached; None where the case is new."""
+        return self.entry.recorded if self.entry else None
+
+    @property
+    def tolerance(self) -> float:
+        """The share by which a value may be above its record."""
+        return self.entry.tolerance if self.entry else 0.0
+
+
+def expand_cases(path: Path, suite: Suite, methods: Sequence[str] | None = None, only: str = "*") -> list[Case]:
+    """The cases of the suite at `path`: its entries, or each of its instances with every one of `methods`.
+
+    `only` is a pattern with * and ? that an instance's name must match. All problems are read and all methods looked
+    up here, before anything runs. Raises InputError.
+    """
+    for name in methods or [entry.method for entry in suite.entries]:
+        method_named(name)
+    public = load_public(path.parent / suite.reference) if suite.reference else {}
+    chosen = {name: entries for name, entries in suite.by_instance.items() if fnmatchcase(name, only)}
+    if not chosen:
+        detail = f"{only!r} matches none of the suite's instances, such as {suite.entries[0].instance!r}."
+        raise InputError([Issue("only", "no_match", detail)], str(path))
+    cases = []
+    for name, entries in chosen.items():
+        first = next(iter(entries.values()))
+        problem = first.load_problem(path.parent)
+        cases += [
+            Case(
+                name,
+                problem,
+                method,
+                entries.get(method),
+                public.get(name),
+                suite.never_above_public and method in entries,
+            )
+            for method in methods or entries
+        ]
+    return cases

@@ -10,7 +10,7 @@ import sys
 import uvicorn
 
 from api.app import create_app
-from api.logs import configure_logs
+from api.logging import configure_logging
 from api.settings import Settings
 from tests.api.outgoing import watch
 
@@ -18,7 +18,7 @@ from tests.api.outgoing import watch
 def main(database_url: str, port: str) -> None:
     """Serve until the process ends."""
     sys.addaudithook(watch)
-    configure_logs(as_json=True)
+    configure_logging(as_json=True)
     settings = Settings.load(database_url=database_url, port=int(port))
     uvicorn.run(create_app(settings), port=settings.port, loop="asyncio", log_config=None)
 

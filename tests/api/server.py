@@ -18,7 +18,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from api.jobs.solving import Solve
+from api.jobs.run import Solve
 from api.jobs.worker import Worker
 from api.settings import Settings
 

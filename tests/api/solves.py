@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from api.jobs.solving import OnEvent, Task
+from api.jobs.run import OnEvent, SolveRequest
+from instances import uniform
 from optpipe.errors import MethodError, NoSolutionError
+from optpipe.ops import orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.orders_text import orders_data
-from solver.portfolio import solve
 from solver.process import ChildResult, Heartbeat, Incumbent
-from tests.problems import uniform
+from solver.solve import solve
 
 PROBLEM = uniform(2, 4, budget=8, name="two devices")
 STEPS = ("1f1b", "zb-h1", "zb-h2")
@@ -33,7 +33,7 @@ class Stepwise:
     def __init__(self, may_go_on: Callable[[], bool]) -> None:
         self.may_go_on = may_go_on
 
-    def __call__(self, task: Task, on_event: OnEvent) -> ChildResult:
+    def __call__(self, task: SolveRequest, on_event: OnEvent) -> ChildResult:
         best: Schedule | None = None
         for method in STEPS:
             while best is not None and not self.may_go_on():
@@ -54,7 +54,7 @@ def _better(problem: Problem, method: str, best: Schedule | None, on_event: OnEv
         return best
     if best is not None and found.value_us >= best.value_us:
         return best
-    on_event(Incumbent(0.1, found.value_us, found.bound_us, method, orders_data(found.orders)))
+    on_event(Incumbent(0.1, found.value_us, found.bound_us, method, orders_to_data(found.orders)))
     return found
 
 

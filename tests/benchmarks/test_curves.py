@@ -20,7 +20,7 @@ from benchmarks.curves import (
     seconds_by_size_grid,
 )
 from optpipe.errors import InputError
-from optpipe.plot.output import settings
+from optpipe.plot.figure import settings
 
 FEW = MemoryLine("m = 8", [(2.0, 0.5), (4.0, 0.25)])
 MANY = MemoryLine("m = 64", [(2.0, 0.3), (4.0, 0.1)])

@@ -12,8 +12,8 @@ from benchmarks.gpu_check import DEVICES, hidden_share, parity, peak_finding, pe
 from benchmarks.gpu_rig import Rig
 from optpipe.compile import Action
 from optpipe.runtime import MemoryMeter
-from optpipe.runtime.trace import MemoryUse, Timing
-from optpipe.train.gpt import GPTShape
+from optpipe.runtime.recorder import MemoryUse, Timing
+from optpipe.train.config import GPTShape
 
 CPU = torch.device("cpu")
 TINY = GPTShape(width=8, heads=2, sequence=4, layers=8)

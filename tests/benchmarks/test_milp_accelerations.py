@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from benchmarks.milp_accelerations import SWITCHES, variants
-from solver.exact.milp.options import DEFAULT
+from solver.exact.milp.variables import DEFAULT
 
 
 def test_each_switch_is_turned_alone_and_all_are_turned_off() -> None:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.pareto import memory_curve, patterns_found, with_budget
 from instances import uniform
 from optpipe.simulate import simulate
-from solver.finish import within_budgets
+from solver.build import within_budgets
 
 
 def test_the_curve_falls_with_memory() -> None:

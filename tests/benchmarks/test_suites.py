@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import suites
-from tests.problems import uniform
+from instances import uniform
 
 RECORD = {"bound_us": 300.0, "seconds": 1.25, "time_limit_s": 5.0, "workers": 2, "version": "0"}
 

@@ -11,7 +11,7 @@ from benchmarks import which_schedule
 from benchmarks.curves import MemoryChart, draw_bubble_over_memory
 from benchmarks.marks import between
 from benchmarks.which_schedule import ALL, BASE, CHUNKS, DOCUMENT, TABLES, UNIT_BYTES, Placement, Table
-from solver.finish import peak_budgets
+from solver.build import peak_budgets
 from solver.methods import METHODS
 
 

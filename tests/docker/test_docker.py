@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from api.settings import Settings
-from optpipe.cli.commands import app
+from optpipe.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))

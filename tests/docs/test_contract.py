@@ -12,13 +12,12 @@ import api
 import optpipe
 import solver
 from api import create_app
-from api.jobs.config import JobConfig
-from api.jobs.records import EventKind, Limit, Reason, Status
+from api.jobs.records import EventKind, JobConfig, Limit, Reason, Status
 from api.models import JobAnswer
 from api.routes.documents import Format as Served
 from api.settings import Settings
-from optpipe.cli import outcome
-from optpipe.cli.commands import app
+from optpipe.cli import app as app_module
+from optpipe.cli.app import app
 from optpipe.cli.export import Format as Exported
 from solver.methods import METHODS
 from tests.docs.blocks import ROOT
@@ -55,7 +54,7 @@ def test_every_command() -> None:
 
 def test_every_exit_code() -> None:
     told = {int(cell) for cell in first_cells(section("Commands")) if cell.isdigit()}
-    assert told == {0} | {code for name, code in vars(outcome).items() if name.startswith("EXIT_")}
+    assert told == {0} | {code for name, code in vars(app_module).items() if name.startswith("EXIT_")}
 
 
 def test_every_method() -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from optpipe.document import Document
 from optpipe.layers import Layer, LayerProfile
-from optpipe.planned_ops import ScheduledOp
 from optpipe.problem import Device, Problem, Stage
-from optpipe.schedule import DevicePlan, Schedule
+from optpipe.schedule import DevicePlan, Schedule, ScheduledOp
 from tests.docs.blocks import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "reference" / "documents.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from optpipe.cli.commands import app
+from optpipe.cli.app import app
 from solver.methods import METHODS
 from tests.docs.blocks import ROOT
 
@@ -58,7 +58,7 @@ def test_the_reference_has_the_names_that_callers_use(site: Path) -> None:
         "optpipe.plot.draw_schedule",
         "optpipe.trace.Trace",
         "optpipe.errors.InfeasibleError",
-        "solver.portfolio.solve",
+        "solver.solve.solve",
         *(f"{method.orders.__module__}.{method.orders.__name__}" for method in METHODS.values() if method.orders),
     ):
         assert f'id="{name}"' in pages, name

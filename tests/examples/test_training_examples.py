@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from examples import own_stages
+from instances.schedules import one_f_one_b
 from optpipe.export.torch_csv import torch_csv
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import schedule_text
 from tests.optpipe.cli.conftest import Cli, cli, own_cache
-from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.ranks import RunRanks
 
 __all__ = ["cli", "own_cache"]

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from optpipe.errors import MOST_NAMES, DeadlockError, circle_text
+from optpipe import cli
+from optpipe.errors import MOST_NAMES, DeadlockError, MissingExtraError, cycle_text, needs_extra
 
 
 @pytest.mark.parametrize(("names", "text"), [(["F0.0"], "F0.0 -> F0.0"), (["B0.0", "W0.0"], "B0.0 -> W0.0 -> B0.0")])
-def test_a_circle_ends_where_it_begins(names: list[str], text: str) -> None:
-    assert circle_text(names) == text
+def test_a_cycle_ends_where_it_begins(names: list[str], text: str) -> None:
+    assert cycle_text(names) == text
 
 
-def test_a_long_circle_is_cut_in_the_message_alone() -> None:
+def test_a_long_cycle_is_cut_in_the_message_alone() -> None:
     names = [f"F0.{i}" for i in range(1000)]
     error = DeadlockError(names, 1000)
     assert len(error.cycle) == 1000
     assert f"F0.{MOST_NAMES - 1} -> ... -> F0.0. Maybe" in str(error)
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    message = r"^the service needs not_there, .*'optpipe\[serve\]'\.$"
+    with pytest.raises(MissingExtraError, match=message), needs_extra("serve", "the service"):
+        import not_there  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ImportError, match="cannot import name"), needs_extra("serve", "the service"):
+        from math import not_there  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_the_command_line_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: the service needs uvicorn, which is not installed. Maybe pip install 'optpipe[serve]'.\n"
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from optpipe.errors import InputError
 from optpipe.layers import LayerProfile
-from optpipe.layout import Batching, Layout, parameter_bytes, problem_of
+from optpipe.partition import Batching, Partition, build_problem, parameter_bytes
 from optpipe.problem import Problem
 from tests.layer_profiles import BLOCK, profile
 
@@ -45,7 +45,7 @@ def test_a_problem_in_place_of_a_profile_is_named() -> None:
 
 def test_a_stage_sums_up_its_layers() -> None:
     given = profile(5, head=2, link={"latency_us": 3, "bytes_per_us": 4}, copies=COPIES)
-    problem = problem_of(given, Layout((2, 3), (0, 1)), Batching(2, 8), offload=True)
+    problem = build_problem(given, Partition((2, 3), (0, 1)), Batching(2, 8), offload=True)
     assert problem is not None
     assert problem.to_data() == Problem.from_data(problem.to_data()).to_data()
     first, last = problem.stages
@@ -59,15 +59,15 @@ def test_a_stage_sums_up_its_layers() -> None:
 
 def test_fixed_time_does_not_grow_with_the_microbatch() -> None:
     given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": [BLOCK | {"fixed_us": 4}]})
-    problem = problem_of(given, Layout((1,), (0,)), Batching(3, 1))
+    problem = build_problem(given, Partition((1,), (0,)), Batching(3, 1))
     assert problem is not None
     assert problem.stages[0].forward_us == 4 + 3 * 6
 
 
 def test_parameters_come_off_the_budget_or_overfill_it() -> None:
-    layout = Layout((1, 2, 2), (0, 1, 0))
+    layout = Partition((1, 2, 2), (0, 1, 0))
     assert parameter_bytes(profile(5), layout) == [3000, 2000]
-    fits = problem_of(profile(5, memory_bytes=3500), layout, Batching(1, 2))
+    fits = build_problem(profile(5, memory_bytes=3500), layout, Batching(1, 2))
     assert fits is not None
     assert [device.memory_bytes for device in fits.devices] == [500, 1500]
-    assert problem_of(profile(5, memory_bytes=2999), layout, Batching(1, 2)) is None
+    assert build_problem(profile(5, memory_bytes=2999), layout, Batching(1, 2)) is None

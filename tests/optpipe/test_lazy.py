@@ -19,7 +19,7 @@ HEAVY = {
     "highspy",
     "fastapi",
     "optpipe.problem",
-    "solver.portfolio",
+    "solver.solve",
     "api.app",
 }
 
@@ -51,7 +51,7 @@ def test_nothing_is_loaded_before_a_name_is_used() -> None:
         "",
         "import optpipe.simulate, optpipe.verify",
         "from optpipe.simulate import simulate as s",
-        "import solver.finish",
+        "import solver.build",
     ],
 )
 def test_a_function_that_has_the_name_of_its_module(before: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe.orders import KINDS, Op, OpArray, Orders, is_op_name
+from optpipe.ops import KINDS, Op, OpArray, Orders, is_op_name
 
 OPS = [Op("F", 0, 0), Op("BW", 3, 1), Op("O", 2, 7), Op("R", 2, 7)]
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from instances import INSTANCES, uniform
 from optpipe.errors import InputError
 from optpipe.problem import Problem
-from tests.problems import INSTANCES, problems, uniform
+from tests.problems import problems
 
 Edit = Callable[[dict[str, Any]], Any]
 FILES = sorted(path for path in INSTANCES.glob("*.json") if path.name != "reference.json")

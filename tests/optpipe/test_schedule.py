@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from optpipe.orders import Op
-from optpipe.planned_ops import PlannedOps, ScheduledOp
+from optpipe.ops import Op
+from optpipe.schedule import PlannedOps, ScheduledOp
 
 STREAM: TypeAdapter[PlannedOps] = TypeAdapter(PlannedOps)
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from instances import uniform
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
-from tests.problems import problems, uniform
+from tests.problems import problems
 from tests.random_plans import execute, peak_bytes, planned_durations, precedences, random_orders
 
 SEEDS = st.integers(0, 10**6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib.colors import to_rgb
 
-from optpipe.plot.colours import OP_LOOKS, Rgb, ink_on, op_colour
+from optpipe.plot.style import OP_LOOKS, Rgb, ink_on, op_colour
 from optpipe.units import bytes_text, count_text, memory_unit, percent_text, share_text, time_text, time_unit, us_text
 
 

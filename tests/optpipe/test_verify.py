@@ -6,19 +6,21 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import uniform
 from optpipe.errors import DeadlockError, InputError, OrderError
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
-from optpipe.verify import _Judge, verify
-from solver.finish import finish
-from tests.problems import problems, uniform
+from optpipe.verify import _Judge, find_cycle, verify
+from solver.build import build_schedule
+from tests.problems import problems
 from tests.random_plans import random_orders
 
 OFFLOAD = {"bytes": 1, "offload_us": 4, "reload_us": 6}
@@ -40,7 +42,7 @@ def example() -> dict[str, Any]:
         ],
         waits={Op.parse("F3.0"): ops("O0.0")},
     )
-    return finish(problem, orders, 10.0, "by hand", 0.1).to_data()
+    return build_schedule(problem, orders, 10.0, "by hand", 0.1).to_data()
 
 
 def rules_broken(data: dict[str, Any]) -> set[str]:
@@ -123,7 +125,7 @@ def test_finds_half_duplex_overlap() -> None:
 def test_a_fused_backward_keeps_its_place_among_the_split_ones() -> None:
     problem = uniform(1, 2)
     fine = [DeviceOrders(ops("F0.0 F0.1 BW0.0 B0.1 W0.1"))]
-    data = finish(problem, Orders(fine), 0.0, "by hand", 0.0).to_data()
+    data = build_schedule(problem, Orders(fine), 0.0, "by hand", 0.0).to_data()
     compute = data["devices"][0]["compute"]
     for place, (kind, start_us, length_us) in enumerate((("B0.1", 20, 10), ("W0.1", 30, 10), ("BW0.0", 40, 20)), 2):
         op = Op.parse(kind)
@@ -137,7 +139,7 @@ def test_a_fused_backward_keeps_its_place_among_the_split_ones() -> None:
 def test_a_fused_backward_may_come_before_the_weight_pass_of_an_earlier_microbatch() -> None:
     """BW counts as B in the order of microbatches, and not as W."""
     orders = Orders.of_compute([ops("F0.0 F0.1 B0.0 BW0.1 W0.0")])
-    schedule = finish(uniform(1, 2), orders, 0.0, "by hand", 0.0)
+    schedule = build_schedule(uniform(1, 2), orders, 0.0, "by hand", 0.0)
     assert rules_broken(schedule.to_data()) == set()
     assert schedule.value_us == 60
     assert schedule.orders.devices[0].compute == orders.devices[0].compute
@@ -145,7 +147,9 @@ def test_a_fused_backward_may_come_before_the_weight_pass_of_an_earlier_microbat
 
 def test_finds_microbatches_out_of_order() -> None:
     problem = uniform(1, 2)
-    data = finish(problem, Orders.of_compute([ops("F0.0 F0.1 B0.0 B0.1 W0.0 W0.1")]), 1.0, "by hand", 0).to_data()
+    data = build_schedule(
+        problem, Orders.of_compute([ops("F0.0 F0.1 B0.0 B0.1 W0.0 W0.1")]), 1.0, "by hand", 0
+    ).to_data()
     first, second = data["devices"][0]["compute"][4:]
     first["microbatch"], second["microbatch"] = 1, 0
     assert "microbatch-order" in rules_broken(data)
@@ -157,7 +161,7 @@ def test_finds_waits_that_deadlock() -> None:
     data["stages"][0] |= {"offload": {"bytes": 1, "offload_us": 0, "reload_us": 0}}
     data["stages"][0] |= {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
     orders = Orders([DeviceOrders(ops("F0.0 B0.0 W0.0"), ops("O0.0"), ops("R0.0"))])
-    schedule = finish(Problem.from_data(data), orders, 0.0, "by hand", 0).to_data()
+    schedule = build_schedule(Problem.from_data(data), orders, 0.0, "by hand", 0).to_data()
     assert rules_broken(schedule) == set()
     schedule["devices"][0]["offload"][0]["waits"] = ["B0.0"]
     assert rules_broken(schedule) == {"deadlock"}
@@ -167,7 +171,9 @@ def test_orders_that_no_executor_could_begin_are_found_at_equal_times() -> None:
     """W before its B on the stream: all three ops share an instant, so no time tells."""
     data = uniform(1, 1).to_data()
     data["stages"][0] |= {"backward_input_us": 0, "backward_weight_us": 0}
-    schedule = finish(Problem.from_data(data), Orders.of_compute([ops("F0.0 B0.0 W0.0")]), 0.0, "by hand", 0).to_data()
+    schedule = build_schedule(
+        Problem.from_data(data), Orders.of_compute([ops("F0.0 B0.0 W0.0")]), 0.0, "by hand", 0
+    ).to_data()
     stream = schedule["devices"][0]["compute"]
     stream[1], stream[2] = stream[2], stream[1]
     [violation] = verify(Schedule.from_data(schedule)).violations
@@ -184,7 +190,9 @@ def test_without_any_length_what_the_simulator_cannot_run_is_found(data: st.Data
         stage |= dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 0)
     kinds = [ops(f"F{s}.0 F{s}.1 B{s}.0 B{s}.1 W{s}.0 W{s}.1") for s in range(2)]
     copies = DeviceOrders(kinds[0], ops("O0.0 O0.1"), ops("R0.0 R0.1"))
-    schedule = finish(Problem.from_data(problem), Orders([copies, DeviceOrders(kinds[1])]), 0.0, "by hand", 0).to_data()
+    schedule = build_schedule(
+        Problem.from_data(problem), Orders([copies, DeviceOrders(kinds[1])]), 0.0, "by hand", 0
+    ).to_data()
     for device in schedule["devices"]:
         for place in data.draw(st.lists(st.integers(0, 4), max_size=3)):  # of neighbours that change places
             device["compute"][place : place + 2] = device["compute"][place : place + 2][::-1]
@@ -203,7 +211,7 @@ def test_a_wait_for_a_microbatch_that_is_not_there_is_not_taken_for_another() ->
     orders = Orders(
         [DeviceOrders(ops("F0.0 F0.1 F1.0 F1.1 B1.0 W1.0 B1.1 W1.1 B0.0 W0.0 B0.1 W0.1"), ops("O0.0"), ops("R0.0"))]
     )
-    data = finish(problem, orders, 0.0, "by hand", 0).to_data()
+    data = build_schedule(problem, orders, 0.0, "by hand", 0).to_data()
     compute(data, 0, 0)["waits"] = ["F0.2"]  # F1.0, if microbatches were counted on into the next stage
     [violation] = verify(Schedule.from_data(data)).violations
     assert str(violation) == "F0.0 at 0 us: waits for F0.2, which is not in the schedule. [wait]"
@@ -217,7 +225,7 @@ def test_channel_orders_of_transfers_without_length_follow_their_waits() -> None
     waits = {Op.parse("R0.0"): ops("F0.1"), Op.parse("O0.1"): ops("R0.0")}
     orders = Orders([device], waits, [ops("O0.0 R0.0 O0.1 R0.1")])
     problem = Problem.from_data(data)
-    schedule = finish(problem, orders, 0.0, "by hand", 0.0)
+    schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
     assert simulate(problem, schedule.orders).value_us == schedule.value_us
     assert schedule.orders.channels == orders.channels
 
@@ -249,7 +257,7 @@ def squeezed(schedule: Schedule, share: float) -> Schedule:
 def back_to_back(objective: str) -> Schedule:
     """One device that always works, 6,000 ops of 10 us."""
     names = " ".join(f"F0.{i} B0.{i} W0.{i}" for i in range(2000))
-    return finish(uniform(1, 2000, objective=objective), Orders.of_compute([ops(names)]), 0.0, "by hand", 0.0)
+    return build_schedule(uniform(1, 2000, objective=objective), Orders.of_compute([ops(names)]), 0.0, "by hand", 0.0)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "device_span"])
@@ -282,7 +290,7 @@ def test_exact_times_are_those_of_the_simulator(problem: Problem, seed: int) -> 
     free = Problem.from_data(
         problem.to_data() | {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
     )
-    schedule = finish(free, random_orders(free, Random(seed)), 0.0, "random", 0)
+    schedule = build_schedule(free, random_orders(free, Random(seed)), 0.0, "random", 0)
     judge = _Judge(schedule)
     assert judge._exact_value_us(schedule.value_us * (1 + 1e-9)) == pytest.approx(schedule.value_us, rel=1e-9)
     if schedule.value_us:
@@ -296,7 +304,7 @@ def test_agrees_with_the_simulator_on_random_orders(problem: Problem, seed: int)
     free = Problem.from_data(
         problem.to_data() | {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
     )
-    schedule = finish(free, random_orders(free, Random(seed)), 0.0, "random", 0)
+    schedule = build_schedule(free, random_orders(free, Random(seed)), 0.0, "random", 0)
     assert Schedule.from_json(schedule_text(schedule)) == schedule
 
 
@@ -321,3 +329,18 @@ def test_a_document_that_is_no_schedule_is_refused(edit: Callable[[dict[str, Any
     with pytest.raises(InputError) as caught:
         Schedule.from_data(data)
     assert message in str(caught.value)
+
+
+PLACES = st.integers(0, 6)
+
+
+@settings(deadline=None)
+@given(st.sets(st.tuples(PLACES, PLACES)), st.lists(st.sampled_from([0.0, 0.1, 0.3, 5.0]), min_size=7, max_size=7))
+def test_finds_one_where_there_is_one(edges: set[tuple[int, int]], starts: list[float]) -> None:
+    op, before = np.array(sorted(edges), np.int64).reshape(-1, 2).T
+    cycle = find_cycle(op, before, np.array(starts))
+    if nx.is_directed_acyclic_graph(nx.DiGraph(edges)):
+        assert cycle is None
+    else:
+        assert cycle
+        assert {*zip(cycle, [cycle[-1], *cycle], strict=False)} <= edges

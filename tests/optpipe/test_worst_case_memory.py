@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.any_timing import Streams, Waits, any_timing_peak_bytes
+from instances import WHOLE, uniform
 from optpipe.errors import DeadlockError
-from optpipe.memory import device_effect
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.memory import derive_waits, device_effect
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from optpipe.waits import derive_waits
-from solver.published.in_flight import in_flight_orders
+from optpipe.worst_case_memory import Streams, Waits, worst_case_peak_bytes
+from solver.published.ada_offload import in_flight_orders
 from solver.published.transfers import TransferPlanner, Wish
-from tests.problems import WHOLE, problems, uniform
+from tests.problems import problems
 from tests.random_plans import execute, peak_bytes, planned_durations, random_orders
 from tests.random_timings import random_peaks_bytes
 
@@ -87,7 +87,7 @@ def test_equals_a_minimum_cut(problem: Problem, seed: int, with_waits: bool) -> 
     waits = orders.waits if with_waits else {}
     for device in orders.devices:
         graph = event_graph(problem, streams_of(device), waits)
-        assert any_timing_peak_bytes(problem, streams_of(device), waits) == peak_by_minimum_cut(graph)
+        assert worst_case_peak_bytes(problem, streams_of(device), waits) == peak_by_minimum_cut(graph)
 
 
 @settings(deadline=None, max_examples=60)
@@ -96,7 +96,7 @@ def test_equals_brute_force(problem: Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
     for waits in ({}, orders.waits):
         graph = event_graph(problem, streams_of(orders.devices[0]), waits)
-        assert any_timing_peak_bytes(problem, streams_of(orders.devices[0]), waits) == peak_by_brute_force(graph)
+        assert worst_case_peak_bytes(problem, streams_of(orders.devices[0]), waits) == peak_by_brute_force(graph)
 
 
 @settings(deadline=None, max_examples=100)
@@ -104,7 +104,7 @@ def test_equals_brute_force(problem: Problem, seed: int) -> None:
 def test_no_random_timing_exceeds_it(problem: Problem, seed: int) -> None:
     rng = Random(seed)
     orders = random_orders(problem, rng)
-    limits = [any_timing_peak_bytes(problem, streams_of(device), orders.waits) for device in orders.devices]
+    limits = [worst_case_peak_bytes(problem, streams_of(device), orders.waits) for device in orders.devices]
     for _ in range(10):
         durations = {op: rng.choice([0.0, 0.01, 1.0, 100.0]) * rng.random() for op in orders.ops()}
         executed = execute(problem, orders, durations)
@@ -129,7 +129,7 @@ def test_no_random_timing_exceeds_it_on_a_large_schedule(large: tuple[Problem, O
     """And some timing reaches it on most devices, so it is not only safe but exact."""
     problem, orders = large
     chosen = orders if with_waits else Orders(orders.devices, {}, orders.channels)
-    limits = np.array([any_timing_peak_bytes(problem, streams_of(device), chosen.waits) for device in chosen.devices])
+    limits = np.array([worst_case_peak_bytes(problem, streams_of(device), chosen.waits) for device in chosen.devices])
     peaks = random_peaks_bytes(problem, chosen, timings=20, seed=0)
     assert (peaks <= limits).all()
     if with_waits:
@@ -143,13 +143,13 @@ def test_equals_a_minimum_cut_on_a_device_of_a_large_schedule(large: tuple[Probl
     problem, orders = large
     for waits in (orders.waits, {}):
         graph = event_graph(problem, streams_of(orders.devices[3]), waits)
-        assert any_timing_peak_bytes(problem, streams_of(orders.devices[3]), waits) == peak_by_minimum_cut(graph)
+        assert worst_case_peak_bytes(problem, streams_of(orders.devices[3]), waits) == peak_by_minimum_cut(graph)
 
 
 @settings(deadline=None, max_examples=200)
 @given(problems(), SEEDS)
 def test_derived_waits_keep_the_planned_peak_at_no_cost(problem: Problem, seed: int) -> None:
-    """Research result behind `optpipe.waits`; ops without length or that grow memory at their end are left out."""
+    """Research result behind `optpipe.memory`; ops without length or that grow memory at their end are left out."""
     stages = [
         {
             **stage,
@@ -170,7 +170,7 @@ def test_derived_waits_keep_the_planned_peak_at_no_cost(problem: Problem, seed: 
     assert again.value_us <= simulation.value_us + 1e-9
     executed = execute(problem, orders, planned_durations(problem, orders))
     for d, device in enumerate(orders.devices):
-        at_any_time = any_timing_peak_bytes(problem, streams_of(device), waits)
+        at_any_time = worst_case_peak_bytes(problem, streams_of(device), waits)
         assert at_any_time <= max(peak_bytes(problem, executed, d), simulation.device_memory(d).peak_bytes)
 
 
@@ -183,9 +183,9 @@ def test_without_waits_a_slow_offload_exceeds_the_plan() -> None:
         [Op("R", 0, 0)],
     )
     loaded = Problem.from_data(problem)
-    assert any_timing_peak_bytes(loaded, streams_of(device), {}) == 4
+    assert worst_case_peak_bytes(loaded, streams_of(device), {}) == 4
     waits = {Op("F", 0, 1): [Op("O", 0, 0)]}
-    assert any_timing_peak_bytes(loaded, streams_of(device), waits) == 4  # R still comes back beside F0.1
+    assert worst_case_peak_bytes(loaded, streams_of(device), waits) == 4  # R still comes back beside F0.1
     waits = {Op("F", 0, 1): [Op("O", 0, 0)], Op("R", 0, 0): [Op("W", 0, 1)]}
     with pytest.raises(DeadlockError):
-        any_timing_peak_bytes(loaded, streams_of(device), waits)
+        worst_case_peak_bytes(loaded, streams_of(device), waits)

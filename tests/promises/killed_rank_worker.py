@@ -26,7 +26,7 @@ from optpipe.train import (
     TrainingConfig,
     train,
 )
-from optpipe.train.checkpoints.disk import Disk
+from optpipe.train.checkpoint.files import Disk
 
 
 def main(folder: Path) -> None:

@@ -13,7 +13,7 @@ from optpipe.simulate import simulate
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.methods import METHODS
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.random_timings import exceeded, random_peaks_bytes
 
 PUBLISHED = [name for name, method in METHODS.items() if method.kind == "published"]

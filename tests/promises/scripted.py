@@ -19,21 +19,19 @@ from pathlib import Path
 from threading import Thread
 from uuid import UUID
 
-from api.jobs.config import JobConfig
-from api.jobs.ending import end_tasks
-from api.jobs.process import run_worker
-from api.jobs.records import Job
-from api.jobs.solving import OnEvent, Task
+from api.jobs.database import end_tasks
+from api.jobs.records import Job, JobConfig
+from api.jobs.run import OnEvent, SolveRequest
 from api.jobs.store import Store
+from api.jobs.worker_process import run_worker
 from api.settings import Settings
-from optpipe.orders import Orders
+from instances import uniform
+from optpipe.ops import Orders, orders_to_data
 from optpipe.problem import Problem
-from solver.finish import finish
+from solver.build import build_schedule
 from solver.methods import METHODS, published_orders
-from solver.orders_text import orders_data
 from solver.process import ChildResult, Heartbeat, Incumbent
-from solver.process.messages import Limit
-from tests.problems import uniform
+from solver.process.channel import Limit
 
 PATIENCE_S = 120.0
 """How long a test waits for what comes much sooner on a machine that is not overloaded."""
@@ -46,7 +44,7 @@ CONTINUED = "continued"
 FIRST = "gpipe"
 
 
-def scripted(task: Task, on_event: OnEvent) -> ChildResult:
+def scripted(task: SolveRequest, on_event: OnEvent) -> ChildResult:
     """The script."""
     limits = task.limits()
     method = CONTINUED if task.starts else FIRST
@@ -59,13 +57,13 @@ def scripted(task: Task, on_event: OnEvent) -> ChildResult:
     if task.problem.name == "kills":
         os.kill(os.getpid(), signal.SIGKILL)
     limit: Limit = "interrupted" if limits.cancel.requested else "time"
-    return ChildResult(finish(task.problem, orders, 0.0, method, limits.seconds), "feasible", limit)
+    return ChildResult(build_schedule(task.problem, orders, 0.0, method, limits.seconds), "feasible", limit)
 
 
 def found(problem: Problem, orders: Orders, method: str, seconds: float) -> Incumbent:
     """An incumbent as a child tells it."""
-    schedule = finish(problem, orders, 0.0, method, seconds)
-    return Incumbent(seconds, schedule.value_us, schedule.bound_us, method, orders_data(orders))
+    schedule = build_schedule(problem, orders, 0.0, method, seconds)
+    return Incumbent(seconds, schedule.value_us, schedule.bound_us, method, orders_to_data(orders))
 
 
 def job_named(name: str, microbatches: int = 4) -> Problem:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import Child, ChildResult, Heartbeat, Incumbent, solve_in_child
-from solver.process.memory_use import kept_waiting_s
+from solver.process.channel import kept_waiting_s
 from tests.problems import KNOWN_OPTIMA
 
 PROBLEM, _ = KNOWN_OPTIMA["offload"]

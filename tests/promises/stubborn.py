@@ -17,7 +17,7 @@ from optpipe.problem import Problem
 from solver.limits import Answer, Cancel, Limits, Start
 from solver.methods import METHODS, Method
 from solver.process.child import main
-from solver.search.local import local_search
+from solver.search.annealing.search import local_search
 
 OnAnswer = Callable[[Answer], None]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.schedule_text import schedule_text
+from instances import instance
+from optpipe.schedule import schedule_text
 from solver.limits import Limits
 from solver.process import solve_in_child
-from tests.problems import instance
 
 
 @pytest.mark.parametrize("method", ["auto", "cp-sat"])

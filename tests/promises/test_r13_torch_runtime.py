@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from instances import uniform
+from instances.schedules import one_f_one_b
 from optpipe.export.torch_csv import torch_csv
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.limits import Limits
-from solver.portfolio import solve
-from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule
-from tests.problems import uniform
+from solver.solve import solve
+from tests.optpipe.runtime.schedules import random_placement, random_schedule
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "torch_runtime_worker.py"

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from optpipe.schedule_text import schedule_text
+from instances.schedules import one_f_one_b
+from optpipe.schedule import schedule_text
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
-from optpipe.train.checkpoints.folder import steps_in
-from tests.optpipe.runtime.schedules import one_f_one_b
+from optpipe.train.checkpoint.files import steps_in
 from tests.torchrun import torchrun
 
 WORKER = Path(__file__).parent / "killed_rank_worker.py"

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from api.jobs import totals
+from api.jobs import queries
 from api.jobs.leases import MOST_LOST
 from api.jobs.records import TERMINAL, Event
 from api.jobs.store import Store
@@ -43,7 +43,7 @@ async def test_killed_at_random(
         for history in histories:
             _judge(history)
         counts = await store.counts()
-        lost = counts.totals[totals.LOST, ""]
+        lost = counts.totals[queries.LOST, ""]
         print(f"{jobs} jobs, {number} workers, {kills} kills, {time.monotonic() - began_s:.0f} s: ", end="")
         print(f"{lost:g} attempts lost, {sum(history[-1].attempt > 1 for history in histories)} jobs ran again")
         print({status: count for status, count in counts.jobs.items() if count})

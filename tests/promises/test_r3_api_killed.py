@@ -13,7 +13,7 @@ import pytest
 
 from api.settings import Settings
 from optpipe.client import Client
-from optpipe.client.events import Event
+from optpipe.client.connection import Event
 from tests.api.server import api_process, working
 from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise, at_once, body
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
+from instances import uniform
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import solve_in_child
-from tests.problems import uniform
 from tests.promises.solves import heard
 
 LIMIT_S = 4.0

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from instances import instance
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import Heartbeat, Incumbent, solve_in_child
-from tests.problems import instance
 from tests.promises.solves import heard
 
 

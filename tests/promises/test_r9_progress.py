@@ -6,16 +6,16 @@ import asyncio
 import time
 from datetime import UTC, datetime
 
-from api.jobs.config import JobConfig
-from api.jobs.solving import OnEvent, Task
+from api.jobs.records import JobConfig
+from api.jobs.run import OnEvent, SolveRequest
 from api.jobs.store import Store
 from api.jobs.worker import Worker
 from api.settings import Settings
+from instances import uniform
 from optpipe.problem import Problem
-from solver.finish import finish
+from solver.build import build_schedule
 from solver.methods import METHODS, published_orders
 from solver.process import ChildResult
-from tests.problems import uniform
 from tests.promises.scripted import found, lateness, until
 
 BETTER_AND_BETTER = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -29,14 +29,14 @@ STEPS = 4
 async def test_it_is_seen_at_once(store: Store, settings: Settings) -> None:
     found_at: dict[str, datetime] = {}
 
-    def solve(task: Task, on_event: OnEvent) -> ChildResult:
+    def solve(task: SolveRequest, on_event: OnEvent) -> ChildResult:
         limits = task.limits()
         for method in BETTER_AND_BETTER:
             orders = published_orders(METHODS[method], task.problem)
             found_at[method] = datetime.now(UTC)
             on_event(found(task.problem, orders, method, limits.seconds))
             time.sleep(APART_S)
-        return ChildResult(finish(task.problem, orders, 0.0, method, limits.seconds), "feasible", "time")
+        return ChildResult(build_schedule(task.problem, orders, 0.0, method, limits.seconds), "feasible", "time")
 
     better = _each_better(PROBLEM)
     worker = Worker(settings, solve)
@@ -46,7 +46,7 @@ async def test_it_is_seen_at_once(store: Store, settings: Settings) -> None:
     silences_s = []
     async with lateness(store) as late:
         while (await store.get(job_id)).status == "running":
-            silences_s.append((await store.counts()).silence_s)
+            silences_s.append((await store.counts()).heartbeat_age_s)
             await asyncio.sleep(0.05)
     worker.stop()
     await working
@@ -64,7 +64,7 @@ def _each_better(problem: Problem) -> list[str]:
     """The methods whose schedules are better than all before them."""
     best_us, better = float("inf"), []
     for method in BETTER_AND_BETTER:
-        value_us = finish(problem, published_orders(METHODS[method], problem), 0.0, method, 0.0).value_us
+        value_us = build_schedule(problem, published_orders(METHODS[method], problem), 0.0, method, 0.0).value_us
         if value_us < best_us:
             best_us = value_us
             better.append(method)

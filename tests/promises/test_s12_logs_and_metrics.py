@@ -16,7 +16,7 @@ import structlog
 
 from api.app import create_app
 from api.jobs.store import Store
-from api.logs import configure_logs
+from api.logging import configure_logging
 from api.settings import Settings
 from tests.api.server import listening, log_through_pytest
 from tests.api.services import client_of, new_key
@@ -33,7 +33,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     monkeypatch.setattr("sys.stderr", stream)
     loggers = [logging.getLogger(name) for name in ("", "optpipe", "uvicorn.error")]
     handlers, levels = loggers[0].handlers, [logger.level for logger in loggers]
-    configure_logs(as_json=True)
+    configure_logging(as_json=True)
     yield stream
     log_through_pytest()
     loggers[0].handlers = handlers

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from api.settings import Settings
-from solver.process.memory_use import resident_bytes
+from solver.process.channel import resident_bytes
 from tests.api.services import new_key
 
 SENT_BYTES = 400 * 2**20

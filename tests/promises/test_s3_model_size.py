@@ -9,10 +9,10 @@ import pytest
 from httpx import Client
 
 from api.settings import Settings
+from instances import uniform
 from optpipe.problem import Problem
-from solver.exact.milp.size import MOST_OPS as MOST_MILP_OPS
+from solver.scale import MOST_MILP_OPS
 from tests.api.solves import body
-from tests.problems import uniform
 
 AT_ONCE_S = 5.0
 """To build what these ask for would take hours, or all memory."""

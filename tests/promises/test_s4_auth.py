@@ -18,7 +18,7 @@ import pytest
 from httpx import Client
 
 from api.app import create_app
-from api.jobs import keys
+from api.jobs import store
 from api.jobs.store import Store
 from api.settings import Settings
 from tests.api.server import listening
@@ -123,7 +123,7 @@ def test_secrets_are_compared_in_constant_time(settings: Settings, monkeypatch: 
         return hmac.compare_digest(one, other)
 
     secret = new_key(settings)
-    monkeypatch.setattr(keys, "hmac", type("spy", (), {"compare_digest": staticmethod(compare)}))
+    monkeypatch.setattr(store, "hmac", type("spy", (), {"compare_digest": staticmethod(compare)}))
     sent = [secret, secret[:-1] + ("A" if secret[-1] != "A" else "B"), "optpipe_" + "0" * 32 + "_" + "x" * 43, "", "x"]
 
     async def verify() -> list[bool]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from httpx import Client
 
-from api.jobs.config import JobConfig
+from api.jobs.records import JobConfig
 from tests.api.solves import body
 
 ALLOWED = {"method", "time_limit_s", "gap", "workers", "seed", "priority", "name", "tags"}

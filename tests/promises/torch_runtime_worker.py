@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from optpipe.train.gpt import VOCABULARY, GPTShape, build_stages, byte_loss
-from optpipe.train.plain import gradient_error, plain_step
+from optpipe.train.check import gradient_error, reference_step
+from optpipe.train.config import GPTShape
+from optpipe.train.tasks.gpt import VOCABULARY, build_stages, byte_loss
 
 SEQUENCES = 2
 """In one microbatch."""
@@ -53,7 +54,7 @@ def run(path: Path, stages: int, microbatches: int) -> dict[str, Any]:
     runtime.step(*([inputs] if 0 in mine else []), **last)
 
     plain = build_stages(shape, stages, 0, torch.float64)
-    plain_loss = plain_step(plain, byte_loss, inputs.chunk(microbatches), targets.chunk(microbatches))
+    plain_loss = reference_step(plain, byte_loss, inputs.chunk(microbatches), targets.chunk(microbatches))
     pairs = [pair for s in mine for pair in zip(modules[s].parameters(), plain[s].parameters(), strict=True)]
     error = max(gradient_error(ours.grad, theirs.grad) for ours, theirs in pairs)
     found = {"loss": torch.stack(losses).mean().item(), "plain_loss": plain_loss} if last else {}

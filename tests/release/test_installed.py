@@ -24,11 +24,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from optpipe.schedule_text import schedule_text
+from instances import uniform
+from optpipe.schedule import schedule_text
 from solver.limits import Limits
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.postgresql import server_folder
-from tests.problems import uniform
 from tests.release.conftest import ROOT, Distributions
 
 pytestmark = pytest.mark.slow

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import WHOLE, instance, uniform
 from optpipe.errors import OptPipeError
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import within_budgets
+from solver.adapt import adapt_orders
+from solver.build import within_budgets
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
-from solver.neighbours import adapted
-from solver.portfolio import solve
-from tests.problems import WHOLE, instance, problems, uniform
+from solver.solve import solve
+from tests.problems import problems
 
 
 def with_microbatches(problem: Problem, microbatches: int) -> Problem:
@@ -29,7 +30,7 @@ def test_a_steady_state_goes_on(method: str, name: str, microbatches: int) -> No
     """More microbatches are as good as the method itself would do them."""
     problem = instance(name)
     target = with_microbatches(problem, microbatches)
-    orders = adapted(target, published_orders(METHODS[method], problem), problem.microbatches)
+    orders = adapt_orders(target, published_orders(METHODS[method], problem), problem.microbatches)
     assert orders is not None
     expected = simulate(target, published_orders(METHODS[method], target)).value_us
     assert simulate(target, orders).value_us == pytest.approx(expected, rel=1e-9)
@@ -38,7 +39,7 @@ def test_a_steady_state_goes_on(method: str, name: str, microbatches: int) -> No
 def test_a_steady_state_is_cut_short() -> None:
     problem = uniform(4, 24, budget=8)
     target = with_microbatches(problem, 12)
-    orders = adapted(target, published_orders(METHODS["1f1b"], problem), 24)
+    orders = adapt_orders(target, published_orders(METHODS["1f1b"], problem), 24)
     assert orders is not None
     assert simulate(target, orders).value_us == simulate(target, published_orders(METHODS["1f1b"], target)).value_us
 
@@ -47,7 +48,7 @@ def test_a_steady_state_is_cut_short() -> None:
 def test_offloads_go_on(channels: dict[str, Any]) -> None:
     problem = uniform(4, 24, budget=4, offload=WHOLE, copy_channels=channels)
     target = with_microbatches(problem, 48)
-    orders = adapted(target, solve(problem, "ada-offload").orders, 24)
+    orders = adapt_orders(target, solve(problem, "ada-offload").orders, 24)
     assert orders is not None
     assert any(device.offload for device in orders.devices)
     assert simulate(target, orders).value_us == solve(target, "ada-offload").value_us
@@ -61,7 +62,7 @@ def test_whatever_comes_out_keeps_the_rules(problem: Problem, microbatches: int)
     except OptPipeError:
         return
     target = with_microbatches(problem, microbatches)
-    orders = adapted(target, schedule.orders, problem.microbatches)
+    orders = adapt_orders(target, schedule.orders, problem.microbatches)
     if orders is not None:
         assert within_budgets(target, orders, simulate(target, orders))
     else:
@@ -70,5 +71,5 @@ def test_whatever_comes_out_keeps_the_rules(problem: Problem, microbatches: int)
 
 def test_a_smaller_budget_takes_what_fits() -> None:
     roomy, tight = uniform(4, 8, budget=8), uniform(4, 8, budget=6)
-    assert adapted(tight, published_orders(METHODS["1f1b"], roomy), 8) is None
-    assert adapted(roomy, published_orders(METHODS["1f1b"], roomy), 8) is not None
+    assert adapt_orders(tight, published_orders(METHODS["1f1b"], roomy), 8) is None
+    assert adapt_orders(roomy, published_orders(METHODS["1f1b"], roomy), 8) is not None

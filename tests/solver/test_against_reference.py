@@ -12,18 +12,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from instances import HALF, uniform
 from optpipe.errors import DeadlockError, InfeasibleError, NoSolutionError
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
+from solver.build import snapped_bound, within_budgets
 from solver.exact.relaxation import relaxation_bound
-from solver.finish import snapped_bound, within_budgets
-from solver.floor import impossible_budgets, serial_orders
 from solver.limits import Limits, Start
-from solver.portfolio import solve
-from tests.problems import HALF, problems, uniform
+from solver.serial import impossible_budgets, serial_orders
+from solver.solve import solve
+from tests.problems import problems
 from tests.reference_model import TooHardError, reference_optimum_us
 
 ROUNDING_US = 1e-9

@@ -6,11 +6,12 @@ from typing import Any
 
 from hypothesis import given, settings
 
+from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import finish, over_budget
-from solver.floor import impossible_budgets, known_budgets_bytes, serial_orders
-from tests.problems import HALF, problems, uniform
+from solver.build import build_schedule, over_budget
+from solver.serial import impossible_budgets, known_budgets_bytes, serial_orders
+from tests.problems import problems
 
 
 def test_offloads_only_where_the_budget_asks_for_it() -> None:
@@ -90,5 +91,5 @@ def test_is_valid_wherever_it_answers(problem: Problem) -> None:
         return
     assert over_budget(problem, orders) == []
     assert not impossible_budgets(problem)
-    finish(problem, orders, 0.0, "floor", 0.0)
+    build_schedule(problem, orders, 0.0, "floor", 0.0)
     assert simulate(problem, orders).value_us >= 0

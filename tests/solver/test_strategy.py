@@ -1,4 +1,4 @@
-"""Lanes end with their limits, whatever a search in them does."""
+"""Which searches `auto` runs: to proof on small problems, no models on the largest, every core in use."""
 
 from __future__ import annotations
 
@@ -7,13 +7,48 @@ from threading import Event
 
 import pytest
 
+from instances import uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.board import Board
-from solver.lanes import Search, Turn, run_lanes
 from solver.limits import Answer, Limits, Start
 from solver.methods import METHODS, published_orders
-from tests.problems import uniform
+from solver.scale import count_ops
+from solver.strategy import (
+    LARGE_OPS,
+    MOST_MODEL_OPS,
+    SMALL_OPS,
+    Search,
+    SharedIncumbent,
+    TimeSlice,
+    auto_subsolvers,
+    run_subsolvers,
+)
+
+SMALL, MEDIUM, LARGE, LARGEST = uniform(4, 8), uniform(8, 64), uniform(8, 1024), uniform(32, 1024)
+
+
+def test_the_sizes_are_what_they_are_called() -> None:
+    small, medium, large, largest = map(count_ops, (SMALL, MEDIUM, LARGE, LARGEST))
+    assert small <= SMALL_OPS < medium <= LARGE_OPS < large <= MOST_MODEL_OPS < largest
+
+
+@pytest.mark.parametrize(
+    ("problem", "methods"),
+    [
+        (SMALL, {"search", "cp-sat", "windows"}),
+        (MEDIUM, {"search", "pattern", "windows", "bound"}),
+        (LARGE, {"search", "pattern", "windows", "bound"}),
+        (LARGEST, {"search", "pattern"}),
+    ],
+    ids=["small", "medium", "large", "largest"],
+)
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -> None:
+    subsolvers = auto_subsolvers(problem, workers)
+    assert {turn.method for subsolver in subsolvers for turn in subsolver} == methods
+    assert all(sum(turn.share for turn in subsolver) <= 1 for subsolver in subsolvers)
+    assert sum(max(turn.workers for turn in subsolver) for subsolver in subsolvers) == workers
+
 
 PROBLEM = uniform(4, 8)
 OnAnswer = Callable[[Answer], None]
@@ -35,13 +70,13 @@ def test_a_search_that_heeds_nothing_is_not_waited_for() -> None:
         ended.set()
         return answer_of("zb-h1")
 
-    board = Board(PROBLEM, Limits(1.0), None)
-    run_lanes(PROBLEM, board, [[Turn("stubborn", stubborn, 1.0)]])
+    shared = SharedIncumbent(PROBLEM, Limits(1.0), None)
+    run_subsolvers(PROBLEM, shared, [[TimeSlice("stubborn", stubborn, 1.0)]])
     assert not ended.is_set()
-    assert board.stop.requested
+    assert shared.stop.requested
     go_on.set()
     assert ended.wait(60)
-    assert board.best.value_us == answer_of("gpipe").value_us > answer_of("zb-h1").value_us
+    assert shared.best.value_us == answer_of("gpipe").value_us > answer_of("zb-h1").value_us
 
 
 def test_counted_work_is_waited_for() -> None:
@@ -51,9 +86,9 @@ def test_counted_work_is_waited_for() -> None:
         Event().wait(1.0)
         return answer_of("zb-h1")
 
-    board = Board(PROBLEM, Limits(0.01, deterministic_limit=1.0), None)
-    run_lanes(PROBLEM, board, [[Turn("slow", slow, 1.0)]])
-    assert board.best.value_us == answer_of("zb-h1").value_us
+    shared = SharedIncumbent(PROBLEM, Limits(0.01, deterministic_limit=1.0), None)
+    run_subsolvers(PROBLEM, shared, [[TimeSlice("slow", slow, 1.0)]])
+    assert shared.best.value_us == answer_of("zb-h1").value_us
 
 
 def test_a_failure_stops_the_other_lanes_and_is_raised() -> None:
@@ -66,9 +101,9 @@ def test_a_failure_stops_the_other_lanes_and_is_raised() -> None:
             assert stopped.wait(60)
         return answer_of("gpipe")
 
-    board = Board(PROBLEM, Limits(60), None)
+    shared = SharedIncumbent(PROBLEM, Limits(60), None)
     with pytest.raises(ZeroDivisionError):
-        run_lanes(PROBLEM, board, [[Turn("fails", fails, 1.0)], [Turn("waits", waits, 1.0)]])
+        run_subsolvers(PROBLEM, shared, [[TimeSlice("fails", fails, 1.0)], [TimeSlice("waits", waits, 1.0)]])
 
 
 def test_a_search_whose_kernels_are_being_compiled_lets_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,16 +118,16 @@ def test_a_search_whose_kernels_are_being_compiled_lets_others_go_first(monkeypa
         return run
 
     local, cp_sat = search("local", lambda: None), search("cp-sat", compiled.set)
-    monkeypatch.setattr("solver.lanes.is_ready", lambda search: search is not local or compiled.is_set())
-    turns = [Turn("local", local, 0.1, once=True), Turn("cp-sat", cp_sat, 0.1, once=True)]
-    run_lanes(PROBLEM, Board(PROBLEM, Limits(30), None), [turns])
+    monkeypatch.setattr("solver.strategy.is_ready", lambda search: search is not local or compiled.is_set())
+    time_slices = [TimeSlice("local", local, 0.1, once=True), TimeSlice("cp-sat", cp_sat, 0.1, once=True)]
+    run_subsolvers(PROBLEM, SharedIncumbent(PROBLEM, Limits(30), None), [time_slices])
     assert order == ["cp-sat", "local"]
 
 
 def test_one_whose_kernels_are_never_ready_is_over_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("solver.lanes.is_ready", lambda search: False)
+    monkeypatch.setattr("solver.strategy.is_ready", lambda search: False)
     limits = Limits(0.3)
-    board = Board(PROBLEM, limits, None)
-    run_lanes(PROBLEM, board, [[Turn("search", METHODS["search"].search, 1.0)]])  # type: ignore[arg-type]
-    assert board.best.orders is None
+    shared = SharedIncumbent(PROBLEM, limits, None)
+    run_subsolvers(PROBLEM, shared, [[TimeSlice("search", METHODS["search"].search, 1.0)]])  # type: ignore[arg-type]
+    assert shared.best.orders is None
     assert 0.3 <= limits.seconds < 5

@@ -9,16 +9,19 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
 
+from instances import HALF, instance, uniform
 from optpipe.errors import MethodError
-from optpipe.orders import Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.board import Board
+from solver.build import within_budgets
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
-from solver.starts import WITH_KERNELS, WITHOUT_KERNELS, offer_published
-from tests.problems import HALF, uniform
+from solver.strategy import SharedIncumbent
+from solver.warm_starts import WITH_KERNELS, WITHOUT_KERNELS, lengthened, offer_published, repeated_published
+from tests.problems import problems
 
 PUBLISHED = {method.name for method in METHODS.values() if method.orders}
 IN_ORDER = [name for name in (*WITHOUT_KERNELS, *WITH_KERNELS) if "repeated" not in name]
@@ -40,11 +43,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def offered(problem: Problem, limits: Limits) -> Board:
+def offered(problem: Problem, limits: Limits) -> SharedIncumbent:
     """A board with the starts of a problem."""
-    board = Board(problem, limits, None)
-    offer_published(problem, board)
-    return board
+    shared = SharedIncumbent(problem, limits, None)
+    offer_published(problem, shared)
+    return shared
 
 
 def test_every_published_schedule_has_its_place() -> None:
@@ -71,8 +74,8 @@ def test_once_the_processor_time_is_used_up_the_first_that_fits_is_enough(
 ) -> None:
     used_s = itertools.count(0, 10)
     monkeypatch.setattr(time, "thread_time", lambda: next(used_s))
-    board = offered(PROBLEM, Limits(5))
-    assert tried[-1] == board.method
+    shared = offered(PROBLEM, Limits(5))
+    assert tried[-1] == shared.method
     assert len(tried) < len(PUBLISHED)
 
 
@@ -83,9 +86,9 @@ def test_the_floor_is_for_where_nothing_published_fits() -> None:
 
 
 def test_a_stop_ends_the_trying(tried: list[str]) -> None:
-    board = Board(uniform(4, 8, budget=8), Limits(10), None)
-    board.stop.request()
-    offer_published(board.problem, board)
+    shared = SharedIncumbent(uniform(4, 8, budget=8), Limits(10), None)
+    shared.stop.request()
+    offer_published(shared.problem, shared)
     assert not tried
 
 
@@ -100,13 +103,84 @@ def test_a_stop_ends_the_trying(tried: list[str]) -> None:
     ],
 )
 def test_the_best_is_no_worse_than_any_published_schedule_alone(problem: Problem) -> None:
-    board = offered(problem, Limits(0.01, began=time.perf_counter() - 60))
+    shared = offered(problem, Limits(0.01, began=time.perf_counter() - 60))
     for name in PUBLISHED:
         with suppress(MethodError):
-            assert board.best.value_us <= simulate(problem, published_orders(METHODS[name], problem)).value_us
+            assert shared.best.value_us <= simulate(problem, published_orders(METHODS[name], problem)).value_us
 
 
 def test_what_is_not_filled_keeps_the_budget_all_the_same() -> None:
     """Filling keeps the peak of the block: what exceeds the budget is not filled, and refused with its bytes."""
     with pytest.raises(MethodError, match="v-zb needs 16 bytes on device 0, but its budget is 12"):
         published_orders(METHODS["v-zb"], uniform(4, 8, v_shape=True, budget=12))
+
+
+def with_microbatches(problem: Problem, microbatches: int) -> Problem:
+    return Problem.from_data(problem.to_data() | {"microbatches": microbatches})
+
+
+def repeated(name: str, problem: Problem) -> Orders:
+    make = METHODS[name].orders
+    assert make is not None
+    return repeated_published(make, problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("zb-auto", uniform(4, 67, budget=8)),
+        ("zb-v", uniform(4, 66, budget=16, v_shape=True)),
+        ("v-half", uniform(4, 66, budget=12, v_shape=True)),
+        ("v-zb", uniform(3, 72, v_shape=True)),
+        ("zb-h1", with_microbatches(instance("zb-1.5b-p8-m24-mem1.5"), 256)),
+    ],
+)
+def test_is_as_good_as_the_published_schedule_for_all_microbatches(name: str, problem: Problem) -> None:
+    orders = repeated(name, problem)
+    simulation = simulate(problem, orders)
+    assert within_budgets(problem, orders, simulation)
+    published = simulate(problem, published_orders(METHODS[name], problem)).value_us
+    assert simulation.value_us == pytest.approx(published)
+
+
+def test_few_microbatches_are_left_to_the_schedules_themselves() -> None:
+    with pytest.raises(MethodError, match="31 microbatches are too few"):
+        repeated("zb-auto", uniform(4, 31, budget=8))
+
+
+def test_every_published_schedule_still_comes() -> None:
+    """The best on the board is at least as good as every published schedule that fits."""
+    problem = uniform(4, 256, budget=12, v_shape=True)
+    shared = SharedIncumbent(problem, Limits(30), None)
+    offer_published(problem, shared)
+    for method in METHODS.values():
+        try:
+            orders = published_orders(method, problem) if method.orders else None
+        except MethodError:
+            continue
+        assert orders is None or shared.best.value_us <= simulate(problem, orders).value_us
+
+
+def test_what_is_no_period_is_not_repeated() -> None:
+    """GPipe runs all F first: between two of them there is no B."""
+    problem = uniform(2, 8)
+    assert lengthened(problem, published_orders(METHODS["gpipe"], problem), 3, 1, 5) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(max_microbatches=5))
+def test_every_microbatch_of_a_serial_schedule_is_a_period(problem: Problem) -> None:
+    """Repeating it gives the serial schedule of more microbatches, on any placement."""
+    more = with_microbatches(problem, problem.microbatches + 3)
+    for begin in range(problem.microbatches - 1):
+        assert lengthened(problem, _serial(problem), begin, 1, 3) == _serial(more)
+
+
+def _serial(problem: Problem) -> Orders:
+    """One microbatch after another, without transfers."""
+    stages = range(len(problem.stages))
+    plan = [("F", s) for s in stages] + [(kind, s) for s in reversed(stages) for kind in "BW"]
+    return Orders.of_compute(
+        [Op(kind, s, i) for i in range(problem.microbatches) for kind, s in plan if problem.stages[s].device == d]
+        for d in range(len(problem.devices))
+    )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from numba.core.dispatcher import Dispatcher
 
+from instances import instance
 from solver import kernels, warm_up
 from solver.limits import Limits
-from solver.portfolio import solve
-from tests.problems import instance
+from solver.solve import solve
 
 
 def signatures() -> dict[str, int]:

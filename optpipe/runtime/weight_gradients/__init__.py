@@ -5,17 +5,16 @@ second pass. So the layers that hold most weights (linear, embedding, convolutio
 registered, and the parameters of any other module get their gradient in B.
 """
 
-from optpipe.runtime.weight_gradients.embedding import SplitEmbedding
-from optpipe.runtime.weight_gradients.linear import SplitLinear
-from optpipe.runtime.weight_gradients.pending import Splitting, WeightGradients
-from optpipe.runtime.weight_gradients.registry import (
+from optpipe.runtime.weight_gradients.layers import (
+    SplitEmbedding,
+    SplitLinear,
     compiled_part,
     compiler_failure,
     defer_weight_gradients,
     register_deferred,
     undeferred_layers,
 )
-from optpipe.runtime.weight_gradients.split import SplitBackward, accumulate, is_distributed
+from optpipe.runtime.weight_gradients.split import SplitBackward, Splitting, WeightGradients, accumulate, is_distributed
 
 __all__ = [
     "SplitBackward",

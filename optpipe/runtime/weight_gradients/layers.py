@@ -1,4 +1,13 @@
-"""Which kinds of layers split their backward, and how others join them."""
+"""Layers with a deferred weight gradient (linear, embedding, convolution), and their registry.
+
+Linear, for width 256 and 512 rows: B 0.86 ms and W 0.79 ms, where autograd takes 1.5 ms for both at once. From B to
+W two activations are held, one of which F held already.
+
+Embedding: autograd makes a dense gradient of the size of the table first. For 50,000 rows of 256 and 512 indices a
+backward then takes 28 ms instead of 0.1, and 52 MB of workspace instead of 0.5.
+
+Convolution, for 64 channels, 3 x 3 kernels and 8 images of 32 x 32: B 6.3 ms, W 7.2 ms, both at once 13.7 ms.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +15,138 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from optpipe.errors import TrainingError
-from optpipe.runtime.weight_gradients.convolution import CONVOLUTIONS, SplitConvolution
-from optpipe.runtime.weight_gradients.embedding import SplitEmbedding
-from optpipe.runtime.weight_gradients.linear import SplitLinear
-from optpipe.runtime.weight_gradients.pending import WeightGradients
-from optpipe.runtime.weight_gradients.split import Deferred, Layer, SplitBackward
+from optpipe.runtime.weight_gradients.split import (
+    Deferred,
+    Layer,
+    Saved,
+    SplitBackward,
+    WeightGradients,
+    accumulate,
+    gradient_of,
+    is_distributed,
+)
+
+
+class SplitLinear(SplitBackward[nn.Linear]):
+    """``y = x @ weight.T + bias`` for x of shape (..., inputs) and weight of shape (outputs, inputs)."""
+
+    distributed = True
+    lower_precision = True
+
+    def handles(self, layer: nn.Linear) -> bool:
+        """Weights of its own."""
+        return own_weight(layer)
+
+    def forward(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, Saved]:
+        """``x @ weight.T + bias``; keeps the input."""
+        return nn.functional.linear(x, layer.weight, layer.bias), (x,)
+
+    def input_gradient(self, layer: nn.Linear, _saved: Saved, gradient: Tensor) -> Tensor:
+        """``gradient @ weight``."""
+        return gradient @ layer.weight
+
+    def add_weight_gradients(self, layer: nn.Linear, saved: Saved, gradient: Tensor) -> None:
+        """Add ``gradient.T @ x`` to the weight's, and the sum over rows to the bias's."""
+        weight, bias, (x,) = layer.weight, layer.bias, saved
+        rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        if weight.requires_grad and weight.dtype == x.dtype and not is_distributed(weight):
+            gradient_of(weight).addmm_(rows.T, columns)  # needs no room for the product
+        elif weight.requires_grad:
+            accumulate(weight, rows.T @ columns)
+        if bias is not None and bias.requires_grad:
+            accumulate(bias, rows.sum(0))
+
+
+def own_weight(layer: nn.Module) -> bool:
+    """Whether the weight is a parameter, and not computed from others (weight norm, pruning) or yet to be sized."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and not nn.parameter.is_lazy(weight)
+
+
+class SplitEmbedding(SplitBackward[nn.Embedding]):
+    """Rows of weight (entries, width) at indices of any shape."""
+
+    def handles(self, layer: nn.Embedding) -> bool:
+        """Not where the gradient is sparse or weighed by frequency, or the forward changes the weight."""
+        return own_weight(layer) and not (layer.sparse or layer.scale_grad_by_freq or layer.max_norm)
+
+    def forward(self, layer: nn.Embedding, x: Tensor) -> tuple[Tensor, Saved]:
+        """Look the rows up; keeps the indices."""
+        return nn.functional.embedding(x, layer.weight), (x,)
+
+    def input_gradient(self, _layer: nn.Embedding, _saved: Saved, _gradient: Tensor) -> Tensor:
+        """Never called: indices have no gradient."""
+        raise AssertionError("indices have no gradient")
+
+    def add_weight_gradients(self, layer: nn.Embedding, saved: Saved, gradient: Tensor) -> None:
+        """Add each position's gradient to the row of its index, padding left out."""
+        (index,) = saved
+        if layer.padding_idx is not None:
+            gradient = gradient.masked_fill((index == layer.padding_idx).unsqueeze(-1), 0)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        gradient_of(layer.weight).index_add_(0, index.reshape(-1), rows)
+
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+
+
+class SplitConvolution(SplitBackward[Any]):
+    """Any convolution padded with as many zeros on one side as on the other."""
+
+    lower_precision = True
+
+    def handles(self, layer: _ConvNd) -> bool:
+        """Weights of its own, padded with zeros by given numbers."""
+        zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        return own_weight(layer) and zeros
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, Saved]:
+        """As the plain layer does; keeps the input."""
+        return layer._plain.forward(layer, x), (x,)
+
+    def input_gradient(self, layer: _ConvNd, saved: Saved, gradient: Tensor) -> Tensor:
+        """The gradient of the input, by torch's own backward of a convolution."""
+        (x,) = saved
+        found, _, _ = _backward(layer, x, gradient, [True, False, False])
+        assert found is not None, "it was asked for"
+        return found.view_as(x)
+
+    def add_weight_gradients(self, layer: _ConvNd, saved: Saved, gradient: Tensor) -> None:
+        """Add those of weight and bias that are wanted, by the same function."""
+        parameters = (layer.weight, layer.bias)
+        wanted = [parameter is not None and parameter.requires_grad for parameter in parameters]
+        _, *found = _backward(layer, saved[0], gradient, [False, *wanted])
+        for parameter, its_gradient in zip(parameters, found, strict=True):
+            if its_gradient is not None:
+                accumulate(parameter, its_gradient)
+
+
+def _backward(layer: _ConvNd, x: Tensor, gradient: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias that are wanted, None for the others."""
+    weight = layer.weight.to(x.dtype)
+    if x.dim() < weight.dim():
+        x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
+    found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        gradient,
+        x,
+        weight,
+        [layer.out_channels],
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.transposed,
+        layer.output_padding,
+        layer.groups,
+        wanted,
+    )
+    return found
+
 
 _SPLITS: dict[type[nn.Module], SplitBackward[Any]] = {
     nn.Linear: SplitLinear(),

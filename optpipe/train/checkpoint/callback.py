@@ -1,27 +1,30 @@
-"""Checkpoints as the loop sees them: what acts between two steps."""
+"""Checkpoint callback: when to write, and what interrupts do."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
+from collections.abc import Mapping
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from optpipe.errors import CheckpointError
-from optpipe.train.boundary import Boundary
-from optpipe.train.checkpoints.disk import Disk
-from optpipe.train.checkpoints.folder import final_path, open_folder, retire, steps_in
-from optpipe.train.checkpoints.interrupts import Interrupts
-from optpipe.train.checkpoints.resuming import resume
-from optpipe.train.checkpoints.together import together
-from optpipe.train.checkpoints.writing import write_checkpoint
+from optpipe.train.callback import Callback
+from optpipe.train.checkpoint.files import Disk, final_path, open_folder, retire, steps_in
+from optpipe.train.checkpoint.resume import resume
+from optpipe.train.checkpoint.write import write_checkpoint
 from optpipe.train.config import TrainingConfig
+from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
 
-LOG = logging.getLogger("optpipe.train.checkpoints")
+LOG = logging.getLogger("optpipe.train.checkpoint")
 
 
-class Checkpoints(Boundary):
+class CheckpointCallback(Callback):
     """Writes checkpoints when they are due, and ends the run where a signal asked any process for it.
 
     Without a folder it only ends the run. `stopped`: training is to end before the next step, in every process;
@@ -47,35 +50,35 @@ class Checkpoints(Boundary):
         folder, launch = self._config.checkpoints.folder, self._model.launch
         if folder is None:
             return 0
-        together(launch, lambda: open_folder(folder, self._disk) if launch.rank == 0 else None)
-        together(launch, lambda: _check_shared(folder))
+        gather_or_raise(launch, lambda: open_folder(folder, self._disk) if launch.rank == 0 else None)
+        gather_or_raise(launch, lambda: _check_shared(folder))
         if _restarts_meet_the_dead():
             self._tell(logging.WARNING, _RESTARTS)
         self._at, self._damaged = resume(folder, self._config, self._model)
         return self._at
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Every so many steps, and after the last."""
         config = self._config.checkpoints
         if config.folder is None or step <= self._at:
             return False
         return step % config.every_steps == 0 or step == self._config.steps
 
-    def asks(self) -> bool:
+    def requests(self) -> bool:
         """Whether a signal has come to this process."""
         if self._interrupts.requested and not self._said:
             self._said = True
             self._tell(logging.WARNING, f"{self._interrupts.requested}: ending soon; Ctrl-C again ends at once")
         return self._interrupts.requested is not None
 
-    def act(self, step: int) -> None:
+    def on_step_boundary(self, step: int) -> None:
         """Write what is due or was asked for, and end the run where it was.
 
         Raises CheckpointError in every process where the state after the last step cannot be written.
         """
         signals = [name for name in self._model.launch.gather(self._interrupts.requested) if name]
         folder = self._config.checkpoints.folder
-        if folder is not None and step > self._at and (signals or self.due(step)):
+        if folder is not None and step > self._at and (signals or self.is_due(step)):
             self._write(folder, step)
         if signals and step < self._config.steps:
             self.stopped = True
@@ -143,3 +146,43 @@ def _check_shared(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} is not there, though rank 0 has made it. Maybe it is not on a file system that all hosts share."
         )
+
+
+SAME_WISH_S = 0.5
+"""A signal that comes again so soon is the same wish: launchers pass on what a terminal has sent already."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Within this context a signal sets `requested`, its name. Outside the main thread nothing is changed.
+
+    A signal that is ignored stays ignored: a shell does so with SIGINT for what a script runs in the background.
+
+    A second SIGINT raises KeyboardInterrupt, a third one kills the process. SIGTERM may come as often as it likes;
+    whoever cannot wait sends SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._since = 0.0
+        self._before: Mapping[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heard}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested, self._since = signal.Signals(number).name, monotonic()
+        elif number == signal.SIGINT and monotonic() - self._since > SAME_WISH_S:
+            signal.signal(number, signal.SIG_DFL)  # should this one be kept waiting, the next one is the kernel's
+            raise KeyboardInterrupt

@@ -1,15 +1,25 @@
-"""The folder of a run's checkpoints: `step-0000000100/` each, and what a reader can trust in them."""
+"""Checkpoint folders: manifest, files with digests, atomic renames, retention."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import platform
 import re
-from collections.abc import Collection, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from optpipe.document import read_document
-from optpipe.errors import CheckpointError, InputError
-from optpipe.train.checkpoints.disk import ASIDE, Disk, digest
-from optpipe.train.checkpoints.document import MANIFEST, CheckpointDocument
+from pydantic import Field, JsonValue
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optpipe.document import Document, read_document
+from optpipe.errors import CheckpointError, InputError, Issue
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 
@@ -97,3 +107,165 @@ def _spent(steps: Sequence[int], newest: int, keep: int, damaged: Collection[int
     past = [step for step in steps if step <= newest]
     kept = [step for step in past if step not in damaged][:keep]
     return [step for step in past if step not in kept]
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+MANIFEST = "checkpoint.json"
+SCHEDULE = "schedule.json"
+GENERATORS = "generators.safetensors"
+
+
+def stage_file(stage: int) -> str:
+    """The name of the file that holds a stage."""
+    return f"stage-{stage:04d}.safetensors"
+
+
+def buffers_file(stage: int, replica: int) -> str:
+    """The name of the file that holds the buffers of a stage in a replica other than the first."""
+    return f"stage-{stage:04d}.replica-{replica}.safetensors"
+
+
+class SavedFile(Document):
+    """Size and SHA-256 of a file."""
+
+    size_bytes: Count
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class Launched(Document):
+    """How many processes the run had: results have equal bits only in as many."""
+
+    processes: Count
+    replicas: Count
+
+
+class CheckpointDocument(Document):
+    """A run between two steps.
+
+    `step`: the steps done, so the number of the next one, which is the data position and that of the random numbers.
+    `task`: what the model and its data are (`Task.identity`). `batch_microbatches`: in a step, of all replicas.
+    `options`: the configuration of the run. `given_schedule`: SHA-256 of the schedule that the run was started with
+    (None: it found one); `schedule.json` is the one in use, which may be another since. `files`: every other file of
+    the checkpoint by name.
+    """
+
+    format: Literal["optpipe.checkpoint/1"]
+    step: Count
+    seed: Count
+    stages: Count
+    batch_microbatches: Count
+    task: dict[str, JsonValue]
+    options: dict[str, JsonValue]
+    given_schedule: str | None
+    launched: Launched
+    versions: dict[str, str]
+    files: dict[str, SavedFile]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files but the document itself."""
+        return sum(file.size_bytes for file in self.files.values())
+
+    def sealed(self) -> str:
+        """The document as text with its own SHA-256 in it: a flipped bit would else pass for another number."""
+        data = self.to_data()
+        return json.dumps(data | {"sha256": _sha256_of(data)}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def unsealed(cls, data: Any, source: str) -> Self:
+        """The document from parsed JSON. Raises InputError."""
+        if isinstance(data, dict):
+            data = dict(data)
+            if data.pop("sha256", None) != _sha256_of(data):
+                raise InputError([Issue("sha256", "damaged", "is not that of the document.")], source)
+        return cls.from_data(data, source)
+
+
+def versions_now() -> dict[str, str]:
+    """What takes part in computing and in writing."""
+    return {"python": platform.python_version()} | {name: version(name) for name in ("optpipe", "torch", "safetensors")}
+
+
+def _sha256_of(data: dict[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+ASIDE = ".removed-"
+"""What a folder is called while its files are being deleted: not what a reader looks for."""
+
+
+class Disk:
+    """The one place that changes files, so that tests can fill the disk or end the process at each change.
+
+    All methods raise OSError.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        """A folder that is not there yet, in one that is."""
+        path.mkdir()
+        sync_folder(path.parent)
+
+    def write_text(self, path: Path, text: str) -> SavedFile:
+        """A new file of UTF-8 text."""
+        content = text.encode()
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return SavedFile(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
+        """A new safetensors file of tensors on the CPU that share no memory."""
+        try:
+            save_file(dict(tensors), path)
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}.") from None
+        path.chmod(0o666 & ~_umask())  # as any other file: safetensors makes it the owner's alone
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return digest(path)
+
+    def publish(self, partial: Path, final: Path) -> None:
+        """Give a complete folder the name by which readers find it, which no folder has."""
+        sync_folder(partial)
+        partial.rename(final)
+        sync_folder(final.parent)
+
+    def remove(self, folder: Path) -> None:
+        """Delete a folder; readers find it whole or not at all."""
+        aside = folder.with_name(ASIDE + folder.name.lstrip("."))
+        folder.rename(aside)
+        shutil.rmtree(aside)
+
+
+def digest(path: Path) -> SavedFile:
+    """Size and hash of a file as it is. Raises OSError."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return SavedFile(size_bytes=file.tell(), sha256=sha256)
+
+
+def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
+    """Those tensors of a safetensors file whose names are wanted, on the CPU. Raises OSError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}.") from None
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk, not only the files that they stand for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

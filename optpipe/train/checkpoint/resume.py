@@ -1,28 +1,44 @@
-"""Going on from a checkpoint: the newest that is whole in the eyes of every process, and only if it is of this run."""
+"""Resuming from a checkpoint: compatibility of the run, and loading."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
+from optpipe.document import shown
 from optpipe.errors import CheckpointError
 from optpipe.schedule import Schedule
-from optpipe.train.checkpoints.disk import read_tensors
-from optpipe.train.checkpoints.document import GENERATORS, SCHEDULE, CheckpointDocument, buffers_file, stage_file
-from optpipe.train.checkpoints.folder import check_files, final_path, read_manifest, steps_in
-from optpipe.train.checkpoints.generators import restore_generators
-from optpipe.train.checkpoints.likeness import check_same_run, what_may_differ
-from optpipe.train.checkpoints.state import load_stage, parameter_of, renamed, stage_buffers
-from optpipe.train.checkpoints.together import together
-from optpipe.train.checkpoints.writing import schedule_sha256
-from optpipe.train.config import TrainingConfig
+from optpipe.train.checkpoint.files import (
+    GENERATORS,
+    SCHEDULE,
+    CheckpointDocument,
+    buffers_file,
+    check_files,
+    final_path,
+    read_manifest,
+    read_tensors,
+    stage_file,
+    steps_in,
+    versions_now,
+)
+from optpipe.train.checkpoint.write import (
+    load_stage,
+    parameter_of,
+    renamed,
+    restore_generators,
+    schedule_sha256,
+    stage_buffers,
+)
+from optpipe.train.config import TrainingConfig, flat
+from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
 
-LOG = logging.getLogger("optpipe.train.checkpoints")
+LOG = logging.getLogger("optpipe.train.checkpoint")
 
 
 def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, list[int]]:
@@ -32,14 +48,14 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
     where it is of another run, and where `config.checkpoints.resume` does not allow what is there.
     """
     mode, begin = config.checkpoints.resume, perf_counter()
-    steps = together(model.launch, lambda: steps_in(folder))[0]
+    steps = gather_or_raise(model.launch, lambda: steps_in(folder))[0]
     _check_mode(folder, steps, mode)
     damaged: list[int] = []
     for step in steps:
         path = final_path(folder, step)
         fault = _fault(path, model)
         if fault is None:
-            borrowed = any(together(model.launch, lambda path=path: _load(path, model)))  # type: ignore[misc]
+            borrowed = any(gather_or_raise(model.launch, lambda path=path: _load(path, model)))  # type: ignore[misc]
             if model.launch.rank == 0:
                 LOG.info("resumed from %s in %.2f s", path, perf_counter() - begin)
                 if borrowed:
@@ -74,7 +90,7 @@ def _check_mode(folder: Path, steps: Sequence[int], mode: str) -> None:
 def _fault(path: Path, model: Model) -> str | None:
     """What is damaged in it for any process; each looks at the files that it would load."""
     try:
-        together(model.launch, lambda: _check_whole(path, model))
+        gather_or_raise(model.launch, lambda: _check_whole(path, model))
     except CheckpointError as error:
         return str(error)
     return None
@@ -152,10 +168,61 @@ def _go_on_with_its_schedule(path: Path, config: TrainingConfig, model: Model) -
     if started_alike and saved != model.schedule and _place(saved) == _place(model.schedule):
         model.swap(saved)
     if model.launch.rank == 0:
-        for text in what_may_differ(document, model, same_schedule=saved == model.schedule):
+        for text in numeric_differences(document, model, same_schedule=saved == model.schedule):
             LOG.warning("resumed %s", text)
 
 
 def _place(schedule: Schedule) -> tuple[list[int], int]:
     """What a schedule must share with the one that it is swapped for."""
     return [stage.device for stage in schedule.problem.stages], schedule.problem.microbatches
+
+
+_OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "evaluate", "timeout_seconds", "data_parallel"}
+"""Options that change no number by themselves, or that are compared by what follows from them."""
+
+
+def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> None:
+    """Raises CheckpointError that names the first field that differs, with its value there and now."""
+    for field, saved, now in _fields(document, model):
+        if saved != now:
+            raise CheckpointError(
+                f"{field} is {shown(saved)} in {path} but {shown(now)} now. Maybe the folder is that of another run."
+            )
+    steps = model.config.steps
+    if document.step > steps:
+        raise CheckpointError(f"steps is {steps} but {path} comes after {document.step} steps. Maybe raise --steps.")
+
+
+def numeric_differences(document: CheckpointDocument, model: Model, *, same_schedule: bool) -> Iterator[str]:
+    """Sentences on why the numbers to come may not have the bits of an uninterrupted run; none where they have."""
+    options = dict(flat(document.options))
+    for field, now in flat(model.config.to_data()):
+        saved = options.get(field)
+        no_matter = field.partition(".")[0] in _OWN_TO_A_START
+        if field == "steps":  # the learning rate may go by them
+            no_matter = model.config.optimizer.decay == "none"
+        if saved != now and not no_matter:
+            yield f"with {field} {shown(now)}; it was {shown(saved)} before"
+    for name, now in versions_now().items():
+        saved = document.versions.get(name)
+        if saved != now:
+            yield f"with {name} {now}; it was {saved} before"
+    before, launch = document.launched, model.launch
+    if (before.processes, before.replicas) != (launch.world, launch.replicas):
+        yield (
+            f"in {launch.world} process(es) of {launch.replicas} replica(s), not {before.processes} of "
+            f"{before.replicas}: sums may be added in another order"
+        )
+    if not same_schedule:
+        yield "with another schedule than before: sums may be added in another order"
+
+
+def _fields(document: CheckpointDocument, model: Model) -> Iterator[tuple[str, Any, Any]]:
+    now = model.task.identity()
+    for field in sorted(document.task.keys() | now):
+        yield f"task.{field}", document.task.get(field), now.get(field)
+    yield "seed", document.seed, model.config.seed
+    yield "the number of stages", document.stages, len(model.program.placement)
+    microbatches = model.program.microbatches * model.launch.replicas
+    yield "microbatches of a step, of all replicas,", document.batch_microbatches, microbatches
+    yield "optimizer.name", dict(flat(document.options)).get("optimizer.name"), model.config.optimizer.name

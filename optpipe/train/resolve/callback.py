@@ -1,4 +1,4 @@
-"""Beside training: time ops in some steps, solve for what they cost, change to a better schedule between two steps.
+"""Re-solving callback: updated costs, background search, and switching when the prediction gains.
 
 Every process times its own ops. Rank 0 alone asks the solver, whose search runs in a process of its own; what it finds
 goes to all, who change together. Nobody waits for a search.
@@ -7,30 +7,171 @@ goes to all, who change together. Nobody waits for a search.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
+from optpipe.ops import KINDS
 from optpipe.problem import Problem
-from optpipe.runtime.trace import HostRecorder, Recorder
-from optpipe.runtime.trace_cuda import CudaRecorder
+from optpipe.profile.measured import Gather, Measured, StageFigures
+from optpipe.profile.ops import Spread, spread_of
+from optpipe.runtime.recorder import CudaRecorder, HostRecorder, Recorder, Timing
 from optpipe.schedule import Schedule
-from optpipe.train.boundary import Boundary
+from optpipe.simulate import simulate
+from optpipe.train.callback import Callback
 from optpipe.train.config import OnlineConfig
 from optpipe.train.model import Model
-from optpipe.train.online.choice import STEPS_BEFORE, Trial, choose
-from optpipe.train.online.costs import drift, op_times, retimed
-from optpipe.train.online.events import Events
-from optpipe.train.online.first import First
-from optpipe.train.online.search import Search
-from optpipe.train.online.solver import Solver
-from optpipe.train.updates.outcome import StepOutcome
+from optpipe.train.resolve.initial import InitialSchedule
+from optpipe.train.resolve.search import Search, Solver
+from optpipe.train.result import Events
+from optpipe.train.update import StepOutcome
+
+STEPS_BEFORE = 20
+"""The last steps before a swap, against which it is judged, at most."""
+
+FIRST_STEPS = 2
+"""After a swap these do not count: host buffers take on their sizes, memory is got."""
+
+STEPS_AFTER = 5
+"""Then so many decide."""
 
 
-class Online(Boundary):
+@dataclass(frozen=True)
+class Choice:
+    """The step that both schedules predict with the newest times, in microseconds."""
+
+    in_use_us: float
+    found_us: float
+    least_gain: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the step in use that the found one saves; negative if it takes longer."""
+        return 1 - self.found_us / self.in_use_us if self.in_use_us else 0.0
+
+    @property
+    def better(self) -> bool:
+        """Whether it saves something, and enough."""
+        return self.gain > 0 and self.gain >= self.least_gain
+
+
+def choose(problem: Problem, in_use: Schedule, found: Schedule, least_gain: float) -> Choice:
+    """Time both schedules' orders with the costs of a problem."""
+    in_use_us, found_us = (simulate(problem, schedule.orders).value_us for schedule in (in_use, found))
+    return Choice(in_use_us, found_us, least_gain)
+
+
+class Trial:
+    """The first steps with a new schedule, against the last with the one before: seconds of each."""
+
+    def __init__(self, before_seconds: Sequence[float]) -> None:
+        self._before = list(before_seconds)[-STEPS_BEFORE:]
+        self._after: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """One more step with the new schedule."""
+        self._after.append(seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether enough steps are known."""
+        return len(self._counted) >= STEPS_AFTER
+
+    @property
+    def figures(self) -> str:
+        """The medians of both, in words."""
+        after = f"{median(self._counted):.3f} s after the change"
+        return f"steps take {after}, {median(self._before):.3f} s before it" if self._before else f"steps take {after}"
+
+    @property
+    def worse(self) -> bool:
+        """Whether steps became longer, beyond what they differed by before: more than half of the new ones take longer
+        than three quarters of the old ones.
+        """
+        if len(self._before) < STEPS_AFTER:
+            return False
+        return median(self._counted) > quantiles(self._before, n=4, method="inclusive")[2]
+
+    @property
+    def _counted(self) -> list[float]:
+        return self._after[FIRST_STEPS:]
+
+
+OpTimes = Mapping[int, Mapping[str, Spread]]
+"""By stage and kind of op."""
+
+
+def op_times(timings: Iterable[Timing], gather: Gather) -> OpTimes:
+    """The spread of every kind of op of every stage over all microbatches of the steps that were timed.
+
+    Of replicas, the slowest counts, for which the others wait. Called by all processes together.
+    """
+    samples: dict[str, dict[str, list[float]]] = {}
+    for timing in timings:
+        action = timing.action
+        if action.kind in KINDS:
+            kinds = samples.setdefault(str(action.stage), {})
+            kinds.setdefault(action.kind, []).append((timing.end_ns - timing.start_ns) / 1000)
+    mine = {s: {kind: asdict(spread_of(us)) for kind, us in kinds.items()} for s, kinds in samples.items()}
+    found: dict[int, dict[str, Spread]] = {}
+    for part in gather(mine):
+        for s, kinds in part.items():
+            times = found.setdefault(int(s), {})
+            for kind, data in kinds.items():
+                times[kind] = max((Spread(**data), *_known(times, kind)), key=lambda spread: spread.median_us)
+    return found
+
+
+def retimed(measured: Measured, times: OpTimes) -> Measured:
+    """The same model with the times of ops in training.
+
+    A kind that no step had keeps its share of the stage: it is scaled as those that were timed.
+    """
+    return replace(measured, stages=[_retimed(f, times.get(s, {})) for s, f in enumerate(measured.stages)])
+
+
+def drift(before: Problem, after: Problem) -> float:
+    """How much op times have changed: of the device where most did, the changes over the times before.
+
+    It is the sum over the device's stages and kinds of |after - before|, over the sum of before.
+    """
+    return max(_drift(before, after, stages) for stages in before.stages_of)
+
+
+def _known(times: Mapping[str, Spread], kind: str) -> Sequence[Spread]:
+    return [times[kind]] if kind in times else []
+
+
+def _retimed(figures: StageFigures, times: Mapping[str, Spread]) -> StageFigures:
+    timed = times.keys() & figures.times.keys()
+    was = sum(figures.times[kind].median_us for kind in timed)
+    scale = sum(times[kind].median_us for kind in timed) / was if was else 1.0
+    others = {kind: _scaled(spread, scale) for kind, spread in figures.times.items() if kind not in timed}
+    return replace(figures, times=others | {kind: times[kind] for kind in timed})
+
+
+def _scaled(spread: Spread, scale: float) -> Spread:
+    return Spread(spread.median_us * scale, spread.lower_us * scale, spread.upper_us * scale, spread.count)
+
+
+def _drift(before: Problem, after: Problem, stages: Sequence[int]) -> float:
+    pairs = [
+        (before.stages[s].duration_us(kind), after.stages[s].duration_us(kind))
+        for s in stages
+        for kind in ("F", "B", "W", *(("O", "R") if before.stages[s].offload and after.stages[s].offload else ()))
+    ]
+    total = sum(was for was, _ in pairs)
+    return sum(abs(now - was) for was, now in pairs) / total if total else 0.0
+
+
+class ResolveCallback(Callback):
     """The loop around training, from the model's step on. `solver` is rank 0's, None elsewhere."""
 
-    def __init__(self, config: OnlineConfig, model: Model, first: First, solver: Solver | None, events: Events) -> None:
+    def __init__(
+        self, config: OnlineConfig, model: Model, first: InitialSchedule, solver: Solver | None, events: Events
+    ) -> None:
         self._config, self._model, self._events = config, model, events
         self._search = Search(solver, config) if solver else None
         self._setting, self._measured = first.setting, first.measured
@@ -54,20 +195,20 @@ class Online(Boundary):
         self._recorded[step] = 0.0
         return self._recorder
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the steps just done were the last to be timed together."""
         since = step - self._begin - self._config.record_steps
         return since >= 0 and since % self._config.every_steps == 0
 
-    def asks(self) -> bool:
+    def requests(self) -> bool:
         """Whether rank 0 has something for all: a schedule to change to, or the one before to go back to."""
         if self._trial is not None:
             return self._trial.over
         return self._search is not None and self._search.over
 
-    def act(self, step: int) -> None:
+    def on_step_boundary(self, step: int) -> None:
         """Learn from the steps that were timed; change the schedule where rank 0 says so; have solved what changed."""
-        if self._recorder is not None and self.due(step):
+        if self._recorder is not None and self.is_due(step):
             self._learn(step, self._recorder)
             self._recorder, self._recorded = None, {}
         self._follow(step, self._model.launch.broadcast(self._offer() if self._model.launch.rank == 0 else None))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt_task import GPTTask
-from optpipe.train.own_stages import OwnStages
-from optpipe.train.task import Task
+from optpipe.train.tasks.base import Task
+from optpipe.train.tasks.custom import OwnStages
+from optpipe.train.tasks.gpt import GPTTask
 
 
-def task_of(config: TrainingConfig, stages: int, microbatches: int) -> Task:
+def build_task(config: TrainingConfig, stages: int, microbatches: int) -> Task:
     """The task of a run whose schedule has so many stages and, in each of its replicas, microbatches.
 
     Raises InputError where a user's own stages cannot be loaded or do not fit.

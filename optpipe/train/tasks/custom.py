@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.profile.callables import Named
-from optpipe.profile.subject import Subject, batch_of, load_subject
-from optpipe.runtime.messages import leaves, spec_of, spec_text
+from optpipe.profile.subject import Named, Subject, batch_of, load_subject
+from optpipe.runtime.messages import leaves, message_spec, spec_text
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
-from optpipe.train.task import Batch
+from optpipe.train.tasks.base import Batch
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -76,7 +75,7 @@ class OwnStages:
             "model": self._model.name,
             "data": self._model.data,
             "seed": self._seed,
-            "microbatch": spec_text(spec_of(self._inputs)),
+            "microbatch": spec_text(message_spec(self._inputs)),
             "parameters": self._shapes,
         }
         return identity | ({"shared": self._shared} if self._shared else {})

@@ -1,14 +1,22 @@
-"""A small GPT over bytes, cut into stages: embedding on the first, head on the last, blocks on all.
+"""A small GPT trained on the text of Python's standard library.
 
 Shapes: N sequences in a microbatch, T bytes in a sequence, C width, V entries in the vocabulary.
 """
 
 from __future__ import annotations
 
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from optpipe.train.config import SIZES, GPTShape, GPTSize
+from optpipe.errors import TrainingError
+from optpipe.runtime.stage import Loss
+from optpipe.train.config import SIZES, GPTShape, GPTSize, TrainingConfig
+from optpipe.train.tasks.base import Batch
 
 __all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "blocks_of", "build_stages", "byte_loss"]
 
@@ -113,3 +121,90 @@ class _Head(nn.Module):
 def gpt_name(size: str, layers: int, microbatch_size: int, sequence: int) -> str:
     """A GPT of a named size with what its costs depend on, such as "tiny GPT, 2 layers, 4 x 32"."""
     return f"{size} GPT, {layers} layers, {microbatch_size} x {sequence}"
+
+
+MAX_TEXT_BYTES = 4 * 2**20
+
+
+def standard_library_text() -> Tensor:
+    """The standard library's top-level modules in the order of their names, at most 4 MiB: bytes, dtype uint8.
+
+    The same on every machine with the same release of Python.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= MAX_TEXT_BYTES:
+            break
+    if not text:
+        raise TrainingError(f"{folder} holds no Python sources to train on. Maybe this Python is installed zipped.")
+    return torch.frombuffer(text[:MAX_TEXT_BYTES], dtype=torch.uint8)
+
+
+class Batches:
+    """Random pieces of a text, the same for the same seed and step.
+
+    `microbatches` of `size` sequences of `sequence` bytes; the target of each byte is the next one.
+    """
+
+    def __init__(self, text: Tensor, *, microbatches: int, size: int, sequence: int, seed: int) -> None:
+        self._text, self._microbatches, self._size, self._seed = text, microbatches, size, seed
+        self._offsets = torch.arange(sequence + 1)
+
+    def batch(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs and targets of a step, by microbatch: each of shape (size, sequence), dtype int64."""
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
+        last = len(self._text) - len(self._offsets)
+        starts = torch.randint(last + 1, (self._microbatches, self._size, 1), generator=generator)
+        pieces = self._text[starts + self._offsets].long()
+        inputs, targets = pieces[..., :-1].contiguous(), pieces[..., 1:].contiguous()
+        return [x.clone() for x in inputs], [y.clone() for y in targets]
+
+
+class GPTTask:
+    """A GPT of `stages` stages, with batches of `microbatches` microbatches, those of all replicas."""
+
+    def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
+        model = config.model
+        self._model, self._seed, self._stages = model, config.seed, stages
+        self.shape = model.shape(stages)
+        text = standard_library_text()
+        self._batches = Batches(
+            text,
+            microbatches=microbatches,
+            size=model.microbatch_size,
+            sequence=self.shape.sequence,
+            seed=config.seed,
+        )
+        self._data = {"text_bytes": len(text), "text_sum": int(text.sum())}
+
+    @property
+    def name(self) -> str:
+        """Sizes of the model and of a microbatch."""
+        return gpt_name(self._model.name, self.shape.layers, self._model.microbatch_size, self.shape.sequence)
+
+    @property
+    def loss(self) -> Loss:
+        """In nats a byte."""
+        return byte_loss
+
+    @property
+    def tokens(self) -> int:
+        """Bytes of text."""
+        return self._model.microbatch_size * self.shape.sequence
+
+    def build_stages(self) -> list[nn.Module]:
+        """As drawn from the seed."""
+        model = self._model
+        return build_stages(self.shape, self._stages, self._seed, model.torch_dtype, tied=model.tied)
+
+    def batch(self, step: int) -> Batch:
+        """Random pieces of the text."""
+        return self._batches.batch(step)
+
+    def identity(self) -> dict[str, Any]:
+        """All sizes, the precision, and which text it is."""
+        model = self._model
+        chosen = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
+        return {"model": model.name, "seed": self._seed} | chosen | asdict(self.shape) | self._data

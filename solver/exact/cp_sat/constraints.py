@@ -1,13 +1,85 @@
-"""The rules of the model, one method a family."""
+"""Constraints of the CP-SAT model, one method a family: rules, memory, cuts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from math import ceil, inf
+from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from solver.exact.cp_sat.memory import Held, end, held, start
-from solver.exact.cp_sat.variables import Task, Variables
+from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables
+from solver.exact.rules import least_work_around, like_pairs
+
+
+class Held(NamedTuple):
+    """A number of bytes held from one moment to another, if `presence` (None: always); for `least` ticks at least."""
+
+    size: int
+    first: Moment
+    last: Moment
+    presence: cp_model.BoolVarT | None = None
+    least: int = 0
+
+
+def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
+    """All pieces of microbatch i on stage s.
+
+    A part is freed at B's end, the rest at W's end. If B holds more after its end than before, the difference
+    counts from B's start: no wait could keep B from ending before another op has freed memory. A fused backward frees
+    all at its end, and has a workspace of its own.
+    """
+    return (piece for piece in _pieces(variables, s, i) if piece.size > 0)
+
+
+def _pieces(variables: Variables, s: int, i: int) -> Iterator[Held]:
+    stage, leaves = variables.problem.stages[s], variables.leaves.get((s, i))
+    forward, backward, weight = (variables.task(kind, s, i) for kind in "FBW")
+    kept = min(stage.backward_weight_bytes, stage.activation_bytes)
+    freed_by_backward = stage.activation_bytes - kept
+    moved = stage.offload.bytes if leaves is not None and stage.offload else 0
+    moved_early = min(moved, freed_by_backward)
+    yield from _activation(variables, s, i, "B", freed_by_backward, moved_early)
+    yield from _activation(variables, s, i, "BW", kept, moved - moved_early)
+    grown = stage.backward_weight_bytes - kept
+    fused, work, both = variables.fused.get((s, i)), stage.workspace_bytes, backward.ticks + weight.ticks
+    split = None if fused is None else ~fused
+    yield Held(grown, hold_start(backward), hold_end(weight), split, both)
+    yield Held(work.F, hold_start(forward), hold_end(forward))
+    yield Held(max(work.B - grown, 0), hold_start(backward), hold_end(backward), split)
+    yield Held(work.W, hold_start(weight), hold_end(weight), split)
+    if fused is not None:
+        yield Held(freed_by_backward, hold_start(weight), hold_end(weight), fused)
+        yield Held(work.BW, hold_start(backward), hold_end(weight), fused, both)
+
+
+def _activation(variables: Variables, s: int, i: int, until: str, size: int, moved: int) -> Iterator[Held]:
+    """Bytes held from F's start to the end of `until`'s last op, of which `moved` may be away between O and R."""
+    forward, last = variables.task("F", s, i), variables.task(until[-1], s, i)
+    back = _ticks(variables, until, s)
+    life = variables.round_trips[s] + back
+    yield Held(size - moved, hold_start(forward), hold_end(last), None, life)
+    if moved:
+        leaves = variables.leaves[s, i]
+        offload, reload = variables.task("O", s, i), variables.task("R", s, i)
+        yield Held(moved, hold_start(forward), hold_end(last), ~leaves, life)
+        yield Held(moved, hold_start(forward), hold_end(offload), leaves, forward.ticks + offload.ticks)
+        yield Held(moved, hold_start(reload), hold_end(last), leaves, reload.ticks + back)
+
+
+def _ticks(variables: Variables, kinds: str, s: int) -> int:
+    return sum(variables.length(kind, s) for kind in kinds)
+
+
+def hold_start(task: IntervalTask) -> Moment:
+    """The moment at which a task starts."""
+    return Moment(task, is_end=False)
+
+
+def hold_end(task: IntervalTask) -> Moment:
+    """The moment at which a task ends."""
+    return Moment(task, is_end=True)
 
 
 class Constraints:
@@ -43,7 +115,7 @@ class Constraints:
                     self._after(self.task("F", s + 1, i), forward, ticks(self.problem.forward_delay_us[s]))
                     self._after(backward, self.task("B", s + 1, i), ticks(self.problem.backward_delay_us[s]))
 
-    def _after(self, task: Task, before: Task, delay: int = 0) -> None:
+    def _after(self, task: IntervalTask, before: IntervalTask, delay: int = 0) -> None:
         self.model.add(task.start >= before.end + delay)
 
     def microbatch_order(self) -> None:
@@ -116,7 +188,43 @@ class Constraints:
         for (s, i), leaves in self.variables.leaves.items():
             offload = self.problem.stages[s].offload
             assert offload is not None
-            first, last = start(self.task("O", s, i)), end(self.task("R", s, i))
+            first, last = hold_start(self.task("O", s, i)), hold_end(self.task("R", s, i))
             intervals.append(self.variables.span(f"host{s}.{i}", first, last, leaves))
             sizes.append(offload.bytes)
         self.model.add_cumulative(intervals, sizes, limit)
+
+
+SLACK = 1e-6
+"""Ticks by which float sums may exceed a whole number."""
+
+
+def add_work_that_memory_holds_back(variables: Variables) -> None:
+    """An op begins no sooner than its device can have done what it must, and leaves time for what is left.
+
+    An interval model propagates memory and the order of a device apart from one another. Together they say more: a
+    device can only run ahead, and only put off work, as far as its memory goes. What is said counts with the memory of
+    split backwards: devices that may fuse some are left out.
+    """
+    problem, model = variables.problem, variables.model
+    fusing = {problem.stages[s].device for s in variables.fusing_stages}
+    for op, before, after in least_work_around(problem, variables.length):
+        if problem.stages[op.stage].device in fusing:
+            continue
+        task = variables.tasks[op]
+        begin = variables.task("F", problem.stages_of[problem.stages[op.stage].device][0], 0).start
+        if before < inf:
+            model.add(task.start >= begin + ceil(before - SLACK))
+        counted_from = begin if problem.objective == "device_span" else 0
+        model.add(variables.objective >= task.start - counted_from + ceil(after - SLACK))
+
+
+def add_weight_order(variables: Variables) -> None:
+    """W of like stages run in the order of their B, where none is fused with it."""
+    model = variables.model
+    for pairs in like_pairs(variables.problem, variables.fusing_stages):
+        first = model.new_bool_var(f"{pairs[0][0]}first{pairs[0][1]}")
+        variables.firsts.append((first, *pairs[1]))
+        for pair in pairs:
+            one, other = (variables.tasks[op] for op in pair)
+            model.add(other.start >= one.end).only_enforce_if(first)
+            model.add(one.start >= other.end).only_enforce_if(~first)

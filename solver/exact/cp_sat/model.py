@@ -1,31 +1,66 @@
-"""Building and solving the constraint model."""
+"""CP-SAT model: options, objective, hint, parameters, and the solve."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.exact.cp_sat.constraints import Constraints
-from solver.exact.cp_sat.cuts import SLACK, add_weight_order, add_work_that_memory_holds_back
-from solver.exact.cp_sat.objective import add_objective
-from solver.exact.cp_sat.options import DEFAULT, Options
-from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
+from solver.build import orders_from_times
+from solver.exact.cp_sat.constraints import SLACK, Constraints, add_weight_order, add_work_that_memory_holds_back
 from solver.exact.cp_sat.variables import Moment, Variables
-from solver.exact.grid import Grid
 from solver.exact.incumbent import Incumbent
-from solver.exact.weight_order import count_like_pairs, in_weight_order
-from solver.horizon import horizon_us, without_endless_copies
-from solver.limits import Answer, Limits, Start
-from solver.plan import orders_of_plan
+from solver.exact.rules import count_like_pairs, in_weight_order
+from solver.exact.ticks import TimeGrid
+from solver.limits import Answer, Cancel, Limits, Start
+from solver.scale import horizon_us, without_endless_copies
 
 
-def build(problem: Problem, grid: Grid, horizon_us: float, bound_us: float, options: Options = DEFAULT) -> Variables:
+def add_objective(variables: Variables, bound_ticks: int) -> None:
+    """Minimise the makespan or the largest device span; `bound_ticks` is a bound known from outside the model."""
+    problem, model = variables.problem, variables.model
+    last = problem.microbatches - 1
+    model.add(variables.objective >= bound_ticks)
+    for stages in problem.stages_of:
+        for s in stages:
+            # A device's first op is the first F of its lowest stage. Each stage's last W is its last op, or any W if
+            # some may be part of fused backwards and so overtake others.
+            first = variables.task("F", stages[0] if problem.objective == "device_span" else 0, 0)
+            for i in range(problem.microbatches) if s in variables.fusing_stages else (last,):
+                weight = Moment(variables.task("W", s, i), is_end=True)
+                variables.measured.append((Moment(first, is_end=False), weight))
+    for begin, end in variables.measured:
+        model.add(variables.objective >= end.expression - begin.expression)
+    model.add(variables.task("F", 0, 0).start == 0)  # every op follows it
+    model.minimize(variables.objective)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`work`: what a device must have done before an op, and has left after it (`solver.exact.rules`).
+
+    `weight_order`: W of like stages run in the order of their B (`solver.exact.rules`), for
+    up to `most_weight_pairs` pairs: there are as many as microbatches squared. `climb`: a schedule at
+    the bound is asked for first, and the bound raised where there is none.
+    """
+
+    work: bool = True
+    weight_order: bool = True
+    most_weight_pairs: int = 20_000
+    climb: bool = True
+
+
+DEFAULT = Options()
+
+
+def build_model(
+    problem: Problem, grid: TimeGrid, horizon_us: float, bound_us: float, options: Options = DEFAULT
+) -> Variables:
     """The whole model. No op ends later than `horizon_us`; no value is below `bound_us`."""
     variables = Variables(problem, grid, grid.horizon(horizon_us))
     variables.add_all()
@@ -87,7 +122,7 @@ class _Search(Incumbent):
             self._climb()
         refinement = 1
         while not self._done:
-            grid = Grid.of(self.problem, self.horizon_us, refinement)
+            grid = TimeGrid.of(self.problem, self.horizon_us, refinement)
             self.raise_bound(grid.raised_us(self.bound_us))
             status = self._round(grid)
             if status == cp_model.INFEASIBLE and self.orders is None:
@@ -109,7 +144,7 @@ class _Search(Incumbent):
         """
         timeless = _timeless(self.problem)
         horizon = horizon_us(timeless, float("inf"))
-        variables = build(timeless, Grid.of(timeless, horizon), horizon, 0.0, self.options)
+        variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
         variables.model.clear_objective()  # type: ignore[no-untyped-call]
         limits = replace(self.limits, deterministic_limit=self.work_left).part(FIRST_ORDERS)
         callback = _Callback(variables, self)
@@ -122,7 +157,7 @@ class _Search(Incumbent):
         limits = self.limits.part(CLIMB)
         work_left = limits.deterministic_limit
         while self.value_us < float("inf") and not self._done:
-            grid = Grid.of(self.problem, self.horizon_us)
+            grid = TimeGrid.of(self.problem, self.horizon_us)
             self.raise_bound(grid.raised_us(self.bound_us))
             if not grid.exact or self._done:
                 return
@@ -135,7 +170,7 @@ class _Search(Incumbent):
                 return
             self.raise_bound(grid.proved_us(ticks + grid.step))
 
-    def _next_ticks(self, grid: Grid) -> int:
+    def _next_ticks(self, grid: TimeGrid) -> int:
         """The step of the grid at the bound, or further on where so many steps lie between bound and value that single
         ones lead nowhere: with times of many digits a step is next to nothing.
         """
@@ -143,11 +178,11 @@ class _Search(Incumbent):
         ahead = grid.ticks_up(self.value_us) // grid.step - first
         return (first + ahead // MOST_STEPS) * grid.step
 
-    def _ask(self, grid: Grid, ticks: int, limits: Limits) -> tuple[cp_model.CpSolverStatus, float]:
+    def _ask(self, grid: TimeGrid, ticks: int, limits: Limits) -> tuple[cp_model.CpSolverStatus, float]:
         """Look for a schedule of at most `ticks`; offer it if there is one. Returns also the work done."""
         value_us = grid.us(ticks)
         reach_us = min(self.horizon_us, horizon_us(self.problem, value_us))
-        variables = build(self.problem, grid, reach_us, self.bound_us, self.options)
+        variables = build_model(self.problem, grid, reach_us, self.bound_us, self.options)
         variables.model.add(variables.objective <= ticks + grid.step - 1)
         solver = configured_solver(limits)
         solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
@@ -165,8 +200,8 @@ class _Search(Incumbent):
             spent = self.work_left <= 0
         return spent or self.limits.cancel.requested or self.limits.reached(self.value_us, self.bound_us)
 
-    def _round(self, grid: Grid) -> cp_model.CpSolverStatus:
-        variables = build(self.problem, grid, self.horizon_us, self.bound_us, self.options)
+    def _round(self, grid: TimeGrid) -> cp_model.CpSolverStatus:
+        variables = build_model(self.problem, grid, self.horizon_us, self.bound_us, self.options)
         if self.orders is not None:
             add_hint(variables, self.orders)
         solver = configured_solver(replace(self.limits, deterministic_limit=self.work_left))
@@ -279,6 +314,38 @@ class _Callback(cp_model.CpSolverSolutionCallback):
         for s, i in (at for at, fused in self.variables.fused.items() if self.value(fused)):
             (begin, _), (_, close) = (planned.pop(Op(kind, s, i)) for kind in "BW")
             planned[Op("BW", s, i)] = (begin, close)
-        orders = orders_of_plan(self.search.problem, planned)
+        orders = orders_from_times(self.search.problem, planned)
         minimises = self.variables.model.has_objective()
         self.search.offer(orders, self.variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)
+
+
+def solve_unless_cancelled(
+    solver: cp_model.CpSolver,
+    model: cp_model.CpModel,
+    cancel: Cancel,
+    callback: cp_model.CpSolverSolutionCallback | None = None,
+) -> tuple[cp_model.CpSolverStatus, float]:
+    """Solve a model until the solver's own limits or `cancel`: the status, and the deterministic work done.
+
+    A solver that has not begun does not hear `stop_search`: where the cancel came while the model was built, it is not
+    begun, and the status is UNKNOWN.
+    """
+    with cancel.calling(solver.stop_search):
+        if cancel.requested:
+            return cp_model.UNKNOWN, 0.0
+        status = solver.solve(model, callback)
+    return status, solver.response_proto.deterministic_time
+
+
+def configured_solver(limits: Limits) -> cp_model.CpSolver:
+    """A solver that stops at the limits' gap and time, or after their deterministic amount of work."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.workers
+    solver.parameters.random_seed = limits.seed
+    solver.parameters.relative_gap_limit = limits.gap
+    solver.parameters.catch_sigint_signal = False
+    if limits.deterministic_limit is None:
+        solver.parameters.max_time_in_seconds = limits.time_left_s
+    else:
+        solver.parameters.max_deterministic_time = limits.deterministic_limit
+    return solver

@@ -8,14 +8,14 @@ from functools import cache, cached_property
 
 from ortools.sat.python import cp_model
 
-from optpipe.orders import Op
+from optpipe.ops import Op
 from optpipe.problem import Problem
-from solver.bounds.split_backward import fusing_may_help
-from solver.exact.grid import Grid
+from solver.bounds.device import fusing_may_help
+from solver.exact.ticks import TimeGrid
 
 
 @dataclass(frozen=True)
-class Task:
+class IntervalTask:
     """An op in the model: its start (ticks), its fixed length, and the interval they span."""
 
     op: Op
@@ -33,7 +33,7 @@ class Task:
 class Moment:
     """The start or the end of a task."""
 
-    task: Task
+    task: IntervalTask
     is_end: bool
 
     @property
@@ -56,12 +56,12 @@ class Variables:
     moments of each of `measured`.
     """
 
-    def __init__(self, problem: Problem, grid: Grid, horizon: int) -> None:
+    def __init__(self, problem: Problem, grid: TimeGrid, horizon: int) -> None:
         self.problem = problem
         self.grid = grid
         self.horizon = horizon
         self.model = cp_model.CpModel()
-        self.tasks: dict[Op, Task] = {}
+        self.tasks: dict[Op, IntervalTask] = {}
         self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
         self.fused: dict[tuple[int, int], cp_model.IntVar] = {}
         self.lengths: list[tuple[cp_model.IntVar, Moment, Moment, int]] = []
@@ -94,13 +94,13 @@ class Variables:
             interval = self.model.new_fixed_size_interval_var(start, ticks, f"{op}.")
         else:
             interval = self.model.new_optional_fixed_size_interval_var(start, ticks, presence, f"{op}.")
-        self.tasks[op] = Task(op, start, ticks, interval)
+        self.tasks[op] = IntervalTask(op, start, ticks, interval)
 
     def place(self, op: Op, start: int) -> None:
         """An op whose start is known."""
         ticks, known = self.length(op.kind, op.stage), self.model.new_constant(start)
         interval = self.model.new_fixed_size_interval_var(known, ticks, f"{op}.")
-        self.tasks[op] = Task(op, known, ticks, interval)
+        self.tasks[op] = IntervalTask(op, known, ticks, interval)
 
     def span(
         self, name: str, first: Moment, last: Moment, presence: cp_model.BoolVarT | None, least: int = 0
@@ -132,6 +132,6 @@ class Variables:
             from_last.append(self.length("F", s) + delays + from_last[-1] + self.length("B", s + 1))
         return from_last[::-1]
 
-    def task(self, kind: str, stage: int, microbatch: int) -> Task:
+    def task(self, kind: str, stage: int, microbatch: int) -> IntervalTask:
         """The task of an op that the model has."""
         return self.tasks[Op(kind, stage, microbatch)]

@@ -1,4 +1,4 @@
-"""The rules of the model and the cuts that strengthen it, one method a family, as blocks of rows.
+"""Constraints of the mixed-integer program, one method a family, as blocks of rows; and its cuts.
 
 A row that holds only under a decision carries the least big-M that the windows allow for its pair of ops.
 """
@@ -6,13 +6,15 @@ A row that holds only under a decision carries the least big-M that the windows 
 from __future__ import annotations
 
 from itertools import combinations
+from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
 
-from solver.exact.milp.options import Options
-from solver.exact.milp.rows import Rows
-from solver.exact.milp.variables import Table, Variables
-from solver.exact.milp.windows import Floats, Ints
+from optpipe.ops import Op
+from solver.exact.milp.variables import Bools, Floats, Ints, Options, Table, Variables
+from solver.exact.rules import least_work_around, like_pairs
 
 
 class Constraints:
@@ -199,3 +201,98 @@ class Constraints:
                 self.rows.block(np.ones(len(a))).choice(order, x, y, 1.0).choice(order, y, z, 1.0).choice(
                     order, z, x, 1.0
                 )
+
+
+def add_cuts(variables: Variables, rows: Rows, options: Options) -> None:
+    """Those that the options ask for."""
+    if options.work:
+        add_work_that_memory_holds_back(variables, rows)
+    if options.weight_order:
+        add_weight_order(variables, rows)
+
+
+def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:
+    """An op begins no sooner than its device can have done what it must, and leaves time for what is left."""
+
+    def length(kind: str, s: int) -> float:
+        return float(variables.windows.length[variables.index[Op(kind, s, 0)]])
+
+    around = list(least_work_around(variables.problem, length))
+    ops = np.array([variables.index[one.op] for one in around], np.int64)
+    device = variables.windows.device[ops]
+    first = np.array([variables.first_of(d) if stages else -1 for d, stages in enumerate(variables.problem.stages_of)])
+    before, after = (np.array([one[place] for one in around]) for place in (1, 2))
+    told = (before < inf) & (first[device] != ops)
+    rows.block(before[told]).term(ops[told], 1.0).term(first[device[told]], -1.0)
+    block = rows.block(after).term(variables.objective, 1.0).term(ops, -1.0)
+    if variables.problem.objective == "device_span":
+        block.term(first[device], 1.0)
+
+
+def add_weight_order(variables: Variables, rows: Rows) -> None:
+    """W of like stages run in the order of their B."""
+    pairs = [
+        [variables.index[op] for op in (*backwards, *weights)] for backwards, weights in like_pairs(variables.problem)
+    ]
+    order = variables.order
+    for places in ((0, 1, 2, 3), (1, 0, 3, 2)):
+        b, c, v, w = np.array(pairs, np.int64).reshape(-1, 4).T[list(places)]
+        said = order.may_be(v, w, 0) & order.may_be(b, c, 1) & (order.is_open(b, c) | order.is_open(v, w))
+        b, c, v, w = b[said], c[said], v[said], w[said]
+        rows.block(np.zeros(len(b))).choice(order, v, w, 1.0).choice(order, b, c, -1.0)
+
+
+NO_COLUMN = -1
+
+
+class Rows:
+    """Rows ``terms >= lower`` under construction; all are written with that sense."""
+
+    def __init__(self) -> None:
+        self.rows: list[Ints] = []
+        self.columns: list[Ints] = []
+        self.values: list[Floats] = []
+        self.lower: list[Floats] = []
+        self.count = 0
+
+    def block(self, lower: Floats) -> Block:
+        """Add one row for each entry of `lower`."""
+        block = Block(self, np.arange(self.count, self.count + len(lower)), np.array(lower, np.float64))
+        self.count += len(lower)
+        self.lower.append(block.lower)
+        return block
+
+    def matrix(self, columns: int) -> tuple[csr_matrix, Floats]:
+        """The coefficients, duplicates added up, and the lower bounds of the rows."""
+        rows, cols, values = (np.concatenate(parts) for parts in (self.rows, self.columns, self.values))
+        matrix = csr_matrix((values, (rows, cols)), shape=(self.count, columns))
+        matrix.eliminate_zeros()
+        return matrix, np.concatenate(self.lower)
+
+
+class Block:
+    """Rows that are being filled: each call adds one term to every row."""
+
+    def __init__(self, target: Rows, rows: Ints, lower: Floats) -> None:
+        self.target, self.rows, self.lower = target, rows, lower
+
+    def term(self, columns: Ints | int, values: Floats | float, only: Bools | bool = True) -> Block:
+        """Add ``values * columns``, one column a row, in the rows where `only` holds."""
+        keep = np.broadcast_to(only, self.rows.shape)
+        self.target.rows.append(self.rows[keep])
+        self.target.columns.append(np.broadcast_to(columns, self.rows.shape)[keep].astype(np.int64))
+        self.target.values.append(np.broadcast_to(values, self.rows.shape)[keep].astype(np.float64))
+        return self
+
+    def choice(self, table: Table, a: Ints, b: Ints, values: Floats | float) -> Block:
+        """Add ``values * table[a, b]``; the part that is known goes to the other side."""
+        self.lower -= values * table.constant[a, b]
+        return self.term(table.column[a, b], values * table.slope[a, b], table.column[a, b] >= 0)
+
+    def choices(self, table: Table, a: Ints, b: Ints, values: NDArray[np.float64]) -> Block:
+        """Add to row k the sum over j of ``values[j] * table[a[j], b[k]]``; here b is an op for each row."""
+        at = np.ix_(a, b)
+        self.lower -= values @ table.constant[at]
+        for j in range(len(a)):
+            self.term(table.column[at][j], values[j] * table.slope[at][j], table.column[at][j] >= 0)
+        return self

@@ -1,22 +1,227 @@
-"""Solving the mixed-integer program with HiGHS: warm start, incumbents as they come, limits, cancel."""
+"""Mixed-integer program: arrays, objective, warm start, and the solve with HiGHS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isfinite
 
 import highspy
 import numpy as np
+from scipy.sparse import csr_matrix
 
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
-from solver.bounds.split_backward import split_backward_suffices
-from solver.exact.grid import Grid
+from optpipe.simulate import simulate
+from solver.bounds.device import split_backward_suffices
+from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
-from solver.exact.milp.options import DEFAULT, Options
-from solver.exact.milp.point import Timing, point_of_orders
-from solver.exact.milp.program import Program, build, load
-from solver.exact.milp.size import refuse_too_large
+from solver.exact.milp.constraints import Constraints, Rows, add_cuts
+from solver.exact.milp.variables import DEFAULT, TOLERANCE, Bools, Floats, Ints, Options, Table, Variables
+from solver.exact.rules import in_weight_order
+from solver.exact.ticks import TimeGrid
 from solver.limits import Answer, Limits, Start
+from solver.scale import refuse_too_large
+
+
+@dataclass(frozen=True)
+class Program:
+    """Minimise the objective column subject to ``matrix @ columns >= row_lower`` and ``lower <= columns <= upper``."""
+
+    variables: Variables
+    matrix: csr_matrix
+    row_lower: Floats
+    lower: Floats
+    upper: Floats
+
+
+def build_program(
+    problem: Problem, horizon_us: float, bound_us: float, value_us: float = float("inf"), options: Options = DEFAULT
+) -> Program:
+    """The whole model. No op ends later than `horizon_us`, no value is below `bound_us`.
+
+    Schedules with a value above `value_us` may be left out.
+    """
+    variables = Variables(problem, horizon_us, value_us, options)
+    constraints = Constraints(variables, options)
+    constraints.add_all()
+    add_objective(variables, constraints.rows, options)
+    add_cuts(variables, constraints.rows, options)
+    matrix, row_lower = constraints.rows.matrix(variables.size)
+    lower, upper = variables.bounds()
+    if options.bound:
+        lower[variables.objective] = min(bound_us / variables.unit_us, upper[variables.objective])
+    return Program(variables, matrix, row_lower, lower, upper)
+
+
+def load_program(program: Program) -> highspy.Highs:
+    """A silent HiGHS with the program."""
+    lp = highspy.HighsLp()
+    lp.num_row_, lp.num_col_ = program.matrix.shape
+    cost = np.zeros(lp.num_col_)
+    cost[program.variables.objective] = 1.0
+    lp.col_cost_ = cost
+    lp.col_lower_ = program.lower
+    lp.col_upper_ = program.upper
+    lp.row_lower_, lp.row_upper_ = program.row_lower, np.full(lp.num_row_, highspy.kHighsInf)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_ = program.matrix.indptr, program.matrix.indices
+    lp.a_matrix_.value_ = program.matrix.data
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    lp.integrality_ = [kinds[binary] for binary in program.variables.is_binary().astype(int)]
+    highs = highspy.Highs()
+    highs.silent()
+    highs.passModel(lp)
+    return highs
+
+
+def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
+    """The objective column is the makespan or the largest device span.
+
+    An op ends no later than the objective less all work ordered after it (0 of it where `workloads` is off, and then
+    only each stage's last W says something).
+    """
+    length, spans = variables.windows.length, variables.problem.objective == "device_span"
+    for device, stages in enumerate(variables.problem.stages_of):
+        if not stages:
+            continue
+        first, compute = variables.first_of(device), variables.of("FBW", device)
+        last = variables.problem.microbatches - 1
+        ends = compute if options.workloads else np.array([variables.index[Op("W", s, last)] for s in stages])
+        block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
+        if spans:
+            block.term(first, 1.0)
+        if options.workloads:
+            for k in compute:
+                block.choice(variables.order, ends, np.full(len(ends), k), -length[k])
+
+
+def point_from_orders(variables: Variables, orders: Orders) -> Floats:
+    """The columns of a known schedule: a start for HiGHS, and what a neighbourhood keeps."""
+    values = np.zeros(variables.size)
+    values[: variables.objective], leaves = _starts(variables, orders)
+    simulated = simulate(variables.problem, orders).value_us
+    values[variables.objective] = simulated / variables.unit_us
+    moves = variables.leaves >= 0
+    values[variables.leaves[moves]] = leaves[moves]
+    _Facts(variables, values, leaves).write()
+    return values
+
+
+def _starts(variables: Variables, orders: Orders) -> tuple[Floats, Bools]:
+    """Start of every op, and which ops there are; an absent transfer follows F, O and the microbatch before at once."""
+    simulation = simulate(variables.problem, orders)
+    start = np.zeros(len(variables.ops))
+    there = np.zeros(len(variables.ops), bool)
+    begin, length = float(simulation.start_us.min()), variables.windows.length
+    starts: dict[Op, float] = {}
+    for op, k in simulation.index.items():
+        at = (float(simulation.start_us[k]) - begin) / variables.unit_us
+        for part in (op,) if op.kind != "BW" else (Op("B", *op[1:]), Op("W", *op[1:])):
+            if part in variables.index:
+                starts[part] = at
+                at += length[variables.index[part]]
+    for op, at in in_weight_order(variables.problem, starts).items():
+        start[variables.index[op]], there[variables.index[op]] = at, True
+    for k, op in enumerate(variables.ops):
+        if op.kind in "OR" and not there[k]:
+            before = [variables.partner(k, "F" if op.kind == "O" else "O")] + [k - 1] * (op.microbatch > 0)
+            start[k] = max(start[b] + length[b] * there[b] for b in before)
+    return start, there
+
+
+class _Facts:
+    """What is true of the orders of a schedule with known times."""
+
+    def __init__(self, variables: Variables, values: Floats, there: Bools) -> None:
+        self.variables, self.values = variables, values
+        self.start = values[: variables.objective]
+        self.end = self.start + variables.windows.length * there
+        self.there = there
+        self.rank = np.empty(len(self.start), np.int64)
+        self.rank[np.lexsort((self.end, self.start))] = np.arange(len(self.start))
+
+    def write(self) -> None:
+        variables, start, end = self.variables, self.start, self.end
+        for table in (variables.order, variables.ahead):
+            a, b = table.open_pairs()
+            self._set(table, a, b, self.rank[a] < self.rank[b])
+        x, r = variables.started.open_pairs()
+        self._set(variables.started, x, r, start[x] <= start[r] + TOLERANCE)
+        x, r = variables.ended.open_pairs()
+        self._set(variables.ended, x, r, end[x] <= start[r] + TOLERANCE)
+        o, x = variables.away.open_pairs()
+        self._set(variables.away, o, x, self._away(o, x))
+        o, q = variables.returned.open_pairs()
+        reload = self._partners(o, "R")
+        self._set(variables.returned, o, q, end[reload] <= start[q] + TOLERANCE)
+        o, q = variables.counted.open_pairs()
+        ahead, returned = self._get(variables.ahead, o, q), self._get(variables.returned, o, q)
+        self._set(variables.counted, o, q, self.there[o] & (ahead > returned))
+
+    def _away(self, o: Ints, x: Ints) -> Bools:
+        """Offloaded before x; its reload comes after x, which counts there (`started`, or the order on the channel)."""
+        variables = self.variables
+        reload = self._partners(o, "R")
+        counts = np.where(
+            variables.windows.computes[x],
+            self._get(variables.started, x, reload),
+            self._get(variables.order, x, reload),
+        )
+        left = self.end[o] <= self.start[x] + TOLERANCE
+        return np.asarray(self.there[o] & left & (self.start[x] <= self.start[reload] + TOLERANCE) & (counts > 0))
+
+    def _partners(self, ops: Ints, kind: str) -> Ints:
+        return np.array([self.variables.partner(k, kind) for k in ops], np.int64)
+
+    def _set(self, table: Table, a: Ints, b: Ints, yes: Bools) -> None:
+        self.values[table.column[a, b]] = yes
+
+    def _get(self, table: Table, a: Ints, b: Ints) -> Floats:
+        column = table.column[a, b]
+        chosen: Floats = table.constant[a, b] + table.slope[a, b] * np.where(column >= 0, self.values[column], 0.0)
+        return chosen
+
+
+class Timing:
+    """Makes exact times of the binaries of a solution: the earliest that keep every row between two starts.
+
+    A solver's own times carry its tolerances, and with them a decision may seem to contradict its time.
+    """
+
+    def __init__(self, variables: Variables, matrix: csr_matrix, lower: Floats) -> None:
+        self.variables = variables
+        starts = matrix[:, : variables.objective]
+        objective = matrix[:, variables.objective].toarray().ravel()
+        rows = np.flatnonzero((np.diff(starts.indptr) == 2) & (objective == 0))
+        pairs = starts[rows]
+        first, second = pairs.indices[::2], pairs.indices[1::2]
+        forward = pairs.data[1::2] > 0
+        self.before, self.after = np.where(forward, first, second), np.where(forward, second, first)
+        self.binaries = matrix[rows][:, variables.objective + 1 :]
+        self.lower = lower[rows]
+
+    def orders(self, values: Floats) -> Orders:
+        """The orders that the binaries of `values` stand for."""
+        variables = self.variables
+        decided = np.round(values)
+        gap = self.lower - self.binaries @ decided[variables.objective + 1 :]
+        start = self._earliest(gap)
+        end = start + variables.windows.length
+        present = [k for k in range(len(start)) if variables.leaves[k] < 0 or decided[variables.leaves[k]]]
+        planned = {variables.ops[k]: (float(start[k]), float(end[k])) for k in present}
+        return orders_from_times(variables.problem, planned, TOLERANCE)
+
+    def _earliest(self, gap: Floats) -> Floats:
+        start: Floats = np.array(self.variables.windows.earliest, np.float64)
+        for _ in range(len(start) + 1):
+            later = start.copy()
+            np.maximum.at(later, self.after, start[self.before] + gap)
+            if (later <= start + TOLERANCE / len(start)).all():
+                break
+            start = later
+        return start
+
 
 BOUND_SLACK = 1e-5
 """Units by which a bound of HiGHS is lowered: ten times its tolerances, and at most 1e-8 of the horizon."""
@@ -48,7 +253,7 @@ class _Search(Incumbent):
     ) -> None:
         super().__init__(problem, limits, start, on_answer, has_optimum=split_backward_suffices(problem))
         self.options = options
-        self.grid = Grid.of(problem, start.horizon_us)
+        self.grid = TimeGrid.of(problem, start.horizon_us)
         self.stopped = False
 
     def stop(self) -> None:
@@ -73,7 +278,7 @@ class _Search(Incumbent):
 
     def program(self) -> Program:
         """The model, with the windows that the best schedule allows."""
-        return build(self.problem, self.horizon_us, self.bound_us, self.value_us, self.options)
+        return build_program(self.problem, self.horizon_us, self.bound_us, self.value_us, self.options)
 
 
 class _Round:
@@ -96,7 +301,7 @@ class _Round:
 
     def solve(self) -> None:
         """Run HiGHS until it ends, is stopped, or has outgrown the model."""
-        highs = load(self.program)
+        highs = load_program(self.program)
         self._set_options(highs)
         self._set_start(highs)
         highs.cbMipImprovingSolution.subscribe(self._on_solution)
@@ -131,7 +336,7 @@ class _Round:
     def _set_start(self, highs: highspy.Highs) -> None:
         if self.search.orders is not None and self.search.options.warm_start:
             solution = highspy.HighsSolution()
-            solution.col_value = point_of_orders(self.program.variables, self.search.orders)
+            solution.col_value = point_from_orders(self.program.variables, self.search.orders)
             highs.setSolution(solution)
 
     def _proved_us(self, objective: float) -> float:

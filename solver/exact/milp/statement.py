@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 import pulp
 
-from optpipe.orders import Op
+from optpipe.ops import Op
 from optpipe.problem import Problem
-from solver.exact.milp.options import DEFAULT, Options
-from solver.exact.milp.variables import Table, Variables
-from solver.exact.progress import least_work_around
-from solver.exact.weight_order import like_pairs
+from solver.exact.milp.variables import DEFAULT, Options, Table, Variables
+from solver.exact.rules import least_work_around, like_pairs
 from solver.limits import Start
 
 Expression = Any
@@ -32,7 +30,7 @@ Expression = Any
 def state(
     problem: Problem, horizon_us: float, bound_us: float, value_us: float = float("inf"), options: Options = DEFAULT
 ) -> pulp.LpProblem:
-    """The whole model: the same columns by name as `solver.exact.milp.program.build`, and the same rows."""
+    """The whole model: the same columns by name as `solver.exact.milp.model.build_program`, and the same rows."""
     return _Statement(Variables(problem, horizon_us, value_us, options), bound_us, options).program
 
 

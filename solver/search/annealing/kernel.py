@@ -8,7 +8,7 @@ because the value would be too large.
 
 For spans every device begins no earlier than its release time, and its deadline counts from its first start. Moving
 the releases to the latest starts that keep all ends (`hold_back`) makes that an upper bound on the span that
-`optpipe.spans` finds; most often it is equal.
+`optpipe.simulate` finds; most often it is equal.
 """
 
 from __future__ import annotations
@@ -18,9 +18,22 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from solver.search.loops import copy, equal, fill
-from solver.search.sequence import Merged, size
-from solver.search.table import MARKS, NONE, Codes, Floats, Ints, O, R, Table, W
+from solver.search.annealing.sequence import (
+    MARKS,
+    NONE,
+    Codes,
+    Floats,
+    Ints,
+    Merged,
+    O,
+    R,
+    Table,
+    W,
+    copy,
+    equal,
+    fill,
+    size,
+)
 
 NEVER_US = 1e300
 

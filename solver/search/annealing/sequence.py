@@ -1,27 +1,163 @@
-"""Merged sequences: one list of all ops for each group of devices that share copy channels (usually one device).
+"""Merged sequences of the annealer, the problem as tables, and small loops for compiled code.
 
 A sequence fixes everything that orders fix: the order on every compute stream and copy channel, and the waits. An op
 that takes memory waits for the last release of each other stream of its device that stands before it. So, whatever
 the timings do, the op that stands last among those that have taken memory finds every release before it done, and
-the memory of a device never exceeds the level that is counted along the sequence (the argument of `optpipe.waits`,
+the memory of a device never exceeds the level that is counted along the sequence (the argument of `optpipe.memory`,
 with the place in the sequence as the planned time). Budgets are kept by looking at prefixes alone.
+
+An op is ``class << shift | microbatch`` with ``class = kind * stages + stage``, kinds in the order of KINDS. A fused
+backward is a B with its W right behind it. A *group* is the devices that share copy channels, usually one device.
+
+The generator of numba belongs to a thread; this one belongs to a search, so that a seed gives one run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-from optpipe.orders import KINDS as ORDER_KINDS
-from optpipe.orders import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders
+from optpipe.memory import device_effect
+from optpipe.ops import KINDS as ORDER_KINDS
+from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
-from solver.search.loops import copy
-from solver.search.table import KINDS, NONE, B, Codes, Flags, Floats, Ints, Table, W
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Codes = NDArray[np.int32]
+Flags = NDArray[np.bool_]
+Records = NDArray[Any]
+
+KINDS = "FBWOR"
+F, B, W, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
+NONE = -1
+"""No class, or the place of an op that is in no sequence."""
+
+MARKS = 48
+"""Marks a sweep at most; a sweep resumes at one of them."""
+
+NO_BUDGET = np.iinfo(np.int64).max // 4
+"""The budget of a device without one: no sum of bytes reaches it, and sums with it stay whole numbers of 64 bits."""
+
+_CLASS = np.dtype(
+    [
+        ("device", np.int32),
+        ("group", np.int32),
+        ("stream", np.int32),  # a device's compute stream has its number; channels follow, two a group
+        ("acquires", np.int32),
+        ("releases", np.int32),
+        ("before", np.int32),  # the class whose op of the same microbatch must end `delay_us` before, on another stream
+        ("returns", np.int32),  # for B: the class of its R
+        ("after", np.int32),  # whose `before` or `returns` this is, O aside
+        ("leaves", np.int32),  # for F: the class of its O
+        ("duration_us", np.float64),
+        ("delay_us", np.float64),
+        ("after_us", np.float64),  # the delay to `after`
+        ("need_bytes", np.int64),  # the most that it adds while it runs or at its end
+        ("change_bytes", np.int64),  # what it leaves behind
+    ]
+)
+
+
+class Table(NamedTuple):
+    """The constants. `classes`: one record a class.
+
+    `first`: by group, where its part of the sequence array begins. `alone`: by group, its device if it has one only.
+    `step`: ops from one mark of a sweep to the next. `offloadable`: the stages that may offload.
+    """
+
+    shift: int
+    stages: int
+    microbatches: int
+    devices: int
+    streams: int
+    step: int
+    spans: bool
+    classes: Records
+    first: Ints
+    alone: Ints
+    budget_bytes: Ints
+    offloadable: Ints
+
+
+def build_table(problem: Problem) -> Table:
+    """The constants of a problem."""
+    count, m = len(problem.stages), problem.microbatches
+    classes = _classes(problem)
+    capacity = np.bincount(classes["group"], minlength=len(problem.channel_groups)) * m
+    offloadable = [s for s, stage in enumerate(problem.stages) if stage.offload]
+    return Table(
+        shift=max(m - 1, 1).bit_length(),
+        stages=count,
+        microbatches=m,
+        devices=len(problem.devices),
+        streams=len(problem.devices) + 2 * len(problem.channel_groups),
+        step=(3 * count + 2 * len(offloadable)) * m // MARKS + 1,
+        spans=problem.objective == "device_span",
+        classes=classes,
+        first=np.concatenate([[0], np.cumsum(capacity)[:-1]]).astype(np.int64),
+        alone=np.array([g[0] if len(g) == 1 else NONE for g in problem.channel_groups], np.int64),
+        budget_bytes=budgets_bytes(problem),
+        offloadable=np.array(offloadable, np.int64),
+    )
+
+
+def budgets_bytes(problem: Problem) -> Ints:
+    """For each device its budget, `NO_BUDGET` where there is none."""
+    return np.array([NO_BUDGET if d.memory_bytes is None else d.memory_bytes for d in problem.devices], np.int64)
+
+
+def _classes(problem: Problem) -> Records:
+    """The records, with what does not look at other classes."""
+    stages, count = problem.stages, len(problem.stages)
+    group_of = {d: g for g, members in enumerate(problem.channel_groups) for d in members}
+    classes = np.zeros(len(KINDS) * count, _CLASS)
+    for c, record in enumerate(classes):
+        kind, stage = KINDS[c // count], stages[c % count]
+        effect = device_effect(stage, kind)
+        record["device"], record["group"] = stage.device, group_of[stage.device]
+        record["stream"] = _stream(problem, group_of, kind, stage.device)
+        record["acquires"], record["releases"] = effect.acquires, effect.releases
+        record["duration_us"] = 0.0 if kind in "OR" and stage.offload is None else stage.duration_us(kind)
+        record["need_bytes"] = max(effect.at_start, sum(effect))
+        record["change_bytes"] = sum(effect)
+    _relate(problem, classes)
+    return classes
+
+
+def _stream(problem: Problem, group_of: dict[int, int], kind: str, device: int) -> int:
+    if kind in "FBW":
+        return device
+    return len(problem.devices) + 2 * group_of[device] + int(kind == "R" and problem.copy_channels.duplex)
+
+
+def _relate(problem: Problem, classes: Records) -> None:
+    """Fill in what waits for what on other streams."""
+    count = len(problem.stages)
+    for name in ("before", "returns", "after", "leaves"):
+        classes[name] = NONE
+
+    def follow(after: int, before: int, delays_us: Sequence[float]) -> None:
+        for k, delay_us in enumerate(delays_us):
+            classes["before"][after + k], classes["after"][before + k] = before + k, after + k
+            classes["delay_us"][after + k] = classes["after_us"][before + k] = delay_us
+
+    follow(F * count + 1, F * count, problem.forward_delay_us)
+    follow(B * count, B * count + 1, problem.backward_delay_us)
+    for s, stage in enumerate(problem.stages):
+        out, back = O * count + s, R * count + s
+        classes["before"][out], classes["before"][back], classes["after"][out] = s, out, back
+        if stage.offload:
+            classes["leaves"][s] = out
+            classes["returns"][B * count + s], classes["after"][back] = back, B * count + s
+
 
 FUSED = ORDER_KINDS.index("BW")
 
@@ -141,7 +277,7 @@ def _ready(table: Table, there: Flags, place: Codes, x: int) -> bool:
     return bool(reload < 0 or not there[reload << table.shift | i] or place[reload << table.shift | i] >= 0)
 
 
-def orders_of(problem: Problem, table: Table, merged: Merged) -> Orders:
+def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Orders:
     """The orders, channel orders and waits that sequences stand for."""
     groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
     numbers = np.concatenate([merged.ops[first : first + length] for first, length in groups])
@@ -179,3 +315,55 @@ def _waits(table: Table, ops: OpArray, of_class: Ints, lane: Ints) -> dict[Op, l
             for op, release in pairs:
                 waits.setdefault(op, []).append(release)
     return waits
+
+
+Array = NDArray[Any]
+
+
+@njit(cache=True)
+def copy(source: Array, target: Array) -> None:
+    """Copy one array over another of the same length."""
+    for k in range(len(source)):
+        target[k] = source[k]
+
+
+@njit(cache=True)
+def fill(target: Array, value: float) -> None:
+    """Set every element."""
+    for k in range(len(target)):
+        target[k] = value
+
+
+@njit(cache=True)
+def equal(one: Array, other: Array) -> bool:
+    """Whether two arrays of the same length are equal."""
+    for k in range(len(one)):  # noqa: SIM110 (numba compiles no all())
+        if one[k] != other[k]:
+            return False
+    return True
+
+
+Word = NDArray[np.uint64]
+"""One element, not 0."""
+
+
+@njit(cache=True)
+def _next(state: Word) -> np.uint64:
+    x: np.uint64 = state[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    state[0] = x
+    return x
+
+
+@njit(cache=True)
+def below(state: Word, limit: int) -> int:
+    """A random integer from 0 to ``limit - 1``."""
+    return int(np.int64(_next(state) >> np.uint64(33))) % limit
+
+
+@njit(cache=True)
+def unit(state: Word) -> float:
+    """A random number in [0, 1)."""
+    return float(_next(state) >> np.uint64(11)) * 2.0**-53

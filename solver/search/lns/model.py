@@ -1,21 +1,20 @@
-"""One window of a schedule as a constraint model: what starts in it is decided anew, all else follows in its order."""
+"""One window of a schedule as a CP-SAT model: what starts in it is decided anew."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from optpipe.orders import DeviceOrders, Op, Orders
+from optpipe.memory import derive_waits
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.schedule import shared_channels
-from optpipe.waits import derive_waits
-from solver.exact.cp_sat.variables import Moment
-from solver.search.windows_frame import AFTER, BEFORE, Frame, Window
-from solver.search.windows_memory import Memory
-from solver.search.windows_surroundings import NEVER, Ints, Surroundings
-from solver.search.windows_tasks import Tasks
+from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
+from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables
+from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Ints, Surroundings, Window
 
 
 class WindowModel:
@@ -161,3 +160,164 @@ class WindowModel:
     def _put_between(self, old: Ints, inside: Ints) -> list[int]:
         where = self.frame.where[old]
         return [*old[where == BEFORE].tolist(), *inside.tolist(), *old[where == AFTER].tolist()]
+
+
+class Memory:
+    """Adds the budgets of devices and host to the model of `tasks`."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self.tasks, self.frame = tasks, tasks.frame
+        self.variables, self.model, self.problem = tasks.variables, tasks.model, tasks.problem
+        self.numbering, self.around, self.where = tasks.numbering, tasks.around, tasks.frame.where
+
+    def add_device_memory(self) -> None:
+        """Activations and workspace stay within each device's budget."""
+        for d, stages in enumerate(self.problem.stages_of):
+            budget = self.problem.devices[d].memory_bytes
+            touched = [(s, i) for s, i in self.tasks.touched if s in stages]
+            if budget is not None and touched:
+                pieces = [piece for s, i in touched for piece in held(self.variables, s, i)]
+                self._add_budget(f"held{d}", pieces, budget - self._level(d, set(touched)))
+
+    def _add_budget(self, name: str, pieces: Sequence[Held], budget: int) -> None:
+        intervals = [self._interval(f"{name}.{n}", piece) for n, piece in enumerate(pieces)]
+        there = [(interval, piece.size) for interval, piece in zip(intervals, pieces, strict=True) if interval]
+        self.model.add_cumulative([interval for interval, _ in there], [size for _, size in there], budget)
+
+    def _interval(self, name: str, piece: Held) -> cp_model.IntervalVar | None:
+        """The part of a piece that lies in the window or after it; None where there is none."""
+        first, last = (self.tasks.outside(moment) for moment in (piece.first, piece.last))
+        if first == AFTER or (last == BEFORE and self.tasks.fixed(piece.last) == self.frame.window.begin):
+            return None
+        if first is None and last is None:
+            if piece.first.task is piece.last.task:
+                return piece.first.task.interval
+            return self.variables.span(name, piece.first, piece.last, piece.presence, piece.least)
+        begin = piece.first.expression if first is None else self.tasks.fixed(piece.first)
+        end = piece.last.expression if last is None else self.tasks.fixed(piece.last)
+        length = self.model.new_int_var(0, 2 * self.frame.far, f"{name}.length")
+        self.variables.lengths.append((length, piece.first, piece.last, 0))
+        if piece.presence is None:
+            return self.model.new_interval_var(begin, length, end, name)
+        return self.model.new_optional_interval_var(begin, length, end, piece.presence, name)
+
+    def _level(self, device: int, touched: set[tuple[int, int]]) -> int:
+        """Bytes that untouched microbatches hold throughout the window."""
+        index, where, level = self.numbering.index, self.where, 0
+        for s in self.problem.stages_of[device]:
+            stage = self.problem.stages[s]
+            f, b, w = (where[[index[Op(kind, s, i)] for i in range(self.problem.microbatches)]] for kind in "FBW")
+            for i in np.flatnonzero((f == BEFORE) & (w == AFTER)).tolist():
+                if (s, i) not in touched:
+                    level += (
+                        stage.backward_weight_bytes if b[i] == BEFORE else stage.activation_bytes - self._away(s, i)
+                    )
+        return level
+
+    def _away(self, s: int, i: int) -> int:
+        """Bytes of an untouched activation that are on the host throughout the window."""
+        offload = self.numbering.index.get(Op("O", s, i))
+        return self._moved(s) if offload is not None and self._is_away_throughout(offload) else 0
+
+    def add_host_memory(self) -> None:
+        """What is away stays within the host's budget, from O's start to R's end, all devices together."""
+        limit, leaves = self.problem.host_memory_bytes, self.variables.leaves
+        if limit is None:
+            return
+        away = [op for k, op in enumerate(self.numbering.ops) if op.kind == "O" and self._is_away_throughout(k)]
+        level = sum(self._moved(op.stage) for op in away if (op.stage, op.microbatch) not in leaves)
+        task = self.variables.task
+        journeys = [
+            Held(self._moved(s), hold_start(task("O", s, i)), hold_end(task("R", s, i)), literal)
+            for (s, i), literal in leaves.items()
+        ]
+        self._add_budget("host", journeys, limit - level)
+
+    def _is_away_throughout(self, offload: int) -> bool:
+        reload = self.numbering.index[Op("R", *self.numbering.ops[offload][1:])]
+        there = self.around.present[offload] and self.where[offload] == BEFORE and self.where[reload] == AFTER
+        return bool(there)
+
+    def _moved(self, s: int) -> int:
+        offload = self.problem.stages[s].offload
+        return offload.bytes if offload else 0
+
+
+class Tasks:
+    """Tasks in `variables` for every op of the activations that a window touches.
+
+    `decided`: numbers of the ops whose start is open: those inside, and copies that may be added. The others stand
+    where they are, those after the window `frame.far` later. `choices`: activations for which it is open whether they
+    leave.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.numbering, self.around, self.problem = frame.numbering, frame.around, frame.problem
+        self.variables = Variables(self.problem, self.numbering.grid, frame.far + 1)
+        self.model = self.variables.model
+        self.decided = set(frame.inside.tolist())
+        self.choices: list[tuple[int, int]] = []
+        ops = self.numbering.ops
+        self.touched = sorted({ops[k][1:] for k in (*frame.inside.tolist(), *frame.running.tolist())})
+        for s, i in self.touched:
+            self._add(s, i)
+
+    def of(self, k: int) -> IntervalTask:
+        """The task of an op by number."""
+        return self.variables.tasks[self.numbering.ops[k]]
+
+    def _add(self, s: int, i: int) -> None:
+        variables, frame = self.variables, self.frame
+        self._add_leaves(s, i)
+        for kind in "FBW" + ("OR" if (s, i) in variables.leaves else ""):
+            op = Op(kind, s, i)
+            k = self.numbering.index[op]
+            if k in self.decided:
+                presence = variables.leaves[s, i] if kind in "OR" else None
+                variables.add_task(op, presence, int(frame.heads[k]), frame.latest_end(k))
+            else:
+                variables.place(op, int(self.around.start[k]) + (frame.far if frame.where[k] == AFTER else 0))
+
+    def _add_leaves(self, s: int, i: int) -> None:
+        """Whether an activation leaves: decided if all of its journey lies in the window."""
+        if self.problem.stages[s].offload is None:
+            return
+        o, r, f, b = (self.numbering.index[Op(kind, s, i)] for kind in "ORFB")
+        leaves = self.variables.leaves
+        if self.around.present[o]:
+            both_inside = self.frame.where[o] == INSIDE and self.frame.where[r] == INSIDE
+            if both_inside and self._is_free(s, i):
+                self._add_choice(s, i)
+            else:
+                leaves[s, i] = self.model.new_constant(1)
+        elif (
+            self._is_free(s, i)
+            and self.frame.where[f] < AFTER
+            and self.frame.where[b] > BEFORE
+            and self.frame.may_leave(s, i)
+        ):
+            self._add_choice(s, i)
+            for k in (o, r):
+                self.decided.add(k)
+                self.frame.heads[k] = self.frame.copy_head(k)
+                self.frame.tails[:, k] = self.frame.copy_tails(k)
+
+    def _add_choice(self, s: int, i: int) -> None:
+        self.variables.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
+        self.choices.append((s, i))
+
+    def _is_free(self, s: int, i: int) -> bool:
+        """Whether the activation's ops may change places."""
+        return bool(self.frame.window.free[self.numbering.index[Op("F", s, i)]])
+
+    def outside(self, moment: Moment) -> int | None:
+        """Whether a moment lies before the window or after it (BEFORE, AFTER); None where the model decides."""
+        k = self.numbering.index[moment.task.op]
+        return None if k in self.decided else int(self.frame.where[k])
+
+    def fixed(self, moment: Moment) -> int:
+        """The time of a moment that is not decided, no earlier than the window's begin."""
+        k = self.numbering.index[moment.task.op]
+        at = int(self.around.end[k] if moment.is_end else self.around.start[k])
+        return at + self.frame.far if self.frame.where[k] == AFTER else max(at, self.frame.window.begin)

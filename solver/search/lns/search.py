@@ -13,15 +13,14 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.errors import DeadlockError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
-from solver.exact.cp_sat.parameters import configured_solver, solve_unless_cancelled
-from solver.exact.grid import Grid
-from solver.horizon import horizon_us, without_endless_copies
+from solver.exact.cp_sat.model import configured_solver, solve_unless_cancelled
+from solver.exact.ticks import TimeGrid
 from solver.limits import Answer, Limits, Start
-from solver.search.windows_choice import choose_window
-from solver.search.windows_model import WindowModel
-from solver.search.windows_surroundings import Numbering, Surroundings, with_split_backwards
+from solver.scale import horizon_us, without_endless_copies
+from solver.search.lns.model import WindowModel
+from solver.search.lns.neighbourhood import Numbering, Surroundings, choose_window, with_split_backwards
 
 SMALLEST, LARGEST = 16, 2000
 """Ops that a window decides, at least and at most."""
@@ -33,7 +32,7 @@ WORK, SECONDS = 1.5, 3.0
 """CP-SAT's deterministic time for one window, and seconds where the clock counts."""
 
 
-def improve_windows(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+def lns_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
     """Improve the best schedule known, window by window, until the limits are reached; report every better answer.
 
     Returns the start's orders where nothing better was found, and the start's bound: windows prove nothing.
@@ -53,7 +52,7 @@ class _Search:
         problem = without_endless_copies(problem, horizon_us(problem, start.value_us))
         self.limits, self.on_answer = limits, on_answer
         self.best = Answer(start.orders, start.value_us, start.bound_us)
-        numbering = Numbering(problem, Grid.of(problem, start.value_us))
+        numbering = Numbering(problem, TimeGrid.of(problem, start.value_us))
         self.current = Surroundings.of(numbering, with_split_backwards(problem, start.orders))
         self.random = np.random.default_rng(limits.seed)
         self.size = float(FIRST)

@@ -1,24 +1,27 @@
-"""Warm-up and cool-down: what repetition leaves idle is filled with later passes, as far as memory allows.
+"""Prologue and epilogue (warm-up and cool-down) of a repeated block.
 
 The pattern's order is a plan for every device. A device that would have to wait may take a later pass whose input is
 there, if after it all that is planned before it still has room in the budget: so the plan can always go on, and
 memory keeps within the budget. How far ahead of its plan a pass may run is a number of rounds for each pass and each
-end; it is what `solver.search.pattern.tuning` searches over, and so is when W begin to wait for the cool-down. In
+end; it is what `tuned_ends` searches over, and so is when W begin to wait for the cool-down. In
 between the plan is followed as it is.
+
+It plays few microbatches, just enough for a warm-up, a cool-down and some rounds between, so that its time does not
+depend on how many there are. The same ends then serve for any number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from solver.search.pattern.block import Pattern
-from solver.search.pattern.passes import Floats, Ints, Passes
+from solver.search.modulo.pattern import Floats, Ints, Passes, Pattern
 
 
 @dataclass(frozen=True)
@@ -245,3 +248,93 @@ def _has_room(
                 return False
             level += at_start[p] + at_end[p]
     return True
+
+
+EARLY = (0, 2, 9)
+PATIENCE = (0.0, 0.5)
+"""What is tried first, for all passes alike and without hurry."""
+
+HURRY = (0.5, 1.0)
+"""Parts of each device's forwards in the cool-down that are left when its W begin to wait: tried next."""
+
+FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
+"""How often `first_ends` plays a pattern."""
+
+EARLY_BELOW = 12
+"""A change lets passes run fewer rounds than this ahead of their plan."""
+
+HURRY_CHANGES = 0.2
+"""Share of the steps that change when devices begin to hurry."""
+
+SLACK = 1e-4
+"""Share of the value by which a step may be worse at the beginning of a search."""
+
+
+def few_microbatches(pattern: Pattern, microbatches: int) -> int:
+    """So many microbatches that both ends of the schedule are there in full, as many as rounds allow."""
+    lanes = pattern.passes.lanes
+    enough = 2 * pattern.in_flight + 4 * lanes
+    return microbatches if microbatches <= enough else enough + (microbatches - enough) % lanes
+
+
+def first_ends(filler: Filler) -> tuple[float, Ends]:
+    """The best of a few simple ends, with its value in us."""
+    ahead, calm = np.ones((2, filler.passes.size), np.int64), np.zeros_like(filler.cool_down)
+    value, ends = _best(filler, [Ends(early * ahead, patience, calm) for early, patience in product(EARLY, PATIENCE)])
+    hurries = [np.floor(share * filler.cool_down).astype(np.int64) for share in HURRY]
+    other = _best(filler, [replace(ends, hurry=hurry) for hurry in hurries])
+    return min((value, ends), other, key=lambda pair: pair[0])
+
+
+def _best(filler: Filler, tried: list[Ends]) -> tuple[float, Ends]:
+    """The best of these ends, with its value in us."""
+    values = [filler.value_us(ends) for ends in tried]
+    best = int(np.argmin(values))
+    return values[best], tried[best]
+
+
+def tuned_ends(
+    filler: Filler, ends: Ends, steps: int, rng: np.random.Generator, stopped: Callable[[], bool]
+) -> tuple[float, Ends]:
+    """The best ends found in so many steps from some to begin with, with their value in us."""
+    current = best = (filler.value_us(ends), ends)
+    for step in range(steps):
+        if stopped():
+            break
+        other = _changed(current[1], filler, rng)
+        value = filler.value_us(other)
+        if value <= current[0] * (1 + SLACK * (1 - step / steps)):
+            current = (value, other)
+            best = min(best, current, key=lambda pair: pair[0])
+    return best
+
+
+def _changed(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
+    """Up to three changes: of one pass, of one kind on neighbouring stages, or of a device; or when to hurry."""
+    if rng.random() < HURRY_CHANGES:
+        return replace(ends, hurry=_hurried(ends.hurry, filler.cool_down, rng))
+    early = ends.early.copy()
+    for _ in range(int(rng.integers(1, 4))):
+        early[rng.integers(2), _group(filler.passes, rng)] = rng.integers(EARLY_BELOW)
+    return replace(ends, early=early, patience=float(rng.choice(PATIENCE)) if rng.random() < 0.1 else ends.patience)
+
+
+def _hurried(hurry: Ints, at_most: Ints, rng: np.random.Generator) -> Ints:
+    """The same with another share of the cool-down on one device or some neighbours."""
+    first = int(rng.integers(len(hurry)))
+    last = first + 1 + int(rng.integers(len(hurry) - first))
+    changed = hurry.copy()
+    changed[first:last] = np.floor(rng.random() * (at_most[first:last] + 1))
+    return changed
+
+
+def _group(passes: Passes, rng: np.random.Generator) -> Ints:
+    """One pass, those of one kind on neighbouring stages, or those of a device."""
+    way = rng.random()
+    if way < 0.4:
+        return rng.integers(passes.size, size=1)
+    if way < 0.8:
+        first = int(rng.integers(passes.stages))
+        last = min(passes.stages, first + 1 + int(rng.integers(passes.stages)))
+        return int(rng.integers(3)) * passes.stages + np.arange(first, last)
+    return passes.of_device(int(rng.integers(passes.devices)))

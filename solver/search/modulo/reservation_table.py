@@ -1,4 +1,4 @@
-"""Finding a block for a given period, one device at a time.
+"""Beam search for a block of a given period on the modulo reservation table.
 
 A device's passes are tied to those of its neighbours: a pass may not begin before its input has come (from a device
 placed already), nor so late that its result comes too late there. So devices are placed one after another, each pass
@@ -21,9 +21,7 @@ from math import factorial
 import numpy as np
 from numba import njit
 
-from solver.search.pattern.block import TOLERANCE
-from solver.search.pattern.circle import nearest_start
-from solver.search.pattern.passes import Floats, Ints, Passes
+from solver.search.modulo.pattern import TOLERANCE, Floats, Ints, Passes
 
 MOST_PERMUTATIONS = 24
 """Orders in which a device's F and B are placed: all of them with two stages a device, a sample with more."""
@@ -303,3 +301,122 @@ def _best_of(children: Floats, cost: Floats, width: int, period_us: float) -> In
     order = np.argsort(cost, kind="stable")
     _, firsts = np.unique(circle[order], axis=0, return_index=True)
     return order[np.sort(firsts)][:width]
+
+
+PACKING_STEPS = 200
+"""Trials after which passes count as not fitting: enough for the devices of any published placement."""
+
+MANY = 6
+"""With more passes left than this, gaps next to a pass are left for single passes only, not for pairs."""
+
+
+@njit(cache=True)
+def packs(gaps: Floats, lengths: Floats, tolerance: float) -> bool:
+    """Whether passes of these lengths (longest first) fit into the gaps, by depth-first search of limited length."""
+    count = len(lengths)
+    if lengths.sum() > gaps.sum() + tolerance:
+        return False
+    if count == 0:
+        return True
+    room = gaps.copy()
+    chosen = np.full(count, -1, np.int64)
+    depth = 0
+    for _ in range(PACKING_STEPS):
+        gap = chosen[depth]
+        if gap >= 0:
+            room[gap] += lengths[depth]
+        gap += 1
+        while gap < len(room) and room[gap] + tolerance < lengths[depth]:
+            gap += 1
+        if gap < len(room):
+            room[gap] -= lengths[depth]
+            chosen[depth] = gap
+            depth += 1
+            if depth == count:
+                return True
+        else:
+            chosen[depth] = -1
+            depth -= 1
+            if depth < 0:
+                return False
+    return False
+
+
+@njit(cache=True)
+def _gaps_around(
+    at: float, length: float, period: float, starts: Floats, lengths: Floats, gaps: Floats, tolerance: float
+) -> bool:
+    """Write to `gaps` what is left between placed passes and a new one at `at`; False where the new one overlaps."""
+    filled = 0
+    placed = False
+    count = len(starts)
+    for k in range(count):
+        begin = starts[k] + lengths[k]
+        size = (starts[k + 1] if k + 1 < count else starts[0] + period) - begin
+        offset = (at - begin) % period
+        if offset > period - tolerance:
+            offset = 0.0
+        if not placed and offset + length <= size + tolerance:
+            gaps[filled] = offset
+            gaps[filled + 1] = max(0.0, size - offset - length)
+            filled += 2
+            placed = True
+        else:
+            gaps[filled] = size
+            filled += 1
+    return placed
+
+
+@njit(cache=True)
+def nearest_start(
+    wished: float,
+    direction: int,
+    skip: int,
+    length: float,
+    period: float,
+    starts: Floats,
+    lengths: Floats,
+    left: Floats,
+    tolerance: float,
+) -> float:
+    """The start nearest to `wished`, at or after it (`direction` 1) or at or before it (-1), not reduced modulo T.
+
+    `starts` (ascending, in [0, period)) and `lengths` are the passes that are placed, `left` the lengths (longest
+    first) of those that still have to fit beside them. `skip` passes over that many places. NaN where none is left.
+
+    A place is tight on one side: at the wished time, or against a placed pass with room for none, one or two of
+    those left in between. With all of a device's time taken no other place can be completed.
+    """
+    count, waiting = len(starts), len(left)
+    if count == 0:
+        return wished
+    places = np.empty(1 + count * (1 + waiting + waiting * waiting))
+    places[0] = 0.0
+    found = 1
+    for k in range(count):
+        side = starts[k] + lengths[k] - wished if direction > 0 else wished + length - starts[k]
+        places[found] = side % period
+        found += 1
+        for a in range(waiting):
+            if a and left[a] == left[a - 1]:
+                continue
+            places[found] = (side + left[a]) % period
+            found += 1
+            for b in range(a if waiting <= MANY else 0):
+                places[found] = (side + left[a] + left[b]) % period
+                found += 1
+    gaps = np.empty(count + 1)
+    last = -1.0
+    for away in np.sort(places[:found]):
+        if away >= period - tolerance:
+            break
+        if away - last <= tolerance:
+            continue
+        at = (wished + direction * away) % period
+        if not _gaps_around(at, length, period, starts, lengths, gaps, tolerance) or not packs(gaps, left, tolerance):
+            continue
+        last = away
+        if skip == 0:
+            return float(wished + direction * away)
+        skip -= 1
+    return float(np.nan)

@@ -1,27 +1,23 @@
-"""The search: the smallest period that the budgets allow, then short blocks, then good ends."""
+"""Modulo search: the smallest feasible period, then short blocks, then good ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from optpipe.errors import DeadlockError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import within_budgets
+from solver.build import within_budgets
 from solver.limits import Answer, Limits, Start
-from solver.search.pattern.beam import MOST_PERMUTATIONS, find_places
-from solver.search.pattern.block import Pattern, orders_of, pattern_at
-from solver.search.pattern.effort import WRITTEN_PER_SECOND, Effort
-from solver.search.pattern.ends import Filler
-from solver.search.pattern.passes import Ints, Passes
-from solver.search.pattern.pool import Choice, Pool
-from solver.search.pattern.relief import Relief
-from solver.search.pattern.tuning import FIRST_PLAYS, few_microbatches, first_ends, tuned_ends
-from solver.search.table import budgets_bytes
+from solver.search.annealing.sequence import budgets_bytes
+from solver.search.modulo.ends import FIRST_PLAYS, Ends, Filler, few_microbatches, first_ends, tuned_ends
+from solver.search.modulo.pattern import Ints, OffloadRelaxation, Passes, Pattern, orders_from_pattern, pattern_at
+from solver.search.modulo.reservation_table import MOST_PERMUTATIONS, find_places
 
 LEANS = (0.15, 0.0, 0.4, 0.8)
 """Weighings of late stages' waiting, tried in turn."""
@@ -61,13 +57,15 @@ WORTH_A_LOOK = 1.02
 span begins every device as early as it can, so that the orders may be a little better."""
 
 
-def pattern_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+def modulo_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
     """Orders that repeat one block in the middle, better than the start's where such are found.
 
     Answers with the start where no pattern fits the budgets, which does not prove that none exists.
     """
     best = Answer(start.orders, start.value_us, start.bound_us)
-    reliefs = [Relief(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
+    reliefs = (
+        [OffloadRelaxation(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
+    )
     searches = [PatternSearch(problem, limits, on_answer, relief) for relief in (None, *reliefs)]
     for part, search in _shared(limits.part(BEGIN_SHARE) if reliefs else limits, searches):
         best = search.begin(part, best)
@@ -110,12 +108,12 @@ class PatternSearch:
     best: Answer
 
     def __init__(
-        self, problem: Problem, limits: Limits, on_answer: Callable[[Answer], None], relief: Relief | None
+        self, problem: Problem, limits: Limits, on_answer: Callable[[Answer], None], relief: OffloadRelaxation | None
     ) -> None:
         self.problem = problem
         self.limits = limits
         self.on_answer = on_answer
-        self.effort = Effort(limits)
+        self.effort = WorkBudget(limits)
         self.rng = np.random.default_rng(limits.seed)
         self.relief = relief
         self.passes = {lanes: Passes.of(problem, lanes) for lanes in LANES}
@@ -126,8 +124,8 @@ class PatternSearch:
         self.by_span = problem.objective == "device_span"
         self.least_us = float(self.passes[1].work_us().max())
         self.pattern: Pattern | None = None
-        self.choice: Choice | None = None
-        self.pool = Pool()
+        self.choice: PooledPattern | None = None
+        self.pool = PatternPool()
         self.ops = 3 * len(problem.stages) * problem.microbatches
         self.offer_s = self.ops / WRITTEN_PER_SECOND  # what the last offer took: the next must have as much time
 
@@ -209,7 +207,7 @@ class PatternSearch:
         few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
         value, ends = first_ends(few)
         self.effort.play(FIRST_PLAYS * len(few.planned))
-        return self._keep(Choice(base, pattern, ends, self._promise(few, pattern, value)))
+        return self._keep(PooledPattern(base, pattern, ends, self._promise(few, pattern, value)))
 
     def _stretch(self) -> None:
         """Longer blocks of some of the blocks found."""
@@ -258,7 +256,7 @@ class PatternSearch:
             return self._done()
 
         value, ends = tuned_ends(few, choice.ends, TUNING_STEPS, self.rng, stopped)
-        self._keep(Choice(choice.base, pattern, ends, self._promise(few, pattern, value)))
+        self._keep(PooledPattern(choice.base, pattern, ends, self._promise(few, pattern, value)))
 
     def _filler(self, pattern: Pattern, microbatches: int) -> Filler:
         return Filler(pattern, self.passes[1], microbatches, self.budgets, self.by_span)
@@ -267,7 +265,7 @@ class PatternSearch:
         """The value for all microbatches, from that for few."""
         return value_us + (self.problem.microbatches - few.microbatches) * pattern.period_us
 
-    def _keep(self, choice: Choice) -> bool:
+    def _keep(self, choice: PooledPattern) -> bool:
         """Report what promises to be better than the best; whether it is better than what its base had.
 
         What copies make of a promise shows only when they are played: so with these the best of every base is tried.
@@ -282,13 +280,13 @@ class PatternSearch:
             self._offer(choice)
         return better
 
-    def _offer(self, choice: Choice) -> None:
+    def _offer(self, choice: PooledPattern) -> None:
         """Report the orders for all microbatches if they are better than the best."""
         began = self.effort.seconds
         if choice.value_us > WORTH_A_LOOK * self.best.value_us or began + self.offer_s > self.effort.allowed:
             return
         filler = self._filler(choice.pattern, self.problem.microbatches)
-        orders = orders_of(self.problem, filler.orders(choice.ends))
+        orders = orders_from_pattern(self.problem, filler.orders(choice.ends))
         try:
             if self.relief:
                 compute = [device.compute for device in orders.devices]
@@ -307,3 +305,112 @@ class PatternSearch:
         if value < self.best.value_us and within_budgets(self.problem, orders, simulation):
             self.best = Answer(orders, value, self.best.bound_us)
             self.on_answer(self.best)
+
+
+TUNED = 0.8
+"""How likely the best choice is the one to be tuned, and if it is not, the next best, and so on."""
+
+KEPT = 200
+"""Blocks that are remembered with their ends: those with the best."""
+
+
+@dataclass(frozen=True)
+class PooledPattern:
+    """A pattern with its ends, the value that they promise, and the block that it was stretched from."""
+
+    base: Pattern
+    pattern: Pattern
+    ends: Ends
+    value_us: float
+
+
+class PatternPool:
+    """Choices, one of each block: which ends a block will have shows only when it has been stretched and tuned.
+
+    So the block with the best ends before that is not stretched alone, but others too, in turns the one with the best
+    ends and the shortest one.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[bytes, PooledPattern] = {}
+        self._seen: set[bytes] = set()
+        self._stretched: set[bytes] = set()
+
+    def is_new(self, pattern: Pattern) -> bool:
+        """Whether no pattern with the same period and the same orders was asked for before."""
+        before = len(self._seen)
+        self._seen.add(pattern.key)
+        return len(self._seen) > before
+
+    def keep(self, choice: PooledPattern) -> bool:
+        """Remember a choice if it is the best of its block; whether it is."""
+        key = choice.base.key
+        known = self._choices.get(key)
+        if known is not None and known.value_us <= choice.value_us:
+            return False
+        self._choices[key] = choice
+        if len(self._choices) > KEPT:
+            del self._choices[max(self._choices, key=lambda key: self._choices[key].value_us)]
+        return True
+
+    def next_to_stretch(self) -> Pattern | None:
+        """A block that has not been asked for before; none where all have."""
+        waiting = [(key, choice) for key, choice in self._choices.items() if key not in self._stretched]
+        if not waiting:
+            return None
+        by_value = len(self._stretched) % 2 == 0
+        key, choice = min(waiting, key=lambda pair: pair[1].value_us if by_value else pair[1].base.block_us)
+        self._stretched.add(key)
+        return choice.base
+
+    def next_to_tune(self, rng: np.random.Generator) -> PooledPattern | None:
+        """A choice at random, the better the likelier."""
+        if not self._choices:
+            return None
+        ranked = sorted(self._choices.values(), key=lambda choice: choice.value_us)
+        return ranked[min(int(rng.geometric(TUNED)) - 1, len(ranked) - 1)]
+
+
+PLACED_PER_SECOND = 400_000
+"""Passes that the beam places in about a second."""
+
+PLAYED_PER_SECOND = 2_000_000
+"""Ops that are played in about a second."""
+
+WRITTEN_PER_SECOND = 200_000
+"""Ops of orders that are written down and simulated in about a second."""
+
+
+@dataclass
+class WorkBudget:
+    """Counts work where the limits are deterministic, else asks the clock. `work` is in units of about a second."""
+
+    limits: Limits
+    work: float = 0.0
+
+    def place(self, passes: int) -> None:
+        """Count passes that are placed on their circles."""
+        self.work += passes / PLACED_PER_SECOND
+
+    def play(self, ops: int) -> None:
+        """Count ops that are played."""
+        self.work += ops / PLAYED_PER_SECOND
+
+    def write(self, ops: int) -> None:
+        """Count ops of orders that are written down and simulated."""
+        self.work += ops / WRITTEN_PER_SECOND
+
+    def spent(self) -> bool:
+        """Whether the search must end."""
+        return self.limits.cancel.requested or self.seconds >= self.allowed
+
+    @property
+    def allowed(self) -> float:
+        """Seconds or units of work in all."""
+        allowed = self.limits.deterministic_limit
+        return self.limits.time_limit_s if allowed is None else allowed
+
+    @property
+    def seconds(self) -> float:
+        """Seconds or units of work so far."""
+        return self.limits.seconds if self.limits.deterministic_limit is None else self.work

@@ -6,14 +6,14 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from api.jobs import leases, solved
+from api.jobs import leases, results
 from api.jobs.database import make_engine, transaction
 from api.jobs.leases import FOREVER_S, Lease
-from api.jobs.records import Outcome
-from api.jobs.solved import Equality
+from api.jobs.records import JobResult
+from api.jobs.results import Equality
 from api.settings import Settings
 from optpipe.schedule import Schedule
-from solver.finish import finish
+from solver.build import build_schedule
 from solver.methods import METHODS, published_orders
 
 
@@ -39,9 +39,9 @@ class StandIn:
         assert self.lease is not None
         return self.lease
 
-    async def claim(self, silence_s: float = FOREVER_S) -> Lease | None:
+    async def claim(self, heartbeat_timeout_s: float = FOREVER_S) -> Lease | None:
         """Take up the next job."""
-        taken = await leases.claim(self.engine, self.id, 1, 1, silence_s)
+        taken = await leases.claim(self.engine, self.id, 1, 1, heartbeat_timeout_s)
         self.lease = taken[0] if taken else None
         return self.lease
 
@@ -51,7 +51,7 @@ class StandIn:
 
     async def end(self, method: str) -> None:
         """The time is up."""
-        await leases.end(self.engine, self.mine, Outcome("succeeded", self.schedule(method), "feasible", "time"))
+        await leases.end(self.engine, self.mine, JobResult("succeeded", self.schedule(method), "feasible", "time"))
 
     async def solve(self, method: str) -> None:
         """The same, and remembered for equal problems."""
@@ -59,9 +59,9 @@ class StandIn:
         config, schedule = self.mine.config(), self.schedule(method)
         async with transaction(self.engine) as connection:
             equality = Equality.of(schedule.problem)
-            await solved.keep(connection, schedule, equality, config.method, config.time_limit_s)
+            await results.keep_solution(connection, schedule, equality, config.method, config.time_limit_s)
 
     def schedule(self, method: str) -> Schedule:
         """The schedule of a published method for the job, which proves nothing."""
         problem = self.mine.problem()
-        return finish(problem, published_orders(METHODS[method], problem), 0.0, method, 0.5)
+        return build_schedule(problem, published_orders(METHODS[method], problem), 0.0, method, 0.5)

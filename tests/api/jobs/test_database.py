@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from api.jobs.ending import end_tasks
+from api.jobs.database import end_tasks
 
 
 async def test_a_lost_cancel_is_not_the_last() -> None:

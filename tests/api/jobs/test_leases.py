@@ -8,16 +8,15 @@ import psycopg
 import pytest
 from psycopg.errors import CheckViolation, RaiseException, UniqueViolation
 
+from api.errors import LeaseLostError
 from api.jobs import leases
-from api.jobs.config import JobConfig
-from api.jobs.errors import LeaseLostError
 from api.jobs.leases import MOST_LOST
-from api.jobs.records import Outcome
+from api.jobs.records import JobConfig, JobResult
 from api.jobs.store import Store
 from api.settings import Settings
+from instances import uniform
 from optpipe.schedule import Schedule
 from tests.api.jobs.stand_in import StandIn
-from tests.problems import uniform
 
 AT_ONCE_S = 0.0
 """A silence that everybody keeps."""
@@ -112,7 +111,7 @@ async def test_cancelled_while_they_are_taken_up(store: Store, settings: Setting
     await asyncio.gather(*(store.cancel(job) for job in jobs), *(worker.claim() for worker in workers))
     for worker in workers:
         if worker.lease and await worker.find("gpipe"):
-            await leases.end(worker.engine, worker.mine, Outcome("cancelled", None, "no_solution", "interrupted"))
+            await leases.end(worker.engine, worker.mine, JobResult("cancelled", None, "no_solution", "interrupted"))
         await worker.engine.dispose()
     assert {(await store.get(job)).status for job in jobs} == {"cancelled"}
 

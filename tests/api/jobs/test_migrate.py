@@ -15,8 +15,8 @@ from pgqueuer.queries import Queries
 from sqlalchemy import create_engine, make_url
 
 from api import migrations
+from api.errors import DatabaseGoneError
 from api.jobs.database import listening_connection, sqlalchemy_url
-from api.jobs.errors import DatabaseGoneError
 from api.jobs.migrate import check_revision, migrate
 from api.jobs.store import Store
 from api.jobs.tables import metadata

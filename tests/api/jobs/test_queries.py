@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from uuid import UUID
 
-from api.jobs import leases, totals
-from api.jobs.config import JobConfig
-from api.jobs.errors import LeaseLostError
-from api.jobs.records import Outcome
+import pytest
+from sqlalchemy import text
+
+from api.errors import LeaseLostError, NotFoundError
+from api.jobs import leases, queries
+from api.jobs.database import make_engine, transaction
+from api.jobs.queries import remove_old
+from api.jobs.records import JobConfig, JobResult
 from api.jobs.store import Store
 from api.metrics import Metrics
 from api.settings import Settings
+from instances import uniform
 from tests.api.jobs.stand_in import StandIn
-from tests.problems import uniform
 
 AT_ONCE_S = 0.0
 
@@ -24,12 +28,12 @@ async def test_they_count_what_was_stored_and_nothing_else(store: Store, setting
         await lost.claim()
         await worker.claim(AT_ONCE_S)
         with pytest.raises(LeaseLostError):
-            await leases.end(lost.engine, lost.mine, Outcome("succeeded", lost.schedule("1f1b"), "feasible", None))
+            await leases.end(lost.engine, lost.mine, JobResult("succeeded", lost.schedule("1f1b"), "feasible", None))
         await leases.beat(worker.engine, worker.mine, count=32)
         found = worker.schedule("zb-h1")
-        await leases.end(worker.engine, worker.mine, Outcome("succeeded", found, "feasible", "memory"), 3)
+        await leases.end(worker.engine, worker.mine, JobResult("succeeded", found, "feasible", "memory"), 3)
         await worker.claim()
-        await leases.end(worker.engine, worker.mine, Outcome("failed", None, None, None, "died", died=True))
+        await leases.end(worker.engine, worker.mine, JobResult("failed", None, None, None, "died", died=True))
     assert (await store.counts()).totals == {
         ("lost", ""): 1,
         ("heartbeats", ""): 35,
@@ -51,7 +55,7 @@ async def test_prometheus_is_told_of_all_workers(store: Store, settings: Setting
         await store.submit(uniform(2, microbatches), JobConfig())
         async with StandIn(settings) as worker:  # another one each time
             await worker.claim()
-            outcome = Outcome(
+            outcome = JobResult(
                 "succeeded", worker.schedule("zb-h1"), "feasible", "memory" if limit == "memory" else "time"
             )
             await leases.end(worker.engine, worker.mine, outcome, 7)
@@ -81,6 +85,39 @@ async def test_a_bucket_holds_its_upper_end(store: Store, settings: Settings, se
     async with StandIn(settings) as worker:
         await worker.claim()
         schedule = worker.schedule("zb-h1").model_copy(update={"solve_seconds": seconds})
-    figures = totals.of_end(Outcome("succeeded", schedule, "feasible", "time"))
+    figures = queries.totals_of_result(JobResult("succeeded", schedule, "feasible", "time"))
     assert figures["solve_seconds", label] == 1
     assert sum(name == "solve_seconds" for name, _ in figures) == 2
+
+
+async def test_by_age_and_number(store: Store, settings: Settings, database_url: str) -> None:
+    engine = make_engine(database_url)
+    ids = [(await store.submit(uniform(2, 2), JobConfig(), None, str(k), b"")).job.id for k in range(5)]
+    waits, *ended = ids
+    for job_id in ended:
+        await store.cancel(job_id)
+    async with transaction(engine) as connection:
+        for k, job_id in enumerate(ids):
+            await connection.execute(
+                text("UPDATE jobs SET submitted_at = now() - make_interval(days => 10 - :k) WHERE id = :id"),
+                {"k": k, "id": job_id},
+            )
+            await connection.execute(
+                text("UPDATE jobs SET finished_at = submitted_at WHERE id = :id AND finished_at IS NOT NULL"),
+                {"id": job_id},
+            )
+    assert await remove_old(engine, settings.model_copy(update={"keep_jobs_days": 8.5})) == 1
+    assert await remove_old(engine, settings.model_copy(update={"keep_jobs": 2})) == 1
+    assert await _there(store, ids) == [waits, *ended[-2:]]
+    assert await remove_old(engine, settings) == 0
+    await engine.dispose()
+
+
+async def _there(store: Store, ids: list[UUID]) -> list[UUID]:
+    found = []
+    for job_id in ids:
+        try:
+            found.append((await store.get(job_id)).id)
+        except NotFoundError:
+            continue
+    return found

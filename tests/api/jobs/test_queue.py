@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.jobs.patience import Patience
+from api.jobs.queue import HeartbeatGrace
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
 
 def test_after_an_outage() -> None:
     clock = Clock()
-    patience = Patience(5.0, clock)
+    patience = HeartbeatGrace(5.0, clock)
     assert not patience.asked_for
     patience.lost()
     clock.now_s += 60
@@ -31,7 +31,7 @@ def test_after_an_outage() -> None:
 
 def test_after_a_sleep() -> None:
     clock = Clock()
-    patience = Patience(5.0, clock)
+    patience = HeartbeatGrace(5.0, clock)
     patience.seen()
     clock.now_s += 8 * 3600
     assert patience.asked_for
@@ -41,7 +41,7 @@ def test_after_a_sleep() -> None:
 
 def test_on_a_machine_that_is_too_busy() -> None:
     clock = Clock()
-    patience = Patience(5.0, clock)
+    patience = HeartbeatGrace(5.0, clock)
     asked = []
     for _ in range(20):
         clock.now_s += 4  # always late

@@ -8,18 +8,17 @@ from typing import Any
 import psycopg
 import pytest
 
-from api.jobs import solved
-from api.jobs.config import JobConfig
+from api.jobs import results
 from api.jobs.database import make_engine
-from api.jobs.records import Job
-from api.jobs.retention import remove_old
+from api.jobs.queries import remove_old
+from api.jobs.records import Job, JobConfig
 from api.jobs.store import Store
 from api.settings import Settings
+from instances import uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.api.jobs.stand_in import StandIn
-from tests.problems import uniform
 
 PROBLEM = uniform(2, 4, name="mine")
 RENAMED = PROBLEM.model_copy(update={"name": "yours"})
@@ -48,7 +47,7 @@ async def test_the_same_words_have_the_same_document(
 ) -> None:
     await _solved(store)
     first = await _again(store)  # timed, verified and written
-    monkeypatch.setattr(solved, "finish", None)  # nothing is made any more
+    monkeypatch.setattr(results, "build_schedule", None)  # nothing is made any more
     again = [await _again(store, name=f"again {k}", tags=["t"]) for k in range(3)]
     texts = [await store.best_schedule(job.id) for job in (first, *again)]
     assert len({text.text for text in texts}) == 1

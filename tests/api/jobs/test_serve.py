@@ -17,8 +17,8 @@ import psutil
 import psycopg
 import pytest
 
+from instances import uniform
 from tests.postgresql import server_folder
-from tests.problems import uniform
 
 PATIENCE_S = 120.0
 

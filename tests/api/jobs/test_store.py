@@ -10,8 +10,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from api.jobs.config import JobConfig
-from api.jobs.errors import (
+from api.errors import (
     BadCursorError,
     ConflictError,
     IdempotencyMismatchError,
@@ -19,13 +18,14 @@ from api.jobs.errors import (
     NotFoundError,
     TooManyError,
 )
+from api.jobs.records import JobConfig
 from api.jobs.store import Store
 from api.settings import Settings
+from instances import uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.api.jobs.stand_in import StandIn
-from tests.problems import uniform
 
 PROBLEM = uniform(2, 4, name="mine")
 

@@ -10,18 +10,18 @@ import pytest
 from sqlalchemy import insert
 
 from api.jobs import leases
-from api.jobs.config import JobConfig
 from api.jobs.database import make_engine, transaction
-from api.jobs.solved import Equality
-from api.jobs.solving import ChildSolver, OnEvent, Solve, Task
+from api.jobs.records import JobConfig
+from api.jobs.results import Equality
+from api.jobs.run import ChildSolver, OnEvent, Solve, SolveRequest
 from api.jobs.store import Store
 from api.jobs.tables import solved_problems
 from api.jobs.worker import Worker
 from api.settings import Settings
+from instances import HALF, uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.process import ChildResult
-from tests.problems import HALF, uniform
 from tests.promises.scripted import PATIENCE_S, job_named, scripted, submitted, until, workers_on
 
 
@@ -72,7 +72,7 @@ async def test_cancel(store: Store, settings: Settings) -> None:
 
 
 async def test_a_bug_in_a_solve_ends_the_job_alone(store: Store, settings: Settings) -> None:
-    def broken(task: Task, on_event: OnEvent) -> ChildResult:
+    def broken(task: SolveRequest, on_event: OnEvent) -> ChildResult:
         if task.problem.name == "broken":
             raise ZeroDivisionError
         return scripted(task, on_event)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from api.jobs import process
+from api.jobs import worker_process
 from api.settings import Settings
 
 
@@ -28,9 +28,9 @@ def test_jobs_do_not_wait_for_kernels(settings: Settings, monkeypatch: pytest.Mo
         working.close()
         done.append("work")
 
-    monkeypatch.setattr(process, "warm_up_in_background", compiles)
-    monkeypatch.setattr(process.asyncio, "run", work)
-    process.run_worker(settings)
+    monkeypatch.setattr(worker_process, "warm_up_in_background", compiles)
+    monkeypatch.setattr(worker_process.asyncio, "run", work)
+    worker_process.run_worker(settings)
     assert done == ["compile", "work"]
 
 
@@ -47,7 +47,7 @@ def test_ctrl_c_ends_a_worker_unless_it_is_ignored(settings: Settings, ignored: 
     worker: Any = SimpleNamespace(settings=settings, metrics=metrics, run=run, stop=lambda: stopped.append("stopped"))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     try:
-        asyncio.run(process._run(worker, until_stdin_ends=False))
+        asyncio.run(worker_process._run(worker, until_stdin_ends=False))
     finally:
         signal.signal(signal.SIGINT, before)
     assert stopped == ([] if ignored else ["stopped"])

@@ -11,15 +11,15 @@ from httpx import Client
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 
-from api.analysis import MOST_VIOLATIONS, Analysis
-from api.comparison import Comparison
+from api.analysis import MOST_VIOLATIONS, Analysis, Comparison
+from instances import HALF, instance, uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.methods import METHODS
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.api.solves import PROBLEM
-from tests.problems import HALF, KNOWN_OPTIMA, instance, problems, uniform
+from tests.problems import KNOWN_OPTIMA, problems
 
 
 def analysis(client: Client, schedule: dict[str, Any]) -> dict[str, Any]:

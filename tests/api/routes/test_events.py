@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from httpx import Client
 
-from api import events as api_events
 from api.app import create_app
+from api.routes import events as api_events
 from api.settings import Settings
-from optpipe.client.events import Event, read_events
+from optpipe.client.connection import Event, read_events
 from tests.api.server import listening, working
 from tests.api.solves import STEP_VALUES_US, Stepwise, body
 

@@ -10,10 +10,10 @@ import pytest
 from httpx import Client
 
 from api.app import create_app
-from api.jobs.errors import DatabaseGoneError
+from api.errors import DatabaseGoneError
 from api.jobs.store import Store
+from api.models import SubmissionBody
 from api.settings import Settings
-from api.submissions import SubmissionBody
 from tests.api.server import listening
 from tests.api.solves import body
 

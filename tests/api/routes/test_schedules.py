@@ -9,11 +9,11 @@ from uuid import UUID
 import pytest
 from httpx import Client
 
+from instances import HALF, uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.api.solves import PROBLEM, STEPS, body
-from tests.problems import HALF, uniform
 
 
 def solved(client: Client, **config: Any) -> dict[str, Any]:

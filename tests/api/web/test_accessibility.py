@@ -10,9 +10,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from instances import uniform
 from tests.api.web.jobs import posted
 from tests.browser import open_page
-from tests.problems import uniform
 
 PROBLEM = uniform(2, 4, budget=8, name="a name so long that it has to break somewhere on a narrow screen")
 VIEWS = ("list", "new", "faults", "job", "compare", "key")

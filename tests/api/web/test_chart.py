@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from instances import uniform
 from tests.api.web.jobs import posted
 from tests.browser import open_page
-from tests.problems import uniform
 
 PROBLEM = uniform(4, 8, name="four devices")
 

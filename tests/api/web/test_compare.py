@@ -7,9 +7,9 @@ import re
 
 from playwright.sync_api import Page, expect
 
+from instances import uniform
 from tests.api.solves import PROBLEM
 from tests.api.web.jobs import posted
-from tests.problems import uniform
 
 ROWS = "[data-part=rows] tr"
 

@@ -9,14 +9,14 @@ import pytest
 from matplotlib.colors import to_rgb
 from playwright.sync_api import Browser, Page
 
+from instances import instance, uniform
 from optpipe import units
 from optpipe.memory import planned_memory
-from optpipe.plot.colours import LIGHTEST, OP_LOOKS, ink_on, op_colour
+from optpipe.plot.style import LIGHTEST, OP_LOOKS, ink_on, op_colour
 from optpipe.problem import Problem
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.api.web.modules import address, call
 from tests.browser import open_page
-from tests.problems import instance, uniform
 
 NO_BREAK_SPACE = "\u00a0"
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from api.web import PAGE_HEADERS, is_page_path
-from optpipe.plot.colours import BUDGET, OP_LOOKS
+from optpipe.plot.style import BUDGET, OP_LOOKS
 
 MARKUP_THAT_ACTS = re.compile(r"<style|\son\w+\s*=|\sstyle\s*=|javascript:|<script(?![^>]*\ssrc=)", re.IGNORECASE)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from instances import uniform
+from instances.schedules import one_f_one_b
 from optpipe.cli import main
-from optpipe.schedule_text import schedule_text
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.problems import uniform
+from optpipe.schedule import schedule_text
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from solver.bench.suite import Suite
+from instances import INSTANCES, uniform
+from solver.regression.run import Suite
 from tests.optpipe.cli.conftest import Cli
-from tests.problems import INSTANCES, uniform
 
 RECORDED = {"value_us": 104, "bound_us": 104, "seconds": 1.0, "time_limit_s": 30.0, "workers": 2, "version": "0.1.0"}
 """What is true of two.json."""

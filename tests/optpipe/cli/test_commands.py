@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from instances import INSTANCES, uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.methods import METHODS
-from solver.portfolio import solve
 from solver.process import ChildResult, SolverDiedError
+from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
-from tests.problems import INSTANCES, uniform
 
 
 def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.cli.commands import app
+from optpipe.cli.app import app
 from tests.optpipe.cli.conftest import Cli
 
 COMMANDS = [str(command.name) for command in app.registered_commands]

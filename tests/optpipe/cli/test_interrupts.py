@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from typer.core import TyperGroup
 
+from instances import uniform
 from optpipe.cli import serve
-from optpipe.cli.compiling import compile_once
+from optpipe.cli.console import compile_once
 from optpipe.problem import Problem
 from solver.layout.ranking import Judged, rank
 from solver.limits import Limits
-from solver.portfolio import solve
 from solver.process import ChildResult
+from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
-from tests.problems import uniform
 
 LAYERS = Path(__file__).parents[3] / "examples" / "problems" / "real8.layers.json"
 
@@ -31,7 +31,7 @@ def _interrupted(*_: object, **__: object) -> Any:
 
 
 def test_while_the_program_is_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optpipe.cli.outcome.run", _interrupted)
+    monkeypatch.setattr("optpipe.cli.app.run", _interrupted)
     assert cli("methods").code == 130
 
 

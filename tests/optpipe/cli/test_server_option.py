@@ -15,6 +15,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import Settings
+from instances import uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.api.server import listening, working
@@ -22,7 +23,6 @@ from tests.api.services import new_key, service_settings, service_url
 from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise
 from tests.optpipe.cli.conftest import Cli
 from tests.postgresql import database_url, postgresql, settings
-from tests.problems import uniform
 
 __all__ = ["database_url", "postgresql", "service_settings", "service_url", "settings"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.schedule_text import schedule_text
+from instances.schedules import one_f_one_b
+from optpipe.schedule import schedule_text
 from optpipe.trace import Trace
 from tests.optpipe.cli.conftest import Cli, Run
 from tests.optpipe.plot.schedules import pair
-from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.trace.traces import trace_of
 from tests.ranks import RunRanks
 

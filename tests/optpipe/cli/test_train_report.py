@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
+from optpipe.cli.train_report import log_to_stderr
 from tests.optpipe.cli.conftest import Cli
 
 STAGES = "tests.optpipe.train.odd_stages"
@@ -71,3 +73,12 @@ def test_a_finished_run_says_that_nothing_is_drawn(cli: Cli, quick_schedule_file
     run = cli(*again, "--plot", tmp_path / "run.png", "--json")
     assert run.document["losses"] == []
     assert run.err.splitlines()[-1] == f"no step was run: {tmp_path / 'run.png'} is not drawn"
+
+
+def test_is_shown_within_and_forgotten_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("optpipe.train.checkpoint")
+    with log_to_stderr():
+        log.info("kept step-[4]")
+        log.warning("one is damaged")
+    assert capsys.readouterr().err == "kept step-[4]\nwarning: one is damaged\n"
+    assert not log.isEnabledFor(logging.INFO)

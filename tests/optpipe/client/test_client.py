@@ -13,6 +13,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import Settings
+from instances import uniform
 from optpipe.client import Client, Progress
 from optpipe.client import connection as client_connection
 from optpipe.errors import InfeasibleError, InputError, NoSolutionError, ServiceError
@@ -20,7 +21,6 @@ from optpipe.verify import verify
 from tests.api.server import listening, working
 from tests.api.services import new_key
 from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise
-from tests.problems import uniform
 
 
 @pytest.fixture

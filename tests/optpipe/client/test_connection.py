@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe.client.events import Event, read_events
+from optpipe.client.connection import Event, read_events
 
 STREAM = """retry: 1000
 

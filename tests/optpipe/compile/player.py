@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from optpipe.compile import Action, Program
-from optpipe.compile.actions import RECEIVES, SENDS, matching_receive
+from optpipe.compile.program import RECEIVES, SENDS, matching_receive
 from optpipe.memory import device_effect
-from optpipe.orders import Op
+from optpipe.ops import Op
 from optpipe.problem import Problem
 
 Duration = Callable[[Op], float]

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import Action, Program, Slab, check_program, compile_schedule
 from optpipe.errors import BudgetError, DeadlockError, OrderError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from tests.optpipe.runtime.schedules import one_f_one_b
 
 
 @pytest.fixture

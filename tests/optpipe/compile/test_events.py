@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import Program, compile_schedule
-from optpipe.compile.check_events import check_events
-from optpipe.compile.dependencies import Rules
-from optpipe.compile.events import with_events
+from optpipe.compile.check import check_events
+from optpipe.compile.events import Rules, with_events
 from optpipe.errors import OrderError
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
-from solver.finish import finish
+from solver.build import build_schedule
 from tests.optpipe.compile.test_streams import placed_problems
-from tests.optpipe.runtime.schedules import one_f_one_b, random_schedule
+from tests.optpipe.runtime.schedules import random_schedule
 from tests.random_plans import random_orders
 
 
@@ -31,7 +31,7 @@ def checked(program: Program) -> None:
 def test_without_any_one_wait_something_begins_too_early(problem: Problem, seed: int, data: st.DataObject) -> None:
     """Without waits of a plan: the check knows rules, memory and slabs, not what else a plan asks for."""
     orders = random_orders(problem, Random(seed))
-    schedule = finish(problem, Orders(orders.devices, {}, orders.channels), 0.0, "random", 0.0)
+    schedule = build_schedule(problem, Orders(orders.devices, {}, orders.channels), 0.0, "random", 0.0)
     program = compile_schedule(schedule)
     places = [(d, k) for d, actions in enumerate(program.devices) for k, a in enumerate(actions) if a.waits]
     if not places:

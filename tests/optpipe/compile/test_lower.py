@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.compile import Program, compile_schedule
-from optpipe.compile.actions import RECEIVES, SENDS
+from instances.schedules import one_f_one_b, v_wave
+from optpipe.compile import Program, check_program, compile_forward, compile_schedule, fuse_adjacent
 from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.compile.program import RECEIVES, SENDS
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.orders import KINDS, Op
+from optpipe.ops import KINDS, Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule, v_wave
+from tests.optpipe.compile.player import play
+from tests.optpipe.compile.test_check import moved
+from tests.optpipe.compile.test_streams import placed_problems
+from tests.optpipe.runtime.schedules import random_placement, random_schedule
 from tests.problems import problems
 
 
@@ -106,7 +111,7 @@ def edited(schedule: Schedule, edit: object) -> Schedule:
     return Schedule.from_data(data)
 
 
-def test_an_order_that_deadlocks_is_refused_with_its_circle() -> None:
+def test_an_order_that_deadlocks_is_refused_with_its_cycle() -> None:
     def b_before_f(devices: list[dict[str, list[object]]]) -> None:
         ops = devices[0]["compute"]
         ops[0], ops[2] = ops[2], ops[0]
@@ -135,3 +140,117 @@ def test_random_placements_compile_whatever_the_planned_times_say() -> None:
         program = compile_schedule(edited(schedule, no_times))
         assert {a.key for a in program.actions() if a.kind in KINDS} == set(schedule.orders.ops())
         assert Op("F", 0, 0) in {actions[0].key for actions in program.devices if actions}
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_any_placement_runs_every_forward_once(placement: list[int], microbatches: int) -> None:
+    program = compile_forward(placement, microbatches)  # checked as every program is: it cannot deadlock
+    times = play(program, lambda op: 1.0)
+    forwards = [op for op in times if op.kind == "F"]
+    assert sorted(forwards) == sorted(("F", s, i) for s in range(len(placement)) for i in range(microbatches))
+    assert {action.kind for action in program.actions()} <= {"F", "SEND_F", "RECV_F"}
+    for kind, s, i in forwards:
+        assert not s or times[kind, s - 1, i][1] <= times[kind, s, i][0]  # type: ignore[index]
+
+
+def test_a_linear_pipeline_is_full_after_its_warm_up() -> None:
+    """4 stages and 10 microbatches take 4 + 10 - 1 forwards of time where messages take none."""
+    times = play(compile_forward([0, 1, 2, 3], 10), lambda op: 1.0 if op.kind == "F" else 0.0)
+    assert max(end for _, end in times.values()) == 13
+
+
+def test_devices_without_a_stage_have_empty_lists() -> None:
+    assert [len(actions) for actions in compile_forward([0, 2], 2, devices=4).devices] == [4, 0, 4, 0]
+
+
+def with_sizes(problem: Problem, budget: int | None, **stage_fields: object) -> Problem:
+    data = problem.to_data()
+    stages = [stage | stage_fields for stage in data["stages"]]
+    return Problem.from_data(data | {"stages": stages, "devices": [{"memory_bytes": budget}] * len(data["devices"])})
+
+
+def compute(actions: object) -> str:
+    return " ".join(str(a) for a in actions if a.kind in ("F", "B", "W", "BW"))  # type: ignore[attr-defined]
+
+
+def test_one_f_one_b_becomes_the_one_that_was_planned_fused() -> None:
+    split, fused = one_f_one_b(3, 4), one_f_one_b(3, 4, fused=True)
+    found = fuse_adjacent(compile_schedule(split), split.problem)
+    check_program(found, split.problem)
+    planned = compile_schedule(fused)
+    assert [compute(actions) for actions in found.devices] == [compute(actions) for actions in planned.devices]
+
+
+def test_only_the_stages_that_ask_for_it_are_fused() -> None:
+    schedule = one_f_one_b(3, 2)
+    found = fuse_adjacent(compile_schedule(schedule), schedule.problem, stages={1})
+    check_program(found, schedule.problem)
+    assert {a.stage for a in found.actions() if a.kind == "BW"} == {1}
+    assert {a.stage for a in found.actions() if a.kind == "W"} == {0, 2}
+
+
+def test_a_pair_whose_workspace_does_not_fit_stays_as_it_is() -> None:
+    """Device 0 holds 3 activations of 2 bytes at its first backward, then 2, then 1."""
+    schedule = one_f_one_b(3, 3)
+    problem = with_sizes(schedule.problem, 8, workspace_bytes={"BW": 3})
+    found = fuse_adjacent(compile_schedule(schedule), problem)
+    check_program(found, problem)
+    assert compute(found.devices[0]) == "F0.0 F0.1 F0.2 B0.0 W0.0 BW0.1 BW0.2"
+
+
+def test_a_pair_with_memory_taken_or_given_back_between_stays_as_it_is() -> None:
+    """W0.0 lets the memory of R0.1 go only when it is over: R0.1 waits for W0.0, PREPARE0.1 is behind it."""
+    schedule = one_f_one_b(2, 3, moved=[(0, 0), (0, 1), (0, 2)])
+    program = compile_schedule(schedule)
+    stream = [a for a in program.devices[0] if a.stream == "compute"]
+    apart = {a[1:3] for a, b in pairwise(stream) if a.kind == "B" and b.kind != "W"}
+    found = fuse_adjacent(program, schedule.problem)
+    check_program(found, schedule.problem)
+    assert {a[1:3] for a in found.devices[0] if a.kind == "B"} == apart
+
+
+@given(placed_problems(), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_what_is_fused_runs_keeps_its_order_and_needs_no_more_memory(problem: Problem, seed: int) -> None:
+    """Without workspace BW holds what B held before it, and what W left after it."""
+    problem = with_sizes(problem, None, workspace_bytes={}, backward_weight_bytes=0)
+    program = compile_schedule(random_schedule(problem, seed))
+    found = fuse_adjacent(program, problem)
+    check_program(found, problem)
+    play(found, lambda op: 1.0)
+    no_messages = [0] * (len(problem.stages) - 1)
+    peaks = zip(*(planned_peaks_bytes(p, problem, no_messages) for p in (found, program)), strict=True)
+    assert all(fused <= split for fused, split in peaks)
+    for before, after in zip(program.devices, found.devices, strict=True):
+        fused = {a[1:3] for a in after if a.kind == "BW"}
+        kept = [a.key for a in before if a.kind not in ("B", "W", "BW") or a[1:3] not in fused]
+        assert kept == [a.key for a in after if a.kind != "BW"]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), one_f_one_b(2, 3, fused=True), v_wave(2, 3)])
+def test_every_stage_is_reduced_once_right_after_its_last_weight_gradient(schedule: Schedule) -> None:
+    program = compile_schedule(schedule, reduce_gradients=True)
+    assert sorted(a.stage for a in program.actions() if a.kind == "REDUCE") == list(range(len(program.placement)))
+    for actions in program.devices:
+        for k, action in enumerate(actions):
+            if action.kind == "REDUCE":
+                assert actions[k - 1].kind in ("W", "BW")
+                assert actions[k - 1].stage == action.stage
+                assert not any(a.kind in ("W", "BW") and a.stage == action.stage for a in actions[k:])
+
+
+def test_a_device_goes_on_with_its_other_stage_meanwhile() -> None:
+    """V shape: the backward of the stage on the way up is over long before that of the stage on the way down."""
+    compute = [str(a) for a in compile_schedule(v_wave(1, 2), reduce_gradients=True).devices[0] if a.kind != "F"]
+    assert compute == ["B1.0", "W1.0", "B1.1", "W1.1", "REDUCE1.0", "B0.0", "W0.0", "B0.1", "W0.1", "REDUCE0.0"]
+
+
+def test_without_asking_there_is_none() -> None:
+    assert not any(a.kind == "REDUCE" for a in compile_schedule(one_f_one_b(2, 2)).actions())
+
+
+def test_a_reduction_before_a_weight_gradient_is_refused() -> None:
+    program = compile_schedule(one_f_one_b(2, 2), reduce_gradients=True)
+    with pytest.raises(OrderError, match=r"runs REDUCE0\.0 at place 5, before W0\.0 at place 7"):
+        check_program(moved(program, 0, "REDUCE0.0", 5))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.problem import Problem
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 
 SIZES = {
     "activation_bytes": 100,

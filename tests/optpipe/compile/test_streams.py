@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.any_timing import any_timing_peak_bytes
+from instances.schedules import Moved, one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
-from optpipe.compile.actions import RECEIVES
-from optpipe.orders import Op, Orders
+from optpipe.compile.program import RECEIVES
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.worst_case_memory import worst_case_peak_bytes
 from tests.optpipe.compile.player import Times, levels_bytes, planned_duration, play
-from tests.optpipe.runtime.schedules import Moved, one_f_one_b, random_schedule, v_wave
+from tests.optpipe.runtime.schedules import random_schedule
 from tests.problems import problems
 from tests.random_plans import precedences
 
@@ -53,7 +54,7 @@ def test_whatever_things_take_the_plan_is_obeyed_within_its_memory(problem: Prob
     assert_copies_find_their_memory(program, times)
     assert_messages_find_theirs(program, times)
     for d, device in enumerate(schedule.devices):
-        allowed = any_timing_peak_bytes(problem, tuple(ops.ops for _, ops in device.streams()), schedule.orders.waits)
+        allowed = worst_case_peak_bytes(problem, tuple(ops.ops for _, ops in device.streams()), schedule.orders.waits)
         assert max(levels_bytes(program, problem, times, d), default=0) <= allowed
 
 

@@ -13,18 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from instances import uniform
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Action, Program, compile_schedule
-from optpipe.compile.actions import SENDS, matching_receive, matching_send
+from optpipe.compile.program import SENDS, matching_receive, matching_send
+from optpipe.compile.validation_point import validation_points
 from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
-from optpipe.runtime.validation_point import validation_points
 from optpipe.schedule import Schedule
-from solver.finish import finish
+from solver.build import build_schedule
 from solver.methods import METHODS
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, specs, stages_of
 from tests.optpipe.runtime.rendezvous import Rendezvous
-from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule, v_wave
-from tests.problems import uniform
+from tests.optpipe.runtime.schedules import random_placement, random_schedule
 
 DTYPE = torch.float64
 GROUPS, A_GROUP = 10, 8
@@ -44,7 +45,7 @@ def published(method: str, *, v_shape: bool = False) -> Schedule:
     problem = uniform(4, 8, v_shape=v_shape)
     orders = METHODS[method].orders
     assert orders is not None
-    return finish(problem, orders(problem), 0.0, method, 0.0)
+    return build_schedule(problem, orders(problem), 0.0, method, 0.0)
 
 
 def is_right(program: Program, points: Sequence[int]) -> bool:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from instances import uniform
 from optpipe.document import parse_json
 from optpipe.export.chrome_trace import chrome_trace, write_chrome_trace
-from optpipe.orders import STREAMS
+from optpipe.ops import STREAMS
 from optpipe.schedule import Schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
-from tests.problems import uniform
 
 Event = dict[str, Any]
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from instances.schedules import v_wave
 from optpipe.document import parse_json
-from optpipe.export.chrome_trace import chrome_trace
-from optpipe.export.measured_chrome_trace import measured_chrome_trace
+from optpipe.export.chrome_trace import chrome_trace, measured_chrome_trace
 from optpipe.trace import Trace
 from optpipe.train import ModelConfig, OutputConfig, TrainingConfig, train
-from tests.optpipe.runtime.schedules import v_wave
 from tests.optpipe.trace.traces import crossings
 
 Event = dict[str, Any]

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import uniform
+from instances.schedules import one_f_one_b
 from optpipe.cli import main
 from optpipe.errors import DeadlockError, InputError, OrderError
 from optpipe.export.torch_csv import peak_bytes_without_offload, torch_csv
-from optpipe.orders import Op
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
-from tests.optpipe.runtime.schedules import one_f_one_b, random_schedule
-from tests.problems import problems, uniform
+from tests.optpipe.runtime.schedules import random_schedule
+from tests.problems import problems
 
 OURS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from optpipe.orders import DeviceOrders, Op, Orders
+from instances import uniform
+from optpipe.memory import derive_waits
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from optpipe.waits import derive_waits
-from solver.finish import finish
-from tests.problems import uniform
+from solver.build import build_schedule
 
 
 def pair(**problem_fields: Any) -> Schedule:
@@ -42,7 +42,7 @@ def all_forwards_first(problem: Problem) -> Schedule:
 
 def finished(problem: Problem, orders: Orders, method: str = "by hand") -> Schedule:
     """The verified document, with the work of the busiest device as the bound."""
-    return finish(problem, orders, max(problem.work_us), method, 0.0)
+    return build_schedule(problem, orders, max(problem.work_us), method, 0.0)
 
 
 def _ops(names: str) -> list[Op]:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from matplotlib.collections import PolyCollection
 
+from instances import uniform
 from optpipe.errors import InputError
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.plot.comparison import comparison_panel, draw_comparison
-from optpipe.plot.output import settings
+from optpipe.plot.figure import settings
 from optpipe.schedule import Schedule
 from tests.optpipe.plot.schedules import all_forwards_first, finished
-from tests.problems import uniform
 
 PROBLEM = uniform(2, 2, name="$both$")
 

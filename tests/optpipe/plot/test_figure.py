@@ -11,12 +11,12 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
+from instances import uniform
 from optpipe.errors import InputError
 from optpipe.plot import draw_schedule, render_schedule
+from optpipe.plot.figure import FORMATS, MOST_PIXELS, encode, settings
 from optpipe.plot.gantt import schedule_panel
-from optpipe.plot.output import FORMATS, MOST_PIXELS, encode, settings
 from tests.optpipe.plot.schedules import all_forwards_first, pair
-from tests.problems import uniform
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 

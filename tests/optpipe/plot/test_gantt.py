@@ -12,13 +12,13 @@ from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from optpipe.plot.colours import BUDGET, MEMORY_EDGE, op_colour
+from instances import uniform
+from optpipe.plot.figure import settings
 from optpipe.plot.gantt import schedule_panel
-from optpipe.plot.output import settings
 from optpipe.plot.panel import Panel
+from optpipe.plot.style import BUDGET, MEMORY_EDGE, op_colour
 from optpipe.schedule import Schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
-from tests.problems import uniform
 
 
 @pytest.fixture

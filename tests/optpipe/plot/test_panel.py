@@ -5,11 +5,22 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.collections import PolyCollection
 
-from optpipe.orders import Op
-from optpipe.plot.boxes import THINNEST_POINTS, Box, draw_boxes
-from optpipe.plot.colours import op_colour
-from optpipe.plot.output import settings
-from optpipe.plot.panel import Lane, Margins, Panel
+from optpipe.ops import Op
+from optpipe.plot.figure import settings
+from optpipe.plot.gantt import MARGINS
+from optpipe.plot.panel import (
+    NARROWEST_INCHES,
+    THINNEST_POINTS,
+    Box,
+    Lane,
+    Margins,
+    Panel,
+    draw_boxes,
+    draw_legend,
+    memory_entries,
+    op_entries,
+)
+from optpipe.plot.style import OP_LOOKS, op_colour
 from optpipe.units import time_unit
 
 
@@ -27,3 +38,15 @@ def test_a_box_too_narrow_to_be_seen_is_a_line_of_its_colour() -> None:
     spans = [box.end_us - box.start_us for box in boxes]
     assert widths[0] == THINNEST_POINTS
     assert np.allclose(widths[1:] + panel.points_per_us * np.array(spans[1:]), THINNEST_POINTS, atol=1e-3)
+
+
+def test_every_entry_at_once_fits_on_one_row() -> None:
+    with settings():
+        panel = Panel.of(NARROWEST_INCHES, 2.0, MARGINS, 0.0, 100.0, time_unit(100.0))
+        draw_legend(panel, op_entries(OP_LOOKS, 6) + memory_entries(budgets=True), 0.17)
+        panel.figure.draw_without_rendering()
+        legend = panel.axes.get_legend()
+        assert legend is not None
+        texts = legend.get_texts()
+        assert len(texts) == len(OP_LOOKS) + 4
+        assert max(text.get_window_extent().x1 for text in texts) < panel.figure.bbox.x1

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from matplotlib.collections import Collection, PatchCollection, PolyCollection
 
-from optpipe.plot.output import settings
+from optpipe.plot.figure import settings
 from optpipe.plot.panel import Panel
 from optpipe.plot.planned_and_measured import planned_and_measured_panel, render_planned_and_measured
 from optpipe.trace import Trace
-from optpipe.trace.compare import compare
-from optpipe.trace.precedence import Span, planned_spans
+from optpipe.trace.compare import Span, compare, planned_spans
 from tests.optpipe.plot.schedules import pair
 from tests.optpipe.trace.traces import trace_of
 

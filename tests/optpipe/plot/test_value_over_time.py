@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from optpipe.errors import InputError
-from optpipe.plot.colours import BUDGET
-from optpipe.plot.output import settings
+from optpipe.plot.figure import settings
+from optpipe.plot.style import BUDGET
 from optpipe.plot.value_over_time import (
     EARLIEST_S,
     Curve,

@@ -8,9 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from optpipe.profile.chain import Chain, chain_of
 from optpipe.profile.measured import Measured, measure
-from optpipe.profile.subject import Subject
+from optpipe.profile.subject import Chain, Subject, build_chain
 from tests.optpipe.train.odd_stages import Experts
 
 CPU = torch.device("cpu")
@@ -27,7 +26,7 @@ def perceptron(widths: Sequence[int] = (WIDTH, WIDTH, WIDTH)) -> Subject:
 
 def measured(subject: Subject, placement: Sequence[int], rounds: int = 2) -> tuple[Measured, Chain]:
     """Measured in this process, for 4 microbatches."""
-    chain = chain_of(subject, CPU, 4, range(len(subject.stages)))
+    chain = build_chain(subject, CPU, 4, range(len(subject.stages)))
     return measure(subject, chain, placement, CPU, rounds), chain
 
 

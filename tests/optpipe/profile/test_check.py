@@ -10,7 +10,7 @@ import pytest
 from optpipe.compile import compile_schedule
 from optpipe.profile.check import STEPS, check_prediction, serial_us
 from optpipe.profile.measured import Measured
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.optpipe.profile.subjects import CPU, experts, measured, perceptron
 
 MICROBATCHES = 4

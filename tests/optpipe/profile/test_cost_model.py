@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
-from optpipe.profile.cost_model import copy_to_compute_ratio, profile_of
-from optpipe.profile.table import SizeTable
+from optpipe.profile.cost_model import SizeTable, build_profile, copy_to_compute_ratio
 
 MODEL = {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 1024, "vocabulary": 50_000}
 MACHINE = {"teraflops": 220, "memory_gb": 80, "link_gb_per_s": 25, "copy_gb_per_s": 15}
@@ -21,7 +20,7 @@ def table(**more: Any) -> SizeTable:
 
 
 def test_layer_times_are_zero_bubbles_operations() -> None:
-    _, block, head = profile_of(table()).layers
+    _, block, head = build_profile(table()).layers
     s, h = 1024, 2048
     rate = 220e6  # operations a microsecond
     assert block.forward_us == pytest.approx(s * h * (24 * h + 4 * s) / rate)
@@ -32,11 +31,11 @@ def test_layer_times_are_zero_bubbles_operations() -> None:
 
 def test_layer_memory_is_zero_bubbles() -> None:
     s, h, a = 1024, 2048, 16
-    kept = profile_of(table(kept={"attention_scores": True})).layers[1]
+    kept = build_profile(table(kept={"attention_scores": True})).layers[1]
     assert kept.activation_bytes == s * (34 * h + 5 * a * s)
     assert kept.backward_weight_bytes == 32 * s * h
-    assert profile_of(table()).layers[1].activation_bytes == 34 * s * h
-    recomputed = profile_of(table(kept={"recomputed": True})).layers[1]
+    assert build_profile(table()).layers[1].activation_bytes == 34 * s * h
+    recomputed = build_profile(table(kept={"recomputed": True})).layers[1]
     assert recomputed.activation_bytes == recomputed.offload_bytes == 20 * s * h
 
 
@@ -51,13 +50,13 @@ def test_k_is_pipe_offloads(hidden: int, sequence: int) -> None:
 def test_parameters_of_the_paper_s_1_5b_model() -> None:
     """22 layers of hidden size 2304 are the 1.5B model of Zero Bubble's experiments, embeddings apart."""
     given = table(model=MODEL | {"layers": 22, "hidden": 2304, "heads": 24})
-    block = profile_of(given).layers[1]
+    block = build_profile(given).layers[1]
     assert 22 * block.parameter_bytes / 18 == pytest.approx(1.4e9, rel=0.01)
 
 
 def test_tensor_and_data_parallelism_divide() -> None:
     one, divided = (
-        profile_of(table(parallel=parallel)).layers[1]
+        build_profile(table(parallel=parallel)).layers[1]
         for parallel in ({}, {"tensor": 4, "data": 8, "sharded_optimizer": True})
     )
     assert divided.forward_us == pytest.approx(one.forward_us / 4)
@@ -99,7 +98,7 @@ def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
 )
 def test_figures_that_no_profile_can_hold_are_refused(changes: dict[str, Any], message: str, source: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        profile_of(table(**changes))
+        build_profile(table(**changes))
     assert caught.value.source.startswith(source)
 
 

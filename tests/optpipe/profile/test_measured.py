@@ -13,16 +13,14 @@ from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError
 from optpipe.layers import LayerProfile
 from optpipe.problem import Problem
-from optpipe.profile.chain import chain_of
 from optpipe.profile.measured import Measured, StageFigures, measure
-from optpipe.profile.op_times import WARM_UP_ROUNDS, measure_op_times
-from optpipe.profile.subject import Subject
-from optpipe.profile.timing import Spread
+from optpipe.profile.ops import WARM_UP_ROUNDS, Spread, measure_op_times
+from optpipe.profile.subject import Subject, build_chain
 from optpipe.profile.transfers import Transfers, measure_transfers
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
-from optpipe.runtime.stage_sizes import StageSizes, measure_stage
+from optpipe.runtime.probe import StageSizes, measure_stage
 from optpipe.verify import verify
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.optpipe.profile.subjects import CPU, ROWS, WIDTH, experts, measured, perceptron
 
 BYTES = 4 * ROWS * WIDTH
@@ -65,14 +63,14 @@ def test_what_stages_of_a_device_share_is_held_once(placement: list[int], held: 
     layers[1].weight = layers[2].weight = layers[0].weight
     stages: list[nn.Module] = list(layers)
     subject = Subject("mine", stages, torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.functional.mse_loss)
-    found = measure(subject, chain_of(subject, CPU, 2, [0, 1, 2]), placement, CPU, 1)
+    found = measure(subject, build_chain(subject, CPU, 2, [0, 1, 2]), placement, CPU, 1)
     weight_bytes = 4 * WIDTH * WIDTH
     assert [stage.parameter_bytes for stage in found.stages] == [4 * weight_bytes * times for times in held]
 
 
 def test_every_kind_is_timed_as_often_as_asked() -> None:
     subject = perceptron()
-    chain = chain_of(subject, CPU, 4, [0, 1])
+    chain = build_chain(subject, CPU, 4, [0, 1])
     told: list[tuple[int, int]] = []
     times = measure_op_times(chain, CPU, 3, on_round=lambda number, rounds: told.append((number, rounds)))
     total = 3 + WARM_UP_ROUNDS
@@ -166,7 +164,7 @@ def test_ratios() -> None:
 
 
 def test_only_boundaries_between_devices_are_measured() -> None:
-    chain = chain_of(perceptron((4, 4, 4, 4)), CPU, 1, range(3))
+    chain = build_chain(perceptron((4, 4, 4, 4)), CPU, 1, range(3))
     found = measure_transfers([0, 1, 1], chain.messages, torch.device("cpu"))
     assert found.way == "mailbox copies within one process"
     assert [one is None for one in found.spreads] == [False, True]

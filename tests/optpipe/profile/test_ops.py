@@ -1,4 +1,4 @@
-"""Medians, quartiles, and what a stopwatch counts."""
+"""The allocator's way of measuring stages finds what the counter of storages finds, where both see the same memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,39 @@ import pytest
 import torch
 
 from optpipe.errors import InputError
-from optpipe.profile import timing
-from optpipe.profile.timing import HostStopwatch, Key, spread_of, stopwatch_for
+from optpipe.profile import ops
+from optpipe.profile.ops import HostStopwatch, Key, measure_op_sizes, spread_of, stopwatch_for
+from optpipe.profile.subject import build_chain
+from optpipe.runtime import MemoryMeter
+from optpipe.runtime.activations import HostSlab
+from optpipe.runtime.stage import Stage
+from tests.optpipe.profile.subjects import CPU, WIDTH, perceptron
+
+
+def allocator_reads(meter: MemoryMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the end of the test the allocator's figures are the meter's, which counts no host memory."""
+    copy_out = Stage.copy_out
+
+    def uncounted(stage: Stage, microbatch: int, slab: HostSlab) -> None:
+        with meter.on(None):
+            copy_out(stage, microbatch, slab)
+
+    monkeypatch.setattr(Stage, "copy_out", uncounted)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: meter.live_bytes[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: meter.peak_bytes[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: meter.restart_peak())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_both_ways_agree(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = build_chain(perceptron((WIDTH, 64, 32, WIDTH)), CPU, 4, range(3))
+    counted = measure_op_sizes(chain, CPU)[stage].largest
+    with MemoryMeter() as meter, meter.on(0):
+        allocator_reads(meter, monkeypatch)
+        assert ops._AllocatorProbe(chain, stage, CPU).sizes() == counted
+        assert meter.live_bytes[0] == 0, "nothing is left alive"
+
 
 KEY = Key("F", 3)
 
@@ -34,7 +65,7 @@ def test_nothing_has_no_relative_spread() -> None:
 
 def test_a_stopwatch_gives_what_work_returns_and_its_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks_ns: Iterator[int] = iter([0, 1_500, 10_000, 12_000, 20_000, 27_000])
-    monkeypatch.setattr(timing, "perf_counter_ns", lambda: next(ticks_ns))
+    monkeypatch.setattr(ops, "perf_counter_ns", lambda: next(ticks_ns))
     watch = HostStopwatch()
     assert watch.time(KEY, lambda: "result") == "result"
     assert watch.samples_us() == {KEY: [1.5]}

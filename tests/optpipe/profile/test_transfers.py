@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optpipe.profile.contention import groups_of, measure_contention, on_all_hosts, shares
+from optpipe.profile.transfers import groups_of, measure_contention, on_all_hosts, shares
 
 
 @pytest.mark.parametrize(("together", "expected"), [(1.0, False), (1.4, False), (1.6, True), (2.0, True)])

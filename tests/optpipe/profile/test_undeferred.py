@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from instances.schedules import one_f_one_b
 from optpipe.profile.subject import Subject
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.weight_gradients import undeferred_layers
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.optpipe.profile.subjects import measured
-from tests.optpipe.runtime.schedules import one_f_one_b
 
 WIDTH, ROWS = 256, 512
 

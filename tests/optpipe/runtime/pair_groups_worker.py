@@ -17,10 +17,9 @@ from torch import nn
 
 from optpipe.compile import compile_schedule
 from optpipe.runtime import Pipeline
-from optpipe.runtime.nccl import Nccl
-from optpipe.runtime.pair_groups import directed_pairs
+from optpipe.runtime.distributed import Nccl, directed_pairs
 from optpipe.schedule import Schedule
-from optpipe.train.plain import gradient_error
+from optpipe.train.check import gradient_error
 from tests.optpipe.runtime.chains import batch, chain, plain_gradients, specs, stages_of
 
 DTYPE = torch.float64

@@ -7,7 +7,7 @@ from random import Random
 from instances.schedules import OFFLOAD, Moved, one_f_one_b, v_wave
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.finish import finish
+from solver.build import build_schedule
 from tests.random_plans import random_orders
 
 __all__ = ["OFFLOAD", "Moved", "one_f_one_b", "random_placement", "random_schedule", "v_wave"]
@@ -15,7 +15,7 @@ __all__ = ["OFFLOAD", "Moved", "one_f_one_b", "random_placement", "random_schedu
 
 def random_schedule(problem: Problem, seed: int) -> Schedule:
     """Random orders, offloads and waits, B and W split or fused at random."""
-    return finish(problem, random_orders(problem, Random(seed)), 0.0, "random", 0.0)
+    return build_schedule(problem, random_orders(problem, Random(seed)), 0.0, "random", 0.0)
 
 
 def random_placement(rng: Random, *, microbatches: int) -> Problem:

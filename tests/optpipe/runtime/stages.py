@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.runtime import Stage
-from optpipe.runtime.host_slabs import HostSlab
+from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild, tensors
 
 F_B_W = ("F", "B", "W")

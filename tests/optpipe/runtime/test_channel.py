@@ -9,8 +9,8 @@ import torch
 
 from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox
-from optpipe.runtime.crossing import crossing
-from optpipe.runtime.messages import spec_of
+from optpipe.runtime.channel import crossing
+from optpipe.runtime.messages import message_spec
 
 CPU = torch.device("cpu")
 HIDDEN, MASK = torch.arange(6.0).view(2, 3), torch.tensor([True, False])
@@ -30,11 +30,11 @@ def across(message: Any, spec: Any, direction: Literal["F", "B"]) -> Any:
 
 @pytest.mark.parametrize("direction", ["F", "B"])
 def test_a_tensor_arrives(direction: Literal["F", "B"]) -> None:
-    assert torch.equal(across(HIDDEN, spec_of(HIDDEN), direction), HIDDEN)
+    assert torch.equal(across(HIDDEN, message_spec(HIDDEN), direction), HIDDEN)
 
 
 def test_a_tree_arrives_in_its_form() -> None:
-    found = across(TREE, spec_of(TREE), "F")
+    found = across(TREE, message_spec(TREE), "F")
     assert torch.equal(found["hidden"], HIDDEN)
     assert torch.equal(found["rest"][0], MASK)
     assert torch.equal(found["rest"][1], HIDDEN[0])
@@ -42,7 +42,7 @@ def test_a_tree_arrives_in_its_form() -> None:
 
 def test_a_tree_is_ready_when_all_of_it_is() -> None:
     mailbox = Mailbox()
-    receipt = crossing(mailbox, (0, 1), 0, "F", spec_of(TREE), CPU).post_receive()
+    receipt = crossing(mailbox, (0, 1), 0, "F", message_spec(TREE), CPU).post_receive()
     mailbox.send(0, 1, HIDDEN)
     mailbox.send(0, 1, MASK)
     assert not receipt.ready()
@@ -51,15 +51,15 @@ def test_a_tree_is_ready_when_all_of_it_is() -> None:
 
 
 def test_of_a_gradient_only_floating_tensors_travel_and_what_is_missing_is_zero() -> None:
-    found = across({"hidden": HIDDEN, "rest": (None, None)}, spec_of(TREE), "B")
+    found = across({"hidden": HIDDEN, "rest": (None, None)}, message_spec(TREE), "B")
     assert torch.equal(found["hidden"], HIDDEN)
     assert found["rest"][0] is None
     assert torch.equal(found["rest"][1], torch.zeros(3))
 
 
 def test_a_message_of_integers_has_no_gradient_to_send() -> None:
-    assert across(None, spec_of(MASK), "B") is None
-    assert torch.equal(across(MASK, spec_of(MASK), "F"), MASK)
+    assert across(None, message_spec(MASK), "B") is None
+    assert torch.equal(across(MASK, message_spec(MASK), "F"), MASK)
 
 
 REFUSED = [
@@ -74,7 +74,7 @@ REFUSED = [
 def test_another_shape_is_refused_with_the_boundary(message: Any, what: str) -> None:
     where = r"the activation across the boundary between stages 4 and 5 is "
     with pytest.raises(TrainingError, match=f"{where}{what}.* Maybe pad"):
-        across(message, spec_of(HIDDEN), "F")
+        across(message, message_spec(HIDDEN), "F")
 
 
 BROKEN = [
@@ -88,9 +88,9 @@ BROKEN = [
 @pytest.mark.parametrize("message", BROKEN)
 def test_another_tree_is_refused(message: Any) -> None:
     with pytest.raises(TrainingError, match=r"must be \{hidden: float32\[2, 3\], rest: \(bool\[2\], float32\[3\]\)\}"):
-        across(message, spec_of(TREE), "F")
+        across(message, message_spec(TREE), "F")
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"the gradient across the boundary .* is float32\[3\] but"):
-        across(HIDDEN[0], spec_of(HIDDEN), "B")
+        across(HIDDEN[0], message_spec(HIDDEN), "B")

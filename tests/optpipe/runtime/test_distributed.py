@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import compile_schedule
-from optpipe.runtime.pair_groups import directed_pairs
-from optpipe.schedule_text import schedule_text
+from optpipe.runtime.distributed import directed_pairs
+from optpipe.schedule import schedule_text
 from tests.optpipe.runtime.chains import M
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "pair_groups_worker.py"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import Action, compile_schedule
 from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
-from optpipe.runtime.local import LocalStreams
 from optpipe.runtime.streams import CudaStreams
+from optpipe.runtime.transport import LocalStreams
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.optpipe.runtime.fake_cuda import FakeCuda, RaceDetector
-from tests.optpipe.runtime.schedules import one_f_one_b
 
 EVERY = 7
 """Every so many actions one is made to fail."""

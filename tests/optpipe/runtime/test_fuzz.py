@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from optpipe.compile import Action, Program, check_program, compile_schedule
-from optpipe.compile.dependencies import Rules
-from optpipe.compile.events import local_needs
+from optpipe.compile.events import Rules, local_needs
 from optpipe.errors import DeadlockError, OrderError, TrainingError
-from optpipe.orders import Op
+from optpipe.ops import Op
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
-from optpipe.train.plain import gradient_error
+from optpipe.train.check import gradient_error
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.optpipe.runtime.rendezvous import Rendezvous
 from tests.optpipe.runtime.schedules import random_placement, random_schedule

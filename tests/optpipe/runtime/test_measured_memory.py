@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from instances import WHOLE, uniform
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.problem import Problem
 from optpipe.runtime import MessageSpec, Stage
-from optpipe.runtime.stage_sizes import measure_stage, with_measured_sizes
+from optpipe.runtime.probe import measure_stage, with_measured_sizes
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
-from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss
+from optpipe.train.config import SIZES, GPTShape
+from optpipe.train.tasks.gpt import build_stages, byte_loss
 from solver.limits import Limits
-from solver.portfolio import solve
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.problems import WHOLE, uniform
+from solver.solve import solve
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "torch_schedule_worker.py"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from optpipe.runtime.messages import MessageSpec, leaves, map_leaves, rebuild, size_bytes, spec_of, spec_text
+from optpipe.runtime.messages import MessageSpec, leaves, map_leaves, message_spec, rebuild, size_bytes, spec_text
 
 
 class Pair(NamedTuple):
@@ -36,7 +36,7 @@ def test_a_leaf_is_a_tree() -> None:
 
 def test_a_spec_says_shape_dtype_and_bytes() -> None:
     tree = (torch.zeros(3, 5, dtype=torch.float64), {"mask": torch.zeros(2, dtype=torch.bool)})
-    spec = spec_of(tree)
+    spec = message_spec(tree)
     assert spec == (MessageSpec((3, 5), torch.float64), {"mask": MessageSpec((2,), torch.bool)})
     assert size_bytes(spec) == 122
     assert spec_text(spec) == "(float64[3, 5], {mask: bool[2]})"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
-from optpipe.runtime.stage_sizes import StageSizes, measure_stage, with_measured_sizes
+from optpipe.runtime.probe import StageSizes, measure_stage, with_measured_sizes
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 
 
 def pipeline(program: Program, modules: list[nn.Module], *, gradient_scale: float = 1 / M) -> Pipeline:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
-from optpipe.compile.actions import Action
-from optpipe.runtime.memory_meter import MemoryMeter
-from optpipe.runtime.trace import HostRecorder, MemoryRecorder
+from optpipe.compile.program import Action
+from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, HostRecorder, MemoryMeter, MemoryRecorder
 from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.text import Batches, standard_library_text
-from tests.optpipe.runtime.schedules import one_f_one_b
+from optpipe.train.tasks.gpt import Batches, standard_library_text
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,142 @@ def test_the_wait_of_an_action_is_apart_from_its_work() -> None:
     without, with_wait = recorder.timings()
     assert without.begin_ns == without.start_ns <= without.end_ns
     assert with_wait.begin_ns < with_wait.start_ns < with_wait.end_ns
+
+
+class Stream:
+    """Work ends at `now_ms` on it."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+
+class Event:
+    """Passed when the stream comes to it."""
+
+    def __init__(self, main: Stream) -> None:
+        self._main = main
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at_ms = (stream or self._main).now_ms
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The current stream of a GPU."""
+    stream = Stream()
+
+    def event(*, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return stream
+
+
+def test_times_are_those_of_the_stream_that_does_the_work(main: Stream) -> None:
+    recorder = CudaRecorder()
+    copies = Stream()
+    recorder.begin(0, Action("F", 0, 0))
+    main.now_ms = 1.0  # the message is there
+    recorder.waited()
+    main.now_ms = 3.5
+    recorder.end()
+    recorder.begin(1, Action("O", 0, 0), copies)  # type: ignore[arg-type]
+    copies.now_ms = 2.0
+    recorder.end()
+    forward, offload = recorder.timings()
+    assert (forward.device, str(forward.action.key), offload.device, str(offload.action.key)) == (0, "F0.0", 1, "O0.0")
+    assert (forward.start_ns - forward.begin_ns, forward.end_ns - forward.start_ns) == (1_000_000, 2_500_000)
+    assert offload.begin_ns == offload.start_ns == forward.begin_ns
+    assert offload.end_ns - offload.start_ns == 2_000_000
+    assert recorder.clock_error_ns > 0
+
+
+def test_each_device_is_charged_with_what_changes_during_its_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = SimpleNamespace(now=100, peak=100)  # 100 bytes of weights
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocator.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(allocator, "peak", allocator.now))
+    recorder = CudaMemoryRecorder()
+
+    def play(device: int, kind: str, peak: int, after: int) -> None:
+        recorder.begin(device, Action(kind, device, 0))
+        allocator.peak, allocator.now = allocator.now + peak, allocator.now + after
+        recorder.end()
+
+    play(0, "F", 30, 20)
+    play(1, "F", 8, 5)
+    play(0, "B", 4, -20)
+    play(1, "B", 1, -5)
+    held = [(use.device, use.peak_bytes, use.after_bytes) for use in recorder.uses()]
+    assert held == [(0, 30, 20), (1, 8, 5), (0, 24, 0), (1, 6, 0)]
+
+
+def test_bytes_count_from_allocation_to_the_end_of_the_last_view() -> None:
+    meter = MemoryMeter()
+    with meter, meter.on(0):
+        x = torch.zeros(10)
+        assert meter.live_bytes[0] == 40
+        view = x[2:4]
+        x.add_(1)
+        del x
+        assert meter.live_bytes[0] == 40
+        del view
+    assert (meter.live_bytes[0], meter.peak_bytes[0]) == (0, 40)
+
+
+def test_what_was_there_before_is_not_counted_even_through_views() -> None:
+    weight = torch.zeros(10, 2)
+    meter = MemoryMeter()
+    with meter, meter.on(0):
+        views = [weight.t(), weight.detach(), weight[0]]
+        assert meter.live_bytes[0] == 0
+        product = weight @ weight.t()
+        assert meter.live_bytes[0] == 400
+    assert len(views) == 3
+    del product
+
+
+def test_each_device_has_its_own_count() -> None:
+    meter = MemoryMeter()
+    with meter:
+        with meter.on(0):
+            x = torch.zeros(10)
+            with meter.on(1):
+                y = x + 1
+            with meter.on(None):
+                z = x.clone()
+        assert dict(meter.live_bytes) == {0: 40, 1: 40}
+        del x  # freed while no device works, still its own device's
+    assert (meter.live_bytes[0], meter.live_bytes[1]) == (0, 40)
+    del y, z
+
+
+def test_the_peak_within_an_expression_is_seen() -> None:
+    meter = MemoryMeter()
+    with meter, meter.on(0):
+        x = torch.zeros(10)
+        x = (x + 1) * 2
+        assert (meter.live_bytes[0], meter.peak_bytes[0]) == (40, 120)
+        meter.restart_peak()
+        assert meter.peak_bytes[0] == 40
+
+
+def test_a_graph_is_counted_until_its_backward() -> None:
+    leaf = torch.zeros(10, requires_grad=True)
+    leaf.grad = torch.zeros(10)
+    meter = MemoryMeter()
+    with meter, meter.on(0):
+        loss = (leaf.exp() + 1).sum()
+        assert meter.live_bytes[0] == 40 + 4, "exp's result, which its backward needs, and the sum"
+        torch.autograd.backward(loss)
+        assert meter.live_bytes[0] == 4
+        del loss
+    assert meter.live_bytes[0] == 0

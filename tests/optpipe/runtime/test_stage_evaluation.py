@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, specs, stages_of
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 
 SCHEDULES = {"linear": one_f_one_b(4, M), "V": v_wave(2, M)}
 

@@ -1,4 +1,4 @@
-"""Nothing that a step made is alive after it, nor after an error within it: no circle of references waits for gc."""
+"""Nothing that a step made is alive after it, nor after an error within it: no cycle of references waits for gc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from optpipe.runtime import MemoryMeter, Stage
-from optpipe.runtime.host_slabs import HostSlab
+from optpipe.runtime.activations import HostSlab
 from tests.optpipe.runtime.stages import WAYS
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from optpipe.runtime import Stage
-from optpipe.runtime.random_numbers import never_draws
+from optpipe.runtime.rng import never_draws
 from tests.optpipe.runtime.stages import F_B_W, F_BW, F_O_R_B_W, WAYS, Run, run_one, run_step
 
 M = 3

@@ -8,14 +8,15 @@ from random import Random
 import pytest
 import torch
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
 from optpipe.runtime import Pipeline
-from optpipe.runtime.local import LocalStreams
 from optpipe.runtime.streams import CudaStreams
+from optpipe.runtime.transport import LocalStreams
 from optpipe.schedule import Schedule
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.optpipe.runtime.fake_cuda import FakeCuda, RaceDetector
-from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule, v_wave
+from tests.optpipe.runtime.schedules import random_placement, random_schedule
 
 EVERYTHING = [(s, i) for s in range(3) for i in range(M)]
 SCHEDULES = {

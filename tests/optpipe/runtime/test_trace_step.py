@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe.runtime.trace_clock import Clock, estimate
+from optpipe.runtime.trace_step import Clock, estimate
 
 DELAYS_NS = st.tuples(st.integers(1, 10**6), st.integers(1, 10**6))
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import compile_schedule
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline, Stage
-from optpipe.runtime.messages import Spec, Tree, spec_of
+from optpipe.runtime.messages import Spec, Tree, message_spec
 from optpipe.schedule import Schedule
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 
 M, WIDTH = 3, 6
 
@@ -60,7 +60,7 @@ def specs(modules: list[nn.Module], x: Tree) -> list[Spec]:
     found = []
     for module in modules[:-1]:
         x = module(x)
-        found.append(spec_of(x))
+        found.append(message_spec(x))
     return found
 
 

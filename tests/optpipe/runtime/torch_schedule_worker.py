@@ -18,7 +18,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from optpipe.compile import compile_schedule
 from optpipe.runtime import Gloo, MemoryMeter, MessageSpec, Pipeline, Stage
 from optpipe.schedule import Schedule
-from optpipe.train.gpt import SIZES, GPTShape, build_stages, byte_loss
+from optpipe.train.config import SIZES, GPTShape
+from optpipe.train.tasks.gpt import build_stages, byte_loss
 
 Batch = tuple[list[Tensor], list[Tensor]]
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import pairwise
+from random import Random
 
-from optpipe.orders import Op
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instances import uniform
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.ops import Op, Orders
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.trace.compare import compare
+from optpipe.simulate import simulate
+from optpipe.trace.compare import Span, compare, deciding_path, find_precedences, planned_spans, retimed
 from optpipe.trace.document import Trace
-from optpipe.trace.precedence import Span, needs_of, planned_spans, retimed
+from solver.build import build_schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.trace.traces import trace_data, trace_of
-from tests.problems import uniform
+from tests.problems import problems
+from tests.random_plans import execute, random_orders
 
 
 def slower(schedule: Schedule, by_us: dict[Op, float]) -> dict[Op, Span]:
     """The schedule's times when some ops take so much longer."""
     planned = planned_spans(schedule)
-    return retimed(needs_of(schedule), {op: s.duration_us + by_us.get(op, 0.0) for op, s in planned.items()})
+    return retimed(find_precedences(schedule), {op: s.duration_us + by_us.get(op, 0.0) for op, s in planned.items()})
 
 
 @pytest.mark.parametrize("processes", [True, False])
@@ -163,3 +173,60 @@ def test_a_plan_for_another_machine_does_not_fit() -> None:
     found = compare(trace_of(schedule, times))
     assert found.work_ratio == pytest.approx(100.0)
     assert not found.plan_fits
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Schedule, Random]:
+    """Random schedules of random problems, budgets aside."""
+    data = draw(problems()).to_data()
+    free = {"devices": [{"memory_bytes": None}] * len(data["devices"]), "host_memory_bytes": None}
+    problem = Problem.from_data(data | free | {"objective": "makespan"})
+    rng = Random(draw(st.integers(0, 2**16)))
+    return build_schedule(problem, random_orders(problem, rng), 0.0, "random", 0.0), rng
+
+
+@settings(deadline=None)  # the simulator's kernel is compiled at its first call
+@given(schedules())
+def test_planned_durations_give_the_simulators_times(drawn: tuple[Schedule, Random]) -> None:
+    schedule, _ = drawn
+    planned = planned_spans(schedule)
+    again = retimed(find_precedences(schedule), {op: span.duration_us for op, span in planned.items()})
+    simulation = simulate(schedule.problem, schedule.orders)
+    for op, k in simulation.index.items():
+        assert again[op] == pytest.approx((simulation.start_us[k], simulation.end_us[k]))
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_any_durations_give_the_times_of_an_independent_executor(drawn: tuple[Schedule, Random]) -> None:
+    schedule, rng = drawn
+    duration_us = {op: float(rng.randint(0, 20)) for op in planned_spans(schedule)}
+    executed = execute(schedule.problem, schedule.orders, duration_us)
+    assert retimed(find_precedences(schedule), duration_us) == executed
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_the_deciding_path_is_unbroken_and_as_long_as_the_step(drawn: tuple[Schedule, Random]) -> None:
+    schedule, rng = drawn
+    needs = find_precedences(schedule)
+    spans = retimed(needs, {op: float(rng.randint(0, 20)) for op in needs})
+    path = deciding_path(needs, spans)
+    assert all(step.gap_us == step.planned_gap_us for step in path)
+    length = sum(step.gap_us + spans[step.op].duration_us for step in path)
+    assert length == max(span.end_us for span in spans.values())
+    for before, step in pairwise(path):
+        assert before.op in [need.op for need in needs[step.op]]
+
+
+def test_a_plan_that_cannot_run_is_named() -> None:
+    """The ops of a trace are those of its plan, whose orders nobody has judged yet."""
+    plan = build_schedule(
+        uniform(1, 1), Orders.of_compute([[Op(kind, 0, 0) for kind in "FBW"]]), 0.0, "by hand", 0.0
+    ).to_data()
+    plan["devices"][0]["compute"][0]["waits"] = ["W0.0"]
+    with pytest.raises(DeadlockError, match=r"F0\.0.*B0\.0.*W0\.0|W0\.0.*F0\.0"):
+        find_precedences(Schedule.from_data(plan))
+    plan["devices"][0]["compute"][0]["waits"] = ["O0.0"]
+    with pytest.raises(OrderError, match=r"F0\.0 waits for O0\.0, which is not in the schedule"):
+        find_precedences(Schedule.from_data(plan))

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from optpipe.compile.actions import SENDS, matching_receive
-from optpipe.orders import Op
+from optpipe.compile.program import SENDS, matching_receive
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.trace import Trace
-from optpipe.trace.precedence import Span, planned_spans
+from optpipe.trace.compare import Span, planned_spans
 
 NOTHING_HELD = {"memory": {"times_us": [0.0], "bytes": [0]}, "peak_bytes": 0}
 

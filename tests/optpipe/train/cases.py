@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.schedule import Schedule
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
 
 M = 4
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from instances import uniform
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.train import CheckpointConfig, ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig
-from solver.portfolio import solve
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
+from solver.solve import solve
 from tests.optpipe.train.shared_stages import MICROBATCHES as M
 from tests.optpipe.train.shared_stages import plain_losses
-from tests.problems import uniform
 
 STEPS = 10
 CLIP = {"gpt2": 1.75, "llama": 1.75, "everywhere": 8.0, "modules": 3.0}

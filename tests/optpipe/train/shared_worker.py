@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import optpipe.train.loop as loop
-import optpipe.train.online.online as online_room
+import optpipe.train.resolve.callback as online_room
 from optpipe.train import StepReport, train
 from optpipe.train.model import Model, _digest
-from optpipe.train.online.choice import Choice
-from tests.optpipe.train.online.solvers import Scripted
+from optpipe.train.resolve.callback import Choice
+from tests.optpipe.train.resolve.solvers import Scripted
 from tests.optpipe.train.shared_cases import config_of
 
 RANK = int(os.environ["RANK"])

@@ -6,11 +6,10 @@ import pytest
 
 from optpipe.compile import compile_schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
-from optpipe.train.check import gradient_errors
-from optpipe.train.gpt import byte_loss
+from optpipe.train.check import gradient_errors, reference_step
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.plain import plain_step
+from optpipe.train.tasks.gpt import byte_loss
 from tests.optpipe.train.cases import schedules
 
 SCHEDULES = schedules(2)
@@ -37,7 +36,7 @@ def test_it_really_computes_in_bfloat16() -> None:
     batch = model.task.batch(0)
     model.pipeline.run(*batch)
     plain = model.task.build_stages()
-    plain_step(plain, byte_loss, *batch)
+    reference_step(plain, byte_loss, *batch)
     assert max(gradient_errors(model, plain))[0] > 100 * SAME_ROUNDINGS
 
 

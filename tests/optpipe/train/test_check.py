@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import schedule_text
 from optpipe.train import CheckResult, ModelConfig, OutputConfig, StepReport, TrainingConfig, train
-from optpipe.train.check import gradient_errors
+from optpipe.train.check import gradient_errors, reference_step
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.plain import plain_step
-from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.ranks import RunRanks
 
 SCHEDULE = one_f_one_b(2, 2)
@@ -53,7 +52,7 @@ def test_a_step_that_draws_other_numbers_is_another_step() -> None:
     model = Model(config("dropout"), compile_schedule(SCHEDULE), Launch(2))
     batch, modules = model.task.batch(0), model.task.build_stages()
     model.pipeline.run(*batch)
-    plain_step(modules, model.task.loss, *batch)
+    reference_step(modules, model.task.loss, *batch)
     assert max(gradient_errors(model, modules))[0] > 0.01
 
 

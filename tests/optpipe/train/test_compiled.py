@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from instances.schedules import one_f_one_b
 from optpipe.errors import InputError, TrainingError
-from optpipe.profile.chain import chain_of
-from optpipe.profile.subject import load_subject
+from optpipe.profile.subject import build_chain, load_subject
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
-from solver.portfolio import solve
-from tests.optpipe.runtime.schedules import one_f_one_b
+from solver.solve import solve
 from tests.optpipe.train import compiled_stages
 
 STAGES = "tests.optpipe.train.compiled_stages"
@@ -43,5 +42,5 @@ def test_a_failing_compiler_is_named_in_training() -> None:
 
 def test_a_failing_compiler_is_named_in_a_profile() -> None:
     with pytest.raises(InputError, match=COMPILER_FAILS) as raised:
-        chain_of(load_subject(f"{STAGES}:failing"), torch.device("cpu"), 2, range(2))
+        build_chain(load_subject(f"{STAGES}:failing"), torch.device("cpu"), 2, range(2))
     assert "sizes" not in str(raised.value)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from instances.schedules import one_f_one_b
 from optpipe.errors import InputError
 from optpipe.train import ModelConfig, OptimizerConfig, OutputConfig, TrainingConfig
 from optpipe.train.config import Group
-from tests.optpipe.runtime.schedules import one_f_one_b
 
 SCHEDULE = one_f_one_b(3, 2)
 

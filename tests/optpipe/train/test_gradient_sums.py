@@ -10,7 +10,7 @@ import pytest
 
 from optpipe.compile import compile_schedule
 from optpipe.errors import TrainingError
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import schedule_text
 from optpipe.train import ModelConfig, TrainingConfig, train
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model

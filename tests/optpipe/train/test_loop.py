@@ -7,23 +7,22 @@ from typing import cast
 
 import pytest
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
 from optpipe.errors import RunFailedError, TrainingError
-from optpipe.runtime.trace import HostRecorder, Recorder
+from optpipe.runtime.recorder import HostRecorder, Recorder
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
-from optpipe.train.boundary import Boundary
-from optpipe.train.hardware import CPU
-from optpipe.train.launch import Launch
+from optpipe.train.callback import Callback
+from optpipe.train.launch import CPU, Launch
 from optpipe.train.loop import _agree, _Run
 from optpipe.train.model import Model
-from optpipe.train.updates import StepOutcome
-from tests.optpipe.runtime.schedules import one_f_one_b, v_wave
+from optpipe.train.update import StepOutcome
 
 STEPS = 8
 
 
-class Noting(Boundary):
+class Noting(Callback):
     """Due before some steps, wishing after others, and remembering everything."""
 
     def __init__(self, model: Model, *, due: tuple[int, ...] = (), wishing: tuple[int, ...] = ()) -> None:
@@ -32,13 +31,13 @@ class Noting(Boundary):
         self.known: list[int] = []
         self.watched: dict[int, Recorder] = {}
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return step in self._due
 
-    def asks(self) -> bool:
+    def requests(self) -> bool:
         return self._model.step_number in self._wishing
 
-    def act(self, step: int) -> None:
+    def on_step_boundary(self, step: int) -> None:
         assert self._model.settle() == [], "all is settled"
         assert self.known == list(range(step))
         self.acted.append(step)
@@ -50,12 +49,12 @@ class Noting(Boundary):
         self.known.append(outcome.step)
 
 
-def run(optimistic: bool, boundaries: Callable[[Model], list[Noting]]) -> list[Noting]:
+def run(optimistic: bool, callbacks: Callable[[Model], list[Noting]]) -> list[Noting]:
     schedule = one_f_one_b(2, 3)
     sizes, optimizer = ModelConfig(name="tiny", sequence=8, microbatch_size=1), OptimizerConfig(clip_norm=2.0)
     config = TrainingConfig(schedule, model=sizes, optimizer=optimizer, steps=STEPS)
     model = Model(config, compile_schedule(schedule), Launch(2), optimistic=optimistic)
-    found = boundaries(model)
+    found = callbacks(model)
     _Run(config, model, found).go()
     return found
 

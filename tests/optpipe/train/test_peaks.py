@@ -11,10 +11,9 @@ import pytest
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.profile.subject import load_subject, with_samples
-from optpipe.schedule import Schedule
-from optpipe.schedule_text import schedule_text
+from optpipe.schedule import Schedule, schedule_text
 from optpipe.train import CheckResult, ModelConfig, OnlineConfig, OutputConfig, TrainingConfig, train
-from solver.portfolio import solve
+from solver.solve import solve
 from tests.optpipe.profile.subjects import measured
 from tests.ranks import RunRanks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optpipe.train.updates.snapshot import Snapshot
-from tests.optpipe.train.updates.tasks import Averaging
+from optpipe.train.rollback import Snapshot
+from tests.optpipe.train.update.tasks import Averaging
 
 
 def module() -> nn.Module:

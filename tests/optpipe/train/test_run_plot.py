@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from optpipe.plot.output import FORMATS, settings
+from optpipe.plot.figure import FORMATS, settings
 from optpipe.train import StepReport
 from optpipe.train.config import PICTURES
-from optpipe.train.online.events import OnlineEvent
-from optpipe.train.output.picture import MANY_STEPS, MEDIANS, Picture, run_grid
-from tests.optpipe.train.output.reports import step
+from optpipe.train.result import OnlineEvent
+from optpipe.train.run_plot import MANY_STEPS, MEDIANS, RunPlot, run_grid
+from tests.optpipe.train.reports import step
 
 
 def curve(axes: Axes, number: int = 0) -> list[list[float]]:
@@ -73,7 +73,7 @@ def test_swaps_and_undone_updates_are_marked() -> None:
 @pytest.mark.parametrize("suffix", PICTURES)
 def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run{suffix}"
-    picture = Picture(path, "a run")
+    picture = RunPlot(path, "a run")
     picture.draw()
     assert not path.exists()
     picture(step(0))

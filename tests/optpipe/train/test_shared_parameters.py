@@ -15,9 +15,9 @@ from safetensors import safe_open
 from optpipe.compile import compile_schedule
 from optpipe.errors import InputError, TrainingError
 from optpipe.train import CheckpointConfig, OptimizerConfig, train
-from optpipe.train.checkpoints import writing
-from optpipe.train.checkpoints.folder import final_path
-from optpipe.train.checkpoints.state import stage_tensors
+from optpipe.train.checkpoint import write
+from optpipe.train.checkpoint.files import final_path
+from optpipe.train.checkpoint.write import stage_tensors
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from tests.optpipe.train import shared_stages
@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_in_one_process(halves: Path, tmp_path: Path, case
 
 def test_a_checkpoint_that_has_it_with_every_stage_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As older versions wrote them."""
-    monkeypatch.setattr(writing, "stage_tensors", lambda module, optimizer, _: stage_tensors(module, optimizer))
+    monkeypatch.setattr(write, "stage_tensors", lambda module, optimizer, _: stage_tensors(module, optimizer))
     config = replace(config_of("everywhere, linear"), checkpoints=CheckpointConfig(tmp_path), check=False)
     train(replace(config, steps=STEPS // 2))
     assert train(config).losses == near(plain("everywhere")[0][STEPS // 2 :])

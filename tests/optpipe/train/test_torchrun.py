@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from instances.schedules import one_f_one_b
 from optpipe.errors import TrainingError
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
-from tests.optpipe.runtime.schedules import one_f_one_b
 from tests.optpipe.train.cases import MAX_ERROR, everything, schedules
 from tests.ranks import RunRanks
 from tests.torchrun import torchrun

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from instances.schedules import v_wave
 from optpipe.errors import InputError
 from optpipe.train import CheckpointConfig, ModelConfig, OnlineConfig, OutputConfig, TrainingConfig, train
-from tests.optpipe.runtime.schedules import v_wave
-from tests.optpipe.train.online.solvers import Scripted
+from tests.optpipe.train.resolve.solvers import Scripted
 
 SCHEDULE = v_wave(2, 3, moved=[(0, 0), (2, 1)])
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.errors import RunFailedError
 from optpipe.train import CheckResult, ModelConfig, OptimizerConfig, StepReport, TrainingConfig, TrainingResult, train
+from optpipe.train.check import gradient_error, reference_step
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.plain import gradient_error, plain_step
-from optpipe.train.tasks import task_of
-from tests.optpipe.runtime.schedules import one_f_one_b, random_placement, random_schedule
+from optpipe.train.tasks import build_task
+from tests.optpipe.runtime.schedules import random_placement, random_schedule
 from tests.optpipe.train.cases import MAX_ERROR, schedules
 
 SCHEDULES = schedules(2)
@@ -81,12 +82,12 @@ def test_random_schedules_offload_and_split() -> None:
 def test_losses_are_those_of_plain_training() -> None:
     """Five steps of AdamW, every loss equal."""
     config = TrainingConfig(SCHEDULES["V, offload"], ModelConfig("tiny", dtype="float64"), steps=5)
-    task = task_of(config, 4, SCHEDULES["V, offload"].problem.microbatches)
+    task = build_task(config, 4, SCHEDULES["V, offload"].problem.microbatches)
     modules = task.build_stages()
     optimizer = torch.optim.AdamW(nn.Sequential(*modules).parameters(), lr=config.optimizer.learning_rate)
     plain = []
     for step in range(5):
-        plain.append(plain_step(modules, task.loss, *task.batch(step)))
+        plain.append(reference_step(modules, task.loss, *task.batch(step)))
         optimizer.step()
     assert train(config).losses == pytest.approx(plain, rel=1e-9)
 

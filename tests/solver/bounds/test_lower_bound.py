@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from instances import REFERENCE, instance, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
-from solver.exact.cp_sat.model import solve_cp_sat
-from solver.exact.cp_sat.options import Options
-from solver.floor import serial_orders
+from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.limits import Limits, Start
 from solver.published.zb_auto import zb_auto
-from tests.problems import KNOWN_OPTIMA, REFERENCE, instance, problems, uniform
+from solver.serial import serial_orders
+from tests.problems import KNOWN_OPTIMA, problems
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
 ZERO_BUBBLE = {name: entry["lower_bound_us"] for name, entry in REFERENCE.items() if "lower_bound_us" in entry}

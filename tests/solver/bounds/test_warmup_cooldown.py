@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import pytest
 
+from instances import HALF, instance, uniform
 from optpipe.problem import Problem
-from solver.bounds import lower_bound_us, window_bounds_us
+from solver.bounds import lower_bound_us, warmup_cooldown_bounds_us
 from solver.limits import Limits
-from solver.portfolio import solve
-from tests.problems import HALF, instance, uniform
+from solver.solve import solve
 
 
 @pytest.mark.parametrize(("budget", "warm_up_us", "cool_down_us"), [(2, 66, 66), (4, 56, 46), (8, 36, 6), (14, 6, 0)])
 def test_first_device_idles_at_both_ends(budget: int, warm_up_us: float, cool_down_us: float) -> None:
     """Turnaround 3 (10 + 10 + 2) at both ends; k = budget / 2 in flight: k - 1 more F, or k - 1 stocked B and W."""
-    first = window_bounds_us(uniform(4, 8, budget=budget, objective="device_span"))[0]
+    first = warmup_cooldown_bounds_us(uniform(4, 8, budget=budget, objective="device_span"))[0]
     assert first == 8 * 30 + warm_up_us + cool_down_us
 
 
 def test_all_forwards_first_idle_once() -> None:
     """Both microbatches fit: their F fill 10 of 66 us, or one B and W 20 of them; one gap can be both."""
-    assert window_bounds_us(uniform(4, 2, budget=4, objective="device_span"))[0] == 2 * 30 + 56
-    assert window_bounds_us(uniform(4, 2, budget=None, objective="device_span"))[0] == 2 * 30 + 56
+    assert warmup_cooldown_bounds_us(uniform(4, 2, budget=4, objective="device_span"))[0] == 2 * 30 + 56
+    assert warmup_cooldown_bounds_us(uniform(4, 2, budget=None, objective="device_span"))[0] == 2 * 30 + 56
 
 
 def test_weights_are_stocked_where_they_need_few_bytes() -> None:
     """Room for 6 bytes beside the last microbatch: six W with 1 byte, one activation of 5 and a W, or between."""
     problem = uniform(4, 8, activation_bytes=5, budget=11, objective="device_span")
-    assert window_bounds_us(problem)[0] == 8 * 30 + (66 - 10) + (66 - 6 * 10)
+    assert warmup_cooldown_bounds_us(problem)[0] == 8 * 30 + (66 - 10) + (66 - 6 * 10)
 
 
 def test_makespan_counts_what_lies_before_and_after_a_device() -> None:
     """On the last device no window is open, but three F come before and three B and a W after."""
-    assert window_bounds_us(uniform(4, 8))[-1] == 3 * 11 + max(8 * 30, 8 * 20 + 3 * 11 + 10)
-    assert window_bounds_us(uniform(4, 2, budget=2))[-1] == 3 * 11 + 2 * 20 + 10 + 3 * 11 + 10
+    assert warmup_cooldown_bounds_us(uniform(4, 8))[-1] == 3 * 11 + max(8 * 30, 8 * 20 + 3 * 11 + 10)
+    assert warmup_cooldown_bounds_us(uniform(4, 2, budget=2))[-1] == 3 * 11 + 2 * 20 + 10 + 3 * 11 + 10
 
 
 def test_span_of_the_first_device_holds_the_way_through_the_last() -> None:
@@ -42,14 +42,14 @@ def test_span_of_the_first_device_holds_the_way_through_the_last() -> None:
     data = problem.to_data()
     for stage in data["stages"]:
         stage["backward_weight_us"] = 2
-    assert window_bounds_us(Problem.from_data(data))[-1] == 3 * 11 + 24 * 20 + 3 * 11 + 2
+    assert warmup_cooldown_bounds_us(Problem.from_data(data))[-1] == 3 * 11 + 24 * 20 + 3 * 11 + 2
     assert 24 * 22 < 3 * 11 + 24 * 20 + 3 * 11 + 2
 
 
 def test_workspace_of_forward_takes_room_of_the_stock() -> None:
     roomy, tight = (_with_workspace(budget) for budget in (9, 8))
-    assert window_bounds_us(roomy)[0] == 8 * 30 + 36 + 6
-    assert window_bounds_us(tight)[0] == 8 * 30 + 46 + 16
+    assert warmup_cooldown_bounds_us(roomy)[0] == 8 * 30 + 36 + 6
+    assert warmup_cooldown_bounds_us(tight)[0] == 8 * 30 + 46 + 16
 
 
 def _with_workspace(budget: int) -> Problem:
@@ -61,12 +61,14 @@ def _with_workspace(budget: int) -> Problem:
 def test_offload_frees_and_brings_back_at_the_rate_of_the_channel() -> None:
     """A byte each 10 us. Warm-up of 76 us: 4 + 7.6 bytes are five F. Cool-down: 4 + 7.6 - 2 bytes fill 66 us."""
     slow = {"bytes": 2, "offload_us": 20, "reload_us": 20}
-    assert window_bounds_us(uniform(4, 8, budget=4, offload=slow, objective="device_span"))[0] == 8 * 30 + 26
+    assert warmup_cooldown_bounds_us(uniform(4, 8, budget=4, offload=slow, objective="device_span"))[0] == 8 * 30 + 26
 
 
 def test_what_never_leaves_must_fit() -> None:
     """Of 4 bytes the last F takes 2, and what stays of two others: three F of 76 us, two B and W of 66 us."""
-    assert window_bounds_us(uniform(4, 8, budget=4, offload=HALF, objective="device_span"))[0] == 8 * 30 + 46 + 26
+    assert (
+        warmup_cooldown_bounds_us(uniform(4, 8, budget=4, offload=HALF, objective="device_span"))[0] == 8 * 30 + 46 + 26
+    )
 
 
 def test_copies_are_too_slow_for_all_forwards_to_come_first() -> None:
@@ -76,19 +78,19 @@ def test_copies_are_too_slow_for_all_forwards_to_come_first() -> None:
     """
     slow = {"bytes": 2, "offload_us": 40, "reload_us": 40}
     problem = uniform(4, 8, budget=4, offload=slow, objective="device_span")
-    assert window_bounds_us(problem)[0] == pytest.approx(8 * 30 + 46 + 8)
+    assert warmup_cooldown_bounds_us(problem)[0] == pytest.approx(8 * 30 + 46 + 8)
 
 
 def test_v_placement_counts_both_stages() -> None:
     """Warm-up: 8 F and 6 delays, of which 4 F fit; cool-down: 7 B and 6 delays, of which 10 + 2 (10 + 10) are there."""
     problem = uniform(4, 8, budget=8, v_shape=True, objective="device_span")
-    assert window_bounds_us(problem)[0] == 8 * 60 + (86 - 40) + (76 - 20 - 40)
+    assert warmup_cooldown_bounds_us(problem)[0] == 8 * 60 + (86 - 40) + (76 - 20 - 40)
 
 
 def test_devices_without_stages_have_no_bound() -> None:
     data = uniform(4, 8).to_data()
     data["devices"].append({"memory_bytes": 1})
-    assert len(window_bounds_us(Problem.from_data(data))) == 4
+    assert len(warmup_cooldown_bounds_us(Problem.from_data(data))) == 4
 
 
 def test_quick_copies_leave_more_weights_for_later() -> None:

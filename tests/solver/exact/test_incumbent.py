@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from instances import uniform
 from optpipe.errors import VerificationError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from solver.build import build_schedule
 from solver.exact.incumbent import Incumbent
-from solver.finish import finish
-from solver.floor import serial_orders
 from solver.limits import Answer, Limits, Start
-from solver.published.one_f_one_b import one_f_one_b
-from tests.problems import uniform
+from solver.published.one_stage import one_f_one_b
+from solver.serial import serial_orders
 
 
 def incumbent(
@@ -31,7 +31,7 @@ def test_a_contradiction_is_kept_and_refused_at_the_end() -> None:
     search.raise_bound(search.value_us * 1.01)
     assert search.bound_us > search.value_us
     with pytest.raises(VerificationError, match=r"bound_us.*above the value"):
-        finish(problem, orders, search.answer.bound_us, "test", 0.0)
+        build_schedule(problem, orders, search.answer.bound_us, "test", 0.0)
 
 
 def test_bounds_of_models_without_the_fused_backwards_that_may_be_best_are_not_taken() -> None:

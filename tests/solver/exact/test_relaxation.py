@@ -9,18 +9,17 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from optpipe.fields import MAX_TIME_US
-from optpipe.problem import Problem
+from instances import HALF, REFERENCE, instance, uniform
+from optpipe.problem import MAX_TIME_US, Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
-from solver.exact.cp_sat.model import solve_cp_sat
-from solver.exact.cp_sat.options import Options
+from solver.build import within_budgets
+from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.exact.relaxation import projected, relaxation_bound, restricted
-from solver.finish import within_budgets
-from solver.floor import serial_orders
 from solver.limits import Answer, Limits, Start
-from solver.published.in_flight import in_flight_orders
-from tests.problems import HALF, REFERENCE, instance, problems, uniform
+from solver.published.ada_offload import in_flight_orders
+from solver.serial import serial_orders
+from tests.problems import problems
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
 

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from ortools.sat.python import cp_model
 
-from optpipe.orders import Op, Orders
+from instances import uniform
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.board import Board
 from solver.bounds import split_backward_suffices
 from solver.exact.cp_sat.model import add_hint
-from solver.exact.cp_sat.model import build as build_cp_sat
-from solver.exact.grid import Grid
-from solver.exact.milp.point import point_of_orders
-from solver.exact.milp.program import build as build_milp
-from solver.exact.milp.program import load
+from solver.exact.cp_sat.model import build_model as build_cp_sat
+from solver.exact.milp.model import build_program as build_milp
+from solver.exact.milp.model import load_program, point_from_orders
+from solver.exact.ticks import TimeGrid
 from solver.limits import Limits, Start
-from solver.starts import offer_published
+from solver.strategy import SharedIncumbent
+from solver.warm_starts import offer_published
 from tests.placed_problems import placed_problems
-from tests.problems import KNOWN_OPTIMA, uniform
+from tests.problems import KNOWN_OPTIMA
 
 FEASIBLE = 1e-6
 """What HiGHS allows a row to be short of."""
@@ -34,7 +34,7 @@ PROBLEMS = [problem for problem, _ in KNOWN_OPTIMA.values()]
 
 @dataclass(frozen=True)
 class Known:
-    """A problem with the start that `solver.portfolio.solve` lets a search of it begin from."""
+    """A problem with the start that `solver.solve.solve` lets a search of it begin from."""
 
     problem: Problem
     start: Start
@@ -43,9 +43,9 @@ class Known:
     @classmethod
     def of(cls, problem: Problem) -> Known | None:
         """None where no published schedule keeps the budgets."""
-        board = Board(problem, Limits(workers=1), None)
-        offer_published(problem, board)
-        start = board.start()
+        shared = SharedIncumbent(problem, Limits(workers=1), None)
+        offer_published(problem, shared)
+        start = shared.start()
         return cls(problem, start, start.orders) if start.orders is not None else None
 
 
@@ -57,7 +57,7 @@ KNOWN = placed_problems(most_microbatches=3).filter(split_backward_suffices).map
 def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
     start = known.start
     program = build_milp(known.problem, start.horizon_us, start.bound_us, start.value_us)
-    point = point_of_orders(program.variables, known.orders)
+    point = point_from_orders(program.variables, known.orders)
     assert (program.matrix @ point >= program.row_lower - FEASIBLE).all()
     assert (program.lower - FEASIBLE <= point).all()
     assert (point <= program.upper + FEASIBLE).all()
@@ -68,7 +68,7 @@ def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
 @given(KNOWN)
 def test_a_point_of_the_constraint_model(known: Known) -> None:
     """Nothing but the hint itself is left to CP-SAT."""
-    grid = Grid.of(known.problem, known.start.horizon_us)
+    grid = TimeGrid.of(known.problem, known.start.horizon_us)
     variables = build_cp_sat(known.problem, grid, known.start.horizon_us, known.start.bound_us)
     add_hint(variables, known.orders)
     solver = cp_model.CpSolver()
@@ -86,9 +86,9 @@ def test_a_fused_backward_that_overtook_a_weight_pass_is_a_point_of_both_models(
     orders = Orders.of_compute([[Op.parse(name) for name in names.split()] for names in lists])
     value_us = simulate(problem, orders).value_us
     program = build_milp(problem, value_us, 0.0, value_us)
-    point = point_of_orders(program.variables, orders)
+    point = point_from_orders(program.variables, orders)
     assert (program.matrix @ point >= program.row_lower - FEASIBLE).all()
-    variables = build_cp_sat(problem, Grid.of(problem, value_us), value_us, 0.0)
+    variables = build_cp_sat(problem, TimeGrid.of(problem, value_us), value_us, 0.0)
     add_hint(variables, orders)
     solver = cp_model.CpSolver()
     solver.parameters.fix_variables_to_their_hinted_value = True
@@ -102,11 +102,11 @@ def test_highs_takes_it_before_it_searches(problem: Problem) -> None:
     known = Known.of(problem)
     assert known is not None
     program = build_milp(problem, known.start.horizon_us, 0.0, known.start.value_us)
-    highs = load(program)
+    highs = load_program(program)
     for option in ("mip_heuristic_effort", "mip_max_nodes", "time_limit"):
         highs.setOptionValue(option, 0)
     solution = highspy.HighsSolution()
-    solution.col_value = point_of_orders(program.variables, known.orders)
+    solution.col_value = point_from_orders(program.variables, known.orders)
     highs.setSolution(solution)
     highs.run()
     assert highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

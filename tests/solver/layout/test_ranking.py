@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.placements import placement, placement_named
+from optpipe.partition import placement, placement_named
 from optpipe.verify import verify
 from solver.layout.candidates import Search, candidates
 from solver.layout.ranking import rank

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from instances import uniform
 from solver.limits import Limits
 from solver.process import Child, Heartbeat, Incumbent, solve_in_child
-from solver.process.memory_use import kept_waiting_s
-from tests.problems import uniform
+from solver.process.channel import kept_waiting_s
 from tests.solver.process.slow_start import LOADS_S
 
 PROBLEM = uniform(4, 8, v_shape=True, budget=12)

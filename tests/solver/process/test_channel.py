@@ -1,11 +1,15 @@
-"""What parent and child say to each other arrives as it was sent."""
+"""A child from outside: nothing is left behind."""
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from instances import HALF, WHOLE, uniform
 from optpipe.errors import (
     DeadlockError,
     InfeasibleError,
@@ -16,21 +20,28 @@ from optpipe.errors import (
     OptPipeError,
     VerificationError,
 )
+from optpipe.ops import orders_from_data, orders_to_data
 from optpipe.simulate import simulate
-from solver.floor import serial_orders
 from solver.limits import Limits
 from solver.methods import METHODS
-from solver.orders_text import orders_data, read_orders
-from solver.portfolio import solve
-from solver.process import messages
-from tests.problems import HALF, WHOLE, uniform
+from solver.process import Child, channel
+from solver.serial import serial_orders
+from solver.solve import solve
 
 
-def sent(message: messages.Message) -> messages.Message:
+def test_a_child_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-such-python"))
+    with pytest.raises(FileNotFoundError):
+        Child()
+    assert list(tmp_path.iterdir()) == []
+
+
+def sent(message: channel.Message) -> channel.Message:
     """The message after its way through the pipe."""
-    text = messages.line(message)
+    text = channel.to_line(message)
     assert text.count(b"\n") == 1
-    received: messages.Message = json.loads(text)
+    received: channel.Message = json.loads(text)
     return received
 
 
@@ -39,7 +50,7 @@ def test_a_request() -> None:
     limits = Limits(7.5, 0.01, 3, 11, deterministic_limit=2.0)
     known = serial_orders(problem)
     assert known is not None
-    read, method, given, starts = messages.read_request(sent(messages.request(problem, "milp", limits, [known])))
+    read, method, given, starts = channel.read_request(sent(channel.request_message(problem, "milp", limits, [known])))
     assert read == problem
     assert method == "milp"
     assert (given.time_limit_s, given.gap, given.workers, given.seed) == (7.5, 0.01, 3, 11)
@@ -60,7 +71,7 @@ def test_a_request() -> None:
     ],
 )
 def test_every_error(error: OptPipeError) -> None:
-    read = messages.read_error(sent(messages.error(error)))
+    read = channel.read_error(sent(channel.error_message(error)))
     assert type(read) is type(error)
     assert str(read) == str(error)
     assert vars(read) == vars(error)
@@ -71,15 +82,15 @@ def test_orders_with_waits_and_shared_channels() -> None:
     orders = solve(problem, "ada-offload").orders
     assert orders.waits
     assert orders.channels
-    read = read_orders(json.loads(json.dumps(orders_data(orders))))
-    assert orders_data(read) == orders_data(orders)
+    read = orders_from_data(json.loads(json.dumps(orders_to_data(orders))))
+    assert orders_to_data(read) == orders_to_data(orders)
     assert set(read.ops()) == set(orders.ops())
 
 
 @pytest.mark.parametrize("data", [{}, {"devices": [["F0"]], "waits": {}, "channels": []}, {"devices": 3}])
-def test_other_things_are_no_orders(data: messages.Message) -> None:
+def test_other_things_are_no_orders(data: channel.Message) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
-        read_orders(data)
+        orders_from_data(data)
 
 
 def test_methods_keep_their_names() -> None:

@@ -6,12 +6,21 @@ from itertools import pairwise
 
 import pytest
 
+from instances import HALF, instance, uniform
 from optpipe.errors import InputError, MethodError
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from optpipe.verify import verify
+from solver.bounds import lower_bound_us
+from solver.build import within_budgets
 from solver.limits import Limits
 from solver.process import Child, Heartbeat, SolverDiedError, solve_in_child
-from solver.process.memory_use import available_bytes, resident_bytes
-from tests.problems import KNOWN_OPTIMA, instance, uniform
+from solver.process.channel import available_bytes, resident_bytes
+from solver.process.parent import Fallback
+from solver.serial import serial_orders
+from solver.strategy import SharedIncumbent
+from solver.warm_starts import offer_published
+from tests.problems import KNOWN_OPTIMA
 from tests.promises.solves import heard
 
 
@@ -81,3 +90,54 @@ def test_memory_is_known_here() -> None:
     held, available = resident_bytes(1), available_bytes()
     assert held is None or held >= 0
     assert available is None or available > 2**20
+
+
+LIMIT_S = 4.0
+
+
+def floor_us(problem: Problem) -> float:
+    orders = serial_orders(problem)
+    assert orders is not None
+    return simulate(problem, orders).value_us
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        uniform(4, 8),
+        uniform(4, 8, budget=6),
+        uniform(4, 8, budget=3, offload=HALF),
+        uniform(4, 8, v_shape=True, budget=12),
+    ],
+)
+def test_the_best_that_fits(problem: Problem) -> None:
+    fallback = Fallback(problem, Limits(LIMIT_S))
+    fallback.make()
+    assert fallback.best is not None
+    simulation = simulate(problem, fallback.best.orders)
+    assert simulation.value_us == fallback.best.value_us
+    assert within_budgets(problem, fallback.best.orders, simulation)
+    assert fallback.best.value_us < floor_us(problem)
+    assert fallback.bound_us == lower_bound_us(problem)
+
+
+def test_nothing_is_made_that_nobody_waits_for() -> None:
+    fallback = Fallback(uniform(4, 8), Limits(LIMIT_S))
+    fallback.stop()
+    fallback.make()
+    assert fallback.best is None
+
+
+def test_a_child_that_never_begins() -> None:
+    problem = uniform(8, 64, budget=7)
+    limits = Limits(LIMIT_S, workers=1)
+    with Child("tests.solver.process.asleep") as child:
+        result = solve_in_child(problem, "auto", limits, child=child)
+    assert limits.seconds <= LIMIT_S + 2
+    assert (result.reason, result.limit) == ("feasible", "time")
+    assert result.schedule is not None
+    assert verify(result.schedule).ok
+    shared = SharedIncumbent(problem, Limits(LIMIT_S), None)
+    offer_published(problem, shared)
+    assert result.schedule.method == shared.method
+    assert result.schedule.value_us == shared.best.value_us < floor_us(problem) / 2

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from instances import uniform
 from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver import kernels
 from solver.limits import Limits
 from solver.process import Incumbent, solve_in_child
-from solver.process.loading import INTERPRETED_OPS
-from solver.size import count_ops
-from tests.problems import uniform
+from solver.process.parent import INTERPRETED_OPS
+from solver.scale import count_ops
 
 EXAMPLE = Problem.load(Path(__file__).parents[3] / "examples/problems/offload-p4-m8.json")
 

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from instances import HALF, REFERENCE, WHOLE, instance, uniform
 from optpipe.errors import MethodError
+from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import finish, within_budgets
-from solver.floor import known_budgets_bytes, serial_orders
-from solver.published.ada_offload import ada_offload
-from solver.published.in_flight import in_flight_orders
+from solver.build import build_schedule, within_budgets
+from solver.published.ada_offload import ada_offload, in_flight_orders
+from solver.serial import known_budgets_bytes, serial_orders
 from tests.placed_problems import placed_problems
-from tests.problems import HALF, REFERENCE, WHOLE, instance, problems, uniform
+from tests.problems import problems
 from tests.random_timings import exceeded, random_peaks_bytes
 
 WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
@@ -23,7 +24,7 @@ WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-"
 @pytest.mark.parametrize("name", WITH_OFFLOAD)
 def test_every_instance_with_offload(name: str) -> None:
     problem = instance(name)
-    schedule = finish(problem, ada_offload(problem), 0.0, "ada-offload", 0.0)
+    schedule = build_schedule(problem, ada_offload(problem), 0.0, "ada-offload", 0.0)
     assert schedule.value_us < sum(problem.work_us)  # better than one device after the other
 
 
@@ -66,7 +67,7 @@ def test_valid_wherever_the_floor_is_and_under_any_timing(problem: Problem, seed
         orders = ada_offload(Problem.from_data(problem.to_data() | {"devices": known}))
         assert orders.devices
         return
-    finish(problem, orders, 0.0, "ada-offload", 0.0)
+    build_schedule(problem, orders, 0.0, "ada-offload", 0.0)
     assert floor is None or simulate(problem, orders).value_us <= simulate(problem, floor).value_us + 1e-9
     assert not exceeded(problem, random_peaks_bytes(problem, orders, 100, seed))
 
@@ -83,3 +84,32 @@ def test_a_refusal_names_each_limit_that_may_be_too_small() -> None:
     limits = "device 0 has 1: 1 too few; device 1 has 1: 1 too few; the host has 3 for what leaves"
     with pytest.raises(MethodError, match=rf"{limits}.* Maybe raise devices\[\]\.memory_bytes to \[2, 2\]"):
         ada_offload(problem)
+
+
+def test_one_f_one_b_comes_out() -> None:
+    """Two devices, two in flight: device 0 starts two F, then B and F take turns."""
+    orders = in_flight_orders(uniform(2, 4, transfer_us=0), 2, 0)
+    names = [str(op) for op in orders.devices[0].compute if op.kind != "W"]
+    assert names == ["F0.0", "F0.1", "B0.0", "F0.2", "B0.1", "F0.3", "B0.2", "B0.3"]
+
+
+def test_one_in_flight_is_one_after_the_other() -> None:
+    problem = uniform(3, 2, transfer_us=1)
+    orders = in_flight_orders(problem, 1, 0)
+    assert [str(op) for op in orders.devices[0].compute] == ["F0.0", "B0.0", "W0.0", "F0.1", "B0.1", "W0.1"]
+    assert simulate(problem, orders).value_us == 2 * (6 * 10 + 4) + 2 * 10
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(max_microbatches=6), st.integers(1, 7), st.integers(0, 3))
+def test_both_numbers_hold(problem: Problem, in_flight: int, late_weights: int) -> None:
+    orders = in_flight_orders(problem, in_flight, late_weights)
+    assert len(simulate(problem, orders).ops) == 3 * len(problem.stages) * problem.microbatches
+    first = list(orders.devices[problem.stages[0].device].compute)
+    for i in range(in_flight, problem.microbatches):
+        assert first.index(Op("B", 0, i - in_flight)) < first.index(Op("F", 0, i))
+    for device in orders.devices:
+        pending = 0
+        for op in device.compute:
+            assert op.kind == "W" or pending <= late_weights
+            pending += {"F": 0, "B": 1, "W": -1}[op.kind]

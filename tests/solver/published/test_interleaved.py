@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import instance, uniform
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import finish, peak_budgets
+from solver.build import build_schedule, peak_budgets
 from solver.published.interleaved import interleaved_1f1b
-from tests.problems import instance, uniform
 from tests.solver.published.unequal import unequal
 
 
@@ -85,7 +85,7 @@ def test_bubble_and_memory_at_unit_costs(p: int, chunks: int, m: int) -> None:
 def test_any_costs_chunks_and_microbatches(data: st.DataObject) -> None:
     p, chunks = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))
     problem = data.draw(unequal(list(range(p)) * chunks))
-    finish(problem, interleaved_1f1b(problem), 0, "interleaved-1f1b", 0)
+    build_schedule(problem, interleaved_1f1b(problem), 0, "interleaved-1f1b", 0)
 
 
 def test_a_last_group_that_is_not_full_costs_no_more_than_a_full_one() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from instances import REFERENCE, instance, uniform
 from optpipe.errors import MethodError
-from optpipe.orders import Op, Orders
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import over_budget, peak_budgets
-from solver.published.gpipe import gpipe
-from solver.published.one_f_one_b import one_f_one_b
+from solver.build import build_schedule, over_budget, peak_budgets
+from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.zb_auto import zb_auto
-from solver.published.zero_bubble import zb_h1
-from tests.problems import REFERENCE, instance, uniform
+from tests.solver.published.unequal import unequal
 
 MEASURED = sorted(name for name in REFERENCE if name.startswith("zb-"))
 PUBLIC_HEURISTIC_US = {name: REFERENCE[name]["zero_bubble_heuristic_us"] for name in MEASURED} | {
@@ -107,3 +108,36 @@ def test_stages_may_sit_on_any_device() -> None:
     orders = zb_auto(problem)
     assert orders.devices[2].compute[0] == Op("F", 0, 0)
     assert simulate(problem, orders).value_us == simulate(uniform(3, 4), zb_auto(uniform(3, 4, budget=6))).value_us
+
+
+H2_MEASURED = [name for name in REFERENCE if name.startswith("zb-") and name.endswith("mem2")]
+
+
+@pytest.mark.parametrize("name", H2_MEASURED)
+def test_published_bubble_and_memory(name: str) -> None:
+    """Zero Bubble, table 4, at four digits; 2p - 1 microbatches on the first device, and no device holds more."""
+    problem = instance(name)
+    orders = zb_h2(problem)
+    bubble = 1 - max(problem.work_us) / simulate(problem, orders).value_us
+    assert round(bubble, 4) == REFERENCE[name]["published_bubble"]["ZB-H2"]
+    peaks = peak_budgets(problem, orders)
+    assert peaks[0] == max(peaks) == (2 * len(problem.stages) - 1) * problem.stages[0].activation_bytes
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_no_bubble_at_unit_costs(p: int) -> None:
+    """Zero Bubble, section 2: (p - 1)(tF + tB - 2tW) is 0."""
+    problem = uniform(p, 3 * p, transfer_us=0, objective="device_span")
+    assert simulate(problem, zb_h2(problem)).value_us == 3 * p * 30
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_any_costs_and_microbatches(data: st.DataObject) -> None:
+    problem = data.draw(unequal(list(range(data.draw(st.integers(1, 6))))))
+    build_schedule(problem, zb_h2(problem), 0, "zb-h2", 0)
+
+
+def test_h2_refuses_other_placements() -> None:
+    with pytest.raises(MethodError, match="device 0 has 2"):
+        zb_h2(uniform(2, 2, v_shape=True))

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import REFERENCE, instance
 from optpipe.errors import MethodError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import finish, over_budget, peak_budgets
+from solver.build import build_schedule, over_budget, peak_budgets
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
-from tests.problems import REFERENCE, instance
 
 Method = Callable[[Problem], Orders]
 
@@ -98,7 +98,7 @@ def test_gis_peak_and_bubble(times: tuple[int, int, int]) -> None:
 def test_any_number_of_microbatches(m: int, group: int) -> None:
     problem = interleaved(8, 3, m)
     orders = gis_h(problem, group)
-    finish(problem, orders, 0, "gis-h", 0)
+    build_schedule(problem, orders, 0, "gis-h", 0)
     assert max(peak_budgets(problem, orders)) <= group * 2 + 8
 
 
@@ -116,7 +116,7 @@ def test_published_peaks_with_offload(method: Method, peak: int, k: float, duple
     """PipeOffload's block repeated evenly: peak 6 and 3 to 5 chunks, bubble 23 passes, d = 8, v = 2, m = 32."""
     problem = interleaved(8, 2, 32, k=k, duplex=duplex, budget=peak if limited else None)
     orders = method(problem)
-    finish(problem, orders, 0, "po", 0)
+    build_schedule(problem, orders, 0, "po", 0)
     assert max(peak_budgets(problem, orders)) <= peak
     assert bubble_us(problem, orders) <= 23 + 1e-9
     assert limited or bubble_us(problem, orders) == pytest.approx(23)
@@ -235,7 +235,7 @@ def test_verified_or_a_stated_reason(problem: Problem, method: Method) -> None:
     if isinstance(orders, str):
         assert search(r"\d.* Maybe ", orders)
     elif method is not gis or not over_budget(problem, orders):
-        finish(problem, orders, 0, "po", 0)
+        build_schedule(problem, orders, 0, "po", 0)
 
 
 def orders_or_reason(problem: Problem, method: Method) -> Orders | str:

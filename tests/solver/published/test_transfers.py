@@ -9,13 +9,14 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.orders import Op, Orders
+from instances import HALF, WHOLE, uniform
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
-from solver.finish import over_budget, within_budgets
-from solver.published.in_flight import in_flight_orders
+from solver.build import over_budget, within_budgets
+from solver.published.ada_offload import in_flight_orders
 from solver.published.transfers import Activation, TransferPlanner, Wish
-from tests.problems import HALF, WHOLE, problems, uniform
+from tests.problems import problems
 
 
 def compute_of(problem: Problem, in_flight: int, late_weights: int = 0) -> list[Sequence[Op]]:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import REFERENCE, instance, uniform
 from optpipe.errors import MethodError
-from optpipe.orders import Orders
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import finish, over_budget, peak_budgets
+from solver.build import build_schedule, over_budget, peak_budgets
 from solver.published.v_family import PERIOD, building_block, chunks_held, v_half, v_min, v_zb
-from tests.problems import REFERENCE, instance, uniform
 from tests.solver.published.unequal import unequal
 
 Method = Callable[[Problem], Orders]
@@ -83,7 +83,7 @@ def test_v_zb_is_next_to_zero_bubble_at_the_memory_of_1f1b() -> None:
 def test_any_costs_and_microbatches(data: st.DataObject, method: Method) -> None:
     p = data.draw(st.integers(1, 5))
     problem = data.draw(unequal([*range(p), *reversed(range(p))]))
-    finish(problem, method(problem), 0, method.__name__, 0)
+    build_schedule(problem, method(problem), 0, method.__name__, 0)
 
 
 @pytest.mark.parametrize("method", MICROBATCHES_HELD)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances import REFERENCE, instance, uniform
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.finish import finish, over_budget
+from solver.build import build_schedule, over_budget
 from solver.published.zb_v import zb_v
-from tests.problems import REFERENCE, instance, uniform
 from tests.solver.published.unequal import unequal
 
 MEASURED = [name for name, entry in REFERENCE.items() if "zb_v_us" in entry]
@@ -61,7 +61,7 @@ def test_says_how_many_bytes_are_missing(budget: int) -> None:
 def test_any_costs_and_microbatches(data: st.DataObject) -> None:
     p = data.draw(st.integers(1, 5))
     problem = data.draw(unequal([*range(p), *reversed(range(p))]))
-    finish(problem, zb_v(problem), 0, "zb-v", 0)
+    build_schedule(problem, zb_v(problem), 0, "zb-v", 0)
 
 
 def test_refuses_other_placements() -> None:

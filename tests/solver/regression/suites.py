@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from solver.bench.cases import Case
-from solver.bench.measure import Figures, Measured, Point
-from solver.bench.public import Public
-from solver.bench.suite import Entry, Suite
-from solver.finish import finish
-from solver.published.zero_bubble import zb_h1
-from tests.problems import uniform
+from instances import uniform
+from solver.build import build_schedule
+from solver.published.one_stage import zb_h1
+from solver.regression.run import Case, Entry, Figures, MeasuredRun, Point, Public, Suite
 
 PROBLEM = uniform(2, 3, budget=4, name="two")
 
@@ -21,14 +18,14 @@ RECORDED = {"value_us": 104, "bound_us": 100, "seconds": 2.0, "time_limit_s": 30
 
 def figures(bound_us: float = 0.0) -> Figures:
     """ZB-H1 on PROBLEM, found in a second, with a bound of one's choice."""
-    return Figures.of(finish(PROBLEM, zb_h1(PROBLEM), bound_us, "zb-h1", 1.0))
+    return Figures.of(build_schedule(PROBLEM, zb_h1(PROBLEM), bound_us, "zb-h1", 1.0))
 
 
-def measured(found: Figures | None, **more: Any) -> Measured:
+def measured(found: Figures | None, **more: Any) -> MeasuredRun:
     """A run that took a second."""
     curve = (Point(1.0, found.value_us, found.bound_us, "zb-h1"),) if found else ()
     given = {"figures": found, "why_not": "", "failed": False, "seconds": 1.0, "interrupted": False, "curve": curve}
-    return Measured(**(given | more))
+    return MeasuredRun(**(given | more))
 
 
 def case(recorded: dict[str, Any] | None = None, tolerance: float = 0.0, public_us: float | None = None) -> Case:

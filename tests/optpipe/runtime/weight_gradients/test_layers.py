@@ -19,8 +19,8 @@ from optpipe.runtime.weight_gradients import (
     accumulate,
     compiled_part,
     defer_weight_gradients,
+    layers,
     register_deferred,
-    registry,
 )
 from tests.optpipe.runtime.weight_gradients.layers import (
     F64,
@@ -69,10 +69,10 @@ class OwnInitialisation(nn.Linear):
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    known = dict(registry._SPLITS)
+    known = dict(layers._SPLITS)
     yield
-    registry._SPLITS.clear()
-    registry._SPLITS.update(known)
+    layers._SPLITS.clear()
+    layers._SPLITS.update(known)
 
 
 def waits(module: nn.Module, x: Tensor) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from optpipe.train import train
-from tests.optpipe.train.checkpoints.runs import config_of
+from tests.optpipe.train.checkpoint.runs import config_of
 
 
 def main(folder: Path) -> None:

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig
-from optpipe.train.checkpoints.checkpoints import Checkpoints
-from optpipe.train.checkpoints.disk import Disk
-from optpipe.train.checkpoints.interrupts import Interrupts
+from optpipe.train.checkpoint.callback import CheckpointCallback, Interrupts
+from optpipe.train.checkpoint.files import Disk
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.optpipe.train.checkpoints import normed_stages
+from tests.optpipe.train.checkpoint import normed_stages
 
 STEPS = 6
 
@@ -59,7 +58,7 @@ class Run:
     """A model between steps, and the losses of the steps that this run did."""
 
     model: Model
-    checkpoints: Checkpoints
+    checkpoints: CheckpointCallback
     losses: dict[int, float]
 
 
@@ -75,12 +74,12 @@ def run(
     program = compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
     model = Model(config, program, Launch(len(program.devices)))
     with Interrupts() as interrupts:
-        found = Run(model, Checkpoints(config, model, interrupts, disk), {})
+        found = Run(model, CheckpointCallback(config, model, interrupts, disk), {})
         start = found.checkpoints.resume()
         last = config.steps if until is None else until
         for step in range(start, config.steps + 1):
-            if step > start and (found.checkpoints.due(step) or found.checkpoints.asks()):
-                found.checkpoints.act(step)
+            if step > start and (found.checkpoints.is_due(step) or found.checkpoints.requests()):
+                found.checkpoints.on_step_boundary(step)
             if step >= last or found.checkpoints.stopped:
                 break
             if before:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.train.checkpoints.folder import final_path, steps_in
-from optpipe.train.checkpoints.interrupts import SAME_WISH_S, Interrupts
-from tests.optpipe.train.checkpoints.runs import config_of, run
+from optpipe.train.checkpoint.callback import SAME_WISH_S, Interrupts
+from optpipe.train.checkpoint.files import final_path, steps_in
+from tests.optpipe.train.checkpoint.runs import config_of, run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -55,7 +55,7 @@ def test_elsewhere_than_in_the_main_thread_signals_are_left_alone() -> None:
 
 SECOND = f"""
 import signal, time
-from optpipe.train.checkpoints.interrupts import Interrupts
+from optpipe.train.checkpoint.callback import Interrupts
 with Interrupts() as interrupts:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)

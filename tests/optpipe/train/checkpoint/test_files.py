@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import CheckpointError
-from optpipe.train.checkpoints.disk import Disk
-from optpipe.train.checkpoints.document import SavedFile
-from optpipe.train.checkpoints.folder import final_path, steps_in
-from optpipe.train.checkpoints.state import stage_tensors
+from optpipe.train.checkpoint.files import Disk, SavedFile, final_path, steps_in
+from optpipe.train.checkpoint.write import stage_tensors
 from optpipe.train.model import Model
-from tests.optpipe.train.checkpoints.runs import Run, config_of, run
+from tests.optpipe.train.checkpoint.runs import Run, config_of, run
 
 When = Literal["before", "half", "after"]
 
@@ -109,7 +107,7 @@ def attempt(kept: Path, folder: Path, at_four: Run, disk: Disk) -> None:
     checkpoints = type(at_four.checkpoints)(
         config_of(folder, keep=1, every_steps=4), at_four.model, at_four.checkpoints._interrupts, disk
     )
-    checkpoints.act(4)
+    checkpoints.on_step_boundary(4)
     at_four.checkpoints = checkpoints
 
 
@@ -168,7 +166,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) ->
     ready.model.step(ready.model.task.batch(5))
     ready.checkpoints._disk = FaultyDisk(2, "half", full)
     with pytest.raises(CheckpointError, match=r"step 6 could not be written: No space left on device\. There is none"):
-        ready.checkpoints.act(6)
+        ready.checkpoints.on_step_boundary(6)
 
 
 def test_a_limit_that_the_kernel_sets_is_told(at_four: tuple[Path, Run], tmp_path: Path) -> None:

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instances.schedules import one_f_one_b, v_wave
 from optpipe.errors import CheckpointError, InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, OnlineConfig, OptimizerConfig
-from optpipe.train.checkpoints.disk import Disk
-from optpipe.train.checkpoints.folder import final_path, steps_in
-from optpipe.train.checkpoints.resuming import resume
-from optpipe.train.checkpoints.writing import write_checkpoint
+from optpipe.train.checkpoint.files import Disk, final_path, steps_in
+from optpipe.train.checkpoint.resume import resume
+from optpipe.train.checkpoint.write import write_checkpoint
 from optpipe.train.model import Model
-from tests.optpipe.runtime.schedules import one_f_one_b, random_schedule, v_wave
-from tests.optpipe.train.checkpoints.runs import STEPS, config_of, run
+from tests.optpipe.runtime.schedules import random_schedule
+from tests.optpipe.train.checkpoint.runs import STEPS, config_of, run
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "autocast": {"dtype": "float32", "autocast": "bfloat16"},
     "dropout and running statistics in bfloat16": {
-        "name": "tests.optpipe.train.checkpoints.drawing_stages:build",
+        "name": "tests.optpipe.train.checkpoint.drawing_stages:build",
         "dtype": "float32",
     },
     "tied": {"tied": True},
@@ -85,7 +85,7 @@ def test_a_schedule_that_was_swapped_in_is_gone_on_with(tmp_path: Path) -> None:
     first.model.step(first.model.task.batch(0))
     first.model.swap(better)
     first.model.step(first.model.task.batch(1))
-    first.checkpoints.act(2)
+    first.checkpoints.on_step_boundary(2)
     assert Schedule.load(final_path(tmp_path, 2) / "schedule.json") == better
     assert run(config, until=0).model.schedule == better
     other = one_f_one_b(2, 2, fused=True)

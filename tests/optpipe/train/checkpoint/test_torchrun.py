@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.errors import CheckpointError
-from optpipe.train.checkpoints.disk import read_tensors
-from optpipe.train.checkpoints.document import buffers_file, stage_file
-from optpipe.train.checkpoints.folder import final_path, steps_in
-from optpipe.train.checkpoints.resuming import resume
-from optpipe.train.checkpoints.state import stage_buffers
+from optpipe.train.checkpoint.files import buffers_file, final_path, read_tensors, stage_file, steps_in
+from optpipe.train.checkpoint.resume import resume
+from optpipe.train.checkpoint.write import stage_buffers
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.optpipe.train.checkpoints import normed_stages
-from tests.optpipe.train.checkpoints.runs import NORMED, STEPS, config_of, run
+from tests.optpipe.train.checkpoint import normed_stages
+from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, config_of, run
 from tests.ranks import RunRanks
 from tests.torchrun import end, start
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from optpipe.errors import CheckpointError
-from optpipe.train.checkpoints.disk import Disk, read_tensors
-from optpipe.train.checkpoints.state import load_stage, stage_tensors
+from optpipe.train.checkpoint.files import Disk, read_tensors
+from optpipe.train.checkpoint.write import load_stage, stage_tensors
 
 
 class Odd(nn.Module):

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from instances.schedules import one_f_one_b
 from optpipe.runtime.stage import Stage
 from optpipe.train import TrainingConfig, TrainingResult, train
-from optpipe.train.checkpoints.disk import Disk
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.optpipe.train.checkpoints.runs import NORMED, config_of
+from optpipe.train.checkpoint.files import Disk
+from tests.optpipe.train.checkpoint.runs import NORMED, config_of
 
 RANK = int(os.environ["RANK"])
 

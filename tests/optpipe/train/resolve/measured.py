@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from optpipe.problem import CopyChannels
-from optpipe.profile.contention import Contention
 from optpipe.profile.measured import Measured, StageFigures
-from optpipe.profile.timing import Spread
-from optpipe.profile.transfers import Transfers
-from optpipe.runtime.stage_sizes import StageSizes
+from optpipe.profile.ops import Spread
+from optpipe.profile.transfers import Contention, Transfers
+from optpipe.runtime.probe import StageSizes
 
 BEFORE = {"F": 10.0, "B": 20.0, "W": 8.0, "BW": 26.0, "O": 4.0, "R": 5.0}
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-import optpipe.train.online.online as online_room
+import optpipe.train.resolve.callback as online_room
+from instances import uniform
 from optpipe.train import ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig, train
-from optpipe.train.online.choice import Choice
-from solver.portfolio import solve
-from tests.optpipe.train.online.solvers import Scripted
-from tests.problems import uniform
+from optpipe.train.resolve.callback import Choice
+from solver.solve import solve
+from tests.optpipe.train.resolve.solvers import Scripted
 
 
 def main(folder: Path, mode: str) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from optpipe.errors import NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.floor import known_budgets_bytes
-from solver.portfolio import solve
+from solver.serial import known_budgets_bytes
+from solver.solve import solve
 
 
 @dataclass

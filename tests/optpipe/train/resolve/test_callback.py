@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from instances import uniform
+from optpipe.compile.program import Action
 from optpipe.errors import InputError, NoSolutionError, TrainingError
+from optpipe.problem import Problem
+from optpipe.profile.measured import Measured
+from optpipe.runtime.recorder import HostRecorder, Timing
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig, TrainingResult, train
-from solver.portfolio import solve
-from tests.optpipe.train.online.solvers import Scripted
-from tests.problems import uniform
+from optpipe.train.model import Model
+from optpipe.train.resolve.callback import (
+    FIRST_STEPS,
+    STEPS_AFTER,
+    Choice,
+    ResolveCallback,
+    Trial,
+    choose,
+    drift,
+    op_times,
+    retimed,
+)
+from optpipe.train.resolve.initial import InitialSchedule, Setting
+from optpipe.train.result import Events
+from optpipe.train.tasks.base import Task
+from optpipe.train.update import StepOutcome
+from solver.solve import solve
+from tests.optpipe.train.resolve.measured import BEFORE, measured, spread
+from tests.optpipe.train.resolve.solvers import Scripted
 
 MODEL = ModelConfig("tiny", dtype="float64", microbatch_size=1, sequence=8)
 STEPS = 14
@@ -153,3 +176,209 @@ def test_messages_that_wait_for_their_ops_are_within_the_memory_given() -> None:
 def test_a_schedule_cannot_be_sought_without_a_solver() -> None:
     with pytest.raises(TrainingError, match="no solver was given"):
         train(_config(None, replace(ONLINE, mode="first", devices=2)))
+
+
+@pytest.mark.parametrize(
+    ("in_use_us", "found_us", "least_gain", "better"),
+    [(100, 98, 0.01, True), (100, 99.5, 0.01, False), (100, 100, 0.0, False), (100, 101, 0.0, False)],
+)
+def test_only_what_saves_enough_is_better(in_use_us: float, found_us: float, least_gain: float, better: bool) -> None:
+    assert Choice(in_use_us, found_us, least_gain).better is better
+
+
+def test_both_are_timed_with_the_newest_costs() -> None:
+    problem = uniform(4, 8)
+    in_use, found = solve(problem, "1f1b"), solve(problem, "zb-h1")
+    slower = Problem.from_data(
+        problem.to_data()
+        | {"stages": [stage.to_data() | {"forward_us": 3 * stage.forward_us} for stage in problem.stages]}
+    )
+    choice = choose(slower, in_use, found, 0.01)
+    assert choice.in_use_us == solve(slower, "1f1b").value_us > in_use.value_us
+    assert choice.found_us == solve(slower, "zb-h1").value_us
+    assert choice.better
+
+
+def _trial(before: list[float], after: list[float]) -> Trial:
+    trial = Trial(before)
+    for seconds in after:
+        trial.add(seconds)
+    return trial
+
+
+def test_a_trial_waits_for_enough_steps() -> None:
+    assert not _trial([1.0] * 9, [1.0] * (FIRST_STEPS + STEPS_AFTER - 1)).over
+    assert _trial([1.0] * 9, [1.0] * (FIRST_STEPS + STEPS_AFTER)).over
+
+
+def test_the_first_steps_after_a_change_do_not_count() -> None:
+    trial = _trial([1.0, 1.1, 0.9, 1.0, 1.05], [9.0] * FIRST_STEPS + [0.8] * STEPS_AFTER)
+    assert not trial.worse
+    assert trial.figures == "steps take 0.800 s after the change, 1.000 s before it"
+
+
+def test_longer_steps_are_worse_beyond_their_noise() -> None:
+    before = [1.0, 1.1, 0.9, 1.0, 1.2, 1.05]
+    assert _trial(before, [0.0] * FIRST_STEPS + [1.5] * STEPS_AFTER).worse
+    assert not _trial(before, [0.0] * FIRST_STEPS + [1.06] * STEPS_AFTER).worse
+
+
+def test_without_steps_before_there_is_nothing_to_compare() -> None:
+    trial = _trial([], [1.0] * (FIRST_STEPS + STEPS_AFTER))
+    assert not trial.worse
+    assert trial.figures == "steps take 1.000 s after the change"
+
+
+def test_too_few_steps_before_condemn_nothing() -> None:
+    assert not _trial([1.0], [0.0] * FIRST_STEPS + [1.5] * STEPS_AFTER).worse
+
+
+def _timing(kind: str, stage: int, microbatch: int, us: float) -> Timing:
+    return Timing(stage, Action(kind, stage, microbatch), 0, 1000, 1000 + int(us * 1000))
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def test_each_kind_of_a_stage_gets_its_median_from_when_it_could_begin() -> None:
+    timings = [_timing("F", 0, i, us) for i, us in enumerate((1.0, 5.0, 2.0))] + [_timing("W", 1, 0, 7.0)]
+    found = op_times(timings, _alone)
+    assert found[0]["F"].median_us == 2.0
+    assert found[0]["F"].count == 3
+    assert found[1]["W"].median_us == 7.0
+
+
+def test_messages_are_not_ops() -> None:
+    message = Timing(0, Action("SEND_F", 0, 0, peer=1), 0, 0, 9)
+    assert op_times([message], _alone) == {}
+
+
+def test_the_slowest_replica_counts() -> None:
+    other = op_times([_timing("F", 0, 0, 30.0)], _alone)
+    slow = {"0": {"F": {"median_us": 30.0, "lower_us": 30.0, "upper_us": 30.0, "count": 1}}}
+    for found in (lambda mine: [mine, slow], lambda mine: [slow, mine]):
+        assert op_times([_timing("F", 0, 0, 20.0)], found) == other
+
+
+def test_timed_kinds_replace_and_others_are_scaled_as_they() -> None:
+    times = retimed(measured(), {0: {"F": spread(20.0), "BW": spread(52.0)}}).stages[0].times
+    assert {kind: spread.median_us for kind, spread in times.items()} == {
+        kind: pytest.approx(2 * us) for kind, us in BEFORE.items()
+    }
+
+
+def test_a_stage_that_was_not_timed_stays() -> None:
+    before = measured()
+    assert retimed(before, {0: {"F": spread(20.0)}}).stages[1] == before.stages[1]
+
+
+def _problem(**changes: float) -> Problem:
+    data = measured().problem(4).to_data()
+    data["stages"][1] |= changes
+    return Problem.from_data(data)
+
+
+def test_drift_is_of_the_device_that_changed_most() -> None:
+    total = BEFORE["F"] + BEFORE["B"] + BEFORE["W"] + BEFORE["O"] + BEFORE["R"]
+    assert drift(_problem(), _problem()) == 0
+    assert drift(_problem(), _problem(forward_us=14.0)) == pytest.approx(4 / total)
+    assert drift(_problem(), _problem(forward_us=14.0, backward_input_us=16.0)) == pytest.approx(8 / total)
+
+
+SETTING = Setting(placement=(0, 1), microbatches=4)
+
+
+@dataclass
+class _TwoProcesses:
+    """Rank 0 of two, without the other."""
+
+    world: int = 2
+    rank: int = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+@dataclass
+class _Training:
+    """What of a model the boundary uses."""
+
+    schedule: Schedule
+    step_number: int = 0
+    hardware: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    launch: _TwoProcesses = field(default_factory=_TwoProcesses)
+    swaps: list[str] = field(default_factory=list)
+
+    def swap(self, schedule: Schedule) -> None:
+        self.swaps.append(schedule.method)
+        self.schedule = schedule
+
+
+def _first(training: _Training, found: Measured) -> InitialSchedule:
+    """As if measured before; the task has done its part by then."""
+    return InitialSchedule(training.schedule, SETTING, found, cast(Task, None))
+
+
+def _outcome(step: int, seconds: float) -> StepOutcome:
+    return StepOutcome(step, 1.0, 1.0, 0.1, False, False, False, seconds)
+
+
+def _trained(seconds_after: float) -> tuple[_Training, Events]:
+    """Ten steps of a second with gpipe, then zb-h1 is found, whose steps take so long."""
+    found = measured()
+    training = _Training(solve(SETTING.problem(found), "gpipe"))
+    events, config = Events(leads=False), OnlineConfig("online", first_step=8, record_steps=1, every_steps=1000)
+    online = ResolveCallback(config, cast(Model, training), _first(training, found), Scripted(["zb-h1"]), events)
+    for step in range(30):
+        if online.is_due(step) or online.requests():
+            online.on_step_boundary(step)
+        recorder = online.recorder(step)
+        if isinstance(recorder, HostRecorder):
+            recorder.begin(0, Action("F", 0, 0))
+            recorder.end()
+        online.done(_outcome(step, seconds_after if training.swaps[-1:] == ["zb-h1"] else 1.0 + step % 3 / 100))
+    return training, events
+
+
+def test_longer_steps_bring_the_schedule_before_back() -> None:
+    training, events = _trained(1.5)
+    assert training.swaps == ["zb-h1", "gpipe"]
+    assert [event.kind for event in events.all] == ["timed", "solving", "swapped", "back"]
+    swapped, back = (event.step for event in events.all if event.kind in ("swapped", "back"))
+    assert back - swapped >= FIRST_STEPS + STEPS_AFTER
+
+
+def test_shorter_steps_keep_it() -> None:
+    training, events = _trained(0.9)
+    assert training.swaps == ["zb-h1"]
+    assert [event.kind for event in events.all] == ["timed", "solving", "swapped", "kept"]
+
+
+def test_what_changes_during_a_search_is_solved_for_after_it() -> None:
+    """A second timing, three times as long, while the first search runs."""
+    found, solver = measured(), Scripted(["gpipe", "zb-h1"])
+    training = _Training(solve(SETTING.problem(found), "gpipe"))
+    config = OnlineConfig("online", first_step=0, record_steps=1, every_steps=4)
+    events = Events(leads=False)
+    online = ResolveCallback(config, cast(Model, training), _first(training, found), solver, events)
+    for step in range(16):
+        if online.is_due(step) or online.requests():
+            online.on_step_boundary(step)
+        recorder = online.recorder(step)
+        if isinstance(recorder, HostRecorder):
+            _record(recorder, 1.0 if step == 0 else 3.0)
+        if step == 1:
+            solver.searches[0].polls = 6
+        online.done(_outcome(step, 1.0))
+    assert [problem.stages[0].forward_us for problem in solver.problems] == [10.0, 30.0]
+    kinds = [event.kind for event in events.all]
+    assert kinds[:5] == ["timed", "solving", "timed", "kept", "solving"]
+
+
+def _record(recorder: HostRecorder, times: float) -> None:
+    """Every op of stage 0 took so many times what was measured before."""
+    recorder._timings += [Timing(0, Action(kind, 0, 0), 0, 0, int(1000 * us * times)) for kind, us in BEFORE.items()]

@@ -9,14 +9,14 @@ from itertools import count
 import pytest
 
 from optpipe.compile import compile_schedule
-from optpipe.profile.op_times import WARM_UP_ROUNDS
-from optpipe.runtime.stage_sizes import measure_stage
+from optpipe.profile.ops import WARM_UP_ROUNDS
+from optpipe.runtime.probe import measure_stage
 from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.online.events import Events
-from optpipe.train.online.first import _heeding, first_schedule
-from tests.optpipe.train.online.solvers import Scripted
+from optpipe.train.resolve.initial import _heeding, initial_schedule
+from optpipe.train.result import Events
+from tests.optpipe.train.resolve.solvers import Scripted
 
 ROUNDS = 3
 ONLINE = OnlineConfig("first", devices=2, microbatches=4, rounds=ROUNDS)
@@ -27,7 +27,7 @@ CONFIG = TrainingConfig(None, ModelConfig("tiny", microbatch_size=1, sequence=8)
 def test_an_interrupt_ends_the_measuring_before_the_next_round_or_after_the_last(looks: int) -> None:
     asked = count()
     with pytest.raises(KeyboardInterrupt):
-        first_schedule(CONFIG, Launch(2), Scripted([]), Events(leads=False), lambda: next(asked) == looks)
+        initial_schedule(CONFIG, Launch(2), Scripted([]), Events(leads=False), lambda: next(asked) == looks)
     assert next(asked) == looks + 1
 
 
@@ -43,7 +43,7 @@ def test_one_of_many_processes_says_so_once_and_goes_on_until_all_can_end(caplog
 def test_what_is_trained_under_autocast_is_measured_under_autocast() -> None:
     """So budgets count what a device really holds."""
     config = replace(CONFIG, model=replace(CONFIG.model, autocast="bfloat16"))
-    first = first_schedule(config, Launch(2), Scripted([None]), Events(leads=False), lambda: False)
+    first = initial_schedule(config, Launch(2), Scripted([None]), Events(leads=False), lambda: False)
     model = Model(replace(config, schedule=first.schedule), compile_schedule(first.schedule), Launch(2))
     inputs, targets = model.task.batch(0)
     for s, stage in model.stages.items():

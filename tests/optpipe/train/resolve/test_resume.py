@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from optpipe.train import CheckpointConfig, ModelConfig, OnlineConfig, TrainingConfig, train
-from tests.optpipe.train.online.solvers import Scripted
+from tests.optpipe.train.resolve.solvers import Scripted
 
 
 def _config(folder: Path, steps: int) -> TrainingConfig:

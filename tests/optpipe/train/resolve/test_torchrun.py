@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from instances import uniform
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig, train
-from solver.portfolio import solve
-from tests.problems import uniform
+from solver.solve import solve
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "online_worker.py"

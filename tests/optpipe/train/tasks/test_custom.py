@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from examples import own_stages
+from instances.schedules import one_f_one_b
 from optpipe.errors import InputError, TrainingError
 from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
-from optpipe.train.tasks import task_of
-from tests.optpipe.runtime.schedules import one_f_one_b
-from tests.optpipe.train.online.solvers import Scripted
+from optpipe.train.tasks import build_task
+from tests.optpipe.train.resolve.solvers import Scripted
 
 BUILD, BATCH = "examples.own_stages:build", "examples.own_stages:batch"
 SCHEDULE = one_f_one_b(4, own_stages.MICROBATCHES)
@@ -28,7 +28,7 @@ def test_they_equal_the_plain_step_and_learn() -> None:
 
 def test_weights_and_batches_depend_on_seed_and_step_alone() -> None:
     config = TrainingConfig(SCHEDULE, ModelConfig(BUILD, data=BATCH), seed=3)
-    task = task_of(config, 4, own_stages.MICROBATCHES)
+    task = build_task(config, 4, own_stages.MICROBATCHES)
     before = torch.get_rng_state()
     first, again = (
         [p for module in modules for p in module.parameters()] for modules in (task.build_stages(), task.build_stages())
@@ -40,7 +40,7 @@ def test_weights_and_batches_depend_on_seed_and_step_alone() -> None:
 
 
 def test_without_data_one_microbatch_is_repeated_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    task = task_of(TrainingConfig(SCHEDULE, ModelConfig(BUILD)), 4, 8)
+    task = build_task(TrainingConfig(SCHEDULE, ModelConfig(BUILD)), 4, 8)
     inputs, targets = task.batch(7)
     assert len(inputs) == len(targets) == 8
     assert all(torch.equal(x, inputs[0]) for x in inputs)
@@ -72,7 +72,7 @@ def test_batches_that_do_not_fit(
     monkeypatch.syspath_prepend(tmp_path)
     config = TrainingConfig(SCHEDULE, ModelConfig(BUILD, data=f"data_{name}:batch"))
     with pytest.raises(InputError) as caught:
-        task_of(config, 4, 8)
+        build_task(config, 4, 8)
     assert message in f"{caught.value.source.removeprefix('data ')}: {caught.value}"
 
 

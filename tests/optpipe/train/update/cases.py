@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instances import uniform
+from instances.schedules import OFFLOAD, one_f_one_b, v_wave
 from optpipe.compile import compile_schedule
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OptimizerConfig, TrainingConfig
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.updates import StepOutcome
-from solver.finish import finish
+from optpipe.train.update import StepOutcome
+from solver.build import build_schedule
 from solver.methods import METHODS
-from tests.optpipe.runtime.schedules import OFFLOAD, one_f_one_b, v_wave
 from tests.optpipe.train.cases import M, everything
-from tests.optpipe.train.updates.tasks import NoisyTask
-from tests.problems import uniform
+from tests.optpipe.train.update.tasks import NoisyTask
 
 STAGES, STEPS = 4, 100
 WITHOUT_LOSS = (0, 7, 8, 50, STEPS - 1)
@@ -33,7 +33,7 @@ def published(method: str, devices: int, *, v_shape: bool = False) -> Schedule:
     problem = uniform(devices, M, v_shape=v_shape, offload=OFFLOAD)
     orders = METHODS[method].orders
     assert orders is not None
-    return finish(problem, orders(problem), 0.0, method, 0.0)
+    return build_schedule(problem, orders(problem), 0.0, method, 0.0)
 
 
 @cache

@@ -16,7 +16,8 @@ import torch
 
 from optpipe.errors import RunFailedError, TrainingError
 from optpipe.train.launch import launched
-from tests.optpipe.train.updates.cases import M, config_of, noisy_model, schedules
+from tests.optpipe.train.cases import M
+from tests.optpipe.train.update.cases import config_of, noisy_model, schedules
 
 TIMEOUT_SECONDS = 30
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from optpipe.train.launch import launched
-from tests.optpipe.train.updates.cases import config_of, digests_of, noisy_model, run, schedules
+from tests.optpipe.train.update.cases import config_of, digests_of, noisy_model, run, schedules
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from optpipe.train import StepReport, train
-from tests.optpipe.train.updates.cases import replicated
+from tests.optpipe.train.update.cases import replicated
 
 
 def main(path: Path) -> None:

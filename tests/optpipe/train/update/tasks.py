@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.train.config import TrainingConfig
-from optpipe.train.gpt_task import GPTTask
-from optpipe.train.task import Batch
+from optpipe.train.tasks.base import Batch
+from optpipe.train.tasks.gpt import GPTTask
 
 
 class Averaging(nn.Module):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.optpipe.train.updates.failing_worker import TIMEOUT_SECONDS
+from tests.optpipe.train.update.failing_worker import TIMEOUT_SECONDS
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "failing_worker.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optpipe.train.config import OptimizerConfig
-from optpipe.train.updates.learning_rate import learning_rate
+from optpipe.train.update import learning_rate
 
 
 def rates(steps: int, **chosen: object) -> list[float]:

@@ -10,13 +10,13 @@ from torch import nn
 
 from optpipe.compile import compile_schedule
 from optpipe.errors import RunFailedError
-from optpipe.train.gpt import byte_loss
+from optpipe.train.check import reference_step
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.plain import plain_step
-from optpipe.train.updates.patience import MOST_WRONG
+from optpipe.train.rollback import MOST_ROLLBACKS
+from optpipe.train.tasks.gpt import byte_loss
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
-from tests.optpipe.train.updates.cases import (
+from tests.optpipe.train.update.cases import (
     WITHOUT_LOSS,
     config_of,
     digests_of,
@@ -72,7 +72,7 @@ def test_clipping_is_that_of_torch_on_the_whole_model() -> None:
     optimizer = torch.optim.AdamW(whole.parameters(), lr=config.optimizer.learning_rate)
     plain = []
     for step in range(30):
-        loss = plain_step(modules, byte_loss, *model.task.batch(step))
+        loss = reference_step(modules, byte_loss, *model.task.batch(step))
         plain.append((loss, float(nn.utils.clip_grad_norm_(whole.parameters(), 2.2))))
         optimizer.step()
     outcomes = run(model)
@@ -96,14 +96,14 @@ def test_a_loss_that_is_no_number_stops_and_touches_no_weight(optimistic: bool) 
 
 def test_it_waits_while_most_steps_are_wrong_and_then_no_longer() -> None:
     """As many processes decide it: by outcomes, which all have."""
-    wrong = range(MOST_WRONG + 4)
+    wrong = range(MOST_ROLLBACKS + 4)
     model = noisy_model(
         config_of(SCHEDULES["1F1B"], steps=40, clip_norm=None), Launch(4), optimistic=True, without_loss=wrong
     )
     outcomes = run(model)
     assert [o.step for o in outcomes if o.skipped] == list(wrong)
     rolled_back = [o.step for o in outcomes if o.rolled_back]
-    assert rolled_back[: MOST_WRONG + 1] == list(range(MOST_WRONG + 1))
+    assert rolled_back[: MOST_ROLLBACKS + 1] == list(range(MOST_ROLLBACKS + 1))
     assert len(rolled_back) < len(wrong)
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe.train.plain import plain_step
-from optpipe.train.tasks import task_of
-from optpipe.train.updates import StepOutcome
-from tests.optpipe.train.updates.cases import M, facts, replicated, schedules, synchronous
+from optpipe.train.check import reference_step
+from optpipe.train.tasks import build_task
+from optpipe.train.update import StepOutcome
+from tests.optpipe.train.cases import M
+from tests.optpipe.train.update.cases import facts, replicated, schedules, synchronous
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "post_validation_worker.py"
@@ -50,13 +51,13 @@ def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks, tmp_path: Pat
     run_ranks(WORKER.parent / "replicas_worker.py", 2, str(tmp_path / "reports"))
     found = [(report["loss"], report["gradient_norm"]) for report in json.loads((tmp_path / "reports").read_text())]
     config = replicated()
-    task = task_of(config, 2, M)
+    task = build_task(config, 2, M)
     modules = task.build_stages()
     whole = nn.Sequential(*modules)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=config.optimizer.learning_rate)
     plain, most = [], config.optimizer.clip_norm or 0.0
     for step in range(config.steps):
-        loss = plain_step(modules, task.loss, *task.batch(step))
+        loss = reference_step(modules, task.loss, *task.batch(step))
         plain.append((loss, float(nn.utils.clip_grad_norm_(whole.parameters(), most))))
         optimizer.step()
     assert found == [pytest.approx(pair, rel=1e-8) for pair in plain]

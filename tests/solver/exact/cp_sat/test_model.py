@@ -6,20 +6,23 @@ from functools import cache
 from typing import Any
 
 import pytest
+from ortools.sat.python import cp_model
 
+from instances import HALF, REFERENCE, WHOLE, instance, uniform
 from optpipe.errors import InfeasibleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.bounds.paths import Paths
-from solver.exact.cp_sat.model import solve_cp_sat
+from solver.bounds.device import Paths
+from solver.exact.cp_sat.model import configured_solver, solve_cp_sat, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Variables
-from solver.exact.grid import Grid
-from solver.floor import serial_orders
-from solver.limits import Limits, Start
-from solver.portfolio import Progress, solve
-from tests.problems import HALF, KNOWN_OPTIMA, REFERENCE, WHOLE, instance, uniform
+from solver.exact.ticks import TimeGrid
+from solver.limits import Cancel, Limits, Start
+from solver.serial import serial_orders
+from solver.solve import solve
+from solver.strategy import Progress
+from tests.problems import KNOWN_OPTIMA
 from tests.reference_model import reference_optimum_us
 
 
@@ -43,7 +46,7 @@ def test_proves_known_optima(name: str) -> None:
 
 def test_round_trips_of_a_thousand_stages() -> None:
     problem = uniform(1200, 1, budget=4)
-    round_trips = Variables(problem, Grid.of(problem, 1e6), 10**6).round_trips
+    round_trips = Variables(problem, TimeGrid.of(problem, 1e6), 10**6).round_trips
     turnaround_us = Paths.of(problem).turnaround_us
     assert round_trips == [stage.forward_us + turnaround_us(s, s) for s, stage in enumerate(problem.stages)]
 
@@ -137,3 +140,13 @@ def test_copies_that_outlast_every_schedule_and_times_of_many_digits_do_no_harm(
     start = Start(lower_bound_us(problem), value_us, orders, value_us)
     answer = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.2), start, lambda _: None)
     assert answer.value_us < value_us
+
+
+def test_a_cancel_that_comes_while_the_model_is_built() -> None:
+    model, cancel = cp_model.CpModel(), Cancel()
+    model.maximize(model.new_int_var(0, 7, "x"))
+    status, _ = solve_unless_cancelled(configured_solver(Limits(workers=1)), model, cancel)
+    assert status == cp_model.OPTIMAL
+    cancel.request()
+    status, work = solve_unless_cancelled(configured_solver(Limits(workers=1)), model, cancel)
+    assert (status, work) == (cp_model.UNKNOWN, 0.0)

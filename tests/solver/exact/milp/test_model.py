@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from threading import Timer
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from instances import HALF, REFERENCE, instance, uniform
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.bounds import lower_bound_us
+from solver.build import build_schedule
 from solver.exact.milp.model import solve_milp
-from solver.finish import finish
-from solver.floor import serial_orders
 from solver.limits import Answer, Cancel, Limits, Start
-from solver.portfolio import Progress, solve
-from tests.problems import HALF, KNOWN_OPTIMA, REFERENCE, instance, problems, uniform
+from solver.serial import serial_orders
+from solver.solve import solve
+from solver.strategy import Progress
+from tests.problems import KNOWN_OPTIMA, problems
 
 
 def solved(problem: Problem, method: str = "milp", **limits: Any) -> Schedule:
@@ -108,7 +111,7 @@ def test_without_a_start_as_cp_sat(objective: str, more: dict[str, Any]) -> None
     start, limits = Start(lower_bound_us(problem), 300.0), Limits(60, workers=1)
     answer = solve_milp(problem, limits, start, lambda answer: None)
     assert answer.orders is not None
-    schedule = finish(problem, answer.orders, answer.bound_us, "milp", 0.0)
+    schedule = build_schedule(problem, answer.orders, answer.bound_us, "milp", 0.0)
     assert schedule.status == "optimal"
     assert schedule.value_us == solved(problem, "cp-sat").value_us
 
@@ -193,6 +196,6 @@ def test_is_refused_before_any_start_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def never(*_: object) -> None:
         raise AssertionError("a start was made")
 
-    monkeypatch.setattr("solver.portfolio.offer_published", never)
+    monkeypatch.setattr(import_module("solver.solve"), "offer_published", never)
     with pytest.raises(MethodError, match=r"its limit is 3000.*Maybe use auto"):
         solved(instance("po-10.5b-4k-d8-v5-m64-mem0.25"))

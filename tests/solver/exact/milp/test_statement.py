@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from ortools.linear_solver.python import model_builder
 
+from instances import HALF, WHOLE, uniform
 from optpipe.errors import InputError
 from optpipe.problem import Problem
-from solver.exact.milp.options import Options
-from solver.exact.milp.program import Program, build
+from solver.exact.milp.model import Program, build_program
 from solver.exact.milp.statement import state
+from solver.exact.milp.variables import Options
 from solver.limits import Limits
 from solver.model_export import export_model
-from solver.portfolio import solve
-from tests.problems import HALF, WHOLE, problems, uniform
+from solver.solve import solve
+from tests.problems import problems
 
 Row = tuple[frozenset[tuple[str, float]], float]
 
@@ -45,7 +46,7 @@ def built_rows(program: Program) -> list[Row]:
 
 def assert_same_model(problem: Problem, horizon: float, value_us: float, options: Options) -> None:
     statement = state(problem, horizon, 1.0, value_us, options)
-    program = build(problem, horizon, 1.0, value_us, options)
+    program = build_program(problem, horizon, 1.0, value_us, options)
     assert Counter(map(stated_row, statement.constraints())) == Counter(built_rows(program))
     columns = {c.name: (c.lowBound, c.upBound, c.cat == pulp.LpInteger) for c in statement.variables()}
     binary = program.variables.is_binary().tolist()
@@ -71,7 +72,7 @@ def test_same_columns_and_rows(options: Options, problem: Problem) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_same_columns_and_rows_where_everything_is_open(options: Options) -> None:
     assert_same_model(EVERYTHING, 500.0, 400.0, options)
-    families = {name.split("_")[0] for name in build(EVERYTHING, 500.0, 0.0, 400.0, options).variables.names}
+    families = {name.split("_")[0] for name in build_program(EVERYTHING, 500.0, 0.0, 400.0, options).variables.names}
     decisions = {"order", "leaves", "started", "ended", "away", "ahead", "returned", "counted"}
     assert families == {"start", "objective"} | decisions
 

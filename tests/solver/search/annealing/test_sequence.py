@@ -7,15 +7,15 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.any_timing import any_timing_peak_bytes
-from optpipe.orders import Op, Orders
+from instances import uniform
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.verify import verify
-from solver.finish import finish
-from solver.search.sequence import Merged, merge, orders_of
-from solver.search.table import Table, table_of
-from tests.problems import problems, uniform
+from optpipe.worst_case_memory import worst_case_peak_bytes
+from solver.build import build_schedule
+from solver.search.annealing.sequence import Merged, Table, build_table, merge, orders_from_sequences
+from tests.problems import problems
 from tests.random_plans import random_orders
 
 
@@ -41,8 +41,8 @@ def split(orders: Orders) -> set[Op]:
 @settings(max_examples=150, deadline=None)
 def test_sequences_of_any_orders_are_orders_again(problem: Problem, rng: Random) -> None:
     orders = random_orders(problem, rng)
-    table = table_of(problem)
-    again = orders_of(problem, table, merge(table, simulate(problem, orders)))
+    table = build_table(problem)
+    again = orders_from_sequences(problem, table, merge(table, simulate(problem, orders)))
     assert set(again.ops()) == split(orders)
     simulate(problem, again)
 
@@ -50,26 +50,26 @@ def test_sequences_of_any_orders_are_orders_again(problem: Problem, rng: Random)
 @given(problems(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_memory_under_any_timing_is_within_the_level_along_the_sequence(problem: Problem, rng: Random) -> None:
-    table = table_of(problem)
+    table = build_table(problem)
     merged = merge(table, simulate(problem, random_orders(problem, rng)))
-    orders = orders_of(problem, table, merged)
+    orders = orders_from_sequences(problem, table, merged)
     for device, level in zip(orders.devices, levels_bytes(problem, table, merged), strict=True):
-        assert any_timing_peak_bytes(problem, tuple(device.streams()), orders.waits) <= level
+        assert worst_case_peak_bytes(problem, tuple(device.streams()), orders.waits) <= level
 
 
 def test_a_fused_backward_that_overtook_a_weight_pass_is_split_with_its_weights_in_order() -> None:
     problem = uniform(1, 2)
     overtaken = Orders.of_compute([[Op.parse(name) for name in ["F0.0", "F0.1", "B0.0", "BW0.1", "W0.0"]]])
-    table = table_of(problem)
-    orders = orders_of(problem, table, merge(table, simulate(problem, overtaken)))
+    table = build_table(problem)
+    orders = orders_from_sequences(problem, table, merge(table, simulate(problem, overtaken)))
     assert [str(op) for op in orders.devices[0].compute] == ["F0.0", "F0.1", "B0.0", "B0.1", "W0.0", "W0.1"]
 
 
 @given(problems(), st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
 def test_orders_of_a_sequence_make_a_valid_schedule(problem: Problem, rng: Random) -> None:
-    table = table_of(problem)
+    table = build_table(problem)
     devices = [{"memory_bytes": None}] * len(problem.devices)
     free = Problem.from_data({**problem.to_data(), "host_memory_bytes": None, "devices": devices})
-    orders = orders_of(free, table, merge(table, simulate(problem, random_orders(problem, rng))))
-    assert verify(finish(free, orders, 0.0, "search", 0.0)).ok
+    orders = orders_from_sequences(free, table, merge(table, simulate(problem, random_orders(problem, rng))))
+    assert verify(build_schedule(free, orders, 0.0, "search", 0.0)).ok

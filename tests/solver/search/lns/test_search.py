@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from optpipe.orders import Op, Orders
+from instances import HALF, uniform
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.finish import finish, within_budgets
-from solver.floor import serial_orders
+from solver.build import build_schedule, within_budgets
 from solver.limits import Answer, Limits, Start
-from solver.published.one_f_one_b import one_f_one_b
+from solver.published.one_stage import one_f_one_b
 from solver.published.zb_auto import zb_auto
-from solver.search.windows import improve_windows
-from tests.problems import HALF, KNOWN_OPTIMA, problems, uniform
+from solver.search.lns.search import lns_search
+from solver.serial import serial_orders
+from tests.problems import KNOWN_OPTIMA, problems
 
 
 def start_at(problem: Problem, orders: Orders) -> Start:
@@ -29,7 +30,7 @@ def start_at(problem: Problem, orders: Orders) -> Start:
 def improved(problem: Problem, orders: Orders, work: float, seed: int = 0) -> tuple[Answer, list[Answer]]:
     seen: list[Answer] = []
     limits = Limits(600, workers=1, seed=seed, deterministic_limit=work)
-    return improve_windows(problem, limits, start_at(problem, orders), seen.append), seen
+    return lns_search(problem, limits, start_at(problem, orders), seen.append), seen
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -46,7 +47,7 @@ def test_every_answer_is_valid_and_better_than_the_one_before(problem: Problem) 
     assert answer.value_us == values[-1]
     for one in seen:
         assert one.orders is not None
-        assert finish(problem, one.orders, one.bound_us, "windows", 0.0).value_us == one.value_us
+        assert build_schedule(problem, one.orders, one.bound_us, "windows", 0.0).value_us == one.value_us
 
 
 @pytest.mark.parametrize(("problem", "value_us"), KNOWN_OPTIMA.values(), ids=KNOWN_OPTIMA.keys())
@@ -84,7 +85,7 @@ def test_splits_fused_backwards() -> None:
 def test_splits_a_fused_backward_that_overtook_a_weight_pass() -> None:
     problem = uniform(1, 2)
     orders = Orders.of_compute([[Op.parse(name) for name in ["F0.0", "F0.1", "B0.0", "BW0.1", "W0.0"]]])
-    answer = improve_windows(problem, Limits(600, workers=1, deterministic_limit=0.1), start_at(problem, orders), print)
+    answer = lns_search(problem, Limits(600, workers=1, deterministic_limit=0.1), start_at(problem, orders), print)
     assert answer.value_us == answer.bound_us == 60
 
 
@@ -102,7 +103,7 @@ def test_without_a_start_there_is_nothing_to_improve() -> None:
     def never(answer: Answer) -> Any:
         raise AssertionError(answer)
 
-    answer = improve_windows(uniform(2, 2), Limits(1), Start(0.0, 1000.0), never)
+    answer = lns_search(uniform(2, 2), Limits(1), Start(0.0, 1000.0), never)
     assert answer == Answer(None, float("inf"), 0.0)
 
 

@@ -9,22 +9,20 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from optpipe.orders import Orders
+from benchmarks.pareto import minimum_period_us
+from instances import instance, uniform
+from optpipe.ops import Orders
 from optpipe.problem import Device, Problem, Stage
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.finish import peak_budgets, within_budgets
+from solver.build import peak_budgets, within_budgets
 from solver.limits import Answer, Cancel, Limits, Start
-from solver.search.pattern import Pattern, pattern_search
-from solver.search.pattern.block import orders_of
-from solver.search.pattern.ends import Ends, Filler
-from solver.search.pattern.floor import least_period_us
-from solver.search.pattern.passes import Passes
-from solver.search.pattern.pool import Choice, Pool
-from solver.search.pattern.search import fitting_patterns
-from solver.search.pattern.tuning import few_microbatches
-from solver.search.table import budgets_bytes
-from tests.problems import instance, problems, uniform
+from solver.search.annealing.sequence import budgets_bytes
+from solver.search.modulo import Pattern, modulo_search
+from solver.search.modulo.ends import Ends, Filler, few_microbatches
+from solver.search.modulo.pattern import Passes, orders_from_pattern
+from solver.search.modulo.search import PatternPool, PooledPattern, fitting_patterns
+from tests.problems import problems
 
 
 def found(problem: Problem, share: float = 1.0, width: int = 24, lanes: int = 1) -> Pattern | None:
@@ -42,7 +40,7 @@ def unit_v(p: int, m: int, chunks: int) -> Problem:
 
 
 def repeated(problem: Problem, pattern: Pattern) -> Orders:
-    return orders_of(problem, [plan[:2] for plan in pattern.plan(problem.microbatches)])
+    return orders_from_pattern(problem, [plan[:2] for plan in pattern.plan(problem.microbatches)])
 
 
 def cold(problem: Problem) -> Start:
@@ -101,7 +99,7 @@ def test_unit_costs_need_v_mins_memory_and_have_no_repeating_bubble(p: int, chun
     problem = unit_v(p, 32, chunks)
     pattern = found(problem)
     assert pattern is not None
-    assert pattern.period_us == pytest.approx(least_period_us(problem)) == pytest.approx(60)
+    assert pattern.period_us == pytest.approx(minimum_period_us(problem)) == pytest.approx(60)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -151,12 +149,12 @@ def test_blocks_are_stretched_once_each_the_best_and_the_shortest_in_turns() -> 
     assert pattern is not None
     ends = Ends(np.zeros((2, 24), np.int64), 0.0, np.zeros(4, np.int64))
     blocks = [pattern.stretched(8, rounds) for rounds in (0, 1, 2)]
-    pool = Pool()
+    pool = PatternPool()
     for block, value in zip(blocks, (30.0, 20.0, 10.0), strict=True):
         assert pool.is_new(block)
         assert not pool.is_new(block)
-        assert pool.keep(Choice(block, block, ends, value))
-        assert not pool.keep(Choice(block, block, ends, value + 1))
+        assert pool.keep(PooledPattern(block, block, ends, value))
+        assert not pool.keep(PooledPattern(block, block, ends, value + 1))
     order = [pool.next_to_stretch() for _ in range(4)]
     assert order == [blocks[2], blocks[0], blocks[1], None]
 
@@ -173,7 +171,7 @@ def test_any_ends_keep_the_budgets_of_the_pattern(problem: Problem, seed: int) -
     hurry = rng.integers(filler.cool_down + 1)
     ends = Ends(rng.integers(5, size=(2, passes.size)), float(rng.random()), hurry)
     assume(filler.value_us(ends) < np.inf)
-    orders = orders_of(problem, filler.orders(ends))
+    orders = orders_from_pattern(problem, filler.orders(ends))
     simulation = simulate(problem, orders)
     assert within_budgets(problem, orders, simulation)
 
@@ -194,7 +192,7 @@ def test_the_ends_are_optimal_at_half_and_at_ample_memory(name: str) -> None:
     """The first needs a block longer than the shortest one, the second one that is stretched along the devices."""
     problem = instance(name)
     limits = Limits(workers=1, deterministic_limit=8)
-    answer = pattern_search(problem, limits, cold(problem), lambda answer: None)
+    answer = modulo_search(problem, limits, cold(problem), lambda answer: None)
     assert answer.value_us == pytest.approx(answer.bound_us)
 
 
@@ -202,7 +200,7 @@ def test_orders_are_not_written_where_that_would_take_longer_than_is_left() -> N
     problem = unit_v(8, 4096, 8)
     reported: list[Answer] = []
     limits = Limits(workers=1, deterministic_limit=0.5)
-    answer = pattern_search(problem, limits, cold(problem), reported.append)
+    answer = modulo_search(problem, limits, cold(problem), reported.append)
     assert answer.orders is None
     assert not reported
 
@@ -211,7 +209,7 @@ def test_the_floor_of_the_period_is_memory_over_time() -> None:
     """Device 0 holds 2 bytes through the round trip and 1 byte as long as W runs, of a budget of 2."""
     problem = uniform(2, 4, budget=2)
     chain_us = 10 + 1 + 10 + 10 + 1 + 10
-    assert least_period_us(problem) == pytest.approx((2 * chain_us + 1 * 10) / 2)
+    assert minimum_period_us(problem) == pytest.approx((2 * chain_us + 1 * 10) / 2)
 
 
 def test_the_time_of_the_search_counts_few_microbatches() -> None:
@@ -225,7 +223,7 @@ def test_the_time_of_the_search_counts_few_microbatches() -> None:
 def test_offload_lets_a_pattern_into_a_smaller_budget() -> None:
     problem = instance("d-p8-m16-o1-mo0.5-b1o2-vshape-make")
     limits = Limits(workers=1, deterministic_limit=2)
-    answer = pattern_search(problem, limits, cold(problem), lambda answer: None)
+    answer = modulo_search(problem, limits, cold(problem), lambda answer: None)
     assert answer.orders is not None
     assert any(device.offload for device in answer.orders.devices)
     assert 1 - max(problem.work_us) / answer.value_us < 0.2
@@ -246,7 +244,7 @@ def backward_without_length() -> Problem:
 def test_answers_keep_the_budgets_on_any_problem(problem: Problem) -> None:
     reported: list[Answer] = []
     limits = Limits(time_limit_s=60, workers=1, deterministic_limit=0.2)
-    answer = pattern_search(problem, limits, cold(problem), reported.append)
+    answer = modulo_search(problem, limits, cold(problem), reported.append)
     for one in (*reported, answer):
         if one.orders is not None:
             simulation = simulate(problem, one.orders)
@@ -261,7 +259,7 @@ def test_a_deterministic_limit_gives_the_same_orders_again() -> None:
 
     def run() -> Answer:
         limits = Limits(workers=1, seed=3, deterministic_limit=0.5)
-        return pattern_search(problem, limits, cold(problem), lambda answer: None)
+        return modulo_search(problem, limits, cold(problem), lambda answer: None)
 
     assert run() == run()
 
@@ -271,5 +269,5 @@ def test_a_cancelled_search_answers_with_its_start() -> None:
     cancel = Cancel()
     cancel.request()
     start = cold(problem)
-    answer = pattern_search(problem, Limits(cancel=cancel), start, lambda answer: None)
+    answer = modulo_search(problem, Limits(cancel=cancel), start, lambda answer: None)
     assert answer == Answer(None, float("inf"), start.bound_us)

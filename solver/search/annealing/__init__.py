@@ -1,0 +1,1 @@
+"""Simulated annealing over one merged sequence of ops per device group."""
