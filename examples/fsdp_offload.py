@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 
 from optpipe.pipelining import PlannedSchedule
 from optpipe.runtime import MemoryMeter
-from optpipe.train.gpt import VOCABULARY, GPTShape, build_stages, byte_loss
+from optpipe.train.tasks.gpt import VOCABULARY, GPTShape, build_stages, byte_loss
 
 STAGES, MICROBATCHES, STEPS, SEQUENCES, LENGTH = 4, 8, 5, 8, 32
 
