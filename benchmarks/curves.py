@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from optpipe.errors import InputError, Issue
+from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, line_widths, logarithmic_seconds, settings, style
 from optpipe.plot.style import FAINT_INK, INK, CurveLook, curve_looks, legend_lines
 
@@ -58,7 +59,7 @@ def draw_bubble_over_memory(chart: MemoryChart, path: Path, title: str) -> None:
     if not chart.lines:
         raise InputError([Issue("lines", "empty", "is empty. Maybe no pattern fits the budgets.")])
     with settings():
-        path.write_bytes(encode(bubble_over_memory_grid(chart, title).figure, picture_format, title))
+        write_atomically(path, encode(bubble_over_memory_grid(chart, title).figure, picture_format, title))
 
 
 def bubble_over_memory_grid(chart: MemoryChart, title: str) -> AxesGrid:
@@ -117,7 +118,7 @@ def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) ->
     if not any(chart.lines for chart in charts):
         raise InputError([Issue("charts", "empty", "is without lines. Maybe no schedule was found.")])
     with settings():
-        path.write_bytes(encode(seconds_by_size_grid(charts, title).figure, picture_format, title))
+        write_atomically(path, encode(seconds_by_size_grid(charts, title).figure, picture_format, title))
 
 
 def seconds_by_size_grid(charts: Sequence[SizeChart], title: str) -> AxesGrid:

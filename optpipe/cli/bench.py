@@ -12,7 +12,6 @@ import typer
 
 from optpipe.cli.console import (
     AsJson,
-    check_writable,
     compile_once,
     doing,
     names_in,
@@ -20,9 +19,9 @@ from optpipe.cli.console import (
     stderr,
     stdout,
     table,
-    write_whole,
 )
 from optpipe.errors import InputError, Issue
+from optpipe.files import check_writable, write_atomically
 from optpipe.units import number_text, share_text, us_text
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def _record(path: Path, suite: Suite, results: Sequence[Result], limits: Limits,
 
     changed, count = with_records(suite, results, limits, force)
     if count:
-        write_whole(path, changed.to_text())
+        write_atomically(path, changed.to_text())
     return count
 
 

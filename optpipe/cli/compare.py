@@ -11,7 +11,6 @@ import typer
 
 from optpipe.cli.console import (
     AsJson,
-    check_writable,
     compile_once,
     ctrl_c_cancels,
     doing,
@@ -23,6 +22,7 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
+from optpipe.files import check_writable
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:

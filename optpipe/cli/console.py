@@ -1,16 +1,13 @@
-"""Console input and output of all commands: tables, numbers, sizes, files, progress and Ctrl-C."""
+"""Console input and output of all commands: tables, numbers, sizes, progress and Ctrl-C."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,8 +16,6 @@ from rich.measure import Measurement
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
-
-from optpipe.errors import InputError, Issue
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -86,65 +81,6 @@ def table(*columns: str) -> Table:
     for k, column in enumerate(columns):
         result.add_column(column, justify="left" if k == 0 else "right", no_wrap=True)
     return result
-
-
-def check_writable(path: Path) -> None:
-    """Raise InputError if a file could not be written at `path`: better now than after an hour's search."""
-    target = path if _stays(path) else _followed(path)
-    folder = target.parent
-    why = ""
-    if os.path.isdir(target):
-        why = "it is a folder. Maybe name a file in it."
-    elif not os.path.isdir(folder):
-        exists = os.path.exists(folder)
-        why = f"{folder} is {'a file, not a folder' if exists else 'not a folder. Maybe make it first'}."
-    elif os.path.exists(target) and not os.access(target, os.W_OK):
-        why = "no permission."
-    elif not _stays(target) and not os.access(folder, os.W_OK):
-        why = f"no permission to write in {folder}."
-    if why:
-        raise InputError([Issue("", "not_writable", f"cannot be written: {why}")], str(path))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    A link stays one, and what it leads to is replaced. What is no file, such as /dev/stdout or a pipe, is written to.
-    Raises OSError that names `path`, and leaves the old file.
-    """
-    try:
-        if _stays(path):
-            path.write_text(text, encoding="utf-8")
-        else:
-            _replace(_followed(path), text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _stays(path: Path) -> bool:
-    """Whether it is there and nothing that a file may take the place of: a device, a pipe, a folder."""
-    return os.path.exists(path) and not os.path.isfile(path)
-
-
-def _followed(path: Path) -> Path:
-    """Where links lead."""
-    return Path(os.path.realpath(path))
-
-
-def _replace(target: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=target.parent, prefix=".optpipe-", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(file.name, 0o666 & ~umask)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def names_in(text: str) -> list[str]:

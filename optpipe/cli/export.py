@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optpipe.cli.console import AsJson, check_writable, compile_once, doing, print_json, stderr, stdout, write_whole
+from optpipe.cli.console import AsJson, compile_once, doing, print_json, stderr, stdout
 from optpipe.errors import InputError, Issue
+from optpipe.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -71,10 +72,10 @@ def command(
         written |= figures
         summary += ": {rows:,} rows, {columns:,} columns, {integer_columns:,} of them integer".format(**figures)
     elif to is Format.CHROME_TRACE:
-        write_whole(output, _chrome_trace_text(_load(document)))
+        write_atomically(output, _chrome_trace_text(_load(document)))
     else:
         schedule = _load_schedule(document)
-        write_whole(output, _torch_csv_text(schedule, drop_offload))
+        write_atomically(output, _torch_csv_text(schedule, drop_offload))
         if drop_offload:
             written["devices"] = _memory_without_offload(schedule)
     print_json(written) if as_json else stdout().print(summary)
@@ -126,7 +127,7 @@ def _write_model(problem: Problem, to: Literal[Format.LP, Format.MPS], output: P
     compile_once()
     with doing("stating the model"):
         statement = export_model(problem)
-        write_whole(output, statement.to_text("lp" if to is Format.LP else "mps"))
+        write_atomically(output, statement.to_text("lp" if to is Format.LP else "mps"))
     return {
         "rows": statement.rows,
         "columns": statement.columns,

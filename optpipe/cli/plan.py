@@ -11,7 +11,6 @@ import typer
 
 from optpipe.cli.console import (
     AsJson,
-    check_writable,
     compile_once,
     ctrl_c_cancels,
     doing,
@@ -22,11 +21,11 @@ from optpipe.cli.console import (
     stderr,
     stdout,
     table,
-    write_whole,
 )
 from optpipe.cli.solve import TimeLimit
 from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError
+from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def command(
     if output:
         from optpipe.schedule import schedule_text
 
-        write_whole(output, schedule_text(schedule))
+        write_atomically(output, schedule_text(schedule))
     if as_json:
         print_json({"layouts": [_document(one) for one in judged], "output": str(output) if output else None})
     else:

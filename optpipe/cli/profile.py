@@ -16,7 +16,6 @@ from rich.text import Text
 
 from optpipe.cli.console import (
     AsJson,
-    check_writable,
     doing,
     parse_share,
     parse_size,
@@ -24,9 +23,9 @@ from optpipe.cli.console import (
     stderr,
     stdout,
     table,
-    write_whole,
 )
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
+from optpipe.files import check_writable, write_atomically
 from optpipe.partition import devices_of_stages
 from optpipe.units import share_text, us_text
 
@@ -102,7 +101,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
         document = problem or measured.layers(*memory)
         if not leads():
             return 0
-        write_whole(output, document.to_json() + "\n")
+        write_atomically(output, document.to_json() + "\n")
         check = _check(measured, chain, problem, device, options.memory_margin) if options.check and problem else None
     if as_json:
         print_json(figures(measured, check, output, document.format))
@@ -405,7 +404,7 @@ def profile_table(
     if wants_problem:
         problem = _problem(profile, devices, stages, placement, microbatches)
     written = problem or profile
-    write_whole(output, written.to_json() + "\n")
+    write_atomically(output, written.to_json() + "\n")
     if as_json:
         print_json(_document(sizes, profile, output, written.format))
     else:

@@ -9,7 +9,6 @@ import typer
 
 from optpipe.cli.console import (
     AsJson,
-    check_writable,
     compile_meanwhile,
     compile_once,
     ctrl_c_cancels,
@@ -19,9 +18,9 @@ from optpipe.cli.console import (
     stderr,
     stdout,
     table,
-    write_whole,
 )
 from optpipe.errors import InputError, Issue, NoSolutionError
+from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
@@ -283,7 +282,7 @@ def _write(schedule: Schedule, output: str | None) -> None:
     if output == "-":
         print(schedule_text(schedule), end="")
     elif output:
-        write_whole(Path(output), schedule_text(schedule))
+        write_atomically(Path(output), schedule_text(schedule))
 
 
 def print_event(event: Incumbent | Heartbeat) -> None:

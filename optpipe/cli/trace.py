@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import AsJson, check_writable, print_json, stdout, table
+from optpipe.cli.console import AsJson, print_json, stdout, table
+from optpipe.files import check_writable
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import AsJson, check_writable, parse_share, parse_size, print_json, stderr, write_whole
+from optpipe.cli.console import AsJson, parse_share, parse_size, print_json, stderr
 from optpipe.errors import InputError, Issue, OptPipeError, needs_extra
+from optpipe.files import check_writable, write_atomically
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -148,7 +149,7 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
         detail = f"is {config.output.trace_step}, but no --trace says where to write it."
         raise InputError([Issue("--trace-step", "no_trace", detail)])
     if leads():
-        _check_writable(config.output)
+        _check_outputs(config.output)
         if config.online.save is not None:
             check_writable(config.online.save)
     with log_to_stderr(), progress(config.steps, leads()) as report:
@@ -156,9 +157,9 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
     failures = result.check.failures if result.check else ()
     if leads():
         if config.output.trace and result.trace:
-            write_whole(config.output.trace, result.trace.to_json() + "\n")
+            write_atomically(config.output.trace, result.trace.to_json() + "\n")
         if config.online.save and result.schedule:
-            write_whole(config.online.save, schedule_text(result.schedule))
+            write_atomically(config.online.save, schedule_text(result.schedule))
         print_json(document(result)) if as_json else print_result(result, config.output.trace)
         if config.output.plot and not result.losses:
             stderr().print(f"no step was run: {config.output.plot} is not drawn", markup=False, highlight=False)
@@ -181,7 +182,7 @@ def _solver(config: TrainingConfig) -> ChildSolver | None:
     return ChildSolver()
 
 
-def _check_writable(output: OutputConfig) -> None:
+def _check_outputs(output: OutputConfig) -> None:
     """Better now than after an hour of training. Folders of files are made, as that of checkpoints is."""
     for path in (output.trace, output.metrics, output.plot):
         if path is not None:

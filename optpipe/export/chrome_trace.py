@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from optpipe.files import write_atomically
 from optpipe.memory import Curve, planned_memory
 from optpipe.ops import STREAMS
 from optpipe.schedule import Schedule, ScheduledOp
@@ -26,7 +27,7 @@ from optpipe.trace.document import LANES, MeasuredAction, Trace
 def write_chrome_trace(schedule: Schedule, path: Path) -> None:
     """Write the trace of `schedule` to `path`: strict JSON, the same bytes for the same schedule."""
     text = json.dumps(chrome_trace(schedule), separators=(",", ":"), allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_atomically(path, text + "\n")
 
 
 def chrome_trace(schedule: Schedule) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optpipe.errors import InputError, Issue
+from optpipe.files import write_atomically
 from optpipe.plot.figure import encode, format_of, settings
 from optpipe.plot.panel import (
     OBJECTIVE_NAMES,
@@ -41,7 +42,7 @@ def draw_comparison(schedules: Sequence[Labelled], path: Path) -> None:
     Raises InputError for another suffix, for no schedules, and where they do not answer one problem.
     """
     picture_format = format_of(path)
-    path.write_bytes(render_comparison(schedules, picture_format))
+    write_atomically(path, render_comparison(schedules, picture_format))
 
 
 def render_comparison(schedules: Sequence[Labelled], picture_format: str) -> bytes:

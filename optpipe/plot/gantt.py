@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from optpipe.files import write_atomically
 from optpipe.ops import StreamName
 from optpipe.plot.figure import encode, format_of, settings
 from optpipe.plot.panel import (
@@ -48,7 +49,7 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
     Raises InputError for another suffix, OSError where the file cannot be written.
     """
     picture_format = format_of(path)
-    path.write_bytes(render_schedule(schedule, picture_format))
+    write_atomically(path, render_schedule(schedule, picture_format))
 
 
 def render_schedule(schedule: Schedule, picture_format: str) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Patch, Rectangle
 
+from optpipe.files import write_atomically
 from optpipe.ops import Op
 from optpipe.plot.figure import encode, format_of, settings
 from optpipe.plot.panel import (
@@ -43,7 +44,7 @@ Spans = Mapping[Op, Span]
 def draw_planned_and_measured(trace: Trace, comparison: Comparison, path: Path) -> None:
     """Draw a trace with its comparison to a .png, .svg or .html file. Raises InputError for another suffix."""
     picture_format = format_of(path)
-    path.write_bytes(render_planned_and_measured(trace, comparison, picture_format))
+    write_atomically(path, render_planned_and_measured(trace, comparison, picture_format))
 
 
 def render_planned_and_measured(trace: Trace, comparison: Comparison, picture_format: str) -> bytes:

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from optpipe.errors import InputError, Issue
+from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, line_widths, logarithmic_seconds, settings, style
 from optpipe.plot.panel import OBJECTIVE_NAMES, POINTS_PER_INCH
 from optpipe.plot.style import BUDGET, FAINT_INK, INK, CurveLook, curve_looks, legend_lines
@@ -70,7 +71,7 @@ def draw_value_over_time(instances: Sequence[InstanceCurves], time_limit_s: floa
     Raises InputError for another suffix, and where there are no curves.
     """
     picture_format = format_of(path)
-    path.write_bytes(render_value_over_time(instances, time_limit_s, picture_format, title))
+    write_atomically(path, render_value_over_time(instances, time_limit_s, picture_format, title))
 
 
 def render_value_over_time(

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, settings, style
 from optpipe.plot.style import BUDGET, FAINT_INK, OP_LOOKS
 from optpipe.train.result import StepReport
@@ -47,7 +48,9 @@ class RunPlot:
         """Draw what there is; nothing where no step was done."""
         if self._steps:
             with settings():
-                self._path.write_bytes(encode(run_grid(self._steps, self._title).figure, self._format, self._title))
+                write_atomically(
+                    self._path, encode(run_grid(self._steps, self._title).figure, self._format, self._title)
+                )
 
 
 def run_grid(steps: Sequence[StepReport], title: str) -> AxesGrid:

@@ -1,18 +1,14 @@
-"""Figures are never cut, names are shown as they are, and a file is there whole or not at all."""
+"""Figures are never cut, names are shown as they are, and sizes and shares are parsed."""
 
 from __future__ import annotations
 
-import errno
 import io
-import os
-from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 
-from optpipe.cli.console import check_writable, parse_share, parse_size, stdout, table, write_whole
-from optpipe.errors import InputError
+from optpipe.cli.console import parse_share, parse_size, stdout, table
 
 
 def test_a_narrow_screen_cuts_no_figure() -> None:
@@ -34,56 +30,6 @@ def test_names_that_look_like_markup_are_shown_as_they_are(capsys: pytest.Captur
     stdout().print(rows)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines == ["a [b] of :b: [/c]", "[/name]", "[/gpu] :b: [4, no limit]"]
-
-
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "schedule.json", tmp_path / "link.json"
-    target.write_text("old")
-    link.symlink_to(target)
-    write_whole(link, "new")
-    assert link.is_symlink()
-    assert target.read_text() == "new"
-    assert [file.name for file in target.parent.iterdir()] == ["schedule.json"]
-
-
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    check_writable(pipe)
-    write_whole(pipe, "text")
-    assert os.read(reader, 100) == b"text"
-    os.close(reader)
-    assert pipe.is_fifo()
-
-
-def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    path = tmp_path / "schedule.json"
-    path.write_text("old")
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        write_whole(path, "new")
-    assert caught.value.filename == str(path)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "gone.json").symlink_to(tmp_path / "none" / "schedule.json")
-    for path, why in (
-        (tmp_path, "it is a folder. Maybe"),
-        (tmp_path / "none" / "schedule.json", "none is not a folder. Maybe"),
-        (tmp_path / "gone.json", "none is not a folder. Maybe"),
-    ):
-        with pytest.raises(InputError, match=why) as caught:
-            check_writable(path)
-        assert caught.value.source == str(path)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,15 @@ def test_file_is_strict_json_with_the_schedules_figures(schedule: Schedule, tmp_
     }
 
 
+def test_a_trace_replaces_the_old_file_in_one_step(schedule: Schedule, tmp_path: Path) -> None:
+    path, old = tmp_path / "trace.json", tmp_path / "old.json"
+    path.write_text("old")
+    old.hardlink_to(path)
+    write_chrome_trace(schedule, path)
+    assert path.read_text().startswith('{"displayTimeUnit"')
+    assert old.read_text() == "old", "the old file was not written into"
+
+
 def test_negative_times_are_moved_together(schedule: Schedule) -> None:
     data = schedule.to_data()
     for device in data["devices"]:

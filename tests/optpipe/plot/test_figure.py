@@ -29,6 +29,16 @@ def test_the_suffix_decides_the_format(name: str, begin: bytes, tmp_path: Path) 
     assert (tmp_path / name).read_bytes().startswith(begin)
 
 
+def test_a_picture_replaces_the_old_file_in_one_step(tmp_path: Path) -> None:
+    """A second name of the old file keeps its content: nothing was written into it."""
+    path, old = tmp_path / "schedule.svg", tmp_path / "old.svg"
+    path.write_text("old")
+    old.hardlink_to(path)
+    draw_schedule(pair(), path)
+    assert path.read_bytes().startswith(b"<?xml")
+    assert old.read_text() == "old"
+
+
 @pytest.mark.parametrize("name", ["plan.pdf", "plan"])
 def test_another_suffix_is_refused_with_the_allowed_ones(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"\.png, \.svg, \.html\. Maybe name it .*plan\.svg\.") as caught:

@@ -1,0 +1,60 @@
+"""Atomic writes of output files, and the check before a long run that a file can be written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from optpipe.errors import InputError, Issue
+
+
+def check_writable(path: Path) -> None:
+    """Raise InputError if a file could not be written at `path`, before the run whose output it is to hold."""
+    replaced = _is_replaced(path)
+    target = Path(os.path.realpath(path)) if replaced else path
+    folder = target.parent
+    why = ""
+    if os.path.isdir(target):
+        why = "it is a folder. Maybe name a file in it."
+    elif not os.path.isdir(folder):
+        exists = os.path.exists(folder)
+        why = f"{folder} is {'a file, not a folder' if exists else 'not a folder. Maybe make it first'}."
+    elif os.path.exists(target) and not os.access(target, os.W_OK):
+        why = "no permission."
+    elif replaced and not os.access(folder, os.W_OK):
+        why = f"no permission to write in {folder}."
+    if why:
+        raise InputError([Issue("", "not_writable", f"cannot be written: {why}")], str(path))
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader finds the old content or the new, never a part. Text is written as UTF-8.
+
+    A symbolic link is kept and its target replaced. Anything that is no regular file, such as /dev/stdout or a pipe,
+    is written to directly. Raises OSError that names `path`; the old file is then unchanged.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        if not _is_replaced(path):
+            path.write_bytes(data)
+            return
+        target = os.path.realpath(path)
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(target), prefix=".optpipe-", delete=False) as file:
+            try:
+                file.write(data)
+                file.flush()
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(file.name, 0o666 & ~umask)  # temporary files are private; the output is like any other file
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_replaced(path: Path) -> bool:
+    """Return whether a rename may put a new file at `path`: not onto a device, a pipe or a folder."""
+    return os.path.isfile(path) or not os.path.exists(path)
