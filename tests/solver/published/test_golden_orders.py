@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,7 +42,7 @@ def random_problem(seed: int) -> Problem:
     anywhere = [*line, *rng.choices(line, k=rng.randint(0, p))]
     rng.shuffle(anywhere)
     placement = [line, line * rng.choice([2, 3]), v, anywhere][seed % 4]
-    times = rng.choice([[10], [1, 2, 3, 9], [0, 0.5, 2.25, 7]])
+    times: list[float] = rng.choice([[10], [1, 2, 3, 9], [0, 0.5, 2.25, 7]])
     offloads, activation = rng.random() < 0.7, rng.randint(2, 9)
     stages: list[dict[str, Any]] = []
     for device in placement:
