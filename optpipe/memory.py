@@ -1,13 +1,13 @@
 """Memory effects of ops, memory over time, and the waits that bound it under any timing.
 
 An op changes memory twice: it takes bytes at its start, and changes the level (by either sign) at its end. At one
-instant ends count before starts, so that a release serves the op that begins when it ends.
+instant ends count before starts, so that memory freed by one op is available to an op that starts at that instant.
 
-Streams run side by side, so a slow offload could let a forward begin before the memory that it counts on is free.
-If every op that takes memory waits for all releases that had ended by its planned start, then at any moment, under
-any durations, consider the op that was planned last among those that took memory: all releases planned before it
-are done, so the level is at most the planned level there. Streams run in order, so one wait for each other stream
-is enough, and none delays an op at the planned times.
+Streams run concurrently, so behind a slow offload a forward could start before the memory that it needs is free.
+Therefore every op that takes memory waits for all releases that end by its planned start. Proof that this suffices: at
+any moment, under any durations, let x be the op planned last among those that have taken memory. All releases planned
+before x are done, so the level is at most the planned level at x. Streams run in order, so one wait per other stream is
+enough, and no wait delays an op at the planned times.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Ints = NDArray[np.int64]
 
 
 class Effect(NamedTuple):
-    """Bytes taken at an op's start (at least 0) and the signed change at its end."""
+    """Bytes that an op takes at its start (at least 0), and the signed change at its end."""
 
     at_start: int
     at_end: int
 
     @property
     def releases(self) -> bool:
-        """Whether the op frees anything at its end."""
+        """True if the op frees memory at its end."""
         return self.at_end < 0
 
     @property
     def acquires(self) -> bool:
-        """Whether memory can rise while the op runs or at its end."""
+        """True if memory can rise while the op runs or at its end."""
         return self.at_start > 0 or self.at_start + self.at_end > 0
 
 
 def device_effect(stage: Stage, kind: str) -> Effect:
-    """What an op of `kind` on `stage` does to its device's memory."""
+    """Effect of an op of `kind` on `stage` on its device's memory."""
     held, kept = stage.activation_bytes, stage.backward_weight_bytes
     if kind in "OR":
         moved = stage.offload.bytes if stage.offload else 0
@@ -57,7 +57,7 @@ def device_effect(stage: Stage, kind: str) -> Effect:
 
 
 def host_effect(stage: Stage, kind: str) -> Effect:
-    """What an op does to the host's memory: the buffer is held from O's start to R's end, both copies included."""
+    """Effect of an op on host memory: the buffer is held from the start of O to the end of R."""
     moved = stage.offload.bytes if stage.offload else 0
     return Effect(moved if kind == "O" else 0, -moved if kind == "R" else 0)
 
@@ -70,17 +70,17 @@ class Curve(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is in use at any time; 0 where there is nothing."""
+        """Largest level; 0 for an empty curve."""
         return int(self.bytes.max(initial=0))
 
 
 def effect_table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> Ints:
-    """What every kind of op does on every stage: an array (kinds, stages, 2) of the bytes of each Effect."""
+    """Effects of every kind of op on every stage: an array (kinds, stages, 2) of bytes at start and end."""
     return np.array([[effect(stage, kind) for stage in problem.stages] for kind in KINDS], np.int64)
 
 
 def curve(events: Iterable[tuple[float, float, Effect]]) -> Curve:
-    """The memory curve of ops given as (start_us, end_us, effect)."""
+    """Memory curve of ops given as (start_us, end_us, effect)."""
     columns = tuple(zip(*events, strict=True))
     if not columns:
         return Curve(np.zeros(1), np.zeros(1, np.int64))
@@ -89,7 +89,7 @@ def curve(events: Iterable[tuple[float, float, Effect]]) -> Curve:
 
 
 def memory_curve(start_us: Floats, end_us: Floats, effects: Ints) -> Curve:
-    """The memory curve of ops with these starts, ends, and effects of shape (ops, 2)."""
+    """Memory curve of ops with these starts, ends, and effects of shape (ops, 2)."""
     if not len(start_us):
         return Curve(np.zeros(1), np.zeros(1, np.int64))
     times = np.concatenate([end_us, start_us])
@@ -101,7 +101,7 @@ def memory_curve(start_us: Floats, end_us: Floats, effects: Ints) -> Curve:
 
 
 def planned_memory(schedule: Schedule, device: int) -> Curve:
-    """The memory curve of one device of a schedule at its predicted times; its peak is the device's `peak_bytes`."""
+    """Memory curve of a device at its predicted times; its peak is the device's `peak_bytes`."""
     table = effect_table(schedule.problem, device_effect)
     streams = [ops for _, ops in schedule.devices[device].streams()]
     ops = OpArray.joined([stream.ops for stream in streams])
@@ -111,19 +111,19 @@ def planned_memory(schedule: Schedule, device: int) -> Curve:
 
 
 Times = Mapping[Op, tuple[float, float]]
-"""Planned start and end of each op, in any unit."""
+"""Planned start and end of each op, in any common unit."""
 
 Effects = Mapping[tuple[int, str], Effect]
-"""What an op of a stage and kind takes and frees."""
+"""Effect of an op by stage and kind."""
 
 
 def derive_waits(
     problem: Problem, devices: Sequence[DeviceOrders], planned: Times, tolerance: float = 0.0
 ) -> dict[Op, list[Op]]:
-    """The waits that make a plan safe under any timing.
+    """Derive the waits that keep the planned memory peak under any timing.
 
-    `planned` holds the start and end of every op; a release counts as ended by a start up to `tolerance` later.
-    Returns for each op the ops of other streams to wait for; waits that follow from earlier ones are left out.
+    `planned` holds the start and end of every op; a release counts as ended if it ends at most `tolerance` after a
+    start. Returns for each op the ops of other streams to wait for, without waits that earlier ones imply.
     """
     waits: dict[Op, list[Op]] = defaultdict(list)
     on_device, on_host = _table(problem, device_effect), _table(problem, host_effect)
@@ -142,7 +142,7 @@ def derive_waits(
 
 
 def planned_order(ops: Iterable[Op], planned: Times) -> list[Op]:
-    """Ops of one stream in the order of their planned times (microbatches in theirs, where times are equal)."""
+    """Ops of one stream by planned times, ties by microbatch."""
     return sorted(ops, key=lambda op: (*planned[op], op.microbatch))
 
 
@@ -154,7 +154,7 @@ def _add(
     planned: Times,
     tolerance: float,
 ) -> None:
-    """Let each acquiring op of one stream wait for the last release of another stream that was planned before it."""
+    """Let each acquiring op of one stream wait for the last release of another stream planned before it."""
     releases = [op for op in releasers if effects[op.stage, op.kind].releases]
     ends = [planned[op][1] for op in releases]
     waited = 0
@@ -163,7 +163,7 @@ def _add(
             continue
         done = bisect_right(ends, planned[op][0] + tolerance)
         while done > waited and _instant(planned[op]) and _instant(planned[releases[done - 1]]):
-            done -= 1  # two ops without length at one instant could otherwise wait for each other
+            done -= 1  # two zero-length ops at one instant could otherwise wait for each other
         if done > waited:
             waits[op].append(releases[done - 1])
             waited = done

@@ -1,7 +1,7 @@
-"""Ops and the orders in which devices run them: what every solver answers with; their compact text.
+"""Ops, the orders in which devices run them (the output of every solver), and their compact text.
 
-Orders and waits are what an executor obeys. Times and memory follow from them (`optpipe.simulate`). A large pipeline
-has hundreds of thousands of ops, so a list of ops may be held as columns (`OpArray`), which reads like any other list.
+An executor obeys orders and waits; times and memory follow from them (`optpipe.simulate`). A large pipeline has
+hundreds of thousands of ops, so a list of ops may be held as columns (`OpArray`), which reads like any other list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ StreamName = Literal["compute", "offload", "reload"]
 STREAMS: tuple[StreamName, ...] = ("compute", "offload", "reload")
 
 STREAM_OF_KIND = (0, 0, 0, 0, 1, 2)
-"""For each kind the place of its stream in STREAMS."""
+"""Index into STREAMS of the stream of each kind."""
 
 _CODE = {kind: code for code, kind in enumerate(KINDS)}
 
@@ -54,12 +54,12 @@ class Op(NamedTuple):
 
     @property
     def stream(self) -> StreamName:
-        """The stream of its device that runs this op."""
+        """Stream of the device that runs this op."""
         return "offload" if self.kind == "O" else "reload" if self.kind == "R" else "compute"
 
 
 def is_op_name(text: str) -> bool:
-    """Whether `Op.parse` reads this text."""
+    """True if `Op.parse` accepts the text."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -68,9 +68,9 @@ def _no_name(text: str) -> ValueError:
 
 
 class OpArray(Sequence[Op]):
-    """Ops as three columns of equal length: `kind` (its place in KINDS), `stage` and `microbatch`.
+    """Ops as three columns of equal length: `kind` (index into KINDS), `stage` and `microbatch`.
 
-    Reads like a list of Op. The columns are not to be changed.
+    Reads like a list of Op. The columns must not be modified.
     """
 
     def __init__(self, kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike) -> None:
@@ -80,7 +80,7 @@ class OpArray(Sequence[Op]):
 
     @classmethod
     def of(cls, ops: Sequence[Op]) -> OpArray:
-        """The columns of any list of ops. Raises KeyError where a kind is none of KINDS."""
+        """Convert a list of ops to columns. Raises KeyError for a kind that is not in KINDS."""
         if isinstance(ops, OpArray):
             return ops
         kind, stage, microbatch = zip(*ops, strict=True) if ops else ((), (), ())
@@ -88,12 +88,12 @@ class OpArray(Sequence[Op]):
 
     @classmethod
     def of_columns(cls, kind: Iterable[str], stage: ArrayLike, microbatch: ArrayLike) -> OpArray:
-        """Ops from columns with the kinds by name. Raises KeyError where one is none of KINDS."""
+        """Build from columns, with kinds by name. Raises KeyError for a kind that is not in KINDS."""
         return cls([_CODE[name] for name in kind], stage, microbatch)
 
     @classmethod
     def parse(cls, names: str) -> OpArray:
-        """Read names with a space between each two, as `names` writes them. Raises ValueError or TypeError."""
+        """Read space-separated names, as `names` writes them. Raises ValueError or TypeError."""
         if not _NAMES.fullmatch(names):
             raise _no_name(next(name for name in names.split(" ") if not is_op_name(name)))
         text = names.encode()
@@ -103,13 +103,13 @@ class OpArray(Sequence[Op]):
 
     @property
     def names(self) -> str:
-        """The names of the ops with a space between each two."""
-        places = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True)
-        return " ".join([f"{KINDS[kind]}{stage}.{microbatch}" for kind, stage, microbatch in places])
+        """Space-separated names of the ops."""
+        rows = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True)
+        return " ".join([f"{KINDS[kind]}{stage}.{microbatch}" for kind, stage, microbatch in rows])
 
     @classmethod
     def joined(cls, parts: Sequence[OpArray]) -> OpArray:
-        """The ops of all parts (at least one), one part after another."""
+        """Concatenate the ops of all parts (at least one)."""
         columns = ([part.kind for part in parts], [part.stage for part in parts], [part.microbatch for part in parts])
         return cls(*map(np.concatenate, columns))
 
@@ -126,7 +126,7 @@ class OpArray(Sequence[Op]):
     @overload
     def __getitem__(self, index: slice | Ints) -> OpArray: ...
     def __getitem__(self, index: int | slice | Ints) -> Op | OpArray:
-        """One op, or the ops of a slice or at an array of places."""
+        """One op, or the ops of a slice or of an array of indices."""
         if isinstance(index, slice | np.ndarray):
             return OpArray(self.kind[index], self.stage[index], self.microbatch[index])
         return self._ops[index]
@@ -148,7 +148,7 @@ class OpArray(Sequence[Op]):
 
 @dataclass(frozen=True)
 class DeviceOrders:
-    """The ops of one device, a list for each stream, in execution order."""
+    """Ops of one device in execution order, a list for each stream."""
 
     compute: Sequence[Op] = ()
     offload: Sequence[Op] = ()
@@ -161,11 +161,11 @@ class DeviceOrders:
 
 @dataclass(frozen=True)
 class Orders:
-    """Per-device orders, waits, and the order on channels that serve several streams.
+    """Order of each stream of each device, waits, and the order on shared channels.
 
-    `waits`: ops of other streams of the same device whose end an op waits for, beyond the rules of the model.
-    `channels`: for each channel that serves more than one stream (half duplex, or devices behind one switch), its
-    transfers in order. A channel that is not listed is left to the order of its only stream.
+    `waits[op]`: ops of other streams of the same device that must end before `op` starts, beyond the rules of the
+    model. `channels`: for each channel that serves more than one stream (half duplex, or devices behind one switch),
+    its transfers in order. Other channels follow the order of their only stream.
     """
 
     devices: Sequence[DeviceOrders]
@@ -174,7 +174,7 @@ class Orders:
 
     @classmethod
     def of_compute(cls, compute: Iterable[Sequence[Op]]) -> Self:
-        """Orders without offload: one list of compute ops a device."""
+        """Orders without offload: one list of compute ops per device."""
         return cls(devices=[DeviceOrders(compute=ops) for ops in compute])
 
     def ops(self) -> Iterator[Op]:
@@ -194,9 +194,9 @@ def orders_to_data(orders: Orders) -> dict[str, Any]:
 
 
 def orders_from_data(data: dict[str, Any]) -> Orders:
-    """Orders from their JSON values. Raises ValueError, TypeError or KeyError where they are something else.
+    """Orders from their JSON values. Raises ValueError, TypeError or KeyError if the values have another form.
 
-    Whether they are orders of some problem is for `simulate` to say.
+    `simulate` checks that they fit a problem.
     """
     return Orders(
         [DeviceOrders(*map(OpArray.parse, streams)) for streams in data["devices"]],

@@ -1,9 +1,9 @@
-"""Problem: what is to be scheduled (document `optpipe.problem/1`), and the numbers of all documents.
+"""The scheduling problem (document `optpipe.problem/1`), and the number types that all documents share.
 
-Stages with their costs and memory, their placement on devices, the budgets, and the channels to the host. Times
-are microseconds, memory is bytes; stages, devices and microbatches count from 0.
+A problem holds the stages with their costs and memory, their placement on devices, the memory budgets, and the copy
+channels to the host. Times are microseconds, memory is bytes; stages, devices and microbatches count from 0.
 
-The validators return the value they were given, so that 10 stays 10 and 10.0 stays 10.0 on a round trip.
+Validators return the value unchanged, so that 10 stays 10 and 10.0 stays 10.0 on a round trip.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from optpipe.display import Displayed
 from optpipe.document import UNION_TAG, Document, read_document, shown
 
 MAX_TIME_US = 10**12
-"""One op or transfer may take eleven days."""
+"""Longest op or transfer: eleven days."""
 MAX_BYTES = 2**53 - 1
-"""Integers up to here are the same in every JSON reader."""
+"""Largest integer that every JSON reader represents exactly."""
 MAX_NUMBER = 1e30
-"""Far above every sum of times, and far below where sums of floats end."""
+"""Far above any sum of times, far below float overflow."""
 MAX_COUNT = 10**6
-"""Microbatches, devices or stages."""
+"""Most microbatches, devices or stages."""
 
 
 def reject(code: str, detail: str) -> PydanticCustomError:
-    """An error that reaches the user word for word (`detail` follows the path of the field)."""
-    # pydantic expands {} in templates; handing the text over as a value keeps braces in it intact.
+    """Validation error whose `detail` is shown to the user verbatim, after the path of the field."""
+    # pydantic expands {} in templates; passing the text as a value keeps its braces intact.
     return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
 
 
@@ -41,7 +41,7 @@ def _is_real(value: Any) -> TypeGuard[int | float]:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value is a number that arithmetic with floats can take: finite, and no integer of 400 digits."""
+    """Check that float arithmetic can take the value: a finite number, and no integer of 400 digits."""
     return _is_real(value) and abs(value) <= MAX_NUMBER
 
 
@@ -79,7 +79,8 @@ def _index(value: Any) -> int:
 def _any_time_us(value: Any) -> int | float:
     if not _is_number(value):
         raise reject("not_a_number", f"is {shown(value)} but must be a finite number of at most {MAX_NUMBER:g}")
-    return float(value) if isinstance(value, float) else value  # also a float of numpy, which does not print as one
+    # NumPy's float64 is a float, but its repr is not a number.
+    return float(value) if isinstance(value, float) else value
 
 
 def _share(value: Any) -> int | float:
@@ -89,13 +90,13 @@ def _share(value: Any) -> int | float:
 
 
 def are_indices(values: Iterable[Any]) -> bool:
-    """Whether all values are what `Index` takes: the check of a whole column at once."""
+    """Check a whole column at once: True if `Index` accepts every value."""
     values = list(values)
     return set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < MAX_COUNT))
 
 
 def are_instants(values: Sequence[Any]) -> bool:
-    """Whether all values are what `Instant` takes; False also for some that are so large that it matters."""
+    """Check a whole column at once: True if `Instant` accepts every value; may be False for one at MAX_NUMBER."""
     if not set(map(type, values)) <= {int, float}:
         return False
     try:
@@ -115,17 +116,17 @@ Index = Annotated[int, PlainValidator(_index), _schema("integer", minimum=0, max
 Instant = Annotated[int | float, PlainValidator(_any_time_us), _schema("number")]
 """A point in time, or a claimed value or bound in microseconds: any finite number."""
 Share = Annotated[int | float, PlainValidator(_share), _schema("number", maximum=1)]
-"""A gap or a bubble. A false claim may be negative; `verify` judges it."""
+"""A gap or a bubble. A false claim may be negative: `verify` judges it."""
 
 
 MAX_PROBLEM_BYTES = 16 * 2**20
-"""A problem file of 16 MiB has tens of thousands of stages; a larger file is another kind of file."""
+"""Enough for tens of thousands of stages; a larger file is some other kind of file."""
 
 Objective = Literal["makespan", "device_span"]
 
 
 class DirectedTransfer(Document):
-    """Delays over one boundary: activations `forward`, gradients `backward`."""
+    """Transfer delays over one stage boundary: `forward` for activations, `backward` for gradients."""
 
     forward: TimeUs
     backward: TimeUs
@@ -161,7 +162,7 @@ class Device(Document):
 
 
 class Offload(Document):
-    """What of a stage's activation may leave to the host: `bytes`, and the time each way."""
+    """Offloadable part of a stage's activation: `bytes`, and the copy time in each direction."""
 
     bytes: Bytes
     offload_us: TimeUs
@@ -169,7 +170,7 @@ class Offload(Document):
 
 
 class Workspace(Document):
-    """Bytes that an op takes at its start and frees at its end, beside what it keeps."""
+    """Temporary bytes of each kind of op: taken at its start, freed at its end, on top of what it keeps."""
 
     F: Bytes = 0
     B: Bytes = 0
@@ -180,8 +181,8 @@ class Workspace(Document):
 class Stage(Document):
     """One stage of the model on its device, with the costs of one microbatch.
 
-    F takes `activation_bytes` at its start. B's end frees `activation_bytes - backward_weight_bytes` (takes it,
-    where that is negative), W's end frees the rest.
+    F takes `activation_bytes` at its start. The end of B frees `activation_bytes - backward_weight_bytes` (or takes
+    memory, if that is negative), the end of W frees the rest.
     """
 
     device: Index
@@ -214,10 +215,10 @@ class Stage(Document):
 
 
 class CopyChannels(Document):
-    """The channels between devices and the host.
+    """Copy channels between devices and the host.
 
-    `duplex`: one channel a direction; otherwise one for both. `shared_by`: groups of devices behind one switch,
-    which share its channels.
+    `duplex`: one channel per direction; otherwise one channel for both. `shared_by`: groups of devices behind one
+    switch, which share its channels.
     """
 
     duplex: bool = True
@@ -225,7 +226,7 @@ class CopyChannels(Document):
 
 
 class Problem(Displayed, Document):
-    """A scheduling problem. Frozen; unknown fields are refused; `to_json` gives back what was read."""
+    """A scheduling problem. Frozen; unknown fields are rejected; `to_json` reproduces the input."""
 
     format: Literal["optpipe.problem/1"]
     name: str = Field(default="", max_length=200)
@@ -249,12 +250,6 @@ class Problem(Displayed, Document):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        self._check_placement()
-        self._check_transfer()
-        self._check_groups()
-        return self
-
-    def _check_placement(self) -> None:
         for s, stage in enumerate(self.stages):
             if stage.device >= len(self.devices):
                 raise reject(
@@ -262,8 +257,6 @@ class Problem(Displayed, Document):
                     f"stages[{s}].device is {stage.device} but there are {len(self.devices)} devices, counted from 0. "
                     "Maybe a device is missing from devices",
                 )
-
-    def _check_transfer(self) -> None:
         boundaries = len(self.stages) - 1
         if isinstance(self.transfer_us, list) and len(self.transfer_us) != boundaries:
             raise reject(
@@ -271,9 +264,7 @@ class Problem(Displayed, Document):
                 f"transfer_us has {len(self.transfer_us)} entries but {len(self.stages)} stages have {boundaries} "
                 "boundaries. Maybe one entry too many was written for the last stage",
             )
-
-    def _check_groups(self) -> None:
-        seen: dict[int, int] = {}
+        group_of: dict[int, int] = {}
         for g, group in enumerate(self.copy_channels.shared_by):
             for device in group:
                 where = f"copy_channels.shared_by[{g}]"
@@ -283,40 +274,40 @@ class Problem(Displayed, Document):
                         f"{where} names device {device} of {len(self.devices)}, counted from 0. "
                         "Maybe a device is missing from devices",
                     )
-                if device in seen:
+                if device in group_of:
                     raise reject(
                         "repeated_device",
-                        f"{where} names device {device}, which shared_by[{seen[device]}] names already. "
+                        f"{where} names device {device}, which shared_by[{group_of[device]}] names already. "
                         "Maybe the groups should be disjoint",
                     )
-                seen[device] = g
+                group_of[device] = g
+        return self
 
     @property
     def forward_delay_us(self) -> Sequence[int | float]:
-        """Delay of activations over each boundary s -> s+1; 0 where both stages share a device."""
+        """Transfer delay of activations over each boundary s -> s+1; 0 if both stages are on one device."""
         return self._delays["forward"]
 
     @property
     def backward_delay_us(self) -> Sequence[int | float]:
-        """Delay of gradients over each boundary s+1 -> s; 0 where both stages share a device."""
+        """Transfer delay of gradients over each boundary s+1 -> s; 0 if both stages are on one device."""
         return self._delays["backward"]
 
     @cached_property
     def _delays(self) -> dict[str, list[int | float]]:
-        given = self.transfer_us
-        count = len(self.stages) - 1
-        boundaries = given if isinstance(given, list) else [given] * count
+        transfer = self.transfer_us
+        boundaries = transfer if isinstance(transfer, list) else [transfer] * (len(self.stages) - 1)
         delays: dict[str, list[int | float]] = {"forward": [], "backward": []}
         for s, boundary in enumerate(boundaries):
             crosses = self.stages[s].device != self.stages[s + 1].device
             for direction in ("forward", "backward"):
-                one = getattr(boundary, direction) if isinstance(boundary, DirectedTransfer) else boundary
-                delays[direction].append(one if crosses else 0)
+                delay = getattr(boundary, direction) if isinstance(boundary, DirectedTransfer) else boundary
+                delays[direction].append(delay if crosses else 0)
         return delays
 
     @cached_property
     def stages_of(self) -> Sequence[Sequence[int]]:
-        """For each device, its stages in ascending order."""
+        """Stages of each device, ascending."""
         placed: list[list[int]] = [[] for _ in self.devices]
         for s, stage in enumerate(self.stages):
             placed[stage.device].append(s)
@@ -324,7 +315,7 @@ class Problem(Displayed, Document):
 
     @cached_property
     def work_us(self) -> Sequence[int | float]:
-        """For each device, the time of all its compute ops."""
+        """Total time of all compute ops of each device."""
         return [
             self.microbatches * sum(self.stages[s].duration_us("F") + self.stages[s].duration_us("BW") for s in stages)
             for stages in self.stages_of
@@ -332,7 +323,7 @@ class Problem(Displayed, Document):
 
     @cached_property
     def channel_groups(self) -> Sequence[Sequence[int]]:
-        """Devices behind one switch, every device in exactly one group."""
+        """Groups of devices behind one switch; every device is in exactly one group."""
         shared = [list(group) for group in self.copy_channels.shared_by if group]
         named = {device for group in shared for device in group}
         return shared + [[d] for d in range(len(self.devices)) if d not in named]

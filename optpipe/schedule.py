@@ -1,7 +1,7 @@
-"""Schedule: a problem with its planned ops (document `optpipe.schedule/1`), and its text.
+"""A problem with its planned ops (document `optpipe.schedule/1`), and its text.
 
-A schedule may hold hundreds of thousands of ops. Columns are checked, kept and written at a fraction of what an object
-for each op would cost; whoever reads one op gets that object.
+A schedule may hold hundreds of thousands of ops. They are checked, kept and written as columns, at a fraction of the
+cost of an object per op; such an object is built when one op is read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 class ScheduledOp(Document):
-    """An op at its predicted times, with the ops of other streams that it waits for."""
+    """An op with its predicted times and the ops of other streams that it waits for."""
 
     op: Literal["F", "B", "W", "BW", "O", "R"]
     stage: Index
@@ -59,7 +59,7 @@ class ScheduledOp(Document):
 
     @property
     def key(self) -> Op:
-        """The op itself, without its times."""
+        """The op without its times."""
         return Op(self.op, self.stage, self.microbatch)
 
 
@@ -69,8 +69,8 @@ _FIELDS = ("op", "stage", "microbatch", "start_us", "end_us")
 class PlannedOps(Sequence[ScheduledOp]):
     """The ops of one stream in execution order, held as columns; reads like a list of ScheduledOp.
 
-    `ops` are the ops, `starts` and `ends` their times in us, as they were given. `waits` holds the names of the ops
-    that an op waits for, by place, where there are any. `silent` has the places where the document leaves them out.
+    `starts` and `ends` are the times of `ops` in us, as given. `waits` maps the index of an op to the names of the ops
+    that it waits for. `silent`: indices of ops for which the document has no field `waits`, kept for the round trip.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class PlannedOps(Sequence[ScheduledOp]):
 
     @cached_property
     def start_us(self) -> Floats:
-        """All starts as an array."""
+        """Starts as an array."""
         return np.asarray(self.starts, np.float64)
 
     @cached_property
     def end_us(self) -> Floats:
-        """All ends as an array."""
+        """Ends as an array."""
         return np.asarray(self.ends, np.float64)
 
     def waits_of(self) -> dict[Op, list[Op]]:
-        """The waits of all ops that have any."""
+        """The waits of every op that has any."""
         return {self.ops[index]: [Op.parse(name) for name in names] for index, names in self.waits.items()}
 
     def to_data(self) -> list[dict[str, Any]]:
-        """The ops as plain JSON values, only with the fields that were given."""
+        """The ops as plain JSON values, with only the fields that were given."""
         ops = self.ops
         columns = ([KINDS[code] for code in ops.kind.tolist()], ops.stage.tolist(), ops.microbatch.tolist())
         rows = [
@@ -138,8 +138,8 @@ class PlannedOps(Sequence[ScheduledOp]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlannedOps):
             return isinstance(other, list) and list(self) == other
-        mine, others = ((list(p.starts), list(p.ends), dict(p.waits)) for p in (self, other))
-        return self.ops == other.ops and mine == others
+        times_and_waits = [(list(ops.starts), list(ops.ends), dict(ops.waits)) for ops in (self, other)]
+        return self.ops == other.ops and times_and_waits[0] == times_and_waits[1]
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -148,7 +148,7 @@ class PlannedOps(Sequence[ScheduledOp]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A list of ScheduledOp to whoever reads or writes the document."""
+        """Schema of a list of ScheduledOp."""
         return core_schema.no_info_wrap_validator_function(
             cls._read,
             handler.generate_schema(list[ScheduledOp]),
@@ -161,31 +161,12 @@ class PlannedOps(Sequence[ScheduledOp]):
 
     @classmethod
     def _read(cls, value: Any, one_by_one: ValidatorFunctionWrapHandler) -> PlannedOps:
-        """Take what is there already; else check columns at once, and op by op only what that does not pass."""
+        """Check whole columns at once; op by op only if that fails, for the errors and for rare but valid input."""
         if isinstance(value, PlannedOps):
             return value
-        return cls._of_rows(value) or cls._of_ops(one_by_one(value))
-
-    @classmethod
-    def _of_rows(cls, rows: Any) -> PlannedOps | None:
-        """The columns of JSON objects; None where any of them might be wrong, or there are none."""
-        if not isinstance(rows, list) or set(map(type, rows)) != {dict}:
-            return None
-        if not set(map(frozenset, rows)) <= {frozenset(_FIELDS), frozenset((*_FIELDS, "waits"))}:
-            return None
-        kinds, stages, microbatches, starts, ends = zip(*map(itemgetter(*_FIELDS), rows), strict=True)
-        right = set(map(type, kinds)) == {str} and set(kinds) <= set(KINDS)
-        right = right and are_indices(stages) and are_indices(microbatches)
-        if not right or not are_instants(starts) or not are_instants(ends):
-            return None
-        waits = {k: row["waits"] for k, row in enumerate(rows) if row.get("waits", []) != []}
-        if not all(map(_is_list_of_names, waits.values())):
-            return None
-        silent = frozenset(k for k, row in enumerate(rows) if "waits" not in row)
-        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent)
-
-    @classmethod
-    def _of_ops(cls, ops: Sequence[ScheduledOp]) -> PlannedOps:
+        if (columns := cls._from_rows(value)) is not None:
+            return columns
+        ops = one_by_one(value)
         return cls(
             OpArray.of([op.key for op in ops]),
             [op.start_us for op in ops],
@@ -194,18 +175,36 @@ class PlannedOps(Sequence[ScheduledOp]):
             frozenset(k for k, op in enumerate(ops) if "waits" not in op.model_fields_set),
         )
 
+    @classmethod
+    def _from_rows(cls, rows: Any) -> PlannedOps | None:
+        """Columns of JSON objects; None if there are none, or any of them might be wrong."""
+        if not isinstance(rows, list) or set(map(type, rows)) != {dict}:
+            return None
+        if not set(map(frozenset, rows)) <= {frozenset(_FIELDS), frozenset((*_FIELDS, "waits"))}:
+            return None
+        kinds, stages, microbatches, starts, ends = zip(*map(itemgetter(*_FIELDS), rows), strict=True)
+        if set(map(type, kinds)) != {str} or not set(kinds) <= set(KINDS):
+            return None
+        if not all(map(are_indices, (stages, microbatches))) or not all(map(are_instants, (starts, ends))):
+            return None
+        waits = {k: row["waits"] for k, row in enumerate(rows) if row.get("waits", []) != []}
+        if not all(map(_is_list_of_names, waits.values())):
+            return None
+        silent = frozenset(k for k, row in enumerate(rows) if "waits" not in row)
+        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent)
+
 
 __all__ = ["DevicePlan", "PlannedOps", "Schedule", "ScheduledOp", "shared_channels"]
 
 MAX_SCHEDULE_BYTES = 256 * 2**20
-"""64 devices x 1024 microbatches with every activation offloaded take about 100 MiB."""
+"""A schedule of 64 devices x 1024 microbatches that offloads every activation takes about 100 MiB."""
 
 
 class DevicePlan(Document):
-    """What one device does, stream by stream in execution order, and what that costs it.
+    """Ops of one device by stream, in execution order, with the resulting memory and bubble.
 
-    `peak_bytes`: peak of activation memory at the predicted times. `peak_bytes_any_timing`: the largest peak over
-    every choice of durations that keeps order and waits. `bubble` is ``1 - busy_us / value_us``.
+    `peak_bytes`: peak activation memory at the predicted times. `peak_bytes_any_timing`: largest peak over every choice
+    of durations that keeps order and waits. `bubble` is ``1 - busy_us / value_us``.
     """
 
     compute: PlannedOps
@@ -217,13 +216,13 @@ class DevicePlan(Document):
     bubble: Share
 
     def streams(self) -> Iterator[tuple[StreamName, PlannedOps]]:
-        """Each stream's name with its ops, in the order of STREAMS."""
+        """Name and ops of each stream, in the order of STREAMS."""
         for name in STREAMS:
             yield name, getattr(self, name)
 
 
 class Schedule(Displayed, Document):
-    """A schedule with the problem that it answers. `verify` judges it; this class only reads it.
+    """A schedule with its problem. This class checks the form of the document; `verify` checks the rules of the model.
 
     `value_us` is the objective, `bound_us` a proved lower bound on it, ``gap = (value - bound) / value``.
     """
@@ -261,7 +260,7 @@ class Schedule(Displayed, Document):
         return self
 
     def _check_ops(self, where: str, stream: int, ops: OpArray) -> None:
-        """Raise at the first op that is on no stage, of no microbatch, or on another stream than its own."""
+        """Reject the first op with an unknown stage or microbatch, or on another stream than its own."""
         stages, microbatches = len(self.problem.stages), self.problem.microbatches
         wrong = (ops.stage >= stages) | (ops.microbatch >= microbatches)
         wrong |= np.asarray(STREAM_OF_KIND)[ops.kind] != stream
@@ -277,16 +276,16 @@ class Schedule(Displayed, Document):
 
     @property
     def bubble(self) -> float:
-        """The bubble rate: that of the busiest device."""
+        """Bubble rate of the busiest device."""
         return max(self.devices, key=lambda device: device.busy_us).bubble
 
     @property
     def largest_peak_bytes(self) -> int:
-        """The largest peak of any device under any timing."""
+        """Largest worst-case peak of any device."""
         return max(device.peak_bytes_any_timing for device in self.devices)
 
     def figures(self) -> dict[str, Any]:
-        """The schedule in short as JSON values, as `optpipe solve --json` prints it; of peaks one for each device."""
+        """Summary as JSON values, as `optpipe solve --json` prints it, with one peak per device."""
         return {
             "name": self.problem.name,
             "method": self.method,
@@ -311,18 +310,15 @@ class Schedule(Displayed, Document):
 
     @cached_property
     def orders(self) -> Orders:
-        """Order and waits alone, as an executor obeys them; channels that serve several streams in planned order."""
+        """Orders and waits, as an executor obeys them; shared channels in planned order."""
         devices = [DeviceOrders(*(ops.ops for _, ops in device.streams())) for device in self.devices]
         waits: dict[Op, list[Op]] = {}
         for device in self.devices:
             for _, ops in device.streams():
                 waits |= ops.waits_of()
-        return Orders(devices, waits, self._channel_orders())
-
-    def _channel_orders(self) -> Sequence[Sequence[Op]]:
         shared = shared_channels(self.problem)
         if not shared:
-            return []
+            return Orders(devices, waits)
         at = {
             op: times
             for device in self.devices
@@ -332,18 +328,18 @@ class Schedule(Displayed, Document):
         index = {op: k for k, op in enumerate(self._in_causal_order(at))}
         channels = []
         for lists in shared:
-            ops = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
-            channels.append(sorted(ops, key=lambda op: (*at[op], index.get(op, 0))))
-        return [channel for channel in channels if channel]
+            transfers = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
+            channels.append(sorted(transfers, key=lambda op: (*at[op], index.get(op, 0))))
+        return Orders(devices, waits, [channel for channel in channels if channel])
 
     def _in_causal_order(self, at: Mapping[Op, tuple[float, float]]) -> Sequence[Op]:
-        """The ops by time, those at one instant after what they wait for; empty unless some transfer takes no time.
+        """Ops by time, ties broken by precedence; empty unless some transfer takes no time.
 
-        Transfers without length can share an instant, where times say nothing about who goes first.
+        Only transfers of zero length can share an instant on a channel, where times do not determine their order.
         """
         if not any(op.kind in "OR" and start == end for op, (start, end) in at.items()):
             return []
-        import networkx  # slow to load, and hardly ever needed
+        import networkx  # slow to import, and rarely needed
 
         graph = networkx.DiGraph()
         graph.add_nodes_from(at)
@@ -358,11 +354,11 @@ class Schedule(Displayed, Document):
         try:
             return list(networkx.lexicographical_topological_sort(graph, key=lambda op: (*at[op], op)))
         except networkx.NetworkXUnfeasible:
-            return []  # a cycle: simulation and verification name it
+            return []  # simulation and verification report the cycle
 
 
 def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName]]]:
-    """The copy channels that serve more than one stream, each as its (device, stream) pairs."""
+    """Copy channels that serve more than one stream, each as its (device, stream) pairs."""
     directions: list[list[StreamName]] = (
         [["offload"], ["reload"]] if problem.copy_channels.duplex else [["offload", "reload"]]
     )
@@ -371,10 +367,21 @@ def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The document as text that `Schedule.load` reads back to an equal schedule."""
+    """The document as text with one op per line, which `Schedule.load` reads back to an equal schedule."""
     data = schedule.model_dump(mode="json", exclude_unset=True, exclude={"devices"})
     head = ",\n".join(f"  {_line(key)}: {_line(value)}" for key, value in data.items())
-    devices = ",\n".join(_device_text(device) for device in schedule.devices)
+    texts = []
+    for device in schedule.devices:
+        fields = []
+        for name in (name for name in DevicePlan.model_fields if name in device.model_fields_set):
+            value = getattr(device, name)
+            if isinstance(value, PlannedOps):
+                text = "[\n" + ",\n".join(_op_lines(value)) + "\n      ]" if value else "[]"
+            else:
+                text = _line(value)
+            fields.append(f"      {_line(name)}: {text}")
+        texts.append("    {\n" + ",\n".join(fields) + "\n    }")
+    devices = ",\n".join(texts)
     return f'{{\n{head},\n  "devices": [\n{devices}\n  ]\n}}\n'
 
 
@@ -382,21 +389,8 @@ def _line(value: Any) -> str:
     return json.dumps(value, separators=(", ", ": "), allow_nan=False)
 
 
-def _device_text(device: DevicePlan) -> str:
-    given = (name for name in DevicePlan.model_fields if name in device.model_fields_set)
-    parts = (f"      {_line(name)}: {_value_text(getattr(device, name))}" for name in given)
-    return "    {\n" + ",\n".join(parts) + "\n    }"
-
-
-def _value_text(value: Any) -> str:
-    if not isinstance(value, PlannedOps):
-        return _line(value)
-    ops = ",\n".join(_op_lines(value))
-    return f"[\n{ops}\n      ]" if ops else "[]"
-
-
 def _op_lines(planned: PlannedOps) -> list[str]:
-    """Each op on its line. Finite floats and integers are written by `repr`, as `json` does."""
+    """One line per op. Finite floats and integers are written by `repr`, as `json` does."""
     ops = planned.ops
     columns = ([KINDS[code] for code in ops.kind.tolist()], ops.stage.tolist(), ops.microbatch.tolist())
     rows = zip(*columns, planned.starts, planned.ends, strict=True)
@@ -405,13 +399,13 @@ def _op_lines(planned: PlannedOps) -> list[str]:
         f'"start_us": {start!r}, "end_us": {end!r}, "waits": []}}'
         for kind, stage, microbatch, start, end in rows
     ]
-    for place, names in planned.waits.items():
-        lines[place] = lines[place].removesuffix("[]}") + f"{_line(list(names))}}}"
-    for place in planned.silent:
-        lines[place] = lines[place].removesuffix(', "waits": []}') + "}"
+    for index, names in planned.waits.items():
+        lines[index] = lines[index].removesuffix("[]}") + f"{_line(list(names))}}}"
+    for index in planned.silent:
+        lines[index] = lines[index].removesuffix(', "waits": []}') + "}"
     return lines
 
 
 def relative_gap(value_us: float, bound_us: float) -> float:
-    """``(value - bound) / value``, a share of the value; 0 where that is 0 itself."""
+    """``(value - bound) / value``; 0 for a value of 0."""
     return (value_us - bound_us) / value_us if value_us else 0.0

@@ -1,14 +1,13 @@
 """Simulation: start and end times of given orders under the rules of the model.
 
-Every op starts as soon as its stream, its dependencies, its channel and its waits let it. For the objective
-`device_span` the devices' first ops are then moved to the times at which the largest span is smallest; orders and
-waits stay as they are.
+Every op starts as soon as its stream, dependencies, channel and waits allow. For the objective `device_span` the first
+op of each device is then delayed so that the largest span is smallest; orders and waits do not change.
 
-Orders fix a network of precedences; each device may begin when it likes. Let D[d, e] be the longest path from the
-first op of device d to the end of the last op of device e. Asking that no span exceeds S adds an edge of length -S
-from each device's end to its begin; times exist exactly if no cycle is longer than 0, and a cycle through k
-devices has length (sum of k entries of D) - k S. So the smallest span is the largest mean of a cycle of D: the rate
-at which iterations follow one another when no device waits for a global barrier (Zero Bubble, post-validation).
+Orders define a precedence graph; each device may start at any time. Let D[d, e] be the longest path from the first op
+of device d to the end of the last op of device e. The requirement that no span exceeds S adds an edge of length -S from
+each device's end to its start; a feasible timing exists exactly if no cycle is longer than 0, and a cycle through k
+devices has length (sum of k entries of D) - k S. So the smallest span is the maximum cycle mean of D: the period of
+successive iterations when no device waits for a global barrier (Zero Bubble, post-validation).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ F, B, W, BW, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times of orders. `start_us[k]` and `end_us[k]` belong to `ops[k]`, which runs on `device[k]` (ascending)."""
+    """Times of orders: `ops[k]` runs on `device[k]` (ascending) from `start_us[k]` to `end_us[k]`."""
 
     problem: Problem
     ops: OpArray
@@ -44,7 +43,7 @@ class Simulation:
 
     @cached_property
     def index(self) -> dict[Op, int]:
-        """The position of each op in the arrays."""
+        """Index of each op in the arrays."""
         return {op: k for k, op in enumerate(self.ops)}
 
     @property
@@ -54,29 +53,29 @@ class Simulation:
 
     @property
     def spans_us(self) -> Sequence[float]:
-        """For each device, last end minus first start (0 for a device without stages)."""
-        mine = [self.device_slice(d) for d in range(len(self.problem.devices))]
-        return [float(self.end_us[m].max() - self.start_us[m].min()) if m.start < m.stop else 0.0 for m in mine]
+        """Last end minus first start of each device (0 for a device without stages)."""
+        slices = [self.device_slice(d) for d in range(len(self.problem.devices))]
+        return [float(self.end_us[s].max() - self.start_us[s].min()) if s.start < s.stop else 0.0 for s in slices]
 
     @property
     def value_us(self) -> float:
-        """The problem's objective."""
+        """Value of the problem's objective."""
         return self.makespan_us if self.problem.objective == "makespan" else max(self.spans_us)
 
     def device_slice(self, device: int) -> slice:
-        """Where the ops of a device are in the arrays."""
+        """Slice of the arrays with the ops of a device."""
         return slice(*np.searchsorted(self.device, (device, device + 1)).tolist())
 
     def device_memory(self, device: int) -> Curve:
         """Activation memory of a device over time."""
-        mine = self.device_slice(device)
-        return memory_curve(self.start_us[mine], self.end_us[mine], self._device_effects[mine])
+        ops = self.device_slice(device)
+        return memory_curve(self.start_us[ops], self.end_us[ops], self._device_effects[ops])
 
     def host_memory(self) -> Curve:
-        """Offloaded bytes on the host over time, all devices together."""
-        moving = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
-        effects = effect_table(self.problem, host_effect)[self.ops.kind[moving], self.ops.stage[moving]]
-        return memory_curve(self.start_us[moving], self.end_us[moving], effects)
+        """Offloaded bytes of all devices on the host over time."""
+        copies = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
+        effects = effect_table(self.problem, host_effect)[self.ops.kind[copies], self.ops.stage[copies]]
+        return memory_curve(self.start_us[copies], self.end_us[copies], effects)
 
     @cached_property
     def _device_effects(self) -> Ints:
@@ -87,8 +86,8 @@ class Simulation:
 def simulate(problem: Problem, orders: Orders) -> Simulation:
     """Time the orders under the rules of the model.
 
-    Memory budgets are not enforced here: read `device_memory` and `host_memory` of the result.
-    Raises OrderError where an op is missing, repeated or misplaced, DeadlockError where ops wait in a cycle.
+    Memory budgets are not enforced: read `device_memory` and `host_memory` of the result.
+    Raises OrderError if an op is missing, repeated or misplaced, DeadlockError if ops wait in a cycle.
     """
     network = _Network(problem, orders)
     start, sequence = _earliest_starts(network.duration, *network.edges, np.zeros(network.size))
@@ -100,12 +99,12 @@ def simulate(problem: Problem, orders: Orders) -> Simulation:
 
 
 class _Network:
-    """The precedence graph of orders: ops as nodes, and edges (from, to, delay) from every rule."""
+    """Precedence graph of orders: a node per op, and edges (source, target, delay) from every rule."""
 
     def __init__(self, problem: Problem, orders: Orders) -> None:
         self.problem = problem
         streams = [_columns(stream) for device in orders.devices for stream in device.streams()]
-        self.ops = OpArray.joined([OpArray([], [], []), *streams])  # orders may be for no device at all
+        self.ops = OpArray.joined([OpArray([], [], []), *streams])  # there may be no devices
         self.size = len(self.ops)
         self.lengths = [len(stream) for stream in streams]
         stream = np.repeat(np.arange(len(self.lengths)), self.lengths)
@@ -124,12 +123,12 @@ class _Network:
             raise OrderError(f"{self.ops[int(np.argmin(inside))]} is not in a problem of {size}")
 
     def _inside(self, ops: OpArray) -> NDArray[np.bool_]:
-        """Whether the problem has the stage and the microbatch of each op."""
+        """Mask of the ops whose stage and microbatch exist in the problem."""
         stages = (ops.stage >= 0) & (ops.stage < len(self.problem.stages))
         return stages & (ops.microbatch >= 0) & (ops.microbatch < self.problem.microbatches)
 
     def _positions(self, stream: Ints) -> Ints:
-        """Node of each (kind, stage, microbatch), -1 where absent. Checks that each op is there once, in its place."""
+        """Node of each (kind, stage, microbatch), -1 if absent. Raises OrderError for a repeated or misplaced op."""
         home = np.asarray([s.device for s in self.problem.stages])[self.stage]
         own_stream = np.asarray(STREAM_OF_KIND)[self.kind]
         misplaced = (home != self.device) | (own_stream != stream)
@@ -162,7 +161,7 @@ class _Network:
                 raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
 
     def _check_microbatch_order(self, at: Ints) -> None:
-        """Microbatches keep their order within one op type of one stage; BW counts as B, not as W."""
+        """Reject microbatches out of order within one kind of op of one stage; BW counts as B, not as W."""
         backward = np.where(at[B] >= 0, at[B], at[BW])
         for ops in (*at[[F, W, O, R]].reshape(-1, at.shape[2]), *backward):
             nodes = ops[ops >= 0]
@@ -185,12 +184,12 @@ class _Network:
         return source.astype(np.int64), target.astype(np.int64), delay.astype(np.float64)
 
     def _stream_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """One op at a time on a stream, in the order of its list."""
+        """Each op after the previous op of its stream."""
         yield self.follows - 1, self.follows, np.zeros(len(self.follows))
 
     def _rule_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
         at = self.at
-        backward = np.where(at[B] >= 0, at[B], at[BW])  # what the stage before waits for
+        backward = np.where(at[B] >= 0, at[B], at[BW])  # gives the gradient that the previous stage waits for
         ahead = np.asarray(self.problem.forward_delay_us, np.float64)[:, None]
         back = np.asarray(self.problem.backward_delay_us, np.float64)[:, None]
         yield self._between(at[F][:-1], at[F][1:], ahead)
@@ -200,12 +199,12 @@ class _Network:
 
     @staticmethod
     def _between(before: Ints, after: Ints, delay: Floats | float) -> tuple[Ints, Ints, Floats]:
-        """Edges between nodes of equal (stage, microbatch) place, where both are there."""
+        """Edges between nodes at equal positions of two arrays (stages, microbatches), where both are present."""
         both = (before >= 0) & (after >= 0)
         return before[both], after[both], np.broadcast_to(delay, before.shape)[both]
 
     def _order_edges(self, orders: Orders) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Waits, and the order of transfers on channels that serve several streams."""
+        """Edges of waits, and of the order of transfers on shared channels."""
         pairs = [(before, op) for op, waits in orders.waits.items() for before in waits]
         before, after = (self._nodes([pair[side] for pair in pairs]) for side in range(2))
         yield before, after, np.zeros(len(pairs))
@@ -234,9 +233,9 @@ def _columns(ops: Sequence[Op]) -> OpArray:
 def _earliest_starts(
     duration: Floats, source: Ints, target: Ints, delay: Floats, release: Floats
 ) -> tuple[Floats, Ints]:
-    """Earliest start of each node, and the nodes in an order that respects all edges (short where there is a cycle).
+    """Earliest start of each node, and the nodes in topological order (incomplete if there is a cycle).
 
-    `release` holds the times before which nodes may not start.
+    No node starts before its `release`. Kahn's algorithm on the outgoing edges in compressed sparse row form.
     """
     size = len(duration)
     first_out = np.zeros(size + 1, np.int64)
@@ -246,11 +245,11 @@ def _earliest_starts(
         open_edges[target[e]] += 1
     for k in range(size):
         first_out[k + 1] += first_out[k]
-    place = first_out[:-1].copy()
+    next_slot = first_out[:-1].copy()
     out = np.empty(len(source), np.int64)
     for e in range(len(source)):
-        out[place[source[e]]] = e
-        place[source[e]] += 1
+        out[next_slot[source[e]]] = e
+        next_slot[source[e]] += 1
     start = release.copy()
     sequence = np.empty(size, np.int64)
     done = 0
@@ -275,7 +274,7 @@ def _earliest_starts(
 
 
 def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
-    """Follow blocked predecessors backwards until one repeats: that is a cycle."""
+    """Find a cycle: follow blocked predecessors backwards until one repeats."""
     blocked = np.ones(network.size, bool)
     blocked[sequence] = False
     source, target, _ = network.edges
@@ -292,7 +291,7 @@ def _deadlock(network: _Network, sequence: Ints) -> DeadlockError:
 
 
 def _least_span(network: _Network, start: Floats) -> Floats:
-    """Start times with the same orders whose largest device span is smallest."""
+    """Start times of the same orders that minimise the largest device span."""
     ends = np.cumsum(network.lengths)
     compute = [(e - n, e - 1) for n, e in zip(network.lengths, ends, strict=True)][:: len(STREAMS)]
     first, last = np.array([pair for pair in compute if pair[0] <= pair[1]], np.int64).T
@@ -305,16 +304,16 @@ def _least_span(network: _Network, start: Floats) -> Floats:
 
 
 NEVER = -1e300
-"""Release time of nodes that are not on a path from the source."""
+"""Release time of all nodes but the source of a longest-path search."""
 
 
 def least_span_starts(
     earliest: Callable[[Floats], Floats], duration: Floats, first: Ints, last: Ints, start: Floats
 ) -> Floats:
-    """Start times (us) whose largest span over devices is smallest.
+    """Start times (us) that minimise the largest span over devices.
 
-    `earliest` maps release times to earliest starts; `first[d]` and `last[d]` are the nodes that begin and end device
-    d, `start` the earliest starts without releases.
+    `earliest` maps release times to earliest starts; `first[d]` and `last[d]` are the first and last node of device d,
+    `start` the earliest starts without releases.
     """
     if (start[last] + duration[last] - start[first]).max() <= _longest_own_path(earliest, duration, first, last, start):
         return start
@@ -329,7 +328,7 @@ def least_span_starts(
 def _longest_own_path(
     earliest: Callable[[Floats], Floats], duration: Floats, first: Ints, last: Ints, start: Floats
 ) -> float:
-    """The span of the device with the largest one at earliest starts, were it alone to begin: no span can be less."""
+    """Lower bound on the largest span: the longest path within the device whose span is largest at earliest starts."""
     worst = int(np.argmax(start[last] + duration[last] - start[first]))
     release = np.full(len(duration), NEVER)
     release[first[worst]] = 0.0
@@ -339,21 +338,21 @@ def _longest_own_path(
 def _starts_within(
     span: float, earliest: Callable[[Floats], Floats], duration: Floats, first: Ints, last: Ints, start: Floats
 ) -> Floats:
-    """Earliest starts that keep every span within `span` (which is known to be possible, up to rounding)."""
+    """Earliest starts that keep every span within `span`, which is feasible up to rounding."""
     release = np.zeros(len(duration))
     best = start
     for _ in range(len(first) + 1):
-        wanted = np.maximum(release[first], start[last] + duration[last] - span)
-        if np.allclose(wanted, np.maximum(release[first], start[first]), rtol=0, atol=1e-9 * span):
+        latest_needed = np.maximum(release[first], start[last] + duration[last] - span)
+        if np.allclose(latest_needed, np.maximum(release[first], start[first]), rtol=0, atol=1e-9 * span):
             break
-        release[first] = np.maximum(wanted, start[first])
+        release[first] = np.maximum(latest_needed, start[first])
         start = earliest(release)
         best = min(best, start, key=lambda s: float((s[last] + duration[last] - s[first]).max()))
     return best
 
 
 def largest_cycle_mean(lengths: Floats) -> float:
-    """The largest mean length of a cycle in a complete graph with edge lengths `lengths[d, e]` (Karp 1978)."""
+    """Maximum cycle mean of the complete graph with edge lengths `lengths[d, e]` (Karp 1978)."""
     size = len(lengths)
     walks = np.empty((size + 1, size))
     walks[0] = np.where(np.arange(size) == 0, 0.0, -np.inf)

@@ -1,12 +1,12 @@
-"""Verifier: every rule of the model checked from the document alone.
+"""Independent verifier: checks every rule of the model from the schedule document alone.
 
-It shares no code with the simulator's kernel or with any solver, so that a mistake there cannot hide here. Times
-are compared with a tolerance of one part in a billion of the schedule's length, which is what sums of decimal
-fractions need; so that many such errors do not add up, the value is compared with that of exact times as well. Bytes
-are compared exactly.
+It shares no code with the simulator's kernel or any solver, so a bug there cannot hide here. Times are compared with a
+tolerance of one part in a billion of the schedule's length, as sums of decimal fractions require; to keep many such
+errors from adding up, the value is also compared with that of exact times. Bytes are compared exactly.
 
-An op that takes time ends after it starts, so times that keep every rule leave no room for a cycle through it. Ops
-without length can share an instant and wait for one another there: every time is kept, and yet no executor could begin.
+Cycles need a check of their own. An op of positive length ends after it starts, so times that keep every rule exclude a
+cycle through it. But zero-length ops at one instant can wait for one another: the times keep every rule, and still no
+executor could start any of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RELATIVE_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: its short name, where (op, device or field), when, and a sentence."""
+    """A broken rule: its short name, where (op, device or field), when, and a sentence."""
 
     rule: str
     where: str
@@ -49,7 +49,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the verifier itself found for one device."""
+    """Figures of one device as the verifier computes them; no worst-case peak if the device deadlocks."""
 
     peak_bytes: int
     peak_bytes_any_timing: int | None
@@ -60,7 +60,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All violations (none: the schedule is valid) with the recomputed figures."""
+    """All violations (none for a valid schedule) with the recomputed figures."""
 
     violations: Sequence[Violation]
     value_us: float
@@ -71,17 +71,17 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether no rule is broken."""
+        """True if no rule is broken."""
         return not self.violations
 
 
 def verify(schedule: Schedule) -> Verdict:
-    """Judge a schedule: every rule of the model, the budgets at any times, every claimed figure."""
-    return _Judge(schedule).verdict()
+    """Check every rule of the model, the budgets at planned and worst-case times, and every claimed figure."""
+    return _Verifier(schedule).verdict()
 
 
-class _Judge:
-    """All ops in one set of columns, device by device and stream by stream, as the document lists them."""
+class _Verifier:
+    """Checks of one schedule. All ops are in one set of columns, by device and stream, in the order of the document."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -116,12 +116,12 @@ class _Judge:
         self._check_waits()
         self._check_cycles()
         self._check_channels()
-        mine = [self._device_slice(d) for d in range(len(self.schedule.devices))]
-        spans = [_span(self.start_us[m], self.end_us[m]) for m in mine]
+        slices = [self._device_slice(d) for d in range(len(self.schedule.devices))]
+        spans = [_span(self.start_us[s], self.end_us[s]) for s in slices]
         value = self.length_us if self.problem.objective == "makespan" else max(spans)
         facts = [self._device_facts(d, value, spans[d]) for d in range(len(spans))]
         host = self._check_host()
-        if not self.violations:
+        if not self.violations:  # exact times exist only for orders that are complete and free of cycles
             self._check_sums()
         self._check_claims(value, facts)
         return Verdict(self.violations, value, self.length_us, max(spans), host, facts)
@@ -131,11 +131,11 @@ class _Judge:
         return slice(int(self.begins[first]), int(self.begins[first + len(STREAMS)]))
 
     def _keys(self, kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
-        """A number for each op; different ones for different ops."""
+        """Unique integer for each (kind, stage, microbatch) of the problem."""
         return (kind * len(self.problem.stages) + stage) * self.problem.microbatches + microbatch
 
     def _find(self, keys: Ints) -> Ints:
-        """The place of each of these ops, -1 where it is not in the schedule."""
+        """Index of each of these ops, -1 if it is not in the schedule."""
         if not len(self.key):
             return np.full(len(keys), -1, np.int64)
         slot = np.minimum(np.searchsorted(self.sorted_key, keys), len(self.key) - 1)
@@ -145,7 +145,7 @@ class _Judge:
         self.violations.append(Violation(rule, where, time_us, detail))
 
     def _broken_where(self, rule: str, wrong: Bools, detail: Callable[[int], str]) -> None:
-        """A violation by each op of which `wrong` is true; `detail` says what is wrong with the op at a place."""
+        """Add a violation for each op with a true entry in `wrong`; `detail` maps an op's index to the sentence."""
         for k in np.flatnonzero(wrong).tolist():
             self._broken(rule, str(self.ops[k]), float(self.start_us[k]), detail(k))
 
@@ -155,19 +155,19 @@ class _Judge:
         self._broken_where("once", repeated, lambda _: "is in the schedule more than once.")
 
     def _check_presence(self) -> None:
-        """Every microbatch passes every stage forward and backward, and what leaves comes back."""
+        """Every microbatch has F and all of its backward on every stage, and each O has an R."""
         microbatches, total = self.problem.microbatches, len(self.problem.stages) * self.problem.microbatches
         pairs, group = np.unique(self.ops.stage * microbatches + self.ops.microbatch, return_inverse=True)
-        here = np.zeros(len(pairs), np.int64)
-        np.bitwise_or.at(here, group, 1 << self.ops.kind)
-        passes = here & _bits("F", "B", "W", "BW")
+        kinds_present = np.zeros(len(pairs), np.int64)
+        np.bitwise_or.at(kinds_present, group, 1 << self.ops.kind)
+        passes = kinds_present & _bits("F", "B", "W", "BW")
         incomplete = (passes != _bits("F", "B", "W")) & (passes != _bits("F", "BW"))
         for pair, kinds in zip(pairs[incomplete].tolist(), passes[incomplete].tolist(), strict=True):
             found = ", ".join(sorted(kind for kind in KINDS if kinds & _bits(kind))) or "none"
             where = f"{pair // microbatches}.{pair % microbatches}"
             self._broken("presence", where, None, f"needs F, B, W or F, BW; {found} found.")
-        moves = here & _bits("O", "R")
-        for pair in pairs[(moves != 0) & (moves != _bits("O", "R"))].tolist():
+        copies = kinds_present & _bits("O", "R")
+        for pair in pairs[(copies != 0) & (copies != _bits("O", "R"))].tolist():
             where = f"{pair // microbatches}.{pair % microbatches}"
             self._broken("presence", where, None, "has only one of O and R.")
         if len(pairs) < total:
@@ -195,7 +195,7 @@ class _Judge:
         self._broken_where("begin", early, lambda k: f"starts at {self.start_us[k]:g} us, but times count from 0.")
 
     def _check_streams(self) -> None:
-        """One op at a time on a stream, in the order of its list; microbatches in order within op type and stage."""
+        """One op at a time on a stream, in listed order; microbatches in order within one kind of op of one stage."""
         if not len(self.key):
             return
         early = np.zeros(len(self.key), bool)
@@ -224,15 +224,15 @@ class _Judge:
 
     @cached_property
     def _dependencies(self) -> Sequence[tuple[Ints, Ints, Floats]]:
-        """What ops wait for by the rules of the model: places of ops and of what comes before, and the delays."""
-        found = []
+        """Precedences by the rules of the model: indices of ops and of their predecessors, and the delays."""
+        edges = []
         for op, before, delay_us in self._rules():
-            there = before >= 0
-            found.append((op[there], before[there], np.broadcast_to(delay_us, there.shape)[there]))
-        return found
+            present = before >= 0
+            edges.append((op[present], before[present], np.broadcast_to(delay_us, present.shape)[present]))
+        return edges
 
     def _rules(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
-        """The same rule by rule, with -1 where what comes before is not in the schedule."""
+        """The precedences of each rule, with -1 for a predecessor that is not in the schedule."""
         stage, last = self.ops.stage, len(self.problem.stages) - 1
         f, b, w, bw, o, r = (self.ops.kind == code for code in range(len(KINDS)))
         ahead = np.array([0.0, *self.problem.forward_delay_us])
@@ -240,19 +240,19 @@ class _Judge:
         op = np.flatnonzero(f & (stage > 0))
         yield op, self._relative(op, "F", -1), ahead[stage[op]]
         op = np.flatnonzero((b | bw) & (stage < last))
-        fed = self._relative(op, "B", 1)
-        yield op, np.where(fed >= 0, fed, self._relative(op, "BW", 1)), back[stage[op]]
+        split = self._relative(op, "B", 1)
+        yield op, np.where(split >= 0, split, self._relative(op, "BW", 1)), back[stage[op]]
         for mask, earlier in ((b | bw, "F"), (b | bw, "R"), (w, "B"), (o, "F"), (r, "O")):
             op = np.flatnonzero(mask)
             yield op, self._relative(op, earlier, 0), 0.0
 
     def _relative(self, op: Ints, kind: str, step: int) -> Ints:
-        """The places of the ops of a kind for the same microbatch, `step` stages after those of `op`."""
+        """Indices of the ops of `kind` for the same microbatches, `step` stages after the stages of `op`."""
         code = np.full(len(op), KINDS.index(kind))
         return self._find(self._keys(code, self.ops.stage[op] + step, self.ops.microbatch[op]))
 
     def _check_waits(self) -> None:
-        """A wait is for the end of an op on another stream of the same device."""
+        """Each wait names an op on another stream of the same device, and that op ends first."""
         for k, name, before in self._waits:
             if before < 0:
                 self._wait_broken(k, f"waits for {name}, which is not in the schedule.")
@@ -264,20 +264,21 @@ class _Judge:
 
     @cached_property
     def _waits(self) -> Sequence[tuple[int, str, int]]:
-        """The places of ops that wait, with the name of what each waits for and its place (-1: there is none)."""
+        """Waits as (index of the op, name of the op it waits for, index of that op or -1)."""
         named = [
-            (first + place, name)
+            (first + index, name)
             for first, stream in zip(self.begins.tolist(), self.streams, strict=False)
-            for place, names in stream.waits.items()
+            for index, names in stream.waits.items()
             for name in names
         ]
         others = OpArray.of([Op.parse(name) for _, name in named])
         known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.microbatches)
-        found = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
-        return [(k, name, before) for (k, name), before in zip(named, found.tolist(), strict=True)]
+        # Outside the problem a key would be that of another op.
+        indices = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
+        return [(k, name, before) for (k, name), before in zip(named, indices.tolist(), strict=True)]
 
     def _check_cycles(self) -> None:
-        """No ops wait for one another in a cycle, by rules, streams and waits."""
+        """No cycle of ops by rules, streams and waits."""
         op, before, _ = self._edges
         cycle = find_cycle(op, before, self.start_us)
         if cycle:
@@ -287,7 +288,7 @@ class _Judge:
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints, Floats]:
-        """All that is ordered by streams, waits and rules: places of ops, of what comes before, and the delays."""
+        """Precedences by streams, waits and rules: indices of ops and of their predecessors, and the delays."""
         follows = 1 + np.flatnonzero(self.list_of[1:] == self.list_of[:-1])
         waits = np.array([(k, before) for k, _, before in self._waits if before >= 0], np.int64).reshape(-1, 2)
         edges = [
@@ -302,34 +303,34 @@ class _Judge:
         self._broken("wait", str(self.ops[k]), float(self.start_us[k]), detail)
 
     def _check_channels(self) -> None:
-        """One transfer at a time on a channel, also where devices or directions share it."""
-        moves, channel = self._copies
-        order = np.lexsort((self.end_us[moves], self.start_us[moves], channel))
-        moves, channel = moves[order], channel[order]
-        overlap = self.start_us[moves[1:]] < self.end_us[moves[:-1]] - self.tolerance
+        """One transfer at a time on a channel, including channels that devices or directions share."""
+        copies, channel = self._copies
+        order = np.lexsort((self.end_us[copies], self.start_us[copies], channel))
+        copies, channel = copies[order], channel[order]
+        overlap = self.start_us[copies[1:]] < self.end_us[copies[:-1]] - self.tolerance
         for k in np.flatnonzero(overlap & (channel[1:] == channel[:-1])).tolist():
-            op, before = int(moves[k + 1]), self.ops[int(moves[k])]
+            op, before = int(copies[k + 1]), self.ops[int(copies[k])]
             detail = f"overlaps {before} on a shared channel."
             self._broken("channel", str(self.ops[op]), float(self.start_us[op]), detail)
 
     @cached_property
     def _copies(self) -> tuple[Ints, Ints]:
-        """The places of all O and R, and the number of the channel of each."""
-        moves = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        """Indices of all O and R, and the channel number of each."""
+        copies = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
         group_of = np.zeros(len(self.problem.devices), np.int64)
         for g, group in enumerate(self.problem.channel_groups):
             group_of[list(group)] = g
-        channel = 2 * group_of[self.home[moves]]
+        channel = 2 * group_of[self.home[copies]]
         if self.problem.copy_channels.duplex:
-            channel += self.ops.kind[moves] == KINDS.index("R")
-        return moves, channel
+            channel += self.ops.kind[copies] == KINDS.index("R")
+        return copies, channel
 
     def _check_sums(self) -> None:
-        """The stated value is not below that of exact times, by more than the tolerance of the value alone.
+        """The stated value is not below the value with exact times by more than one tolerance.
 
-        Each op may start a tolerance too early; here all that comes too early on the way to an op counts together. No
-        way is longer than by the stated times and all that is missing at its ops. Where that cannot reach the
-        tolerance, as in any schedule whose times are sums in floats, nothing else needs to be computed.
+        Each op may start one tolerance too early, and these errors add up along a path. A path is at most as long as by
+        the stated times plus the sum of all such errors. If that stays within the tolerance, as in any schedule whose
+        times are float sums, the exact value need not be computed.
         """
         claimed = self.schedule.value_us
         limit_us = claimed + max(RELATIVE_TOLERANCE * claimed, self.resolution_us)
@@ -345,87 +346,87 @@ class _Judge:
                 detail = f"is {claimed!r}, but with exact durations and delays these orders take {least_us!r}."
                 self._broken("claim", "value_us", None, detail)
 
-    def _channel_pairs(self, place: Floats | Ints) -> tuple[Ints, Ints]:
-        """Copies, and what is right before each on its channel, if `place` says in which order they come."""
-        moves, channel = self._copies
-        order = np.lexsort((place[moves], channel))
-        moves, channel = moves[order], channel[order]
+    def _channel_pairs(self, rank: Floats | Ints) -> tuple[Ints, Ints]:
+        """Copies and their predecessors on the same channel, when each channel runs its copies by `rank`."""
+        copies, channel = self._copies
+        order = np.lexsort((rank[copies], channel))
+        copies, channel = copies[order], channel[order]
         same = channel[1:] == channel[:-1]
-        return moves[1:][same], moves[:-1][same]
+        return copies[1:][same], copies[:-1][same]
 
     def _value_us(self, start_us: Floats) -> float:
-        """The objective at these starts, each op taking what the problem says."""
+        """Value of the objective at these starts with exact durations."""
         end_us = start_us + self.duration_us
         if self.problem.objective == "makespan":
             return _span(start_us, end_us)
-        mine = [self._device_slice(d) for d in range(len(self.schedule.devices))]
-        return max(_span(start_us[m], end_us[m]) for m in mine)
+        slices = [self._device_slice(d) for d in range(len(self.schedule.devices))]
+        return max(_span(start_us[s], end_us[s]) for s in slices)
 
     def _exact_value_us(self, limit_us: float) -> float:
-        """The least value of the orders with exact times; for spans a value within the limit, where there is one.
+        """Smallest value of the orders with exact times; for spans, a value within the limit if there is one.
 
-        For spans a device begins no sooner than lets its last op end within the limit. What one device puts off may put
-        off others, and on the way to any op each device counts once: where some span is still above the limit after as
-        many rounds as there are devices, no times keep all of them within it.
+        For spans, a device's first op is delayed until its last op ends within the limit of it. A delay of one device
+        may delay others, and a longest path passes each device once: if some span exceeds the limit after as many
+        rounds as there are devices, no timing keeps all of them within it.
         """
         timing = _ExactTiming(self.duration_us, *self._edges, self.start_us + self.end_us)
         timing.add(*self._channel_pairs(timing.rank))
         start_us = timing.earliest_us(np.zeros(len(self.key)))
         if self.problem.objective == "makespan":
             return self._value_us(start_us)
-        mine = [m for m in map(self._device_slice, range(len(self.schedule.devices))) if m.start < m.stop]
-        for _ in mine:
+        slices = [s for s in map(self._device_slice, range(len(self.schedule.devices))) if s.start < s.stop]
+        for _ in slices:
             if self._value_us(start_us) <= limit_us:
                 break
-            for m in mine:
-                begin_us = (start_us[m] + self.duration_us[m]).max() - (limit_us - self.resolution_us)
-                start_us[m] = np.maximum(start_us[m], begin_us)
+            for s in slices:
+                begin_us = (start_us[s] + self.duration_us[s]).max() - (limit_us - self.resolution_us)
+                start_us[s] = np.maximum(start_us[s], begin_us)
             start_us = timing.earliest_us(start_us)
         return self._value_us(start_us)
 
     def _device_facts(self, d: int, value_us: float, span_us: float) -> DeviceFacts:
         budget = self.problem.devices[d].memory_bytes
-        mine = self._device_slice(d)
-        changes = self._memory_changes[self.ops.kind[mine], self.ops.stage[mine]]
-        peak, time_us = _peak(self.start_us[mine], self.end_us[mine], changes)
+        ops = self._device_slice(d)
+        changes = self._memory_changes[self.ops.kind[ops], self.ops.stage[ops]]
+        peak, time_us = _peak(self.start_us[ops], self.end_us[ops], changes)
         if budget is not None and peak > budget:
             self._broken("budget", f"device {d}", time_us, f"holds {peak} bytes of {budget}.")
-        anyhow = self._any_timing(d)
-        if budget is not None and anyhow is not None and anyhow > budget:
-            self._broken("budget-any-timing", f"device {d}", None, f"can reach {anyhow} bytes of {budget}.")
-        busy = float(self.duration_us[mine][self.ops.kind[mine] < KINDS.index("O")].sum())
-        return DeviceFacts(peak, anyhow, busy, 1 - busy / value_us if value_us else 0.0, span_us)
+        worst_case = self._worst_case_peak_bytes(d)
+        if budget is not None and worst_case is not None and worst_case > budget:
+            self._broken("budget-any-timing", f"device {d}", None, f"can reach {worst_case} bytes of {budget}.")
+        busy = float(self.duration_us[ops][self.ops.kind[ops] < KINDS.index("O")].sum())
+        return DeviceFacts(peak, worst_case, busy, 1 - busy / value_us if value_us else 0.0, span_us)
 
-    def _any_timing(self, d: int) -> int | None:
+    def _worst_case_peak_bytes(self, d: int) -> int | None:
         streams = [ops for _, ops in self.schedule.devices[d].streams()]
         waits = {op: others for ops in streams for op, others in ops.waits_of().items()}
         compute, offload, reload = (ops.ops for ops in streams)
         try:
             return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits)
-        except DeadlockError:  # is among the cycles
+        except DeadlockError:  # reported as a violation by _check_cycles
             return None
 
     @cached_property
     def _memory_changes(self) -> Ints:
-        """Changes of a device's memory at start and end of an op: an array (kinds, stages, 2)."""
+        """Changes of device memory at the start and end of each kind of op: an array (kinds, stages, 2)."""
         return np.array([[memory_changes(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.int64)
 
     def _check_host(self) -> int:
-        """A host buffer is held from the start of O to the end of R."""
+        """Host memory within its budget; a host buffer is held from the start of O to the end of R."""
         sizes = np.array([stage.offload.bytes if stage.offload else 0 for stage in self.problem.stages], np.int64)
         held = sizes[self.ops.stage]
         changes = np.stack(
             [held * (self.ops.kind == KINDS.index("O")), -held * (self.ops.kind == KINDS.index("R"))], axis=1
         )
-        moves = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
-        peak, time_us = _peak(self.start_us[moves], self.end_us[moves], changes[moves])
+        copies = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        peak, time_us = _peak(self.start_us[copies], self.end_us[copies], changes[copies])
         limit = self.problem.host_memory_bytes
         if limit is not None and peak > limit:
             self._broken("host-budget", "host", time_us, f"holds {peak} bytes of {limit}.")
         return peak
 
     def _check_claims(self, value_us: float, facts: Sequence[DeviceFacts]) -> None:
-        """Every figure in the document is what the verifier computes."""
+        """Every figure of the document equals the recomputed one."""
         claimed = self.schedule
         if claimed.objective != self.problem.objective:
             self._broken("claim", "objective", None, f"is {claimed.objective}, the problem's {self.problem.objective}.")
@@ -449,16 +450,16 @@ class _Judge:
             self._claim(f"{where}.busy_us", device.busy_us, fact.busy_us, RELATIVE_TOLERANCE * fact.busy_us)
             self._claim(f"{where}.bubble", device.bubble, fact.bubble, RELATIVE_TOLERANCE)
 
-    def _claim(self, where: str, claimed: float, found: float, tolerance: float) -> None:
-        if abs(claimed - found) > tolerance:
-            self._broken("claim", where, None, f"is {claimed!r}, but {found!r} is found.")
+    def _claim(self, where: str, claimed: float, computed: float, tolerance: float) -> None:
+        if abs(claimed - computed) > tolerance:
+            self._broken("claim", where, None, f"is {claimed!r}, but {computed!r} is found.")
 
 
 class _ExactTiming:
-    """The earliest times of ops that have no cycle; `rank` is a place for each in an order that keeps all edges.
+    """Earliest starts of ops without a cycle; `rank` is the position of each op in a topological order.
 
-    Of the ops that could come next, that with the least of `middle` does: so ops whose stated times are apart are
-    ranked by them.
+    Of the ops that can come next, the one with the smallest `middle` does, so the order follows the stated times where
+    these differ.
     """
 
     def __init__(self, duration_us: Floats, op: Ints, before: Ints, delay_us: Floats, middle: Floats) -> None:
@@ -484,12 +485,12 @@ class _ExactTiming:
         self.rank[self.sequence] = np.arange(size)
 
     def add(self, op: Ints, before: Ints) -> None:
-        """Let more ops wait for others, all of a lower rank."""
+        """Add precedences; each predecessor must have a lower rank."""
         for k, earlier in zip(op.tolist(), before.tolist(), strict=True):
             self.needs[k].append((earlier, 0.0))
 
     def earliest_us(self, release_us: Floats) -> Floats:
-        """The earliest starts, none before its release."""
+        """Earliest starts, none before its release."""
         start_us, duration_us = release_us.tolist(), self.duration_us.tolist()
         for k in self.sequence:
             for earlier, gap_us in self.needs[k]:
@@ -500,12 +501,12 @@ class _ExactTiming:
 
 
 def _bits(*kinds: str) -> int:
-    """A set of kinds as a number."""
+    """Bit set of kinds."""
     return sum(1 << KINDS.index(kind) for kind in kinds)
 
 
 def _duration_us(stage: Stage, kind: str) -> float | None:
-    """What the problem says an op takes; None for a transfer of a stage that never offloads."""
+    """Duration of an op by the problem; None for a copy of a stage that never offloads."""
     durations = {
         "F": stage.forward_us,
         "B": stage.backward_input_us,
@@ -522,7 +523,7 @@ def _span(start_us: Floats, end_us: Floats) -> float:
 
 
 def _peak(start_us: Floats, end_us: Floats, changes: Ints) -> tuple[int, float]:
-    """The highest level that lasts, and when it is first reached; all changes of one instant count together.
+    """Highest level and when it is first reached; all changes at one instant count together.
 
     `changes` has the shape (ops, 2): what each op adds at its start and at its end.
     """
@@ -536,13 +537,12 @@ def _peak(start_us: Floats, end_us: Floats, changes: Ints) -> tuple[int, float]:
 
 
 def find_cycle(op: Ints, before: Ints, start_us: Floats) -> list[int] | None:
-    """Some places of ops each of which waits for the one before it, the first for the last; None if there are none.
+    """Indices of ops on some cycle, each of which waits for the one before it and the first for the last, or None.
 
-    The op at place `op[k]` waits for the one at place `before[k]`; `start_us` holds the starts of all ops, whether
-    they keep the rules or not.
+    Op `op[k]` waits for op `before[k]`; `start_us` holds the starts of all ops, valid or not.
     """
-    # Along a cycle starts go forward as far as back, so none of its steps goes further forward than all steps that
-    # there are go back (but for rounding): of most schedules hardly any is left to look at.
+    # Along a cycle starts advance as far as they go back, so no edge of a cycle advances further than all edges
+    # together go back (up to rounding). This discards nearly all edges of most schedules.
     forward_us = start_us[op] - start_us[before]
     chosen = np.flatnonzero(forward_us <= -1.001 * forward_us.clip(max=0).sum())
     needs: dict[int, list[int]] = {}

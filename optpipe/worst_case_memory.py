@@ -1,13 +1,13 @@
-"""The largest memory that a device can reach under any durations that keep order and waits.
+"""Worst-case memory peak of a device: the maximum over all durations that keep order and waits.
 
-What has happened on a device at some moment is a set of events (starts and ends of ops) that contains, with each
-event, everything that must come before it; and every such set can happen, since durations are free. So the peak is
-the largest weight of a closed set: a maximum closure. A device runs three streams, each in order, so a closed set
-is three prefixes, and dependencies through other devices add nothing (they leave and reach the compute stream, which
-is totally ordered). Offloads only free memory, hence for given prefixes of compute and reload the least prefix of
-offloads that these require is best, and the closure is found by a scan instead of a minimum cut.
+The events (starts and ends of ops) that have happened by some moment form a closed set: with each event it contains all
+its predecessors. Every closed set can occur, since durations are free. So the peak is the largest weight of a closed
+set (maximum closure problem). A device runs three streams, each in order, so a closed set is three prefixes, and
+dependencies through other devices add nothing (they leave and reach the compute stream, which is totally ordered).
+Offloads only free memory, so for given prefixes of compute and reload the shortest prefix of offloads that these
+require is the worst case, and a scan finds the closure without a minimum cut.
 
-This module is the verifier's own: it takes nothing from the simulator or the solvers.
+The verifier depends on this module, so it shares no code with the simulator or the solvers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from optpipe.problem import Problem, Stage
 Ints = NDArray[np.int64]
 
 Streams = tuple[Sequence[Op], Sequence[Op], Sequence[Op]]
-"""Compute, offload and reload of one device, in order."""
+"""Ops of the compute, offload and reload streams of one device, in order."""
 
 Waits = Mapping[Op, Sequence[Op]]
 
 
 def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> int:
-    """The largest activation memory of a device over every choice of durations.
+    """Largest activation memory of a device over every choice of durations.
 
-    Raises DeadlockError if the streams' orders and waits contradict one another on this device.
+    Raises DeadlockError if orders and waits contradict one another on this device.
     """
     columns = [OpArray.of(ops) for ops in streams]
     compute, offload, reload = (_levels(problem, ops) for ops in columns)
@@ -41,22 +41,22 @@ def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> i
         return int(compute.max())
     ops = OpArray.joined(columns)
     lengths = np.array([len(stream) for stream in columns])
-    needs, gone = _required_prefixes(lengths, *_direct(problem, ops, lengths, waits))
-    if (gone < 2 * lengths).any():
-        raise _deadlock(columns, gone // 2)
-    of_compute, _, of_reload = np.split(needs, np.cumsum(2 * lengths + 1)[:-1])
-    return int(_largest(compute, offload, reload, of_compute, of_reload))
+    clocks, happened = _required_prefixes(lengths, *_direct(problem, ops, lengths, waits))
+    if (happened < 2 * lengths).any():
+        raise _deadlock(columns, happened // 2)
+    compute_clocks, _, reload_clocks = np.split(clocks, np.cumsum(2 * lengths + 1)[:-1])
+    return int(_largest(compute, offload, reload, compute_clocks, reload_clocks))
 
 
 def _levels(problem: Problem, ops: OpArray) -> Ints:
-    """Memory after each prefix of a stream's events (start, end, start, end, ...), all else left aside."""
-    here, stage = np.unique(ops.stage, return_inverse=True)
-    changes = np.array([[memory_changes(problem.stages[s], kind) for s in here] for kind in KINDS], np.int64)
+    """Memory of this stream alone after each prefix of its events (start, end, start, end, ...)."""
+    stages, stage = np.unique(ops.stage, return_inverse=True)
+    changes = np.array([[memory_changes(problem.stages[s], kind) for s in stages] for kind in KINDS], np.int64)
     return np.concatenate([[0], np.cumsum(changes[ops.kind, stage])]) if len(ops) else np.zeros(1, np.int64)
 
 
 def memory_changes(stage: Stage, kind: str) -> tuple[int, int]:
-    """Bytes that an op of a stage adds to its device's memory at its start and at its end, by the contract."""
+    """Signed changes of device memory (bytes) at the start and at the end of an op."""
     moved = stage.offload.bytes if stage.offload else 0
     if kind == "O":
         return 0, -moved
@@ -74,10 +74,10 @@ def memory_changes(stage: Stage, kind: str) -> tuple[int, int]:
 
 
 def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tuple[Ints, Ints, Ints]:
-    """What must end on its own device before each op starts, by rules and waits.
+    """Direct predecessors of each op on its own device, by rules and waits, in compressed sparse row form.
 
-    `ops` are those of all three streams. Returns for op k its entries `first[k]` to `first[k + 1]`, and of each entry
-    the stream and how many of that stream's events must be over.
+    `ops` are those of all three streams, one stream after another. Returns `first`, `stream`, `events`: the entries of
+    op k are `first[k]` to `first[k + 1]`; entry e says that `events[e]` events of `stream[e]` must have happened.
     """
     stages, microbatches = len(problem.stages), problem.microbatches
     key = (ops.kind * stages + ops.stage) * microbatches + ops.microbatch
@@ -85,86 +85,88 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
     sorted_key = key[order]
 
     def pairs(after: Ints, before_key: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Which ops wait for which, where those are there."""
+        """Pairs (op, predecessor) for the predecessors that are in the streams."""
         slot = np.minimum(np.searchsorted(sorted_key, before_key), len(key) - 1)
-        there = sorted_key[slot] == before_key
-        yield after[there], order[slot[there]]
+        present = sorted_key[slot] == before_key
+        yield after[present], order[slot[present]]
 
-    found: list[tuple[Ints, Ints]] = []
+    edges: list[tuple[Ints, Ints]] = []
     for kind, earlier in _EARLIER.items():
         after = np.flatnonzero(ops.kind == KINDS.index(kind))
         for before in earlier:
-            found += pairs(after, key[after] + (KINDS.index(before) - KINDS.index(kind)) * stages * microbatches)
+            edges += pairs(after, key[after] + (KINDS.index(before) - KINDS.index(kind)) * stages * microbatches)
     if waits:
         named = [(k, other) for k, op in enumerate(ops) for other in waits.get(op, ())]
         others = OpArray.of([other for _, other in named])
-        known = (others.stage < stages) & (others.microbatch < microbatches)  # else a key would be that of another op
+        # Outside the problem a key would be that of another op.
+        known = (others.stage < stages) & (others.microbatch < microbatches)
         after = np.array([k for k, _ in named], np.int64)[known]
-        found += pairs(after, ((others.kind * stages + others.stage) * microbatches + others.microbatch)[known])
-    target, source = (np.concatenate(column) for column in zip(*found, strict=True))
+        edges += pairs(after, ((others.kind * stages + others.stage) * microbatches + others.microbatch)[known])
+    target, source = (np.concatenate(column) for column in zip(*edges, strict=True))
     by_target = np.argsort(target, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=len(key)))])
     stream = np.repeat(np.arange(len(lengths)), lengths)[source[by_target]]
-    place = source[by_target] - (np.cumsum(lengths) - lengths)[stream]
-    return first, stream, 2 * place + 2
+    index = source[by_target] - (np.cumsum(lengths) - lengths)[stream]
+    return first, stream, 2 * index + 2
 
 
 _EARLIER = {"B": ("F", "R"), "BW": ("F", "R"), "W": ("B",), "O": ("F",), "R": ("O",)}
-"""The ops of the same stage and microbatch that must end before one of a kind starts."""
+"""Kinds of ops of the same stage and microbatch that must end before an op of a kind starts."""
 
 
 @njit(cache=True)
 def _required_prefixes(lengths: Ints, first: Ints, stream: Ints, events: Ints) -> tuple[Ints, Ints]:
-    """How many events of each stream come with a prefix of one, and how many events of each could go at all.
+    """Vector clock of each event, and the number of events of each stream that can happen at all.
 
-    The first has three columns and for each stream events + 1 rows, one stream after another. Plays the three streams:
-    an event goes when all it waits for has gone. What is stuck at the end is a deadlock.
+    Row e of a stream's clocks: how many events of each stream are in the smallest closed set with the first e events of
+    this one. The clocks have three columns and, for each stream, events + 1 rows, one stream after another. Executes
+    the three streams in any valid order; events that never happen are in a deadlock.
     """
     begin = np.zeros(3, np.int64)
     row = np.zeros(3, np.int64)
     for x in range(1, 3):
         begin[x] = begin[x - 1] + lengths[x - 1]
         row[x] = row[x - 1] + 2 * lengths[x - 1] + 1
-    needs = np.zeros((row[2] + 2 * lengths[2] + 1, 3), np.int64)
-    gone = np.zeros(3, np.int64)
-    moving = True
-    while moving:
-        moving = False
+    clocks = np.zeros((row[2] + 2 * lengths[2] + 1, 3), np.int64)
+    happened = np.zeros(3, np.int64)
+    progress = True
+    while progress:
+        progress = False
         for x in range(3):
-            while gone[x] < 2 * lengths[x]:
-                op = begin[x] + gone[x] // 2
-                low, high = (first[op], first[op + 1]) if gone[x] % 2 == 0 else (0, 0)
+            while happened[x] < 2 * lengths[x]:
+                op = begin[x] + happened[x] // 2
+                low, high = (first[op], first[op + 1]) if happened[x] % 2 == 0 else (0, 0)
                 blocked = False
                 for entry in range(low, high):
-                    blocked = blocked or gone[stream[entry]] < events[entry]
+                    blocked = blocked or happened[stream[entry]] < events[entry]
                 if blocked:
                     break
-                gone[x] += 1
-                clock = needs[row[x] + gone[x]]
-                clock[:] = needs[row[x] + gone[x] - 1]
+                happened[x] += 1
+                clock = clocks[row[x] + happened[x]]
+                clock[:] = clocks[row[x] + happened[x] - 1]
                 for entry in range(low, high):
-                    other = needs[row[stream[entry]] + events[entry]]
+                    other = clocks[row[stream[entry]] + events[entry]]
                     for y in range(3):
                         clock[y] = max(clock[y], other[y])
-                clock[x] = gone[x]
-                moving = True
-    return needs, gone
+                clock[x] = happened[x]
+                progress = True
+    return clocks, happened
 
 
 @njit(cache=True)
-def _largest(compute: Ints, offload: Ints, reload: Ints, of_compute: Ints, of_reload: Ints) -> int:
-    """The largest sum of levels over all prefixes that can occur together."""
+def _largest(compute: Ints, offload: Ints, reload: Ints, compute_clocks: Ints, reload_clocks: Ints) -> int:
+    """Largest sum of levels over all combinations of prefixes that can occur together."""
     peak = 0
     most_reloads = 0
     for done in range(len(compute)):
-        while most_reloads + 1 < len(reload) and of_reload[most_reloads + 1, 0] <= done:
+        while most_reloads + 1 < len(reload) and reload_clocks[most_reloads + 1, 0] <= done:
             most_reloads += 1
-        for reloads in range(of_compute[done, 2], most_reloads + 1):
-            offloads = max(of_compute[done, 1], of_reload[reloads, 1])
+        for reloads in range(compute_clocks[done, 2], most_reloads + 1):
+            offloads = max(compute_clocks[done, 1], reload_clocks[reloads, 1])
             peak = max(peak, compute[done] + offload[offloads] + reload[reloads])
     return peak
 
 
-def _deadlock(columns: Sequence[OpArray], gone: Ints) -> DeadlockError:
-    stuck = [str(ops[done]) for ops, done in zip(columns, gone.tolist(), strict=True) if done < len(ops)]
-    return DeadlockError(stuck, sum(map(len, columns)) - int(gone.sum()))
+def _deadlock(columns: Sequence[OpArray], happened: Ints) -> DeadlockError:
+    stuck = [str(ops[done]) for ops, done in zip(columns, happened.tolist(), strict=True) if done < len(ops)]
+    return DeadlockError(stuck, sum(map(len, columns)) - int(happened.sum()))

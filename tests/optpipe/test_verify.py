@@ -18,7 +18,7 @@ from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.simulate import simulate
-from optpipe.verify import _Judge, find_cycle, verify
+from optpipe.verify import _Verifier, find_cycle, verify
 from solver.build import build_schedule
 from tests.problems import problems
 from tests.random_plans import random_orders
@@ -291,7 +291,7 @@ def test_exact_times_are_those_of_the_simulator(problem: Problem, seed: int) -> 
         problem.to_data() | {"devices": [{"memory_bytes": None}] * len(problem.devices), "host_memory_bytes": None}
     )
     schedule = build_schedule(free, random_orders(free, Random(seed)), 0.0, "random", 0)
-    judge = _Judge(schedule)
+    judge = _Verifier(schedule)
     assert judge._exact_value_us(schedule.value_us * (1 + 1e-9)) == pytest.approx(schedule.value_us, rel=1e-9)
     if schedule.value_us:
         assert judge._exact_value_us(schedule.value_us * (1 - 1e-6)) > schedule.value_us * (1 - 1e-6)
