@@ -17,6 +17,7 @@ from optpipe.errors import TrainingError
 from optpipe.pipelining.gradients import GradientCompletion
 from optpipe.pipelining.stage import LossFunction, Microbatches, SubmoduleStage
 from optpipe.runtime import Gloo, Nccl, Pipeline, Transport, learn_messages
+from optpipe.runtime.distributed import gather_json
 from optpipe.schedule import Schedule
 
 
@@ -253,18 +254,16 @@ class PlannedSchedule:
 
     def _gather(self, value: Any) -> list[Any]:
         """The values of all ranks of the pipeline."""
-        found: list[Any] = [None] * self._stages[0].group_size
-        dist.all_gather_object(found, value, group=self._stages[0].group)
-        return found
+        first = self._stages[0]
+        return gather_json(value, first.group, first.device)
 
     def _transport(self) -> Transport:
         first = self._stages[0]
         if first.device.type != "cuda":
             return Gloo(first.group)
         mine = dist.get_process_group_ranks(first.group)
-        pipelines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(pipelines, mine)
-        return Nccl(self._program, first.device, replicas=sorted(map(list, set(map(tuple, pipelines)))))
+        pipelines = {tuple(ranks) for ranks in gather_json(mine, device=first.device)}
+        return Nccl(self._program, first.device, replicas=sorted(map(list, pipelines)))
 
 
 def _check_stages(stages: Sequence[PipelineStage], schedule: Schedule) -> None:

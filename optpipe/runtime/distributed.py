@@ -11,9 +11,11 @@ With a group for each direction of each pair, only what the program orders waits
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,21 @@ from torch import Tensor
 from optpipe.compile.program import SENDS, Program
 from optpipe.runtime.messages import MessageSpec
 from optpipe.runtime.transport import Receipt
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
+    """The JSON values of all processes of `group` (None: of all), by rank, in every process.
+
+    `device` holds the texts on their way: a GPU for a group of NCCL, by default the CPU. `all_gather_object` would
+    pickle them, and whoever can write to a socket of this process could then run code in it.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group)
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group)
+    return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
 
 class Gloo:

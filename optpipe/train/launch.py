@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import CheckpointError, InputError, RunFailedError, TrainingError
+from optpipe.runtime.distributed import gather_json
 from optpipe.runtime.transport import peer_errors
 from optpipe.train.config import DeviceChoice
 
@@ -119,14 +120,8 @@ class Launch:
         """
         if not self.distributed:
             return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         with peer_errors("what all processes tell one another"):
-            dist.all_gather(lengths, torch.tensor([len(text)]))
-            longest = max(int(length) for length in lengths)
-            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-            dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+            return gather_json(value)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value in every process; what the others give is not looked at."""
