@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe import lazy
-from optpipe.display import show_in
+from optpipe.display import set_renderer
 
 if TYPE_CHECKING:
-    from optpipe.display import Room
+    from optpipe.display import Renderer
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from optpipe.simulate import simulate
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "Schedule", "simulate", "verify"]
 
 
-def _notebook() -> Room:
-    """Imported with the first object that is shown: it brings pictures, which take a moment."""
+def _notebook() -> Renderer:
+    """Imported when the first object is displayed: matplotlib takes a moment to load."""
     from optpipe import notebook
 
     return notebook
 
 
-show_in(_notebook)
+set_renderer(_notebook)
 lazy.offer(
     __name__,
     {

@@ -1,7 +1,7 @@
-"""How an object shows itself in a notebook and on a rich console: what it says of itself, and who makes a view of it.
+"""Rich and HTML display of documents: the mixin, and the renderer that it delegates to.
 
-The core knows no pictures, so a `Displayed` object asks a room that it does not know. `optpipe` names that room
-(`optpipe.notebook`) as it is imported; the room itself is imported when the first object is shown.
+The core does not import plotting. `optpipe` registers a loader for the renderer (`optpipe.notebook`), which is imported
+when the first object is displayed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Summary(NamedTuple):
-    """An object in a few words: a title, facts by name, and a table with words in its first column, then numbers."""
+    """Summary of an object: a title, named facts, and a table with text in its first column, then numbers."""
 
     title: str
     facts: Sequence[tuple[str, str]] = ()
@@ -19,36 +19,36 @@ class Summary(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
 
 
-class Room(Protocol):
-    """Who turns objects into views."""
+class Renderer(Protocol):
+    """Views of objects."""
 
-    def html_of(self, shown: object) -> str:
-        """A fragment of HTML that stands alone: for a notebook's output."""
+    def render_html(self, shown: object) -> str:
+        """Self-contained HTML fragment for a notebook."""
 
-    def renderable_of(self, shown: object) -> Any:
-        """What rich prints."""
+    def render_rich(self, shown: object) -> Any:
+        """Renderable for rich."""
 
-    def line_of(self, shown: object) -> str:
+    def render_line(self, shown: object) -> str:
         """One line of text."""
 
 
-_room: Callable[[], Room]
+_load_renderer: Callable[[], Renderer]
 
 
 class Displayed:
-    """Shows itself in notebooks (a table, and a picture where there is one), in IPython (one line) and in rich."""
+    """Mixin that displays an object in notebooks (a table and any figure), in IPython (one line) and in rich."""
 
     def _repr_html_(self) -> str:
-        return _room().html_of(self)
+        return _load_renderer().render_html(self)
 
     def _repr_pretty_(self, printer: Any, _in_a_cycle: bool) -> None:
-        printer.text(_room().line_of(self))
+        printer.text(_load_renderer().render_line(self))
 
     def __rich__(self) -> Any:
-        return _room().renderable_of(self)
+        return _load_renderer().render_rich(self)
 
 
-def show_in(room: Callable[[], Room]) -> None:
-    """Have every `Displayed` object show itself in the room that `room` gives, from now on."""
-    global _room
-    _room = room
+def set_renderer(load: Callable[[], Renderer]) -> None:
+    """Display every `Displayed` object by the renderer that `load` returns."""
+    global _load_renderer
+    _load_renderer = load

@@ -1,8 +1,8 @@
-"""Strict, bounded reading and writing of JSON and TOML documents, with errors a person can act on.
+"""Strict, bounded reading and writing of JSON and TOML documents, with errors that name the fault.
 
-JSON as Python reads it by default accepts NaN, duplicate keys, and numbers and nestings of any size. None of
-these has a meaning in OptPipe's documents, and each has taken a service down somewhere, so all are refused here,
-by jiter (the parser within pydantic) and, for floats that it rounds to infinity, by a second look.
+Python's own JSON parser accepts NaN, duplicate keys, and numbers and nesting of any size. None of these has a meaning
+in OptPipe's documents, and each is a known way to take a service down. jiter, the parser of pydantic, rejects all but
+floats that it rounds to infinity; these are rejected by a second check.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pydantic_core import ErrorDetails
 from optpipe.errors import InputError, Issue
 
 MAX_DIGITS = 4300
-"""Digits of a number that are read: the limit of jiter for integers, and of Python for turning them to text."""
+"""Longest number in digits: the limit of jiter for integers, and of Python for their conversion to text."""
 UNION_TAG = "as-"
-"""How the tags of unions begin: pydantic puts them into the paths of errors, where users should not see them."""
+"""Prefix of union tags, which pydantic puts into the paths of errors; `_issue` removes them."""
 MOST_ISSUES = 50
-"""Nobody reads more, and a wrong kind of document can have millions."""
+"""Most issues that an error lists; a document of the wrong kind can have millions."""
 
 
 class Document(BaseModel):
-    """A frozen model that refuses unknown fields, reads strict JSON and writes what was read.
+    """Frozen model that rejects unknown fields and reads and writes strict JSON.
 
     Fields left out of the input stay out of the output, so that reading and writing a document changes nothing.
     """
@@ -41,14 +41,20 @@ class Document(BaseModel):
 
     @classmethod
     def from_data(cls, data: Any, source: str = "") -> Self:
-        """Check `data` (parsed JSON); `source` names the document.
+        """Validate `data` (parsed JSON); `source` names the document.
 
-        Raises InputError that lists what is wrong: everything, or the first MOST_ISSUES with how many more there are.
+        Raises InputError with every issue, or the first MOST_ISSUES and the number of further ones.
         """
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise InputError(_issues(cls, error, source), source) from None
+            entries = error.errors(include_url=False)
+            issues = [_issue(cls, entry, source) for entry in entries[:MOST_ISSUES]]
+            if (more := len(entries) - MOST_ISSUES) > 0:
+                issues.append(
+                    Issue("", "more", f"and {more:,} more are wrong. Maybe this is another kind of document.")
+                )
+            raise InputError(issues, source) from None
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "") -> Self:
@@ -56,7 +62,7 @@ class Document(BaseModel):
         return cls.from_data(parse_json(text, source), source)
 
     def to_data(self) -> dict[str, Any]:
-        """The document as plain JSON values, only with the fields that were given."""
+        """The document as plain JSON values, with only the fields that were given."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def to_json(self) -> str:
@@ -65,7 +71,7 @@ class Document(BaseModel):
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a file of at most `max_bytes`. Raises InputError if it cannot be read, is too large or empty."""
+    """Read a file of at most `max_bytes`. Raises InputError if it cannot be read, is too large or empty."""
     source = str(path)
     try:
         with path.open("rb") as file:
@@ -74,7 +80,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         maybe = ". Maybe the path is misspelt." if isinstance(error, FileNotFoundError) else "."
         _refuse("unreadable", f"cannot be read: {error.strerror}{maybe}", source)
     if len(content) > max_bytes:
-        size = max(path.stat().st_size, len(content))  # a pipe has none
+        size = max(path.stat().st_size, len(content))  # st_size of a pipe is 0
         _refuse(
             "too_large",
             f"has {size:,} bytes but at most {max_bytes:,} are read. Maybe this is another file.",
@@ -88,19 +94,19 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 def read_document(path: str | Path, max_bytes: int, not_meant: dict[str, str]) -> Any:
     """Parse a JSON file of at most `max_bytes`.
 
-    `not_meant` maps the begin of another document's `format` to what to say to someone who gave that one.
+    `not_meant` maps prefixes of the `format` of other documents to the detail of the error for them.
     Raises InputError.
     """
     data = parse_json(read_bounded(Path(path), max_bytes), str(path))
-    found = str(data.get("format", "")) if isinstance(data, dict) else ""
+    document_format = str(data.get("format", "")) if isinstance(data, dict) else ""
     for prefix, detail in not_meant.items():
-        if found.startswith(prefix):
+        if document_format.startswith(prefix):
             _refuse("wrong_format", detail, str(path))
     return data
 
 
 def parse_json(text: str | bytes, source: str = "") -> Any:
-    """Parse JSON, refusing bad UTF-8, duplicate keys, NaN, infinities, huge numbers and deep nesting.
+    """Parse JSON; reject bad UTF-8, duplicate keys, NaN, infinities, huge numbers and deep nesting.
 
     Raises InputError with the line and column where there is one.
     """
@@ -108,7 +114,7 @@ def parse_json(text: str | bytes, source: str = "") -> Any:
     try:
         data = jiter.from_json(content, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
-        code, detail = _why_not_json(str(error), content)
+        code, detail = _json_fault(str(error), content)
         _refuse(code, detail, source)
     if _may_have_odd_float(content):
         try:
@@ -123,7 +129,7 @@ def _refuse(code: str, detail: str, source: str) -> NoReturn:
     raise InputError([Issue("", code, subject + detail)], source)
 
 
-def _why_not_json(error: str, content: bytes) -> tuple[str, str]:
+def _json_fault(error: str, content: bytes) -> tuple[str, str]:
     """Code and detail of an error of jiter."""
     try:
         content.decode("utf-8")
@@ -154,9 +160,9 @@ _JITER_ERRORS = {
 
 
 def _may_have_odd_float(content: bytes) -> bool:
-    """Whether a float may be beyond the largest or too long: jiter makes infinity of the one and reads the other.
+    """True if a float may overflow or be too long, which jiter does not reject: it reads infinity, or all digits.
 
-    Without 300 digits in a row, and with fewer than three in an exponent, none can be.
+    Neither is possible without 300 digits in a row or an exponent of three digits.
     """
     shape = content.translate(_DIGITS_TO_0, b"+")
     return b"0" * 300 in shape or b"e000" in shape or b"E000" in shape
@@ -179,52 +185,40 @@ def _finite_float(digits: str) -> float:
     return value
 
 
-def _issues(model: type[BaseModel], error: ValidationError, source: str) -> list[Issue]:
-    """What pydantic found, in our words."""
-    entries = error.errors(include_url=False)
-    issues = [_issue(model, entry, source) for entry in entries[:MOST_ISSUES]]
-    if (more := len(entries) - MOST_ISSUES) > 0:
-        issues.append(Issue("", "more", f"and {more:,} more are wrong. Maybe this is another kind of document."))
-    return issues
-
-
 def _issue(model: type[BaseModel], error: ErrorDetails, source: str) -> Issue:
-    loc = _untagged(error["loc"])
+    """Reword an error of pydantic, and strip union tags from its path."""
+    loc = tuple(part for part in error["loc"] if isinstance(part, int) or not part.startswith(UNION_TAG))
     kind = error["type"]
     if kind == "extra_forbidden":
-        return Issue(loc, "unknown_field", "is not a field." + _did_you_mean(model, loc))
+        *parents, name = loc
+        close = get_close_matches(str(name), _fields_at(model, tuple(parents)), n=1)
+        return Issue(loc, "unknown_field", "is not a field." + (f" Maybe you meant {close[0]}." if close else ""))
     if kind == "missing":
         return Issue(loc, "missing", "is missing.")
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     if kind.startswith("optpipe."):
         return Issue(loc, kind.removeprefix("optpipe."), message + ".")
-    message = message[0].lower() + re.sub(" or instance of .*", "", message[1:])  # which only Python knows
+    message = message[0].lower() + re.sub(" or instance of .*", "", message[1:])  # names Python classes
     subject = "" if loc or source else "the document "
     return Issue(loc, kind, f"{subject}is {shown(error['input'])}: {message}.")
 
 
 def shown(value: Any) -> str:
-    """A value as it appears in a message: JSON-like and short."""
+    """Short, JSON-like text of a value for messages."""
     text = json.dumps(value, default=str) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path of a field, without the tags that pydantic adds for unions."""
-    return tuple(part for part in loc if isinstance(part, int) or not part.startswith(UNION_TAG))
+@cache  # making a schema takes milliseconds
+def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
 
 
-def _did_you_mean(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    *above, name = loc
-    close = get_close_matches(str(name), _fields_at(model, tuple(above)), n=1)
-    return f" Maybe you meant {close[0]}." if close else ""
-
-
-def _fields_at(model: type[BaseModel], above: tuple[int | str, ...]) -> list[str]:
-    """The names of the fields that an object at this place of a document can have."""
-    schema = _schema_of(model)
+def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields that the object at `path` can have."""
+    schema = _json_schema(model)
     nodes = [*_alternatives(schema, schema)]
-    for part in above:
+    for part in path:
         below = (node.get("items" if isinstance(part, int) else "properties", {}) for node in nodes)
         chosen = (each if isinstance(part, int) else each.get(part, {}) for each in below)
         nodes = [node for each in chosen for node in _alternatives(schema, each)]
@@ -232,7 +226,7 @@ def _fields_at(model: type[BaseModel], above: tuple[int | str, ...]) -> list[str
 
 
 def _alternatives(schema: dict[str, Any], node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a node of a JSON schema stands for, with references followed and each branch of a union by itself."""
+    """Nodes that a node of a JSON schema stands for: references followed, each branch of a union by itself."""
     if "$ref" in node:
         yield from _alternatives(schema, schema["$defs"][node["$ref"].rpartition("/")[2]])
         return
@@ -241,16 +235,10 @@ def _alternatives(schema: dict[str, Any], node: dict[str, Any]) -> Iterator[dict
         yield from _alternatives(schema, branch)
 
 
-@cache
-def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Kept: making a schema takes milliseconds."""
-    return model.model_json_schema()
-
-
 def read_toml(path: Path, max_bytes: int, if_json: str = "") -> dict[str, Any]:
     """Parse a TOML file of at most `max_bytes`.
 
-    `if_json` is what to say to someone who gave a JSON document instead. Raises InputError that names the file.
+    `if_json` is the hint for a JSON document given instead. Raises InputError that names the file.
     """
     content = read_bounded(path, max_bytes)
     try:
@@ -258,6 +246,6 @@ def read_toml(path: Path, max_bytes: int, if_json: str = "") -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         maybe = f" {if_json}" if if_json and path.suffix == ".json" else ""
         detail = f"is not TOML: {error}.{maybe}"
-    except (RecursionError, ValueError):  # the parser recurses into brackets, and Python limits the digits of integers
+    except (RecursionError, ValueError):  # tomllib recurses into brackets, and Python limits the digits of integers
         detail = "nests too deeply, or has a number of thousands of digits. Maybe this is another file."
     raise InputError([Issue("", "bad_toml", detail)], str(path))

@@ -6,15 +6,15 @@
     ├── OrderError            orders that name unknown, repeated or misplaced ops
     ├── DeadlockError         orders in which ops wait for one another in a cycle
     ├── BudgetError           a compiled program holds more memory than a budget allows
-    ├── MethodError           a method cannot handle this problem, and why
+    ├── MethodError           a method cannot handle this problem
     ├── InfeasibleError       proved: no schedule keeps the budgets (exit code 3)
-    ├── NoSolutionError       time ran out with nothing found (exit code 4)
-    ├── VerificationError     a solver's answer broke a rule: a bug in OptPipe, never returned
-    ├── SolverDiedError       the process of a solve ended without an answer (in solver.process)
-    ├── ServiceError          a server cannot be reached, refuses, or failed at a job
+    ├── NoSolutionError       the time limit passed without a schedule (exit code 4)
+    ├── VerificationError     a solver's schedule broke a rule: a bug in OptPipe, never returned
+    ├── SolverDiedError       the process of a solver ended without a result (in solver.process)
+    ├── ServiceError          a server is unreachable, rejects a request, or failed at a job
     ├── TrainingError         a schedule cannot be trained as asked (exit code 2)
     │   └── CheckpointError   a checkpoint cannot be written, read or resumed
-    └── RunFailedError        what had begun cannot go on: a loss is no number, another process has ended
+    └── RunFailedError        a run that had started cannot continue: a loss is not finite, a process has ended
 
 Messages name the field, the value and the limit, and end with "Maybe ..." where a likely fix is known.
 """
@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MOST_NAMES = 12
-"""Of a cycle; it can go through every op of a schedule."""
+"""Most names of a cycle in a message; a cycle can include every op of a schedule."""
 
 
 class OptPipeError(Exception):
@@ -35,11 +35,10 @@ class OptPipeError(Exception):
 
 @dataclass(frozen=True, init=False)
 class Issue:
-    """One thing wrong with a document or an option.
+    """One fault of a document or an option.
 
-    `loc` is the path of a field such as ``("stages", 3, "offload", "bytes")``, empty for the document as a whole, and
-    may be given as the name of an option or field at the top. `code` is a stable short name, `detail` a sentence that
-    names value and limit.
+    `loc` is the path of a field such as ``("stages", 3, "offload", "bytes")``, empty for the whole document; a string
+    stands for an option or a top-level field. `code` is a stable short name, `detail` a sentence with value and limit.
     """
 
     loc: tuple[str | int, ...]
@@ -48,12 +47,12 @@ class Issue:
 
     def __init__(self, loc: str | Iterable[str | int], code: str, detail: str) -> None:
         names = (loc,) if isinstance(loc, str) else loc
-        # Frozen classes let nobody else set a field.
+        # Assignment is disabled in a frozen class.
         self.__dict__.update(loc=tuple(names) if loc else (), code=code, detail=detail)
 
     @property
     def pointer(self) -> str:
-        """The path as people read it, such as ``stages[3].offload.bytes``."""
+        """The path as text, such as ``stages[3].offload.bytes``."""
         parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.loc)
         return "".join(parts).removeprefix(".")
 
@@ -62,7 +61,7 @@ class Issue:
 
 
 class InputError(OptPipeError):
-    """A document or an option is wrong; `issues` lists everything found, `source` says in which document."""
+    """A document or an option is wrong; `issues` lists every fault, `source` names the document."""
 
     def __init__(self, issues: Sequence[Issue], source: str = "") -> None:
         self.issues = tuple(issues)
@@ -91,7 +90,7 @@ class DeadlockError(OptPipeError):
 
 
 def cycle_text(names: Sequence[str]) -> str:
-    """Names each of which waits for the one before it, as ``a -> b -> a``; of a very long cycle the beginning."""
+    """Text ``a -> b -> a`` of a cycle in which each op waits for the one before it; long cycles are cut."""
     shown = names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "...")
     return " -> ".join((*shown, names[0]))
 
@@ -107,28 +106,28 @@ class MethodError(OptPipeError):
 class InfeasibleError(OptPipeError):
     """Proved: no schedule keeps the budgets.
 
-    `budgets_bytes` holds, for each device, the smallest budget known to do; None where there is no limit to raise.
+    `budgets_bytes` holds, for each device, the smallest budget known to suffice; None for a device without a limit.
     """
 
     def __init__(self, reason: str, budgets_bytes: Sequence[int | None]) -> None:
         self.budgets_bytes = tuple(budgets_bytes)
-        known = ", ".join("no limit" if b is None else str(b) for b in self.budgets_bytes)
-        super().__init__(f"{reason} Maybe raise devices[].memory_bytes to [{known}], which is known to do.")
+        budgets = ", ".join("no limit" if b is None else str(b) for b in self.budgets_bytes)
+        super().__init__(f"{reason} Maybe raise devices[].memory_bytes to [{budgets}], which is known to do.")
 
 
 class NoSolutionError(OptPipeError):
-    """Time ran out before any schedule within the budgets was found."""
+    """The time limit passed before any schedule within the budgets was found."""
 
 
 class VerificationError(OptPipeError):
-    """An answer of a solver broke a rule of the model. It is a bug, and the schedule is not returned."""
+    """A solver's schedule broke a rule of the model. This is a bug, and the schedule is not returned."""
 
 
 class ServiceError(OptPipeError):
-    """A server cannot be reached, refuses the request, or failed at a job.
+    """A server is unreachable, rejects the request, or failed at a job.
 
-    `status` is the HTTP status, if there was an answer. `passing`: asking again later may do, after `retry_after_s`
-    seconds if the server named any.
+    `status` is the HTTP status, if there was a response. `passing`: the fault is temporary, and a retry after
+    `retry_after_s` seconds (0 if the server gave none) may succeed.
     """
 
     def __init__(
@@ -143,19 +142,20 @@ class TrainingError(OptPipeError):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint cannot be written, is damaged, or is of another run; in every process alike."""
+    """A checkpoint cannot be written, is damaged, or is of another run; raised in every process."""
 
 
 class RunFailedError(OptPipeError):
-    """Training or measuring had begun and cannot go on.
+    """Training or measuring had started and cannot continue.
 
-    A loss is no number, a layer fails in a step, another process has ended, the last checkpoint cannot be written.
+    For example, a loss is not finite, a layer fails in a step, another process has ended, or the last checkpoint cannot
+    be written.
     """
 
 
 @contextmanager
 def needs_extra(extra: str, subject: str) -> Iterator[None]:
-    """Turn a missing package into MissingExtraError: `subject` needs it, and ``optpipe[extra]`` brings it."""
+    """Turn a missing package into MissingExtraError: `subject` needs it, ``optpipe[extra]`` installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

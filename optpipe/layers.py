@@ -1,7 +1,7 @@
-"""LayerProfile: what a model costs layer by layer, before anyone has cut it into stages (document `optpipe.layers/1`).
+"""Costs of a model layer by layer, before it is cut into stages (document `optpipe.layers/1`).
 
 Times are microseconds and memory is bytes, both for one microbatch of `microbatch_size` sequences. `optpipe profile`
-writes it, from measurements or from a table of sizes; `optpipe plan` finds out how to cut it.
+writes the document, from measurements or from a table of sizes; `optpipe plan` partitions the layers.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from optpipe.document import Document, read_document
 from optpipe.problem import Bytes, CopyChannels, Count, TimeUs, Workspace, reject
 
 MAX_PROFILE_BYTES = 2**20
-"""A layer takes about 300 bytes; more than a MiB of them is another kind of file."""
+"""A layer takes about 300 bytes; a larger file is some other kind of file."""
 
 MAX_LAYERS = 2000
-"""Repeated layers counted one by one."""
+"""Most layers, repeated ones counted one by one."""
 
 Rate = Annotated[int | float, Field(gt=0, le=1e9)]
-"""Bytes a microsecond, which is MB a second: up to 1e9, a thousand TB a second."""
+"""Bytes per microsecond, that is MB/s; at most 1e9 (1000 TB/s)."""
 
 
 class Layer(Document):
     """A layer, or `repeat` equal ones in a row.
 
-    The memory is that of a stage (contract): `activation_bytes` from F to B, `backward_weight_bytes` of it from B to
-    W, of which `offload_bytes` may leave to the host. `parameter_bytes` stays on the device for good: weights,
+    Memory is counted as for a stage: `activation_bytes` from F to B, `backward_weight_bytes` of it from B to
+    W, of which `offload_bytes` may be offloaded. `parameter_bytes` stays on the device throughout: weights,
     gradients and the optimizer's state. `output_bytes` crosses to the next layer's device, and back as a gradient.
     `fixed_us` is the part of each of the three times that does not grow with the microbatch.
     """
@@ -60,14 +60,14 @@ class Layer(Document):
 
 
 class Link(Document):
-    """How layers on two devices talk: a message takes `latency_us`, and its bytes over `bytes_per_us` where given."""
+    """Link between devices: a message takes `latency_us`, plus its bytes over `bytes_per_us` if given."""
 
     latency_us: TimeUs = 0
     bytes_per_us: Rate | None = None
 
 
 class HostCopies(Document):
-    """Copies between a device and the host: bytes a microsecond each way, and which devices share what."""
+    """Copies between a device and the host: rate in each direction, shared channels, and host memory."""
 
     offload_bytes_per_us: Rate
     reload_bytes_per_us: Rate
@@ -76,7 +76,7 @@ class HostCopies(Document):
 
 
 class LayerProfile(Displayed, Document):
-    """The layers of a model in order, and what one device of the machine has.
+    """The layers of a model in order, and the memory, link and copy channels of the machine.
 
     `memory_bytes` is the whole memory of a device that the model may use, parameters included (None: no limit).
     Without `copies` nothing can be offloaded.
@@ -106,5 +106,5 @@ class LayerProfile(Displayed, Document):
 
     @cached_property
     def each_layer(self) -> tuple[Layer, ...]:
-        """Every layer by itself: repeated ones as often as they repeat."""
+        """All layers one by one, with repeated layers expanded."""
         return tuple(layer for layer in self.layers for _ in range(layer.repeat))

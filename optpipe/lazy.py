@@ -1,4 +1,4 @@
-"""Lazy names of a package: imported when they are first used, so that the package itself loads in milliseconds."""
+"""Lazy exports: names of a package that are imported on first use, so that the package loads in milliseconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def offer(package: str, names: Mapping[str, str]) -> None:
-    """Let a package that is being imported offer each name of `names` from the module that it is mapped to.
+    """Export each name of `names` from `package`, which is being imported, by the module that it is mapped to.
 
-    A name may be that of its module, as in ``from optpipe import simulate`` beside ``from optpipe.simulate import
-    simulate``. The import system binds a loaded submodule to its package under the same name; the package keeps what
-    is offered instead. The module is still in `sys.modules`, where ``from optpipe.simulate import ...`` finds it.
+    A name may equal that of its module, as in ``from optpipe import simulate`` beside ``from optpipe.simulate import
+    simulate``. The import system binds a loaded submodule to its package under the same name; the package keeps the
+    exported object instead. The module stays in `sys.modules`, where ``from optpipe.simulate import ...`` finds it.
     """
 
     class Offering(ModuleType):

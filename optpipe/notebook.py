@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from html import escape
@@ -15,7 +15,7 @@ from optpipe.plot import render_comparison, render_schedule
 from optpipe.plot.panel import OBJECTIVE_NAMES, printable, title_text
 from optpipe.plot.planned_and_measured import render_planned_and_measured
 from optpipe.problem import Problem
-from optpipe.schedule import DevicePlan, Schedule
+from optpipe.schedule import Schedule
 from optpipe.trace import Trace
 from optpipe.trace.compare import compare
 from optpipe.units import bytes_text, count_text, percent_text, time_text, time_unit
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @singledispatch
 def summary_of(shown: Any) -> Summary:
-    """The summary of an object: one of the documents, or whatever has a method `summary`."""
-    found: Summary = shown.summary()
-    return found
+    """Summary of a document, or of any object with a method `summary`."""
+    summary: Summary = shown.summary()
+    return summary
 
 
 @summary_of.register
-def _of_problem(problem: Problem) -> Summary:
+def _problem_summary(problem: Problem) -> Summary:
     sizes = (("device", len(problem.devices)), ("stage", len(problem.stages)), ("microbatch", problem.microbatches))
     facts = [
         ("", ", ".join(count_text(count, name) for name, count in sizes)),
@@ -61,30 +61,32 @@ def _schedule_summary(schedule: Schedule) -> Summary:
         ("bubble", percent_text(schedule.bubble)),
     ]
     head = ("device", "stages", "busy", "bubble", "offloaded", "peak", "peak, any timing", "budget")
-    rows = [_planned(schedule.problem, d, plan) for d, plan in enumerate(schedule.devices)]
+    rows = [
+        (
+            _device(schedule.problem, d),
+            _listed(schedule.problem.stages_of[d]),
+            time_text(plan.busy_us),
+            percent_text(plan.bubble),
+            f"{len(plan.offload):,}",
+            bytes_text(plan.peak_bytes),
+            bytes_text(plan.peak_bytes_any_timing),
+            _budget(schedule.problem.devices[d].memory_bytes),
+        )
+        for d, plan in enumerate(schedule.devices)
+    ]
     return Summary(title_text(schedule), facts, head, rows)
-
-
-def _planned(problem: Problem, d: int, plan: DevicePlan) -> tuple[str, ...]:
-    peaks = (
-        bytes_text(plan.peak_bytes),
-        bytes_text(plan.peak_bytes_any_timing),
-        _budget(problem.devices[d].memory_bytes),
-    )
-    figures = (time_text(plan.busy_us), percent_text(plan.bubble), f"{len(plan.offload):,}")
-    return (_device(problem, d), _listed(problem.stages_of[d]), *figures, *peaks)
 
 
 @summary_of.register
 def _trace_summary(trace: Trace) -> Summary:
-    found = compare(trace)
+    comparison = compare(trace)
     facts = [
         ("step", str(trace.step)),
-        ("planned", time_text(found.planned_step_us)),
-        (found.basis, time_text(found.step_us)),
-        ("compute took", f"{found.work_ratio:.3f} times the planned"),
+        ("planned", time_text(comparison.planned_step_us)),
+        (comparison.basis, time_text(comparison.step_us)),
+        ("compute took", f"{comparison.work_ratio:.3f} times the planned"),
     ]
-    head = ("device", "bubble, planned", f"bubble, {found.basis}", "peak", "peak, planned")
+    head = ("device", "bubble, planned", f"bubble, {comparison.basis}", "peak", "peak, planned")
     rows = [
         (
             _device(trace.schedule.problem, d),
@@ -93,13 +95,13 @@ def _trace_summary(trace: Trace) -> Summary:
             bytes_text(device.peak_bytes),
             "-" if device.planned_peak_bytes is None else bytes_text(device.planned_peak_bytes),
         )
-        for d, (figures, device) in enumerate(zip(found.devices, trace.devices, strict=True))
+        for d, (figures, device) in enumerate(zip(comparison.devices, trace.devices, strict=True))
     ]
     return Summary(f"Measured step of {trace.source or 'a training run'}", facts, head, rows)
 
 
 @summary_of.register
-def _of_layers(profile: LayerProfile) -> Summary:
+def _layers_summary(profile: LayerProfile) -> Summary:
     facts = [
         ("", count_text(len(profile.each_layer), "layer")),
         ("microbatches of", str(profile.microbatch_size)),
@@ -132,9 +134,9 @@ def _budget(size_bytes: int | None) -> str:
 
 @dataclass(frozen=True)
 class SideBySide(Displayed):
-    """Schedules by any name, the best first: a table of their figures, and of one problem their charts at one scale.
+    """Named schedules, best first: a table of their figures, and charts at one scale if they answer one problem.
 
-    What `solver.layout.ranking.rank` found, for example, are schedules of several problems::
+    For example, the schedules of several problems that `solver.layout.ranking.rank` returns::
 
         SideBySide({one.candidate.name: one.schedule for one in ranked if one.schedule})
     """
@@ -143,70 +145,70 @@ class SideBySide(Displayed):
 
     @property
     def best_first(self) -> Sequence[tuple[str, Schedule]]:
-        """The names and schedules by their value."""
+        """Names and schedules by ascending value."""
         return sorted(self.schedules.items(), key=lambda named: named[1].value_us)
 
     @property
     def answer_one_problem(self) -> bool:
-        """Whether there is a picture of them: those of several problems are not drawn together."""
+        """True if all schedules are of one problem, and so can be drawn together."""
         first = next(iter(self.schedules.values()), None)
         return first is not None and all(other.problem == first.problem for other in self.schedules.values())
 
     def summary(self) -> Summary:
-        """A row for each schedule."""
+        """One row per schedule."""
         if not self.schedules:
             return Summary("No schedules")
         best_first = self.best_first
         head = ("", "method", "status", "value", "bound", "bubble", "peak, any timing")
         one = self.answer_one_problem
         title = title_text(best_first[0][1]) if one else f"{len(best_first)} schedules of several problems"
-        return Summary(title, (), head, [_comparison_row(*named) for named in best_first])
-
-
-def _comparison_row(name: str, schedule: Schedule) -> tuple[str, ...]:
-    unit = time_unit(schedule.value_us)
-    times = time_text(schedule.value_us, unit), time_text(schedule.bound_us, unit)
-    return (
-        name,
-        schedule.method,
-        schedule.status,
-        *times,
-        percent_text(schedule.bubble),
-        bytes_text(schedule.largest_peak_bytes),
-    )
+        rows = [
+            (
+                name,
+                schedule.method,
+                schedule.status,
+                time_text(schedule.value_us, time_unit(schedule.value_us)),
+                time_text(schedule.bound_us, time_unit(schedule.value_us)),
+                percent_text(schedule.bubble),
+                bytes_text(schedule.largest_peak_bytes),
+            )
+            for name, schedule in best_first
+        ]
+        return Summary(title, (), head, rows)
 
 
 MOST_OPS = 4000
-"""A larger picture would take seconds for each look, and a notebook keeps every one."""
+"""Most ops in a figure; a larger one would take seconds to draw, and the notebook stores every output."""
 
 MOST_BYTES = 1_800_000
+"""Largest figure."""
 
 _LOOK = "max-width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt"
-"""The second half is what matplotlib says in a style sheet, which would hold for the whole page."""
+"""The stroke properties replace matplotlib's style sheet, which would apply to the whole page."""
 
 
 @singledispatch
-def picture_of(_shown: object) -> str:
-    """The picture of an object as a fragment of HTML; a sentence instead where it is too large, nothing without one."""
+def render_figure(_shown: object) -> str:
+    """Figure of an object as an HTML fragment: a sentence if it is too large, empty if the object has none."""
     return ""
 
 
-@picture_of.register
-def _schedule_picture(schedule: Schedule) -> str:
+@render_figure.register
+def _schedule_figure(schedule: Schedule) -> str:
     instead = "optpipe.plot.draw_schedule(schedule, Path('schedule.svg'))"
     return _unless_too_large([schedule], lambda: render_schedule(schedule, "svg"), instead)
 
 
-@picture_of.register
-def _trace_picture(trace: Trace) -> str:
+@render_figure.register
+def _trace_figure(trace: Trace) -> str:
     def draw() -> bytes:
         return render_planned_and_measured(trace, compare(trace), "svg")
 
     return _unless_too_large([trace.schedule] * 2, draw, "optpipe trace TRACE.json --plot trace.svg")
 
 
-@picture_of.register
-def _of_several(several: SideBySide) -> str:
+@render_figure.register
+def _comparison_figure(several: SideBySide) -> str:
     instead = "optpipe.plot.draw_comparison([(name, schedule), ...], Path('schedules.svg'))"
     if not several.answer_one_problem:
         return ""
@@ -216,23 +218,20 @@ def _of_several(several: SideBySide) -> str:
 
 def _unless_too_large(schedules: Sequence[Schedule], draw: Callable[[], bytes], instead: str) -> str:
     ops = sum(len(stream) for schedule in schedules for device in schedule.devices for _, stream in device.streams())
-    picture = _fragment(draw().decode()) if ops <= MOST_OPS else ""
-    if picture and len(picture.encode()) <= MOST_BYTES:
-        return picture
+    if ops <= MOST_OPS:
+        # Without its prolog, and without the metadata, styles and ids that would affect other parts of the page. Ids
+        # that are referred to stay: matplotlib derives them from their content, so equal ids are equal objects.
+        svg = draw().decode()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<style[^>]*>[^<]*</style>", "", svg, flags=re.S)
+        svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("<svg ", f'<svg style="{_LOOK}" ', 1)
+        if len(svg.encode()) <= MOST_BYTES:
+            return svg
     return f"<p>A picture of {ops:,} ops is too large for a notebook; <code>{instead}</code> draws it to a file.</p>"
 
 
-def _fragment(svg: str) -> str:
-    """An SVG file as a part of a page: without its prolog, and without what would reach other parts of the page.
-
-    Of the ids those stay that are referred to. They are made from what they name, so equal ids are equal things.
-    """
-    svg = re.sub(r"\s*<metadata>.*?</metadata>|\s*<style[^>]*>[^<]*</style>", "", svg[svg.index("<svg") :], flags=re.S)
-    return re.sub(r'<g id="[^"]*"', "<g", svg).replace("<svg ", f'<svg style="{_LOOK}" ', 1)
-
-
 MOST_ROWS = 64
-"""A longer table shows its beginning and says how much more there is."""
+"""Most rows of a table; a longer one is cut and ends with the number of further rows."""
 
 LONGEST_CELL, LONGEST_TITLE = 60, 200
 
@@ -240,19 +239,25 @@ _CELL = "padding:0.15em 0.8em;white-space:nowrap"
 _FIRST, _NUMBER = f"{_CELL};text-align:left", f"{_CELL};text-align:right;font-variant-numeric:tabular-nums"
 
 
-def html_of(shown: object) -> str:
-    """A fragment of HTML that stands alone, without scripts and with every name escaped."""
-    return f'<div class="optpipe">{"".join(_parts(_clean(summary_of(shown))))}{picture_of(shown)}</div>'
+def render_html(shown: object) -> str:
+    """Self-contained HTML fragment, without scripts and with every name escaped."""
+    summary = _clean(summary_of(shown))
+    title, facts = escape(summary.title), escape(_facts(summary))
+    html = f'<p style="margin:0.3em 0"><strong>{title}</strong><br>{facts}</p>'
+    if summary.rows:
+        rows = "".join(f"<tr>{_row(row, 'td')}</tr>" for row in summary.rows)
+        html += f"<table><thead><tr>{_row(summary.head, 'th')}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="optpipe">{html}{render_figure(shown)}</div>'
 
 
-def line_of(shown: object) -> str:
-    """The title and the facts."""
+def render_line(shown: object) -> str:
+    """Title and facts on one line."""
     summary = _clean(summary_of(shown))
     return ", ".join([summary.title, *(f"{name} {value}".strip() for name, value in summary.facts)])
 
 
-def renderable_of(shown: object) -> Group:
-    """The same as a table of rich under its headline; names are taken as they are, never as markup."""
+def render_rich(shown: object) -> Group:
+    """Headline and table for rich; names are never interpreted as markup."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -269,13 +274,6 @@ def renderable_of(shown: object) -> Group:
     return Group(*lines, table)
 
 
-def _parts(summary: Summary) -> Iterator[str]:
-    yield f'<p style="margin:0.3em 0"><strong>{escape(summary.title)}</strong><br>{escape(_facts(summary))}</p>'
-    if summary.rows:
-        rows = "".join(f"<tr>{_row(row, 'td')}</tr>" for row in summary.rows)
-        yield f"<table><thead><tr>{_row(summary.head, 'th')}</tr></thead><tbody>{rows}</tbody></table>"
-
-
 def _row(cells: Sequence[str], tag: str) -> str:
     looks = [_FIRST, *[_NUMBER] * (len(cells) - 1)]
     return "".join(f'<{tag} style="{look}">{escape(cell)}</{tag}>' for look, cell in zip(looks, cells, strict=True))
@@ -286,7 +284,7 @@ def _facts(summary: Summary) -> str:
 
 
 def _clean(summary: Summary) -> Summary:
-    """The summary fit to be shown: one line each without control characters, and no more rows than can be read."""
+    """The summary without control characters and line breaks, with long texts and tables cut."""
     rows = [[printable(cell, LONGEST_CELL) for cell in row] for row in summary.rows[:MOST_ROWS]]
     if (more := len(summary.rows) - MOST_ROWS) > 0:
         rows.append([f"... and {more:,} more", *[""] * (len(summary.head) - 1)])

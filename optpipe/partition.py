@@ -1,4 +1,4 @@
-"""Partition of a model: cut into stages, placed on devices, batched; and the Problem it gives."""
+"""Partition of a model into stages on devices, its batching, and the resulting Problem."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ Kind = Literal["linear", "interleaved", "v"]
 
 
 def placement(kind: Kind, devices: int, chunks: int) -> tuple[int, ...]:
-    """The device of each stage, with `chunks` stages a device.
+    """Device of each stage, with `chunks` stages per device.
 
-    `interleaved` goes round the devices; `v` goes along them and back, which puts the first and the last stage on one
-    device and evens out memory (Controllable Memory, section 3). `linear` is the round with one chunk.
+    `interleaved` assigns stages round-robin; `v` goes through the devices forth and back, which puts the first and
+    the last stage on one device and balances memory (Controllable Memory, section 3). `linear` is round-robin with one
+    chunk.
     """
-    there, back = tuple(range(devices)), tuple(reversed(range(devices)))
+    forth, back = tuple(range(devices)), tuple(reversed(range(devices)))
     if kind == "v":
-        return tuple(device for chunk in range(chunks) for device in (back if chunk % 2 else there))
-    return there * chunks
+        return tuple(device for chunk in range(chunks) for device in (back if chunk % 2 else forth))
+    return forth * chunks
 
 
 def placement_name(kind: Kind, chunks: int) -> str:
-    """`linear`, `interleaved-2`, `v`, `v-4`."""
+    """Name of a placement: `linear`, `interleaved-2`, `v`, `v-4`."""
     if kind == "linear" or (kind == "v" and chunks == 2):
         return kind
     return f"{kind}-{chunks}"
 
 
-def placement_named(name: str) -> tuple[Kind, int]:
-    """The kind and the chunks a device of a name. Raises ValueError that says what names there are."""
+def parse_placement(name: str) -> tuple[Kind, int]:
+    """Kind and chunks per device of a placement name. Raises ValueError that lists the names."""
     kind, _, chunks = name.partition("-")
     if kind == "linear" and not chunks:
         return "linear", 1
@@ -42,47 +43,49 @@ def placement_named(name: str) -> tuple[Kind, int]:
         return "v", 2
     if kind in ("interleaved", "v") and chunks.isdecimal() and 2 <= int(chunks) <= 64:
         return ("v" if kind == "v" else "interleaved"), int(chunks)
-    raise ValueError(f"{name!r} is not a placement. Maybe one of {', '.join(USUAL)} (any number from 2 to 64).")
+    raise ValueError(
+        f"{name!r} is not a placement. Maybe one of {', '.join(DEFAULT_PLACEMENTS)} (any number from 2 to 64)."
+    )
 
 
-USUAL: Sequence[str] = ("linear", "interleaved-2", "interleaved-4", "v")
-"""What is tried unless the caller says otherwise."""
+DEFAULT_PLACEMENTS: Sequence[str] = ("linear", "interleaved-2", "interleaved-4", "v")
+"""Placements to try by default."""
 
 
 def devices_of_stages(name: str, devices: int | None, stages: int | None, prefix: str = "--") -> tuple[int, ...]:
-    """The device of each stage in the placement of that name. One of both numbers is enough.
+    """Device of each stage in a named placement. One of `devices` and `stages` is enough.
 
-    Raises InputError where the name is none or the numbers do not go together; it names the fields after `prefix`.
+    Raises InputError if the name is unknown or the numbers contradict one another; fields are named with `prefix`.
     """
     try:
-        kind, chunks = placement_named(name)
+        kind, chunks = parse_placement(name)
     except ValueError as error:
         raise InputError([Issue(f"{prefix}placement", "unknown", str(error))]) from None
     if stages is None and devices is None:
         detail = f"is missing. Maybe {prefix}devices 4, or {prefix}stages."
         raise InputError([Issue(f"{prefix}devices", "missing", detail)])
-    found = (stages or 0) // chunks if devices is None else devices
-    if stages is not None and stages != found * chunks:
-        of = f"{devices} devices" if devices is not None else "each device"
-        detail = f"is {stages}, but placement {name} puts {chunks} on {'each of ' if devices is not None else ''}{of}."
+    count = (stages or 0) // chunks if devices is None else devices
+    if stages is not None and stages != count * chunks:
+        where = "each device" if devices is None else f"each of {devices} devices"
+        detail = f"is {stages}, but placement {name} puts {chunks} on {where}."
         raise InputError([Issue(f"{prefix}stages", "wrong_count", detail)])
-    return placement(kind, found, chunks)
+    return placement(kind, count, chunks)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """`sizes[s]` layers in a row make stage s, which sits on device `placement[s]`. Every stage has a layer."""
+    """Consecutive layers as stages: stage s has `sizes[s]` (at least 1) layers and is on device `placement[s]`."""
 
     sizes: tuple[int, ...]
     placement: tuple[int, ...]
 
     @property
     def devices(self) -> int:
-        """How many devices the stages sit on."""
+        """Number of devices."""
         return max(self.placement) + 1
 
     def cut(self, layers: Sequence[Layer]) -> list[Sequence[Layer]]:
-        """The layers of each stage."""
+        """Split the layers into those of each stage."""
         ends = [0]
         for size in self.sizes:
             ends.append(ends[-1] + size)
@@ -98,19 +101,19 @@ class Batching:
 
 
 def scaled_us(layer: Layer, kind_us: float, scale: float) -> float:
-    """A layer's time for a microbatch `scale` times the measured one: all but its fixed part grows."""
+    """Time of a layer for a microbatch `scale` times the measured one: all but its fixed part is proportional."""
     fixed_us = min(layer.fixed_us, kind_us)
     return fixed_us + scale * (kind_us - fixed_us)
 
 
 def work_us(layer: Layer, scale: float = 1.0) -> float:
-    """F, B and W of a layer for one microbatch."""
+    """Time of F, B and W of a layer for one microbatch."""
     kinds = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
     return sum(scaled_us(layer, kind_us, scale) for kind_us in kinds)
 
 
 def parameter_bytes(profile: LayerProfile, layout: Partition) -> list[int]:
-    """What stays on each device for good."""
+    """Parameter bytes on each device."""
     held = [0] * layout.devices
     for device, layers in zip(layout.placement, layout.cut(profile.each_layer), strict=True):
         held[device] += sum(layer.parameter_bytes for layer in layers)
@@ -126,24 +129,35 @@ def build_problem(
     objective: Objective = "makespan",
     name: str = "",
 ) -> Problem | None:
-    """The scheduling problem of a layout, or None where parameters alone overfill a device.
+    """Build the scheduling problem of a layout; None if parameters alone exceed the memory of a device.
 
-    A stage's times and activations are the sums over its layers, its workspace the largest of theirs. Its activations
-    may leave if `offload` is asked for, the profile says how fast the host's link is, and any of them can.
+    A stage's times and activations are the sums over its layers, its workspace is the maximum over them. It may offload
+    if `offload` is set, the profile has `copies`, and some of its layers can.
     """
-    budgets = _budgets_bytes(profile, layout)
+    budgets = [
+        None if profile.memory_bytes is None else profile.memory_bytes - held
+        for held in parameter_bytes(profile, layout)
+    ]
     if any(budget is not None and budget < 0 for budget in budgets):
         return None
+    scale = batching.microbatch_size / profile.microbatch_size
+    link = profile.link
     stages = layout.cut(profile.each_layer)
     data = {
         "format": "optpipe.problem/1",
         "name": name or profile.name,
         "microbatches": batching.microbatches,
         "objective": objective,
-        "transfer_us": [_transfer_us(profile, layers[-1], batching) for layers in stages[:-1]] or 0,
+        "transfer_us": [
+            link.latency_us
+            if link.bytes_per_us is None
+            else link.latency_us + layers[-1].output_bytes * scale / link.bytes_per_us
+            for layers in stages[:-1]
+        ]
+        or 0,
         "devices": [{"memory_bytes": budget} for budget in budgets],
         "stages": [
-            {"device": device} | _stage(profile, layers, batching, offload)
+            {"device": device} | _stage(profile, layers, scale, offload)
             for device, layers in zip(layout.placement, stages, strict=True)
         ],
         "source": profile.source,
@@ -156,31 +170,13 @@ def build_problem(
     return Problem.from_data(data)
 
 
-def _budgets_bytes(profile: LayerProfile, layout: Partition) -> list[int | None]:
-    if profile.memory_bytes is None:
-        return [None] * layout.devices
-    return [profile.memory_bytes - held for held in parameter_bytes(profile, layout)]
-
-
-def _transfer_us(profile: LayerProfile, last: Layer, batching: Batching) -> float:
-    link = profile.link
-    if link.bytes_per_us is None:
-        return link.latency_us
-    return link.latency_us + last.output_bytes * _scale(profile, batching) / link.bytes_per_us
-
-
-def _scale(profile: LayerProfile, batching: Batching) -> float:
-    return batching.microbatch_size / profile.microbatch_size
-
-
-def _stage(profile: LayerProfile, layers: Sequence[Layer], batching: Batching, offload: bool) -> dict[str, object]:
-    """The fields of a stage but for its device."""
-    scale = _scale(profile, batching)
+def _stage(profile: LayerProfile, layers: Sequence[Layer], scale: float, offload: bool) -> dict[str, object]:
+    """Fields of a stage without its device; `scale` is the microbatch size relative to the profile's."""
     stage: dict[str, object] = {
         f"{kind}_us": sum(scaled_us(layer, getattr(layer, f"{kind}_us"), scale) for layer in layers)
         for kind in ("forward", "backward_input", "backward_weight")
     }
-    # Rounded up layer by layer: each is a tensor of its own, and no sum of parts exceeds the sum of wholes.
+    # Rounded up layer by layer: each layer has tensors of its own, and offloaded bytes never exceed activation bytes.
     for field in ("activation_bytes", "backward_weight_bytes"):
         stage[field] = sum(_rounded_up(getattr(layer, field) * scale) for layer in layers)
     stage["workspace_bytes"] = {

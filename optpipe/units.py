@@ -1,4 +1,4 @@
-"""Times, sizes, shares and counts as text: exact for reports, rounded to a fitting unit for pictures."""
+"""Text of times, sizes, shares and counts: exact for reports, rounded to a suitable unit for figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A unit by its name and its size in us or bytes."""
+    """A unit: its name and its size in us or bytes."""
 
     name: str
     size: float
@@ -19,12 +19,12 @@ MEMORY_UNITS = (Unit("TiB", 2.0**40), Unit("GiB", 2.0**30), Unit("MiB", 2.0**20)
 
 
 def us_text(time_us: float, decimals: int = 3) -> str:
-    """A time in microseconds, with thousands separated; with so many decimals where it is no whole number."""
+    """A time in microseconds with thousands separators; `decimals` apply unless it is an integer."""
     return f"{number_text(time_us, decimals)} us"
 
 
 def number_text(value: float, decimals: int) -> str:
-    """A number with thousands separated; with so many decimals where it is no whole number."""
+    """A number with thousands separators; `decimals` apply unless it is an integer."""
     return f"{value:,.{0 if float(value).is_integer() else decimals}f}"
 
 
@@ -34,35 +34,35 @@ def share_text(share: float) -> str:
 
 
 def time_unit(span_us: float) -> Unit:
-    """The largest unit of which `span_us` holds at least two."""
+    """Largest unit of which `span_us` is at least two."""
     return _fitting(TIME_UNITS, span_us, 2)
 
 
 def time_text(time_us: float, unit: Unit | None = None) -> str:
-    """A time with four significant digits, in the unit that suits it unless another is given."""
+    """A time with four significant digits, by default in a unit of suitable size."""
     unit = unit or time_unit(time_us)
     return f"{_rounded(time_us / unit.size, 4)} {unit.name}"
 
 
 def memory_unit(size_bytes: float) -> Unit:
-    """The largest unit of which `size_bytes` holds at least one."""
+    """Largest unit of which `size_bytes` is at least one."""
     return _fitting(MEMORY_UNITS, size_bytes, 1)
 
 
 def bytes_text(size_bytes: float, unit: Unit | None = None) -> str:
-    """A size in the unit that suits it unless another is given: three significant digits, two decimals below one."""
+    """A size with three significant digits (two decimals below one), by default in a unit of suitable size."""
     unit = unit or memory_unit(size_bytes)
     return f"{_rounded(size_bytes / unit.size, 0 if unit.size == 1 else 3)} {unit.name}"
 
 
 def count_text(count: int, name: str) -> str:
-    """So many of what `name` says in the singular: ``1 device``, ``1,024 microbatches``."""
+    """A count with a noun, given in the singular: ``1 device``, ``1,024 microbatches``."""
     plural = "" if count == 1 else "es" if name.endswith("ch") else "s"
     return f"{count:,} {name}{plural}"
 
 
 def percent_text(share: float) -> str:
-    """A share as a percentage: one decimal, two below one percent; never 0 for what is above 0."""
+    """A share as a percentage: one decimal, two below one percent; never 0 for a positive share."""
     percent = 100 * share
     if 0 < percent < 0.01:
         return "< 0.01 %"

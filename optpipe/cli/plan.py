@@ -138,16 +138,16 @@ def _search(
     objective: str,
 ) -> Search:
     """What to choose from; everything wrong with the options at once."""
-    from optpipe.partition import USUAL, placement_named
+    from optpipe.partition import DEFAULT_PLACEMENTS, parse_placement
     from solver.layout.candidates import Search
 
     issues: list[Issue] = []
     if objective not in ("makespan", "device_span"):
         issues.append(Issue("--objective", "unknown", f"is {objective!r} but must be makespan or device_span."))
-    names = names_in(placements) if placements else list(USUAL)
+    names = names_in(placements) if placements else list(DEFAULT_PLACEMENTS)
     for name in names:
         try:
-            placement_named(name)
+            parse_placement(name)
         except ValueError as error:
             issues.append(Issue("--placements", "unknown", f"is wrong: {error}"))
     wanted = _microbatch_sizes(sizes, devices, global_batch, issues)

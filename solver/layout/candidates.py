@@ -17,14 +17,14 @@ from ortools.sat.python import cp_model
 
 from optpipe.layers import Layer, LayerProfile
 from optpipe.partition import (
-    USUAL,
+    DEFAULT_PLACEMENTS,
     Batching,
     Partition,
     build_problem,
     parameter_bytes,
+    parse_placement,
     placement,
     placement_name,
-    placement_named,
     work_us,
 )
 from optpipe.problem import Objective, Problem
@@ -172,7 +172,7 @@ class Search:
     devices: int
     global_batch: int
     microbatch_sizes: Sequence[int]
-    placements: Sequence[str] = USUAL
+    placements: Sequence[str] = DEFAULT_PLACEMENTS
     offload: Sequence[bool] = (False, True)
     objective: Objective = "makespan"
 
@@ -206,7 +206,7 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
     limits = limits or Limits(inf)
     cutter = Cutter(profile)
     for name in search.placements:
-        kind, chunks = placement_named(name)
+        kind, chunks = parse_placement(name)
         places = placement(kind, search.devices, chunks)
         for size in search.microbatch_sizes:
             batching = Batching(size, search.global_batch // size)

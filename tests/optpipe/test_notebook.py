@@ -14,7 +14,16 @@ from rich.console import Console
 from instances import uniform
 from optpipe.display import Displayed, Summary
 from optpipe.layers import LayerProfile
-from optpipe.notebook import MOST_BYTES, MOST_OPS, MOST_ROWS, SideBySide, html_of, line_of, picture_of, renderable_of
+from optpipe.notebook import (
+    MOST_BYTES,
+    MOST_OPS,
+    MOST_ROWS,
+    SideBySide,
+    render_figure,
+    render_html,
+    render_line,
+    render_rich,
+)
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.train import CheckResult, DeviceMemory, TrainingResult
@@ -108,7 +117,7 @@ def test_schedules_side_by_side_have_the_best_first() -> None:
     assert [row[0] for row in Cells(page).rows] == ["", "split", "plain"]
     picture = page[page.index("<svg") :]
     assert picture.index("split") < picture.index("plain")
-    assert html_of(SideBySide({})).count("No schedules") == 1
+    assert render_html(SideBySide({})).count("No schedules") == 1
 
 
 def test_schedules_of_several_problems_have_a_table_alone() -> None:
@@ -121,18 +130,18 @@ def test_schedules_of_several_problems_have_a_table_alone() -> None:
 def test_names_are_escaped_and_kept_to_one_line() -> None:
     problem = hostile(uniform(2, 3))
     for shown in (problem, solved(problem), SideBySide({HOSTILE: solved(problem)})):
-        assert not Cells(html_of(shown)).tags & {"img", "script"}
-        for text in (line_of(shown), html_of(shown)):
+        assert not Cells(render_html(shown)).tags & {"img", "script"}
+        for text in (render_line(shown), render_html(shown)):
             assert not set("\x1b\u202e") & set(text)
-        assert "\n" not in line_of(shown)
-        assert "[bold]" in printed(renderable_of(shown))
-        assert not set("\x1b\u202e") & set(printed(renderable_of(shown)))
+        assert "\n" not in render_line(shown)
+        assert "[bold]" in printed(render_rich(shown))
+        assert not set("\x1b\u202e") & set(printed(render_rich(shown)))
 
 
 def test_a_browser_shows_the_chart_and_runs_nothing() -> None:
     with running_browser() as browser, open_page(browser, "http://127.0.0.1:1") as page:
         before = "<style>p { stroke-linecap: round }</style><p id='mine'>mine</p>"
-        page.set_content(before + html_of(solved(hostile(uniform(2, 3)))), timeout=WAIT_MS)
+        page.set_content(before + render_html(solved(hostile(uniform(2, 3)))), timeout=WAIT_MS)
         assert page.locator("svg").bounding_box()["width"] > 300  # type: ignore[index]
         assert page.locator("svg text", has_text="F forward").is_visible()
         assert page.evaluate("window.hit") is None
@@ -141,7 +150,7 @@ def test_a_browser_shows_the_chart_and_runs_nothing() -> None:
 
 def test_a_long_table_says_how_much_more_there_is() -> None:
     devices = MOST_ROWS + 5
-    rows = Cells(html_of(uniform(devices, 1))).rows
+    rows = Cells(render_html(uniform(devices, 1))).rows
     assert len(rows) == 1 + MOST_ROWS + 1
     assert rows[-1][0] == "... and 5 more"
 
@@ -158,17 +167,19 @@ def test_an_object_of_another_room_says_itself_what_it_is() -> None:
         def summary(self) -> Summary:
             return Summary("a run", [("loss", "1.5")])
 
-    assert line_of(Run()) == "a run, loss 1.5"
+    assert render_line(Run()) == "a run, loss 1.5"
     assert Cells(Run()._repr_html_()).tags == {"div", "p", "strong", "br"}
 
 
 def test_a_training_run_shows_its_losses_and_its_check() -> None:
     plain = TrainingResult((5.25, 2.5), (0.1, 0.3), 1000, 1, check=None)
-    assert "loss 5.2500 -> 2.5000, median step" in line_of(plain)
+    assert "loss 5.2500 -> 2.5000, median step" in render_line(plain)
     check = CheckResult(1e-7, "stage 0 weight", 0.0, (DeviceMemory(3000, 2000, (0, 5), 40),))
-    rows = Cells(html_of(replace(plain, check=check))).rows
+    rows = Cells(render_html(replace(plain, check=check))).rows
     assert rows[1:] == [["device 0", "3,000", "2,000", "40", "5"]]
-    assert line_of(replace(plain, losses=(), step_seconds=())).endswith("0 steps of 1,000 parameters in 1 process(es)")
+    assert render_line(replace(plain, losses=(), step_seconds=())).endswith(
+        "0 steps of 1,000 parameters in 1 process(es)"
+    )
 
 
 class Printer:
@@ -202,14 +213,14 @@ def ops_of(schedule: Schedule) -> int:
 def test_the_largest_picture_is_within_the_cap() -> None:
     schedule = scheduled(24, 55)
     assert 0.98 * MOST_OPS <= ops_of(schedule) <= MOST_OPS
-    page = html_of(schedule)
+    page = render_html(schedule)
     assert "<svg" in page
     assert len(page.encode()) <= CAP_BYTES
 
 
 def test_a_larger_schedule_says_how_to_draw_it() -> None:
     schedule = scheduled(24, 60)
-    page = html_of(schedule)
+    page = render_html(schedule)
     assert "<svg" not in page
     assert f"A picture of {ops_of(schedule):,} ops is too large for a notebook" in page
     assert "draw_schedule" in page
@@ -219,19 +230,19 @@ def test_a_larger_schedule_says_how_to_draw_it() -> None:
 
 def test_several_count_together() -> None:
     half = scheduled(24, 30)
-    assert "<svg" in picture_of(SideBySide({"one": half}))
-    assert "<svg" not in picture_of(SideBySide({"one": half, "other": half}))
+    assert "<svg" in render_figure(SideBySide({"one": half}))
+    assert "<svg" not in render_figure(SideBySide({"one": half, "other": half}))
 
 
 def test_a_picture_beyond_the_bytes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = scheduled(2, 3)
     monkeypatch.setattr("optpipe.notebook.MOST_BYTES", 1000)
-    assert "too large" in picture_of(schedule)
+    assert "too large" in render_figure(schedule)
     assert MOST_BYTES < CAP_BYTES
 
 
 def test_a_picture_reaches_nothing_but_itself() -> None:
-    picture = picture_of(scheduled(2, 3))
+    picture = render_figure(scheduled(2, 3))
     ElementTree.fromstring(picture)
     assert "<style" not in picture
     assert "<metadata" not in picture
@@ -240,4 +251,4 @@ def test_a_picture_reaches_nothing_but_itself() -> None:
 
 
 def test_objects_without_a_picture_have_none() -> None:
-    assert picture_of(uniform(2, 3)) == ""
+    assert render_figure(uniform(2, 3)) == ""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optpipe.layers import LayerProfile
 from optpipe.ops import Orders
-from optpipe.partition import placement, placement_named, work_us
+from optpipe.partition import parse_placement, placement, work_us
 from optpipe.problem import Problem
 from solver.build import build_schedule
 from solver.layout import ranking
@@ -65,7 +65,7 @@ def busiest_us(given: LayerProfile, sizes: tuple[int, ...], places: tuple[int, .
 )
 def test_no_cut_is_better_balanced(times: list[int], where: tuple[str, int, int]) -> None:
     kind, devices, chunks = where
-    places = placement(placement_named("v" if kind == "v" else "linear")[0], devices, chunks)
+    places = placement(parse_placement("v" if kind == "v" else "linear")[0], devices, chunks)
     layers = [BLOCK | {"forward_us": t, "backward_input_us": t, "backward_weight_us": 0} for t in times]
     given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers})
     sizes = balanced_sizes(given, places)

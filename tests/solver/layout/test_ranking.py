@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe.partition import placement, placement_named
+from optpipe.partition import parse_placement, placement
 from optpipe.verify import verify
 from solver.layout.candidates import Search, candidates
 from solver.layout.ranking import rank
@@ -24,14 +24,14 @@ COPIES = {"offload_bytes_per_us": 40, "reload_bytes_per_us": 40}
     ],
 )
 def test_placements(name: str, devices: int, expected: tuple[int, ...]) -> None:
-    kind, chunks = placement_named(name)
+    kind, chunks = parse_placement(name)
     assert placement(kind, devices, chunks) == expected
 
 
 @pytest.mark.parametrize("name", ["", "w", "interleaved", "interleaved-1", "v-x", "linear-2", "v-999"])
 def test_unknown_placements(name: str) -> None:
     with pytest.raises(ValueError, match="Maybe one of linear"):
-        placement_named(name)
+        parse_placement(name)
 
 
 def test_every_combination_once() -> None:
