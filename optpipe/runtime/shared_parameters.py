@@ -63,6 +63,18 @@ def shared_parameters(stages: Sequence[nn.Module]) -> list[SharedParameter]:
     ]
 
 
+def shared_buffers(stages: Sequence[nn.Module]) -> list[tuple[Place, ...]]:
+    """The places of each buffer that several stages hold by identity, as in `SharedParameter.places`.
+
+    Read-only ones, such as the frequencies of rotary embeddings, are common and harmless.
+    """
+    places: dict[int, list[Place]] = defaultdict(list)
+    for s, stage in enumerate(stages):
+        for name, buffer in stage.named_buffers():
+            places[id(buffer)].append((s, name))
+    return [tuple(found) for found in places.values() if len(found) > 1]
+
+
 def with_own_modules(stages: Sequence[nn.Module]) -> list[nn.Module]:
     """The stages, in which each module with parameters belongs to one stage alone.
 

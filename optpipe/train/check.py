@@ -55,6 +55,13 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     """
     _refuse_frozen(plain_modules)
     planned, scheduled = planned_peaks(model, batch), scheduled_memory(model)
+    if scheduled is None and model.launch.rank == 0:
+        LOG.info(
+            "peaks are not held against the schedule's sizes and budgets: its problem is named %r, but a profile of "
+            "this model is named %r. Maybe solve what 'optpipe profile' measures of this model.",
+            model.problem.name,
+            model.task.name,
+        )
     runs = [_metered_run(model, batch) for _ in range(2)]
     loss = model.mean_loss(runs[1][1])
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast

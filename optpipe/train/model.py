@@ -14,15 +14,23 @@ from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
-from optpipe.runtime.messages import Spec, map_leaves, size_bytes
+from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes
 from optpipe.runtime.recorder import MemoryMeter, Recorder
-from optpipe.runtime.shared_parameters import SharedParameter, hold_once, shared_parameters, with_own_modules
+from optpipe.runtime.shared_parameters import (
+    SharedParameter,
+    hold_once,
+    place_text,
+    shared_buffers,
+    shared_parameters,
+    with_own_modules,
+)
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.transport import peer_errors
 from optpipe.runtime.weight_gradients import compiler_failure
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
+from optpipe.train.rollback import Snapshot
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Batch, Task
 from optpipe.train.update import StepOutcome, SumsLayout, Updates
@@ -164,6 +172,7 @@ class Model:
         placement, config = self.program.placement, self.config
         modules = with_own_modules(self.task.build_stages())
         self.shared = self._agreed(shared_parameters(modules), modules)
+        self._shared_buffers = shared_buffers(modules)
         self.parameters = sum(p.numel() for p in {p for module in modules for p in module.parameters()})
         last = len(modules) - 1
         for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
@@ -214,7 +223,9 @@ class Model:
         [[microbatch], [target]] = moved((inputs[:1], targets[:1]), self.hardware)
         count, gather = len(self.program.placement), self.launch.gather_pipeline
         try:
-            return learn_messages(self.stages, count, microbatch, target, gather)
+            messages = learn_messages(self.stages, count, microbatch, target, gather)
+            self._refuse_changed_buffers(messages, microbatch, target)
+            return messages
         except OptPipeError:
             raise
         except Exception as error:
@@ -226,6 +237,40 @@ class Model:
                 f"a stage of {self.task.name} fails on what it receives: {type(error).__name__}: {error}. "
                 "Maybe the sizes of two stages differ; 'optpipe profile' says of which."
             ) from error
+
+    def _refuse_changed_buffers(self, messages: Sequence[Spec], microbatch: Tree, target: Tree) -> None:
+        """Raise TrainingError in every process where a forward in training mode changes a buffer that stages share.
+
+        In one process the stages would change it in an order that depends on the schedule; in several, each process
+        would change a copy of its own. One forward of each stage that has such a buffer shows it: by the values, or by
+        autograd's count of changes in place, which batch norm's kernel goes around. A change that only a later
+        microbatch makes is not noticed.
+        """
+        changed = []
+        for s, stage in self.stages.items():
+            names = {name: places for places in self._shared_buffers for number, name in places if number == s}
+            if not names:
+                continue
+            snapshot = Snapshot([stage.module], [])
+            snapshot.take()
+            buffers = [stage.module.get_buffer(name) for name in names]
+            before = [(buffer._version, _digest(buffer)) for buffer in buffers]
+            received = microbatch
+            if s:  # ones, because zeros would leave a mean that begins with zero as it is
+                received = map_leaves(lambda spec: spec.empty(self.hardware).fill_(spec.has_gradient), messages[s - 1])
+            stage.forward(0, received, target if s == len(messages) else None, offloads=False)
+            stage.clear()
+            for buffer, (name, places), old in zip(buffers, names.items(), before, strict=True):
+                if (buffer._version, _digest(stage.module.get_buffer(name))) != old:
+                    changed.append((s, " = ".join(map(place_text, places))))
+            snapshot.restore()
+        for rank, found in enumerate(self.launch.gather(changed)):
+            for s, places in found:
+                where = f" on rank {rank}" if self.launch.distributed else ""
+                raise TrainingError(
+                    f"{places} is one buffer, but the forward of stages[{s}] changes it{where}, so it cannot be kept "
+                    "equal on several stages. Maybe give each stage a buffer of its own."
+                )
 
     def _pipeline(self) -> Pipeline:
         return Pipeline(self.program, self.stages, self.devices, self._transport(), self.messages, sync=self._sync)
@@ -273,12 +318,12 @@ class Model:
             raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
 
 
-def _digest(parameter: nn.Parameter) -> str | None:
-    """Of dtype, shape and every bit; None on the meta device, where there are none."""
-    if parameter.is_meta:
+def _digest(tensor: Tensor) -> str | None:
+    """Dtype, shape and SHA-256 of every bit; None on the meta device, where there are none."""
+    if tensor.is_meta:
         return None
-    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{parameter.dtype} {tuple(parameter.shape)} {hashlib.sha256(values.data).hexdigest()}"
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(values.data).hexdigest()}"
 
 
 def moved(batch: Batch, hardware: torch.device) -> Batch:

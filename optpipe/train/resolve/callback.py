@@ -264,6 +264,10 @@ class ResolveCallback(Callback):
         if any(excess := self._setting.excess_bytes(found, self._measured)):
             self._setting, self._stale = self._setting.reserving(excess), True
             return {"kind": "kept", "text": f"{found.method} would take {max(excess):,} bytes too many for messages"}
+        for s, stage in enumerate(self._measured.stages):
+            if not stage.splits and any(op.kind in ("B", "W") and op.stage == s for op in found.orders.ops()):
+                text = f"training goes on as it is: {found.method} has B and W apart, but stages[{s}] is compiled"
+                return {"kind": "kept", "text": text}
         choice = choose(self._problem, self._model.schedule, found, self._config.least_gain)
         figures = f"{choice.in_use_us:,.0f} us a step predicted, {choice.found_us:,.0f} us with {found.method}"
         if not choice.better:

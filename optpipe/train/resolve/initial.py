@@ -16,6 +16,8 @@ from optpipe.problem import Objective, Problem
 from optpipe.profile.measured import Measured, measure, without_margin
 from optpipe.profile.ops import OnRound
 from optpipe.profile.subject import Subject, build_chain, sampled
+from optpipe.runtime.stage import check_splits
+from optpipe.runtime.weight_gradients import compiled_part
 from optpipe.schedule import Schedule
 from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
@@ -102,11 +104,22 @@ def measure_before(
     """Measure the task's stages as the config has them run, built for this alone; with it the seconds that it took.
 
     Called by all processes together, with the same answer but for the seconds. Raises InputError where stages do not
-    fit one another, and what `on_round` raises.
+    fit one another, TrainingError where training would begin with B and W apart on a compiled stage, and what
+    `on_round` raises.
     """
     begin = perf_counter()
-    batch = list(zip(*task.batch(0), strict=True))
-    subject = sampled(Subject(task.name, task.build_stages(), *batch[0], task.loss), batch)
+    batch, stages = list(zip(*task.batch(0), strict=True)), task.build_stages()
+    for s, stage in enumerate(stages):  # before the first forward, at which torch.compile starts
+        if config.schedule is not None:
+            check_splits(s, stage, {op.kind for op in config.schedule.orders.ops() if op.stage == s})
+        elif config.online.mode == "online" and compiled_part(stage) is not None:
+            # Not for --solve, whose search may find BW alone; the heuristic always has B and W.
+            raise TrainingError(
+                f"stages[{s}] is compiled by torch.compile, which computes input and weight gradients at once, but "
+                "without a schedule training begins with B and W apart. Maybe give a schedule that fuses them, such as "
+                "1f1b's, or use --solve, or compile less of the module."
+            )
+    subject = sampled(Subject(task.name, stages, *batch[0], task.loss), batch)
     mine = {s for s, device in enumerate(setting.placement) if device in launch.own_devices}
     chain = build_chain(subject, launch.hardware, setting.microbatches, mine, config.model.torch_autocast)
     measured = measure(

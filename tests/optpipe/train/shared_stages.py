@@ -201,6 +201,44 @@ def statistics_in_2() -> Built:
     return _built([nn.Sequential(first, norm), nn.Sequential(last, norm)])
 
 
+class Counted(nn.Module):
+    """A layer that counts its forwards in a buffer, in place or by another tensor in its place."""
+
+    def __init__(self, layer: nn.Module, calls: Tensor, how: str) -> None:
+        super().__init__()
+        self.layer, self._how = layer, how
+        self.calls: Tensor
+        self.register_buffer("calls", calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self._how == "in place":
+            self.calls += 1
+        elif self.training and self._how == "replaced":
+            self.calls = 0.9 * self.calls + 0.1 * x.float().mean().detach()
+        scaled: Tensor = self.layer(x) * (1 + self.calls)
+        return scaled
+
+
+def _counted(*how: str) -> Built:
+    calls, layers = torch.zeros(()), [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)]
+    return _built([Counted(layer, calls, way) for layer, way in zip(layers, how, strict=True)])
+
+
+def counted_in_2() -> Built:
+    """Both stages change one buffer in place."""
+    return _counted("in place", "in place")
+
+
+def averaged_in_2() -> Built:
+    """The last stage puts another tensor in the place of a buffer that the first only reads."""
+    return _counted("read", "replaced")
+
+
+def constant_in_2() -> Built:
+    """Both stages read one buffer."""
+    return _counted("read", "read")
+
+
 class Uncut(nn.Module):
     """Stages one after the other."""
 

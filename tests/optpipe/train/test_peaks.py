@@ -72,10 +72,16 @@ def test_a_peak_above_the_budget_fails_and_names_it() -> None:
     assert f"its budget is {found.devices[1].budget_bytes:,} with its messages" in failure
 
 
-def test_the_sizes_of_another_model_s_schedule_are_no_plan_for_this_one() -> None:
+def test_the_sizes_of_another_model_s_schedule_are_no_plan_for_this_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     found = checked(scheduled(Problem.from_data(problem().to_data() | {"name": "another"})))
     assert found.failures == ()
     assert found.devices[1].schedule_peak_bytes is None
+    said = f"budgets: its problem is named 'another', but a profile of this model is named '{EXPERTS}'. Maybe solve"
+    assert said in caplog.text
+    caplog.clear()
+    checked(scheduled(problem(MANY)))
+    assert "budgets" not in caplog.text
 
 
 def test_a_margin_leaves_so_much_of_the_memory_free() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
 from optpipe.errors import InputError, TrainingError
+from optpipe.schedule import schedule_text
 from optpipe.train import CheckpointConfig, OptimizerConfig, train
 from optpipe.train.checkpoint import write
 from optpipe.train.checkpoint.files import final_path
@@ -25,6 +27,7 @@ from tests.optpipe.train.shared_cases import STEPS, config_of, plain
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "shared_worker.py"
+MAIN = Path(__file__).parents[1] / "cli" / "main_worker.py"
 NAMES = ("gpt2", "llama", "everywhere", "modules")
 
 TWO = [f"{name}, V, {more}" for name in NAMES for more in ("checked", "clipped", "resumed")]
@@ -132,12 +135,29 @@ def test_a_checkpoint_that_has_it_with_every_stage_is_resumed(tmp_path: Path, mo
         ("sliced", "stages[0].weight and stages[1].weight lie in the same memory but are not one parameter"),
         ("buffered", "stages[0].weight and stages[1].table lie in the same memory but are not one parameter"),
         ("statistics", "stages[0].1.running_mean and stages[1].1.running_mean are the same running statistics"),
+        ("counted", "stages[0].calls = stages[1].calls is one buffer, but the forward of stages[0] changes it, so"),
+        ("averaged", "stages[0].calls = stages[1].calls is one buffer, but the forward of stages[1] changes it, so"),
         ("loss", "shared_stages:loss_in_2, whose loss has parameters to train (weight), which no stage has. Maybe"),
     ],
 )
 def test_what_cannot_be_kept_one_is_refused_before_anything_runs(name: str, message: str) -> None:
     with pytest.raises((TrainingError, InputError), match=re.escape(message)):
         train(config_of(f"{name}, linear in 2"))
+
+
+def test_a_buffer_that_stages_share_and_read_is_no_matter() -> None:
+    losses, _ = plain("constant, linear in 2")
+    assert train(config_of("constant, linear in 2")).losses == near(losses)
+
+
+@pytest.mark.torchrun
+def test_a_buffer_that_one_process_changes_is_refused_in_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_text(one_f_one_b(2, shared_stages.MICROBATCHES)))
+    stages = f"{shared_stages.__name__}:averaged_in_2"
+    ranks = run_ranks.each(MAIN, 2, "train", "--schedule", str(path), "--model", stages, "--steps", "1")
+    assert [rank.code for rank in ranks] == [2, 2]
+    assert "the forward of stages[1] changes it on rank 1, so it cannot" in ranks[0].err
 
 
 def test_processes_that_share_different_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
