@@ -20,8 +20,9 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.exact.milp.model import build_program, solve_milp
 from solver.exact.milp.variables import DEFAULT, Options
-from solver.limits import Limits, Start
+from solver.limits import Limits
 from solver.published.ada_offload import ada_offload
+from solver.solution import Solution
 
 NAME = "milp-accelerations"
 COMMAND = f"python -m benchmarks.milp_accelerations {NAME}"
@@ -80,7 +81,7 @@ def _row(problem: Problem, options: Options, size: Size) -> Row:
     orders = ada_offload(problem)
     value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
     matrix = build_program(problem, value_us, bound_us, value_us, options).matrix
-    start = Start(bound_us if options.bound else 0.0, value_us, orders, value_us)
+    start = Solution(orders, value_us, bound_us if options.bound else 0.0)
     answers, seconds = [], []
     for seed in SEEDS[size]:
         limits = Limits(TIME_LIMIT_S[size], seed=seed)

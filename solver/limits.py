@@ -1,4 +1,4 @@
-"""How long and how hard to search, where to begin, and what comes back: the words that all methods share."""
+"""Limits of a solve: time, gap, threads, seed, and the request to cancel it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
-
-from optpipe.ops import Orders
 
 
 def available_cores() -> int:
@@ -90,26 +88,3 @@ class Limits:
     def reached(self, value_us: float, bound_us: float) -> bool:
         """Whether the gap asked for is reached."""
         return value_us < float("inf") and value_us - bound_us <= max(self.gap, 1e-15) * value_us
-
-
-@dataclass(frozen=True)
-class Start:
-    """What is known before a search: a bound, a horizon by which some optimal schedule ends, perhaps orders."""
-
-    bound_us: float
-    horizon_us: float
-    orders: Orders | None = None
-    value_us: float = float("inf")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a method knows at some moment. `infeasible`: proved that no schedule keeps the budgets.
-
-    `bound_us` holds for every schedule of the problem, whichever method found it.
-    """
-
-    orders: Orders | None
-    value_us: float
-    bound_us: float
-    infeasible: bool = False

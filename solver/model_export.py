@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from optpipe.errors import InputError, Issue
 from optpipe.problem import Problem
 from solver.bounds.device import split_backward_suffices
 from solver.exact.milp.statement import Statement, state_in_us
-from solver.limits import Limits, Start
-from solver.scale import count_ops, horizon_us
+from solver.limits import Limits
+from solver.scale import count_ops
+from solver.solution import Solution
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
 
@@ -33,7 +32,7 @@ def export_model(problem: Problem) -> Statement:
         raise InputError([Issue("stages times microbatches", "too_large", detail)])
     shared = SharedIncumbent(problem, Limits(workers=1), None)
     offer_published(problem, shared)
-    start = shared.start()
+    start = shared.best
     if not split_backward_suffices(problem):
-        start = Start(start.bound_us, horizon_us(problem, inf))
+        start = Solution(bound_us=start.bound_us)
     return state_in_us(problem, start)

@@ -10,58 +10,57 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.problem import Problem
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
+from solver.solution import OnSolution, Solution
 
-OnAnswer = Callable[[Answer], None]
 
-
-def cp_sat(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def cp_sat(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """CP-SAT on the whole model of intervals."""
     from solver.exact.cp_sat.model import solve_cp_sat
 
-    return solve_cp_sat(problem, limits, start, on_answer)
+    return solve_cp_sat(problem, limits, start, on_solution)
 
 
-def milp(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def milp(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """HiGHS on the whole mixed-integer program. Raises MethodError where that would be too large."""
     from solver.exact.milp.model import solve_milp
 
-    return solve_milp(problem, limits, start, on_answer)
+    return solve_milp(problem, limits, start, on_solution)
 
 
-def annealing(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def annealing(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Simulated annealing over orders, offloads and waits."""
     from solver.search.annealing.search import local_search
 
-    return local_search(problem, limits, start, on_answer)
+    return local_search(problem, limits, start, on_solution)
 
 
-def modulo(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def modulo(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """One block of a microbatch, repeated every period."""
     from solver.search.modulo.search import modulo_search
 
-    return modulo_search(problem, limits, start, on_answer)
+    return modulo_search(problem, limits, start, on_solution)
 
 
-def lns(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def lns(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Parts of the best schedule in time, solved anew by CP-SAT."""
     from solver.search.lns.search import lns_search
 
-    return lns_search(problem, limits, start, on_answer)
+    return lns_search(problem, limits, start, on_solution)
 
 
-def relaxation(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Better bounds, from parts of the problem that CP-SAT solves exactly."""
     from solver.exact.relaxation import relaxation_bound
 
-    return relaxation_bound(problem, limits, start, on_answer)
+    return relaxation_bound(problem, limits, start, on_solution)
 
 
 KERNELS = {modulo: "pattern", lns: "windows", annealing: "search"}
 """Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
 
 
-def is_ready(search: Callable[..., Answer]) -> bool:
+def is_ready(search: Callable[..., Solution]) -> bool:
     """Whether a search can begin, or has to wait until another process has compiled its kernels."""
     from solver.kernels import are_ready
 

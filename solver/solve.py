@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
 
@@ -13,16 +13,15 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.build import build_schedule, snapped_bound
+from solver.build import snapped_bound
 from solver.kernels import forget_stale
 from solver.limits import Limits
 from solver.methods import method_named, published_orders
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes
-from solver.strategy import OnProgress, Progress, SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, run_subsolvers
+from solver.solution import OnProgress, Solution
+from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, run_subsolvers
 from solver.warm_starts import offer_orders, offer_published
-
-__all__ = ["Found", "OnProgress", "Progress", "search", "solve", "solve_until_interrupted"]
 
 
 def solve(
@@ -39,18 +38,10 @@ def solve(
     problem, InfeasibleError where no schedule keeps the budgets, NoSolutionError where none was found in time.
     """
     limits = limits or Limits()
-    found = search(problem, method, limits, on_progress, starts)
-    return build_schedule(problem, found.orders, found.bound_us, found.method, _solve_seconds(limits))
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search ended with: orders that reach `value_us`, found by `method`; the bound holds for every schedule."""
-
-    orders: Orders
-    value_us: float
-    bound_us: float
-    method: str
+    solution = search(problem, method, limits, on_progress, starts)
+    # Where the result must be the same in every run, the work that was allowed.
+    seconds = limits.seconds if limits.deterministic_limit is None else limits.deterministic_limit
+    return solution.to_schedule(problem, seconds)
 
 
 def search(
@@ -60,8 +51,8 @@ def search(
     on_progress: OnProgress | None = None,
     starts: Sequence[Orders] = (),
     on_searching: Callable[[], None] = lambda: None,
-) -> Found:
-    """`solve` without its last step: the orders still have to be verified, as `solver.build` does. Raises the same.
+) -> Solution:
+    """`solve` without its last step: the orders, which it always has, are still to be verified. Raises the same.
 
     `on_searching` is called when all published schedules were tried and the searches begin.
     """
@@ -71,7 +62,7 @@ def search(
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us
         bound_us = snapped_bound(value_us, lower_bound_us(problem), value_step_us(problem))
-        return Found(orders, value_us, bound_us, chosen.name)
+        return Solution(orders, value_us, bound_us, chosen.name)
     chosen.refuse(problem)
     _refuse_impossible(problem)
     shared = SharedIncumbent(problem, limits, on_progress)
@@ -86,12 +77,10 @@ def search(
         if not shared.stop.requested:
             on_searching()
             run_subsolvers(problem, shared, subsolvers)
-    return _found(problem, shared, shared.method if chosen.search is None else chosen.name)
-
-
-def _solve_seconds(limits: Limits) -> float:
-    """Seconds since the start; where the result must be the same in every run, the work that was allowed."""
-    return limits.seconds if limits.deterministic_limit is None else limits.deterministic_limit
+    best = shared.best
+    if best.orders is None:
+        raise _no_solution(problem, limits, best.infeasible)
+    return best if chosen.search is None else replace(best, method=chosen.name)
 
 
 def _refuse_impossible(problem: Problem) -> None:
@@ -104,18 +93,15 @@ def _refuse_impossible(problem: Problem) -> None:
         )
 
 
-def _found(problem: Problem, shared: SharedIncumbent, method: str) -> Found:
-    """The best on the shared incumbent, or the error that says why there is none."""
-    best = shared.best
-    if best.orders is not None:
-        return Found(best.orders, best.value_us, best.bound_us, method)
-    if shared.infeasible:
-        raise InfeasibleError("proved: no schedule keeps the memory budgets.", known_budgets_bytes(problem))
-    work = shared.limits.deterministic_limit
-    spent = f"in {shared.limits.seconds:.1f} s. Maybe allow more time (--time-limit)"
+def _no_solution(problem: Problem, limits: Limits, proved: bool) -> InfeasibleError | NoSolutionError:
+    """The error of a solve that ended without orders."""
+    if proved:
+        return InfeasibleError("proved: no schedule keeps the memory budgets.", known_budgets_bytes(problem))
+    work = limits.deterministic_limit
+    spent = f"in {limits.seconds:.1f} s. Maybe allow more time (--time-limit)"
     if work is not None:
         spent = f"with {work:g} units of work. Maybe allow more (--deterministic-limit)"
-    raise NoSolutionError(
+    return NoSolutionError(
         f"nothing within the budgets was found {spent}, or raise devices[].memory_bytes to "
         f"{known_budgets_bytes(problem)}, which is known to do."
     )

@@ -15,17 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock, Thread
 
-from optpipe.ops import Orders
 from optpipe.problem import Problem
-from optpipe.schedule import relative_gap
 from solver import searches
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
-from solver.limits import Answer, Cancel, Limits, Start
-from solver.scale import count_ops, horizon_us, value_step_us
+from solver.limits import Cancel, Limits
+from solver.scale import count_ops, value_step_us
 from solver.searches import is_ready
+from solver.solution import OnProgress, OnSolution, Progress, Solution
 
-Search = Callable[[Problem, Limits, Start, Callable[[Answer], None]], Answer]
+Search = Callable[[Problem, Limits, Solution, OnSolution], Solution]
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,10 @@ def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, roun
     limits = replace(limits, workers=time_slice.workers, seed=(limits.seed + round_number) % SEEDS, cancel=shared.stop)
     before = shared.best
 
-    def offer(answer: Answer) -> None:
-        shared.offer(answer, time_slice.method)
+    def offer(solution: Solution) -> None:
+        shared.offer(replace(solution, method=time_slice.method))
 
-    offer(time_slice.search(problem, limits, shared.start(), offer))
+    offer(time_slice.search(problem, limits, before, offer))
     if time_slice.once or limits.deterministic_limit is not None:
         return False
     return shared.best is not before or limits.seconds >= EARLY * limits.time_limit_s
@@ -130,25 +129,6 @@ def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, roun
 
 def _over(limits: Limits) -> bool:
     return limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A better schedule or bound, `seconds` after the start: `orders` reach `value_us`, and `method` found them."""
-
-    seconds: float
-    value_us: float
-    bound_us: float
-    method: str
-    orders: Orders | None
-
-    @property
-    def gap(self) -> float:
-        """``(value - bound) / value``."""
-        return relative_gap(self.value_us, self.bound_us)
-
-
-OnProgress = Callable[[Progress], None]
 
 
 class SharedIncumbent:
@@ -162,33 +142,27 @@ class SharedIncumbent:
         self.problem = problem
         self.limits = limits
         self.stop = Cancel()
-        self.infeasible = False
-        self.method = ""
         self._on_progress = on_progress
         self._step_us = value_step_us(problem)
         self._lock = Lock()
         self._closed = False
-        self._best = Answer(None, float("inf"), lower_bound_us(problem))
+        self._best = Solution(bound_us=lower_bound_us(problem))
 
     @property
-    def best(self) -> Answer:
-        """The best schedule and the best bound, from whichever search."""
+    def best(self) -> Solution:
+        """The best orders and the best bound, from whichever search; INFEASIBLE where that is proved."""
         return self._best
 
-    def start(self) -> Start:
-        """What a search that begins now should know."""
-        best = self._best
-        return Start(best.bound_us, horizon_us(self.problem, best.value_us), best.orders, best.value_us)
-
-    def offer(self, answer: Answer, method: str) -> None:
-        """Keep what is better than all before, and tell the caller of the solve."""
+    def offer(self, solution: Solution) -> None:
+        """Keep what is better than all before, and report it to the caller of the solve."""
         with self._lock:
-            better = not self._closed and self._keep(answer, method)
+            before = self._best
+            if not self._closed:
+                self._best = self._merged(solution)
             best = self._best
-            if better and best.orders is not None and self._on_progress:
-                progress = Progress(self.limits.seconds, best.value_us, best.bound_us, method, best.orders)
-                self._on_progress(progress)
-        if self.infeasible or self.limits.reached(best.value_us, best.bound_us):
+            if best is not before and best.orders is not None and self._on_progress:
+                self._on_progress(Progress(best, self.limits.seconds))
+        if best.infeasible or self.limits.reached(best.value_us, best.bound_us):
             self.stop.request()
 
     def close(self) -> None:
@@ -197,21 +171,15 @@ class SharedIncumbent:
         with self._lock:
             self._closed = True
 
-    def _keep(self, answer: Answer, method: str) -> bool:
+    def _merged(self, solution: Solution) -> Solution:
+        """The better orders of `solution` and the best so far with the higher bound; the best itself if it stays."""
         best = self._best
-        if answer.infeasible:
-            self.infeasible = True
-            return False
-        improves = answer.orders is not None and answer.value_us < best.value_us
-        orders, value = (answer.orders, answer.value_us) if improves else (best.orders, best.value_us)
-        bound = max(best.bound_us, answer.bound_us)
-        if orders is not None:
-            bound = snapped_bound(value, bound, self._step_us)
-        if improves:
-            self.method = method
-        if improves or bound > best.bound_us:
-            self._best = Answer(orders, value, bound)
-        return self._best is not best
+        improves = solution.orders is not None and solution.value_us < best.value_us
+        chosen = solution if improves else best
+        bound_us = max(best.bound_us, solution.bound_us)
+        if chosen.orders is not None:
+            bound_us = snapped_bound(chosen.value_us, bound_us, self._step_us)
+        return replace(chosen, bound_us=bound_us) if improves or bound_us > best.bound_us else best
 
 
 SMALL_OPS = 600

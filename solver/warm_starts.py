@@ -23,10 +23,10 @@ from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
-from solver.limits import Answer
 from solver.methods import METHODS
 from solver.published.v_family import v_zb
 from solver.serial import serial_orders
+from solver.solution import Solution
 from solver.strategy import SharedIncumbent
 
 ROUNDS = 4
@@ -126,7 +126,7 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
     simulation = simulate(problem, orders)
     value = simulation.value_us
     if value < shared.best.value_us and within_budgets(problem, orders, simulation):
-        shared.offer(Answer(orders, value, shared.best.bound_us), name)
+        shared.offer(Solution(orders, value, shared.best.bound_us, name))
 
 
 def _published() -> Iterator[tuple[str, Make]]:

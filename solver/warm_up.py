@@ -40,10 +40,11 @@ def warm_up() -> None:
     """Let all that has kernels solve toy problems, so that each kernel is compiled and kept; searches first."""
     from optpipe.simulate import simulate
     from solver.build import build_schedule
-    from solver.limits import Limits, Start
+    from solver.limits import Limits
     from solver.methods import METHODS
     from solver.searches import KERNELS
     from solver.serial import serial_orders
+    from solver.solution import Solution
 
     forget_stale()
     starts = []
@@ -51,7 +52,7 @@ def warm_up() -> None:
         orders = serial_orders(problem)
         assert orders is not None, "toys have room for one microbatch at a time"
         value_us = simulate(problem, orders).value_us
-        starts.append((problem, Start(0.0, 2 * value_us, orders, value_us)))
+        starts.append((problem, Solution(orders, value_us, 0.0)))
         build_schedule(problem, orders, 0.0, "floor", 0.0)
     for search, stage in KERNELS.items():
         for problem, start in starts:

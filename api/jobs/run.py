@@ -30,9 +30,10 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from solver.limits import Cancel, Limits
-from solver.process import Child, ChildResult, Heartbeat, Incumbent, SolverDiedError, solve_in_child
+from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, solve_in_child
+from solver.solution import Progress
 
-OnEvent = Callable[[Incumbent | Heartbeat], None]
+OnEvent = Callable[[Progress | Heartbeat], None]
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class Run:
         self._cancel = Cancel()
         self._leaving = False
         self._cancelled = False
-        self._heard: Incumbent | None = None
+        self._heard: Progress | None = None
         self._best: Schedule | None = None
         self._beats = 0
         self._news = asyncio.Event()
@@ -256,9 +257,9 @@ class Run:
             starts += [equal] if equal else []
         return starts
 
-    def _hear(self, event: Incumbent | Heartbeat) -> None:
+    def _hear(self, event: Progress | Heartbeat) -> None:
         """Called by the solver's thread."""
-        if isinstance(event, Incumbent):
+        if isinstance(event, Progress):
             self._heard = event
             self._loop.call_soon_threadsafe(self._news.set)
 
@@ -301,11 +302,9 @@ class Run:
         if heard is None:
             return
         try:
-            found = await asyncio.to_thread(
-                build_schedule, prepared.problem, heard.orders, heard.bound_us, heard.method, heard.seconds
-            )
+            found = await asyncio.to_thread(heard.solution.to_schedule, prepared.problem, heard.seconds)
         except OptPipeError as error:
-            self._log.error("an incumbent is wrong", method=heard.method, error=str(error))
+            self._log.error("an incumbent is wrong", method=heard.solution.method, error=str(error))
             return
         self._best = await asyncio.to_thread(prepared.better, found, self._best)
 

@@ -26,12 +26,14 @@ from optpipe.units import share_text, us_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe.client import Progress, ServerResult
+    from optpipe.client import Progress as ServerProgress
+    from optpipe.client import ServerResult
     from optpipe.ops import Orders
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from solver.limits import Limits
-    from solver.process import ChildResult, Heartbeat, Incumbent, Limit
+    from solver.process import ChildResult, Heartbeat, Limit
+    from solver.solution import Progress, Solution
 
 
 TimeLimit = Annotated[float, typer.Option("--time-limit", min=0.01, max=1e6, help="Seconds to search.")]
@@ -214,7 +216,7 @@ def _solve_on(server: str, key: str | None, problem: Problem, method: str, limit
         job = client.submit(problem, method, limits.time_limit_s, **config)
         stderr().print(f"job {job.id}")
         try:
-            client.follow(job.id, print_progress)
+            client.follow(job.id, lambda progress: print_progress(progress.seconds, progress))
         except KeyboardInterrupt:
             limits.cancel.request()
             client.cancel(job.id)
@@ -285,19 +287,19 @@ def _write(schedule: Schedule, output: str | None) -> None:
         write_atomically(Path(output), schedule_text(schedule))
 
 
-def print_event(event: Incumbent | Heartbeat) -> None:
+def print_event(event: Progress | Heartbeat) -> None:
     """One line on stderr for each better value or bound."""
-    from solver.process import Incumbent
+    from solver.solution import Progress
 
-    if isinstance(event, Incumbent):
-        print_progress(event)
+    if isinstance(event, Progress):
+        print_progress(event.seconds, event.solution)
 
 
-def print_progress(better: Incumbent | Progress) -> None:
+def print_progress(seconds: float, best: Solution | ServerProgress) -> None:
     """The line for a better value or bound, found here or on a server."""
     stderr().print(
-        f"{better.seconds:8.2f} s  {us_text(better.value_us):>16}  bound {us_text(better.bound_us):>16}  "
-        f"gap {share_text(better.gap):>8}  {better.method}",
+        f"{seconds:8.2f} s  {us_text(best.value_us):>16}  bound {us_text(best.bound_us):>16}  "
+        f"gap {share_text(best.gap):>8}  {best.method}",
     )
 
 

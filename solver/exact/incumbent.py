@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import snapped_bound, within_budgets
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.scale import horizon_us, value_step_us
+from solver.solution import OnSolution, Solution
 
 
 class Incumbent:
@@ -23,21 +22,21 @@ class Incumbent:
         self,
         problem: Problem,
         limits: Limits,
-        start: Start,
-        on_answer: Callable[[Answer], None],
+        start: Solution,
+        on_solution: OnSolution,
         *,
         has_optimum: bool,
     ) -> None:
-        self.problem, self.limits, self.on_answer = problem, limits, on_answer
+        self.problem, self.limits, self.on_solution = problem, limits, on_solution
         self.orders, self.value_us, self.bound_us = start.orders, start.value_us, start.bound_us
-        self.horizon_us = start.horizon_us
+        self.horizon_us = horizon_us(problem, start.value_us)
         self.has_optimum = has_optimum
         self.step_us = value_step_us(problem)
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> Solution:
         """The best schedule and bound so far."""
-        return Answer(self.orders, self.value_us, self.bound_us)
+        return Solution(self.orders, self.value_us, self.bound_us)
 
     def offer(self, orders: Orders, bound_us: float) -> None:
         """Take a proved bound, and orders if they are better than all before and keep the budgets.
@@ -52,7 +51,7 @@ class Incumbent:
             self.horizon_us = min(self.horizon_us, horizon_us(self.problem, value_us))
         self.raise_bound(bound_us)
         if better:
-            self.on_answer(self.answer)
+            self.on_solution(self.answer)
 
     def raise_bound(self, bound_us: float) -> None:
         """Take a bound that the models prove, if it says something about all schedules.

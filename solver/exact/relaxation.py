@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -13,18 +13,18 @@ from optpipe.simulate import simulate
 from solver.bounds.device import split_backward_suffices
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
 from solver.exact.cp_sat.model import solve_cp_sat
-from solver.limits import Answer, Limits, Start
-from solver.scale import horizon_us
+from solver.limits import Limits
+from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
-def relaxation_bound(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """A better bound from the exact solution of ever larger parts of the problem.
 
     Begins with the device that bounds most, then spreads over the pipeline, and ends before the whole or with the
     first part that is not solved in half of the time left. Reports each better bound; the orders of `start` come back.
     Where no schedule of a part keeps the budgets, none of the whole does.
     """
-    answer = Answer(start.orders, start.value_us, max(start.bound_us, lower_bound_us(problem)))
+    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
     if not split_backward_suffices(problem):
         return answer
     proved: dict[frozenset[int], float] = {}
@@ -35,11 +35,11 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Start, on_answer: 
         known = replace(start, bound_us=answer.bound_us)
         solved = _solve_part(problem, kept, known, inside_us, _share(limits, number))
         if solved.infeasible:
-            return replace(answer, infeasible=True)
+            return INFEASIBLE
         proved[frozenset(kept)] = solved.bound_us
         if solved.bound_us > answer.bound_us:
             answer = replace(answer, bound_us=solved.bound_us)
-            on_answer(answer)
+            on_solution(answer)
         if solved.bound_us < solved.value_us and answer.bound_us < solved.value_us:
             break
     return answer
@@ -50,7 +50,7 @@ def _share(limits: Limits, number: int) -> Limits:
     return limits.part(0.5 if limits.deterministic_limit is None else 0.5**number)
 
 
-def _solve_part(problem: Problem, kept: Sequence[int], start: Start, inside_us: float, limits: Limits) -> Answer:
+def _solve_part(problem: Problem, kept: Sequence[int], start: Solution, inside_us: float, limits: Limits) -> Solution:
     """The bound of the part with the stages `kept`, and the best value known of it.
 
     It is not told the bound of `start`, only one of parts of its own, `inside_us`: on its grid of time a bound is
@@ -60,9 +60,9 @@ def _solve_part(problem: Problem, kept: Sequence[int], start: Start, inside_us: 
     bound_us = max(inside_us, lower_bound_us(part))
     orders = restricted(start.orders, kept) if start.orders else None
     value_us = simulate(part, orders).value_us if orders else float("inf")
+    known = Solution(orders, value_us, bound_us)
     if value_us <= max(start.bound_us, bound_us):
-        return Answer(orders, value_us, bound_us)
-    known = Start(bound_us, min(start.horizon_us, horizon_us(part, value_us)), orders, value_us)
+        return known
     return solve_cp_sat(part, limits, known, lambda _: None)
 
 

@@ -16,7 +16,6 @@ from optpipe.errors import InfeasibleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
-from solver.build import build_schedule
 from solver.layout.candidates import PUBLISHED_SHARE, Candidate, TimeSlices, late
 from solver.limits import Limits
 from solver.process import SolverDiedError, solve_in_child
@@ -93,7 +92,7 @@ def _published(candidate: Candidate, problem: Problem, limits: Limits) -> Judged
     best = shared.best
     if best.orders is None:
         return Judged(candidate, None, best.bound_us)
-    schedule = build_schedule(problem, best.orders, best.bound_us, shared.method, 0.0)
+    schedule = best.to_schedule(problem, 0.0)
     return Judged(candidate, schedule, best.bound_us)
 
 

@@ -5,14 +5,13 @@ so that the best one outlives it. Both sides exchange JSON. The parent trusts no
 answer itself.
 """
 
-from solver.process.channel import Child, Heartbeat, Incumbent, Limit, available_bytes, import_path
+from solver.process.channel import Child, Heartbeat, Limit, available_bytes, import_path
 from solver.process.parent import ChildResult, SolverDiedError, solve_in_child
 
 __all__ = [
     "Child",
     "ChildResult",
     "Heartbeat",
-    "Incumbent",
     "Limit",
     "SolverDiedError",
     "available_bytes",

@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -21,8 +20,8 @@ from optpipe import errors
 from optpipe.errors import Issue, OptPipeError
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
-from optpipe.schedule import relative_gap
 from solver.limits import Limits
+from solver.solution import Progress, Solution
 
 Message = dict[str, Any]
 
@@ -35,27 +34,6 @@ OUT_OF_MEMORY: Message = {"type": "out_of_memory"}
 
 _LIMITS = ("time_limit_s", "gap", "workers", "seed", "began", "deterministic_limit")
 """The clock goes over as it is: `time.perf_counter` is the same in every process of a machine."""
-
-
-@dataclass(frozen=True)
-class Incumbent:
-    """The best schedule so far, `seconds` after the start, found by `method`; the bound holds for every schedule."""
-
-    seconds: float
-    value_us: float
-    bound_us: float
-    method: str
-    orders_data: Mapping[str, Any]
-
-    @property
-    def gap(self) -> float:
-        """``(value - bound) / value``."""
-        return relative_gap(self.value_us, self.bound_us)
-
-    @cached_property
-    def orders(self) -> Orders:
-        """Its orders, with waits and channels."""
-        return orders_from_data(dict(self.orders_data))
 
 
 @dataclass(frozen=True)
@@ -86,6 +64,28 @@ def read_request(message: Message) -> tuple[Problem, str, Limits, list[Orders]]:
     """Problem, method, limits and known orders of a request."""
     starts = [orders_from_data(data) for data in message["starts"]]
     return Problem.from_data(message["problem"]), message["method"], Limits(**message["limits"]), starts
+
+
+def solution_message(kind: Literal["incumbent", "answer"], progress: Progress, *, with_orders: bool = True) -> Message:
+    """A solution and its time. The orders are left out where the message before had the same ones."""
+    solution = progress.solution
+    message: Message = {
+        "type": kind,
+        "seconds": progress.seconds,
+        "value_us": solution.value_us,
+        "bound_us": solution.bound_us,
+        "method": solution.method,
+    }
+    if with_orders and solution.orders is not None:
+        message["orders"] = orders_to_data(solution.orders)
+    return message
+
+
+def read_solution(message: Message, before: Solution) -> Progress:
+    """The solution of a message; orders that it leaves out are those of the one before."""
+    orders = orders_from_data(message["orders"]) if "orders" in message else before.orders
+    solution = Solution(orders, message["value_us"], message["bound_us"], message["method"])
+    return Progress(solution, message["seconds"])
 
 
 def error_message(raised: OptPipeError) -> Message:

@@ -17,21 +17,17 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Condition, Lock, Thread
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from optpipe.errors import OptPipeError
-from optpipe.ops import Orders, orders_to_data
+from optpipe.ops import Orders
 from optpipe.problem import Problem
-from optpipe.schedule import relative_gap
 from solver.kernels import WARM, are_ready
 from solver.limits import Limits
 from solver.process import channel
 from solver.process.channel import Limit, Message
 from solver.process.parent import load_uncompiled, load_verifier
-
-if TYPE_CHECKING:
-    from solver.solve import Found
-    from solver.strategy import Progress
+from solver.solution import Progress, Solution
 
 LEAST_SEARCH_S = 0.25
 """However long the start took, a search gets this much time, or its whole limit: enough for a published schedule.
@@ -85,32 +81,24 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
     from solver.solve import search
 
     try:
-        found = search(problem, method, limits, outbox.offer, starts, outbox.searching)
+        solution = search(problem, method, limits, outbox.offer, starts, outbox.searching)
     except OptPipeError as error:
         return channel.error_message(error)
     except MemoryError:
         return channel.OUT_OF_MEMORY
-    return {
-        "type": "answer",
-        "seconds": limits.seconds,
-        "value_us": found.value_us,
-        "bound_us": found.bound_us,
-        "method": found.method,
-        "limit": _limit(found, method, limits),
-        "orders": orders_to_data(found.orders),
-    }
+    answer = channel.solution_message("answer", Progress(solution, limits.seconds))
+    return answer | {"limit": _limit(solution, method, limits)}
 
 
-def _limit(found: Found, method: str, limits: Limits) -> Limit | None:
+def _limit(solution: Solution, method: str, limits: Limits) -> Limit | None:
     """What ended the search; None where it was done."""
     from solver.methods import METHODS
 
-    gap = relative_gap(found.value_us, found.bound_us)
-    if gap == 0:
+    if solution.gap == 0:
         return None
     if limits.cancel.requested:
         return "interrupted"
-    if gap <= limits.gap:
+    if solution.gap <= limits.gap:
         return "gap"
     if METHODS[method].kind == "published":
         return None
@@ -136,9 +124,7 @@ class Outbox:
         self._sender.start()
 
     def offer(self, progress: Progress) -> None:
-        """Take a better incumbent, from any thread; a bound alone is worth no message."""
-        if progress.orders is None:
-            return
+        """Take a better incumbent, from any thread."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
@@ -163,24 +149,12 @@ class Outbox:
             if progress is None:
                 return
             began = time.perf_counter()
-            self._write(self._incumbent(progress))
+            orders = progress.solution.orders
+            self._write(channel.solution_message("incumbent", progress, with_orders=orders is not self._sent))
+            self._sent = orders
             took = time.perf_counter() - began
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, min(max(4 * took, LEAST_PAUSE_S), MOST_PAUSE_S))
-
-    def _incumbent(self, progress: Progress) -> Message:
-        """The message; orders that were sent before are left out (only the bound rose)."""
-        message = {
-            "type": "incumbent",
-            "seconds": progress.seconds,
-            "value_us": progress.value_us,
-            "bound_us": progress.bound_us,
-            "method": progress.method,
-        }
-        if progress.orders is not None and progress.orders is not self._sent:
-            message["orders"] = orders_to_data(progress.orders)
-            self._sent = progress.orders
-        return message
 
     def _write(self, message: Message) -> None:
         line = channel.to_line(message)

@@ -18,13 +18,14 @@ from typing import Literal
 import numba
 
 from optpipe.errors import InfeasibleError, NoSolutionError, OptPipeError
-from optpipe.ops import Op, Orders, orders_from_data
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.limits import Cancel, Limits
 from solver.process import channel
-from solver.process.channel import Child, Heartbeat, Incumbent, Limit, Message
+from solver.process.channel import Child, Heartbeat, Limit, Message
 from solver.scale import count_ops
+from solver.solution import Progress, Solution
 
 TICK_S = 0.02
 """How often limits are looked at."""
@@ -44,7 +45,7 @@ LATE = 0.25
 VERIFY_S_PER_OP = 5e-6
 """What reading, timing and verifying an answer takes (4 us an op measured on one core). It is part of the limit."""
 
-OnEvent = Callable[[Incumbent | Heartbeat], None]
+OnEvent = Callable[[Progress | Heartbeat], None]
 
 
 class SolverDiedError(OptPipeError):
@@ -119,7 +120,7 @@ class _Solve:
         self.limits = limits
         self.memory_limit_bytes = memory_limit_bytes
         self.on_event = on_event
-        self.best: Incumbent | None = None
+        self.best = Solution()
         self.last: Message | None = None
         self.ended_for: Limit | None = None
         self.verify_s = 3 * len(problem.stages) * problem.microbatches * VERIFY_S_PER_OP
@@ -154,7 +155,7 @@ class _Solve:
             for message in self.child.listen(TICK_S):
                 self._take(message)
             self._hold_to_limits()
-            if self.best is None and self._seconds_given > LATE * self.search_s:
+            if self.best.orders is None and self._seconds_given > LATE * self.search_s:
                 self.fallback.begin()
             if self.limits.seconds >= next_beat_s:
                 self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
@@ -167,11 +168,9 @@ class _Solve:
         if message["type"] != "incumbent":
             self.last = message
             return
-        orders_data = message.get("orders") or (self.best.orders_data if self.best else {})
-        self.best = Incumbent(
-            message["seconds"], message["value_us"], message["bound_us"], message["method"], orders_data
-        )
-        self.on_event(self.best)
+        progress = channel.read_solution(message, self.best)
+        self.best = progress.solution
+        self.on_event(progress)
 
     def _hold_to_limits(self) -> None:
         if self.ended_for or self.last:
@@ -204,9 +203,8 @@ class _Solve:
         assert self.last is not None
         # Work that was counted is the same in every run; the clock is not.
         work = self.limits.deterministic_limit
-        seconds = self.last["seconds"] if work is None else work
-        orders = orders_from_data(self.last["orders"])
-        schedule = self._finish(orders, self.last["bound_us"], self.last["method"], seconds)
+        answer = channel.read_solution(self.last, self.best)
+        schedule = answer.solution.to_schedule(self.problem, answer.seconds if work is None else work)
         return self._found(schedule, self.last["limit"])
 
     def _failed(self) -> ChildResult:
@@ -219,16 +217,11 @@ class _Solve:
         raise error
 
     def _schedule_of_best(self) -> Schedule | None:
-        best, fallback = self.best, self.fallback.best
-        bound_us = max(self.fallback.bound_us, best.bound_us if best else 0.0)
-        if fallback is not None and (best is None or fallback.value_us < best.value_us):
-            return self._finish(fallback.orders, bound_us, fallback.method, self.limits.seconds)
-        return self._finish(best.orders, bound_us, best.method, self.limits.seconds) if best else None
-
-    def _finish(self, orders: Orders, bound_us: float, method: str, seconds: float) -> Schedule:
-        from solver.build import build_schedule
-
-        return build_schedule(self.problem, orders, bound_us, method, seconds)
+        best = min(self.best, self.fallback.best, key=lambda solution: solution.value_us)
+        if best.orders is None:
+            return None
+        best = replace(best, bound_us=max(self.best.bound_us, self.fallback.best.bound_us))
+        return best.to_schedule(self.problem, self.limits.seconds)
 
     @staticmethod
     def _found(schedule: Schedule, limit: Limit | None) -> ChildResult:
@@ -242,7 +235,9 @@ class _Solve:
 
         floor = serial_orders(self.problem) if limit != "interrupted" else None
         if floor is not None:
-            return self._found(self._finish(floor, self.fallback.bound_us, "floor", self.limits.seconds), limit)
+            solution = Solution(floor, float("inf"), self.fallback.best.bound_us, "floor")
+            schedule = solution.to_schedule(self.problem, self.limits.seconds)
+            return self._found(schedule, limit)
         why: dict[Limit, str] = {
             "time": f"in {self.limits.seconds:.1f} s. Maybe allow more time (--time-limit)",
             "interrupted": "before the interruption. Maybe allow more time (--time-limit)",
@@ -255,21 +250,11 @@ class _Solve:
         return ChildResult(None, "no_solution", limit, NoSolutionError(text))
 
 
-@dataclass(frozen=True)
-class FallbackSchedule:
-    """Orders of the published schedule `method` within the budgets, and the value that they reach."""
-
-    orders: Orders
-    value_us: float
-    method: str
-
-
 class Fallback:
-    """The best published schedule of a problem, made in a thread; `best` and `bound_us` as it goes."""
+    """The best published schedule of a problem, made in a thread; `best` as it goes."""
 
     def __init__(self, problem: Problem, limits: Limits) -> None:
-        self.best: FallbackSchedule | None = None
-        self.bound_us = 0.0
+        self.best = Solution()
         self._problem = problem
         self._limits = replace(limits, cancel=Cancel())
         self._thread: Thread | None = None
@@ -286,15 +271,14 @@ class Fallback:
 
     def make(self) -> None:
         """Make the bound, and then the schedules, one after another."""
-        from solver.strategy import Progress, SharedIncumbent
+        from solver.strategy import SharedIncumbent
         from solver.warm_starts import offer_published
 
         def keep(progress: Progress) -> None:
-            if progress.orders is not None:
-                self.best = FallbackSchedule(progress.orders, progress.value_us, progress.method)
+            self.best = progress.solution
 
         shared = SharedIncumbent(self._problem, self._limits, keep)
-        self.bound_us = shared.best.bound_us
+        self.best = shared.best
         with self._limits.cancel.calling(shared.stop.request):
             offer_published(self._problem, shared)
 

@@ -22,8 +22,9 @@ from solver import searches
 from solver.build import snapped_bound
 from solver.limits import Limits
 from solver.methods import method_named
+from solver.solution import Progress
 from solver.solve import solve_until_interrupted
-from solver.strategy import Progress, wait_for_outlived
+from solver.strategy import wait_for_outlived
 
 MAX_SUITE_BYTES = 4 * 2**20
 
@@ -247,7 +248,8 @@ def measure(problem: Problem, method: str, limits: Limits) -> MeasuredRun:
     curve: list[Point] = []
 
     def note(progress: Progress) -> None:
-        curve.append(Point(progress.seconds, progress.value_us, progress.bound_us, progress.method))
+        best = progress.solution
+        curve.append(Point(progress.seconds, best.value_us, best.bound_us, best.method))
 
     figures, why_not, failed = None, "", False
     try:

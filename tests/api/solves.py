@@ -9,10 +9,10 @@ from typing import Any
 from api.jobs.run import OnEvent, SolveRequest
 from instances import uniform
 from optpipe.errors import MethodError, NoSolutionError
-from optpipe.ops import orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from solver.process import ChildResult, Heartbeat, Incumbent
+from solver.process import ChildResult, Heartbeat
+from solver.solution import Progress, Solution
 from solver.solve import solve
 
 PROBLEM = uniform(2, 4, budget=8, name="two devices")
@@ -54,7 +54,7 @@ def _better(problem: Problem, method: str, best: Schedule | None, on_event: OnEv
         return best
     if best is not None and found.value_us >= best.value_us:
         return best
-    on_event(Incumbent(0.1, found.value_us, found.bound_us, method, orders_to_data(found.orders)))
+    on_event(Progress(Solution(found.orders, found.value_us, found.bound_us, method), 0.1))
     return found
 
 

@@ -26,12 +26,13 @@ from api.jobs.store import Store
 from api.jobs.worker_process import run_worker
 from api.settings import Settings
 from instances import uniform
-from optpipe.ops import Orders, orders_to_data
+from optpipe.ops import Orders
 from optpipe.problem import Problem
 from solver.build import build_schedule
 from solver.methods import METHODS, published_orders
-from solver.process import ChildResult, Heartbeat, Incumbent
+from solver.process import ChildResult, Heartbeat
 from solver.process.channel import Limit
+from solver.solution import Progress, Solution
 
 PATIENCE_S = 120.0
 """How long a test waits for what comes much sooner on a machine that is not overloaded."""
@@ -60,10 +61,10 @@ def scripted(task: SolveRequest, on_event: OnEvent) -> ChildResult:
     return ChildResult(build_schedule(task.problem, orders, 0.0, method, limits.seconds), "feasible", limit)
 
 
-def found(problem: Problem, orders: Orders, method: str, seconds: float) -> Incumbent:
+def found(problem: Problem, orders: Orders, method: str, seconds: float) -> Progress:
     """An incumbent as a child tells it."""
     schedule = build_schedule(problem, orders, 0.0, method, seconds)
-    return Incumbent(seconds, schedule.value_us, schedule.bound_us, method, orders_to_data(orders))
+    return Progress(Solution(orders, schedule.value_us, schedule.bound_us, method), seconds)
 
 
 def job_named(name: str, microbatches: int = 4) -> Problem:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from optpipe.verify import verify
 from solver.limits import Limits
-from solver.process import Child, ChildResult, Heartbeat, Incumbent, solve_in_child
+from solver.process import Child, ChildResult, Heartbeat, solve_in_child
 from solver.process.channel import kept_waiting_s
+from solver.solution import Progress, Solution
 from tests.problems import KNOWN_OPTIMA
 
 PROBLEM, _ = KNOWN_OPTIMA["offload"]
-Event = Incumbent | Heartbeat
+Event = Progress | Heartbeat
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Heard:
     waited_s: float
 
     @property
-    def incumbents(self) -> list[Incumbent]:
-        return [event for _, event in self.events if isinstance(event, Incumbent)]
+    def incumbents(self) -> list[Solution]:
+        return [event.solution for _, event in self.events if isinstance(event, Progress)]
 
     def check_best_is_kept(self) -> None:
         """The result is the best incumbent, valid, and better than the published schedule that came first."""
@@ -50,7 +51,7 @@ def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None 
 
     def listen(event: Event) -> None:
         events.append((limits.seconds, event))
-        if not any(isinstance(known, Incumbent) for _, known in events[:-1]):
+        if not any(isinstance(known, Progress) for _, known in events[:-1]):
             waited_s.append(child.kept_waiting_s)
         if on_event:
             on_event(event)

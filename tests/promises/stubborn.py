@@ -9,51 +9,49 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from optpipe.problem import Problem
-from solver.limits import Answer, Cancel, Limits, Start
+from solver.limits import Cancel, Limits
 from solver.methods import METHODS, Method
 from solver.process.child import main
 from solver.search.annealing.search import local_search
+from solver.solution import OnSolution, Solution
 
-OnAnswer = Callable[[Answer], None]
 
-
-def improve(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> None:
+def improve(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> None:
     """Report one schedule that is better than the published ones, and let it be sent."""
     free = Limits(workers=1, deterministic_limit=0.05, cancel=Cancel())
-    on_answer(local_search(problem, free, start, lambda better: None))
+    on_solution(local_search(problem, free, start, lambda better: None))
     time.sleep(0.5)
 
 
-def hang(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def hang(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Sleep in C for an hour without giving up Python's lock: no thread of this process gets a word in."""
-    improve(problem, limits, start, on_answer)
+    improve(problem, limits, start, on_solution)
     ctypes.PyDLL(None).sleep(3600)
     raise AssertionError("nobody waits for an hour")
 
 
-def explode(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def explode(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Take more and more memory."""
-    improve(problem, limits, start, on_answer)
+    improve(problem, limits, start, on_solution)
     held = []
     while True:
         held.append(np.ones(8 << 20))
         time.sleep(0.01)
 
 
-def exhaust(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def exhaust(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Ask for more memory than there is."""
-    improve(problem, limits, start, on_answer)
+    improve(problem, limits, start, on_solution)
     raise MemoryError
 
 
-def crash(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+def crash(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """End as a bug in C++ does."""
-    improve(problem, limits, start, on_answer)
+    improve(problem, limits, start, on_solution)
     os.write(2, b"the invariant is broken")
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError("the signal came late")

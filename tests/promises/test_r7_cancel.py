@@ -9,7 +9,8 @@ import pytest
 from instances import instance
 from optpipe.verify import verify
 from solver.limits import Limits
-from solver.process import Heartbeat, Incumbent, solve_in_child
+from solver.process import Heartbeat, solve_in_child
+from solver.solution import Progress
 from tests.promises.solves import heard
 
 
@@ -17,8 +18,8 @@ def test_a_solver_that_does_not_listen() -> None:
     limits = Limits(60, workers=1)
     requested_s: list[float] = []
 
-    def cancel_at_the_best(event: Incumbent | Heartbeat) -> None:
-        if isinstance(event, Incumbent) and event.method == "hang":
+    def cancel_at_the_best(event: Progress | Heartbeat) -> None:
+        if isinstance(event, Progress) and event.solution.method == "hang":
             limits.cancel.request()
             requested_s.append(time.perf_counter() - limits.began)
 
@@ -33,8 +34,8 @@ def test_a_solver_that_does(method: str) -> None:
     limits = Limits(60, workers=2)
     requested_s: list[float] = []
 
-    def cancel_at_once(event: Incumbent | Heartbeat) -> None:
-        if isinstance(event, Incumbent) and not requested_s:
+    def cancel_at_once(event: Progress | Heartbeat) -> None:
+        if isinstance(event, Progress) and not requested_s:
             limits.cancel.request()
             requested_s.append(time.perf_counter())
 

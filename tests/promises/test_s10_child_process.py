@@ -18,14 +18,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 HANGS = """
 from solver.limits import Limits
-from solver.process import Child, Incumbent, solve_in_child
+from solver.process import Child, solve_in_child
+from solver.solution import Progress
 from tests.promises.solves import PROBLEM
 
 seen = 0
 
 def tell(event):
     global seen
-    seen += isinstance(event, Incumbent) and event.method == "hang"
+    seen += isinstance(event, Progress) and event.solution.method == "hang"
     if seen == 1:
         print(child.pid, flush=True)
 

@@ -21,8 +21,9 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.build import snapped_bound, within_budgets
 from solver.exact.relaxation import relaxation_bound
-from solver.limits import Limits, Start
+from solver.limits import Limits
 from solver.serial import impossible_budgets, serial_orders
+from solver.solution import Solution
 from solver.solve import solve
 from tests.problems import problems
 from tests.reference_model import TooHardError, reference_optimum_us
@@ -91,7 +92,7 @@ def test_parts_claim_no_more_than_the_whole(problem: Problem) -> None:
     value_us = simulate(problem, orders).value_us
     limits = Limits(workers=1, deterministic_limit=1.0)
     for known_us in (0.0, optimum_us):
-        start = Start(known_us, 2 * value_us, orders, value_us)
+        start = Solution(orders, value_us, known_us)
         assert relaxation_bound(problem, limits, start, lambda answer: None).bound_us <= optimum_us + ROUNDING_US
 
 

@@ -10,9 +10,10 @@ import pytest
 from instances import uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.scale import count_ops
+from solver.solution import OnSolution, Solution
 from solver.strategy import (
     LARGE_OPS,
     MOST_MODEL_OPS,
@@ -51,22 +52,21 @@ def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -
 
 
 PROBLEM = uniform(4, 8)
-OnAnswer = Callable[[Answer], None]
 
 
-def answer_of(method: str) -> Answer:
+def answer_of(method: str) -> Solution:
     orders = published_orders(METHODS[method], PROBLEM)
-    return Answer(orders, simulate(PROBLEM, orders).value_us, 0.0)
+    return Solution(orders, simulate(PROBLEM, orders).value_us, 0.0)
 
 
 def test_a_search_that_heeds_nothing_is_not_waited_for() -> None:
     """What it had found before counts, what it finds after the limit does not."""
     go_on, ended = Event(), Event()
 
-    def stubborn(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
-        on_answer(answer_of("gpipe"))
+    def stubborn(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+        on_solution(answer_of("gpipe"))
         assert go_on.wait(60)
-        on_answer(answer_of("zb-h1"))
+        on_solution(answer_of("zb-h1"))
         ended.set()
         return answer_of("zb-h1")
 
@@ -82,7 +82,7 @@ def test_a_search_that_heeds_nothing_is_not_waited_for() -> None:
 def test_counted_work_is_waited_for() -> None:
     """Without a clock, an answer is the same however long it takes."""
 
-    def slow(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    def slow(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
         Event().wait(1.0)
         return answer_of("zb-h1")
 
@@ -92,10 +92,10 @@ def test_counted_work_is_waited_for() -> None:
 
 
 def test_a_failure_stops_the_other_lanes_and_is_raised() -> None:
-    def fails(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    def fails(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
         raise ZeroDivisionError
 
-    def waits(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+    def waits(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
         stopped = Event()
         with limits.cancel.calling(stopped.set):
             assert stopped.wait(60)
@@ -110,7 +110,7 @@ def test_a_search_whose_kernels_are_being_compiled_lets_others_go_first(monkeypa
     compiled, order = Event(), []
 
     def search(name: str, after: Callable[[], None]) -> Search:
-        def run(problem: Problem, limits: Limits, start: Start, on_answer: OnAnswer) -> Answer:
+        def run(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
             order.append(name)
             after()
             return answer_of("gpipe")

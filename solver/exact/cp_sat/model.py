@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +17,9 @@ from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.incumbent import Incumbent
 from solver.exact.rules import count_like_pairs, in_weight_order
 from solver.exact.ticks import TimeGrid
-from solver.limits import Answer, Cancel, Limits, Start
+from solver.limits import Cancel, Limits
 from solver.scale import horizon_us, without_endless_copies
+from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
 def add_objective(variables: Variables, bound_ticks: int) -> None:
@@ -76,15 +77,15 @@ def build_model(
 def solve_cp_sat(
     problem: Problem,
     limits: Limits,
-    start: Start,
-    on_answer: Callable[[Answer], None],
+    start: Solution,
+    on_solution: OnSolution,
     options: Options = DEFAULT,
-) -> Answer:
+) -> Solution:
     """Search with CP-SAT from the best start known, reporting every better answer.
 
-    Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility.
+    Returns the last answer: its bound holds whether or not the search ended. It is INFEASIBLE where that is proved.
     """
-    search = _Search(problem, limits, start, on_answer, options)
+    search = _Search(problem, limits, start, on_solution, options)
     return search.run()
 
 
@@ -108,16 +109,17 @@ class _Search(Incumbent):
     """
 
     def __init__(
-        self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
+        self, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution, options: Options
     ) -> None:
-        super().__init__(without_endless_copies(problem, start.horizon_us), limits, start, on_answer, has_optimum=True)
+        problem = without_endless_copies(problem, horizon_us(problem, start.value_us))
+        super().__init__(problem, limits, start, on_solution, has_optimum=True)
         self.options = options
         self.work_left = limits.deterministic_limit
 
-    def run(self) -> Answer:
+    def run(self) -> Solution:
         """Rounds until the value is proved, no schedule is proved to exist, or the limits are reached."""
         if self.orders is None and self._no_orders_fit():
-            return Answer(None, float("inf"), float("inf"), infeasible=True)
+            return INFEASIBLE
         if self.options.climb:
             self._climb()
         refinement = 1
@@ -126,7 +128,7 @@ class _Search(Incumbent):
             self.raise_bound(grid.raised_us(self.bound_us))
             status = self._round(grid)
             if status == cp_model.INFEASIBLE and self.orders is None:
-                return Answer(None, float("inf"), float("inf"), infeasible=True)
+                return INFEASIBLE
             finer = grid.refinement_for(self.value_us) if grid.exact and self.orders else refinement
             if status != cp_model.OPTIMAL or finer == refinement:
                 break

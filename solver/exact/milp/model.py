@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -20,8 +19,9 @@ from solver.exact.milp.constraints import Constraints, Rows, add_cuts
 from solver.exact.milp.variables import DEFAULT, TOLERANCE, Bools, Floats, Ints, Options, Table, Variables
 from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.scale import refuse_too_large
+from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
 @dataclass(frozen=True)
@@ -230,17 +230,17 @@ BOUND_SLACK = 1e-5
 def solve_milp(
     problem: Problem,
     limits: Limits,
-    start: Start,
-    on_answer: Callable[[Answer], None],
+    start: Solution,
+    on_solution: OnSolution,
     options: Options = DEFAULT,
-) -> Answer:
+) -> Solution:
     """Search with HiGHS from the best start known, reporting every better answer.
 
-    Returns the last answer: its bound holds whether or not the search ended. See `Answer` for infeasibility. Raises
-    MethodError, before anything is built, where the model would be too large.
+    Returns the last answer: its bound holds whether or not the search ended. It is INFEASIBLE where that is proved.
+    Raises MethodError, before anything is built, where the model would be too large.
     """
     refuse_too_large(problem)
-    search = _Search(problem, limits, start, on_answer, options)
+    search = _Search(problem, limits, start, on_solution, options)
     with limits.cancel.calling(search.stop):
         return search.run()
 
@@ -249,11 +249,11 @@ class _Search(Incumbent):
     """Rounds of building and solving. A much better schedule ends a round: it narrows all windows of the next."""
 
     def __init__(
-        self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None], options: Options
+        self, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution, options: Options
     ) -> None:
-        super().__init__(problem, limits, start, on_answer, has_optimum=split_backward_suffices(problem))
+        super().__init__(problem, limits, start, on_solution, has_optimum=split_backward_suffices(problem))
         self.options = options
-        self.grid = TimeGrid.of(problem, start.horizon_us)
+        self.grid = TimeGrid.of(problem, self.horizon_us)
         self.stopped = False
 
     def stop(self) -> None:
@@ -265,13 +265,13 @@ class _Search(Incumbent):
         """Whether no more time may be spent."""
         return self.stopped or self.limits.seconds >= self.limits.time_limit_s
 
-    def run(self) -> Answer:
+    def run(self) -> Solution:
         """Rounds until one ends by itself or time is up."""
         while not self.over:
             round_ = _Round(self)
             round_.solve()
             if round_.infeasible and self.orders is None and self.has_optimum:
-                return Answer(None, float("inf"), float("inf"), infeasible=True)
+                return INFEASIBLE
             if not round_.outgrown or self.limits.reached(self.value_us, self.bound_us):
                 break
         return self.answer

@@ -21,7 +21,8 @@ from optpipe.ops import Op
 from optpipe.problem import Problem
 from solver.exact.milp.variables import DEFAULT, Options, Table, Variables
 from solver.exact.rules import least_work_around, like_pairs
-from solver.limits import Start
+from solver.scale import horizon_us
+from solver.solution import Solution
 
 Expression = Any
 """A number, a pulp variable, or a sum of them."""
@@ -67,9 +68,9 @@ class Statement:
             return path.read_text()
 
 
-def state_in_us(problem: Problem, start: Start) -> Statement:
+def state_in_us(problem: Problem, start: Solution) -> Statement:
     """State the model with what is known before a search; schedules with a value above that may be left out."""
-    variables = Variables(problem, start.horizon_us, start.value_us, DEFAULT)
+    variables = Variables(problem, horizon_us(problem, start.value_us), start.value_us, DEFAULT)
     stated = _Statement(variables, start.bound_us, DEFAULT)
     stated.program.setObjective(variables.unit_us * stated.value)
     return Statement(stated.program, variables.unit_us)

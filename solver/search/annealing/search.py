@@ -6,7 +6,7 @@ which a function stands: after a change of a file that this one imports, clear `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.search.annealing.kernel import (
     NEVER_US,
     Latest,
@@ -60,6 +60,7 @@ from solver.search.annealing.sequence import (
     unit,
 )
 from solver.serial import serial_orders
+from solver.solution import OnSolution, Solution
 
 WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5])
 """How often each kind of move is tried."""
@@ -297,15 +298,15 @@ COOLING = 20.0
 def local_search(
     problem: Problem,
     limits: Limits,
-    start: Start,
-    on_answer: Callable[[Answer], None],
+    start: Solution,
+    on_solution: OnSolution,
     others: Sequence[Orders] = (),
-) -> Answer:
+) -> Solution:
     """Anneal from the best schedule known, now and then from `others` within the budgets; report every better answer.
 
     Without any schedule it begins at the floor. The answer's bound is that of the start: a local search proves nothing.
     """
-    found = _Best(problem, start, on_answer)
+    found = _Best(problem, start, on_solution)
     table = build_table(problem)
     begins = _begins(problem, table, start, others)
     if begins and not limits.cancel.requested:
@@ -317,7 +318,7 @@ def local_search(
     return found.answer
 
 
-def _begins(problem: Problem, table: Table, start: Start, others: Sequence[Orders]) -> list[Merged]:
+def _begins(problem: Problem, table: Table, start: Solution, others: Sequence[Orders]) -> list[Merged]:
     """Sequences to begin from, best first; orders whose sequences would break a budget are left out."""
     known = [orders for orders in (start.orders, *others) if orders is not None]
     if not known:
@@ -330,12 +331,12 @@ def _begins(problem: Problem, table: Table, start: Start, others: Sequence[Order
 class _Best:
     """The best of all threads: the answer, and the sequences that it came from with their value in the kernel."""
 
-    def __init__(self, problem: Problem, start: Start, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(self, problem: Problem, start: Solution, on_solution: OnSolution) -> None:
         self.problem = problem
-        self.answer = Answer(start.orders, start.value_us, start.bound_us)
+        self.answer = start
         self.sequences: Merged | None = None
         self.sequences_us = float("inf")
-        self.on_answer = on_answer
+        self.on_solution = on_solution
         self.lock = Lock()
 
     def offer(self, table: Table, sequences: Merged, value_us: float) -> bool:
@@ -348,8 +349,8 @@ class _Best:
             if value_us < self.sequences_us:
                 self.sequences, self.sequences_us = copied(sequences), value_us
             if simulation.value_us < self.answer.value_us:
-                self.answer = Answer(orders, simulation.value_us, self.answer.bound_us)
-                self.on_answer(self.answer)
+                self.answer = Solution(orders, simulation.value_us, self.answer.bound_us)
+                self.on_solution(self.answer)
         return True
 
 

@@ -6,7 +6,6 @@ model is as large as the window, however large the problem, and what it gains re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +16,11 @@ from optpipe.ops import Orders
 from optpipe.problem import Problem
 from solver.exact.cp_sat.model import configured_solver, solve_unless_cancelled
 from solver.exact.ticks import TimeGrid
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.scale import horizon_us, without_endless_copies
 from solver.search.lns.model import WindowModel
 from solver.search.lns.neighbourhood import Numbering, Surroundings, choose_window, with_split_backwards
+from solver.solution import OnSolution, Solution
 
 SMALLEST, LARGEST = 16, 2000
 """Ops that a window decides, at least and at most."""
@@ -32,33 +32,33 @@ WORK, SECONDS = 1.5, 3.0
 """CP-SAT's deterministic time for one window, and seconds where the clock counts."""
 
 
-def lns_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+def lns_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Improve the best schedule known, window by window, until the limits are reached; report every better answer.
 
     Returns the start's orders where nothing better was found, and the start's bound: windows prove nothing.
     """
-    best = Answer(start.orders, start.value_us, start.bound_us)
+    best = start
     if start.orders is None:
         return best
-    search = _Search(problem, limits, start, on_answer)
+    search = _Search(problem, limits, start, on_solution)
     return search.run()
 
 
 class _Search:
     """The state of the search: the schedule that is worked on, how large windows are, how much work is left."""
 
-    def __init__(self, problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(self, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> None:
         assert start.orders is not None
         problem = without_endless_copies(problem, horizon_us(problem, start.value_us))
-        self.limits, self.on_answer = limits, on_answer
-        self.best = Answer(start.orders, start.value_us, start.bound_us)
+        self.limits, self.on_solution = limits, on_solution
+        self.best = start
         numbering = Numbering(problem, TimeGrid.of(problem, start.value_us))
         self.current = Surroundings.of(numbering, with_split_backwards(problem, start.orders))
         self.random = np.random.default_rng(limits.seed)
         self.size = float(FIRST)
         self.work_left = limits.deterministic_limit
 
-    def run(self) -> Answer:
+    def run(self) -> Solution:
         """Windows until the limits are reached."""
         if self.current.value_us > self.best.value_us or not self.current.keeps_budgets:
             return self.best  # fused backwards are needed
@@ -117,4 +117,4 @@ class _Search:
         self.current = candidate
         if candidate.value_us < self.best.value_us:
             self.best = replace(self.best, orders=orders, value_us=candidate.value_us)
-            self.on_answer(self.best)
+            self.on_solution(self.best)

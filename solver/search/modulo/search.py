@@ -13,11 +13,12 @@ from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.search.annealing.sequence import budgets_bytes
 from solver.search.modulo.ends import FIRST_PLAYS, Ends, Filler, few_microbatches, first_ends, tuned_ends
 from solver.search.modulo.pattern import Ints, OffloadRelaxation, Passes, Pattern, orders_from_pattern, pattern_at
 from solver.search.modulo.reservation_table import MOST_PERMUTATIONS, find_places
+from solver.solution import OnSolution, Solution
 
 LEANS = (0.15, 0.0, 0.4, 0.8)
 """Weighings of late stages' waiting, tried in turn."""
@@ -57,16 +58,16 @@ WORTH_A_LOOK = 1.02
 span begins every device as early as it can, so that the orders may be a little better."""
 
 
-def modulo_search(problem: Problem, limits: Limits, start: Start, on_answer: Callable[[Answer], None]) -> Answer:
+def modulo_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Orders that repeat one block in the middle, better than the start's where such are found.
 
     Answers with the start where no pattern fits the budgets, which does not prove that none exists.
     """
-    best = Answer(start.orders, start.value_us, start.bound_us)
+    best = start
     reliefs = (
         [OffloadRelaxation(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
     )
-    searches = [PatternSearch(problem, limits, on_answer, relief) for relief in (None, *reliefs)]
+    searches = [PatternSearch(problem, limits, on_solution, relief) for relief in (None, *reliefs)]
     for part, search in _shared(limits.part(BEGIN_SHARE) if reliefs else limits, searches):
         best = search.begin(part, best)
     for part, search in _shared(limits, sorted(searches, key=lambda search: search.period_us)):
@@ -105,14 +106,14 @@ class PatternSearch:
     `best` is the best answer so far, `pattern` the one with the smallest period. Without `relief` nothing is offloaded.
     """
 
-    best: Answer
+    best: Solution
 
     def __init__(
-        self, problem: Problem, limits: Limits, on_answer: Callable[[Answer], None], relief: OffloadRelaxation | None
+        self, problem: Problem, limits: Limits, on_solution: OnSolution, relief: OffloadRelaxation | None
     ) -> None:
         self.problem = problem
         self.limits = limits
-        self.on_answer = on_answer
+        self.on_solution = on_solution
         self.effort = WorkBudget(limits)
         self.rng = np.random.default_rng(limits.seed)
         self.relief = relief
@@ -134,7 +135,7 @@ class PatternSearch:
         """The smallest period found so far, infinity before there is one."""
         return self.pattern.period_us if self.pattern else np.inf
 
-    def begin(self, limits: Limits, best: Answer) -> Answer:
+    def begin(self, limits: Limits, best: Solution) -> Solution:
         """Quickly to some pattern, from the best that is known. Returns the best after it."""
         self._resume(limits, best)
         for period_us in self._ladder() if self.least_us else ():
@@ -142,7 +143,7 @@ class PatternSearch:
                 break
         return self.best
 
-    def go_on(self, limits: Limits, best: Answer) -> Answer:
+    def go_on(self, limits: Limits, best: Solution) -> Solution:
         """To better patterns as long as there is time, from the best that is known. Returns the best after it."""
         self._resume(limits, best)
         width = FIRST_WIDTH
@@ -156,7 +157,7 @@ class PatternSearch:
             self._tune()
         return self.best
 
-    def _resume(self, limits: Limits, best: Answer) -> None:
+    def _resume(self, limits: Limits, best: Solution) -> None:
         self.limits = self.effort.limits = limits
         self.best = best
 
@@ -303,8 +304,8 @@ class PatternSearch:
         simulation = simulate(self.problem, orders)
         value = simulation.value_us
         if value < self.best.value_us and within_budgets(self.problem, orders, simulation):
-            self.best = Answer(orders, value, self.best.bound_us)
-            self.on_answer(self.best)
+            self.best = Solution(orders, value, self.best.bound_us)
+            self.on_solution(self.best)
 
 
 TUNED = 0.8

@@ -10,9 +10,10 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.exact.cp_sat.model import Options, solve_cp_sat
-from solver.limits import Limits, Start
+from solver.limits import Limits
 from solver.published.zb_auto import zb_auto
 from solver.serial import serial_orders
+from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
@@ -57,8 +58,7 @@ def test_no_schedule_is_below(problem: Problem) -> None:
     assume(orders is not None and split_backward_suffices(problem))
     assert orders is not None
     value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
-    horizon_us = value_us if problem.objective == "makespan" else 2 * value_us
-    start = Start(0.0, horizon_us, orders, value_us)
+    start = Solution(orders, value_us, 0.0)
     limits = Limits(workers=1, deterministic_limit=0.1)
     # Not from below: without a bound to begin with, that asks for a schedule at each single step of the grid.
     best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))

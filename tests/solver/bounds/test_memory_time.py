@@ -15,8 +15,9 @@ from solver.bounds import lower_bound_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.relaxation import projected
-from solver.limits import Limits, Start
+from solver.limits import Limits
 from solver.serial import serial_orders
+from solver.solution import Solution
 
 
 def tight(m: int = 8, **more: Any) -> float:
@@ -141,4 +142,4 @@ def optimum_us(problem: Problem, work: float) -> float:
     assert orders is not None
     value_us = simulate(problem, orders).value_us
     limits = Limits(workers=1, deterministic_limit=work)
-    return solve_cp_sat(problem, limits, Start(0.0, 2 * value_us, orders, value_us), lambda _: None).value_us
+    return solve_cp_sat(problem, limits, Solution(orders, value_us, 0.0), lambda _: None).value_us

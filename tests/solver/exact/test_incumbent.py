@@ -11,17 +11,18 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule
 from solver.exact.incumbent import Incumbent
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.published.one_stage import one_f_one_b
 from solver.serial import serial_orders
+from solver.solution import Solution
 
 
 def incumbent(
-    problem: Problem, orders: Orders | None, seen: list[Answer] | None = None, has_optimum: bool = True
+    problem: Problem, orders: Orders | None, seen: list[Solution] | None = None, has_optimum: bool = True
 ) -> Incumbent:
     value_us = simulate(problem, orders).value_us if orders else float("inf")
-    start, on_answer = Start(0.0, 1e6, orders, value_us), (seen if seen is not None else []).append
-    return Incumbent(problem, Limits(), start, on_answer, has_optimum=has_optimum)
+    start, on_solution = Solution(orders, value_us, 0.0), (seen if seen is not None else []).append
+    return Incumbent(problem, Limits(), start, on_solution, has_optimum=has_optimum)
 
 
 def test_a_contradiction_is_kept_and_refused_at_the_end() -> None:
@@ -50,7 +51,7 @@ def test_rounding_is_no_contradiction() -> None:
 
 def test_better_orders_come_with_their_bound_and_a_nearer_horizon() -> None:
     problem = uniform(2, 4, budget=8)
-    seen: list[Answer] = []
+    seen: list[Solution] = []
     search = incumbent(problem, serial_orders(problem), seen)
     before_us = search.value_us
     better = one_f_one_b(problem)

@@ -16,24 +16,25 @@ from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.build import within_budgets
 from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.exact.relaxation import projected, relaxation_bound, restricted
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.published.ada_offload import in_flight_orders
 from solver.serial import serial_orders
+from solver.solution import Solution
 from tests.problems import problems
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
 
 
-def start_of(problem: Problem) -> Start | None:
+def start_of(problem: Problem) -> Solution | None:
     """The floor as a start, with its value and a horizon."""
     orders = serial_orders(problem)
     if orders is None:
         return None
     value_us = simulate(problem, orders).value_us
-    return Start(0.0, 2 * value_us, orders, value_us)
+    return Solution(orders, value_us, 0.0)
 
 
-def bound_of(problem: Problem, start: Start, reported: list[Answer] | None = None) -> float:
+def bound_of(problem: Problem, start: Solution, reported: list[Solution] | None = None) -> float:
     """The bound after a little work."""
     limits = Limits(workers=1, deterministic_limit=1.0)
     return relaxation_bound(problem, limits, start, (reported if reported is not None else []).append).bound_us
@@ -74,7 +75,7 @@ def test_all_stages_are_the_whole() -> None:
 def test_knows_more_than_the_closed_forms() -> None:
     """The first and the last device take as long as all four: the optimum, which CP-SAT proves of the whole as well."""
     problem = uniform(4, 5, budget=4, backward_weight_bytes=2, offload=HALF)
-    start, reported = start_of(problem), list[Answer]()
+    start, reported = start_of(problem), list[Solution]()
     assert start is not None
     assert lower_bound_us(problem) < bound_of(problem, start, reported) == 246
     assert [answer.bound_us for answer in reported] == sorted(answer.bound_us for answer in reported)
@@ -107,7 +108,7 @@ def test_stops_when_cancelled_or_reached() -> None:
     assert start is not None
     cancelled = Limits(deterministic_limit=1.0)
     cancelled.cancel.request()
-    reported: list[Answer] = []
+    reported: list[Solution] = []
     assert relaxation_bound(problem, cancelled, start, reported.append).bound_us == lower_bound_us(problem)
     reached = replace(start, value_us=lower_bound_us(problem))
     assert bound_of(problem, reached, reported) == lower_bound_us(problem)
@@ -116,7 +117,7 @@ def test_stops_when_cancelled_or_reached() -> None:
 
 def test_a_part_that_keeps_no_budget_proves_the_whole_infeasible() -> None:
     problem = uniform(4, 2, budget=1)
-    answer = relaxation_bound(problem, Limits(workers=1, deterministic_limit=1.0), Start(0.0, 1000.0), [].append)
+    answer = relaxation_bound(problem, Limits(workers=1, deterministic_limit=1.0), Solution(), [].append)
     assert answer.infeasible
 
 

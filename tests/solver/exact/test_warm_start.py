@@ -20,7 +20,9 @@ from solver.exact.cp_sat.model import build_model as build_cp_sat
 from solver.exact.milp.model import build_program as build_milp
 from solver.exact.milp.model import load_program, point_from_orders
 from solver.exact.ticks import TimeGrid
-from solver.limits import Limits, Start
+from solver.limits import Limits
+from solver.scale import horizon_us
+from solver.solution import Solution
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
 from tests.placed_problems import placed_problems
@@ -37,7 +39,7 @@ class Known:
     """A problem with the start that `solver.solve.solve` lets a search of it begin from."""
 
     problem: Problem
-    start: Start
+    start: Solution
     orders: Orders
 
     @classmethod
@@ -45,7 +47,7 @@ class Known:
         """None where no published schedule keeps the budgets."""
         shared = SharedIncumbent(problem, Limits(workers=1), None)
         offer_published(problem, shared)
-        start = shared.start()
+        start = shared.best
         return cls(problem, start, start.orders) if start.orders is not None else None
 
 
@@ -56,7 +58,7 @@ KNOWN = placed_problems(most_microbatches=3).filter(split_backward_suffices).map
 @given(KNOWN)
 def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
     start = known.start
-    program = build_milp(known.problem, start.horizon_us, start.bound_us, start.value_us)
+    program = build_milp(known.problem, horizon_us(known.problem, start.value_us), start.bound_us, start.value_us)
     point = point_from_orders(program.variables, known.orders)
     assert (program.matrix @ point >= program.row_lower - FEASIBLE).all()
     assert (program.lower - FEASIBLE <= point).all()
@@ -68,8 +70,9 @@ def test_a_point_of_the_mixed_integer_program(known: Known) -> None:
 @given(KNOWN)
 def test_a_point_of_the_constraint_model(known: Known) -> None:
     """Nothing but the hint itself is left to CP-SAT."""
-    grid = TimeGrid.of(known.problem, known.start.horizon_us)
-    variables = build_cp_sat(known.problem, grid, known.start.horizon_us, known.start.bound_us)
+    reach_us = horizon_us(known.problem, known.start.value_us)
+    grid = TimeGrid.of(known.problem, reach_us)
+    variables = build_cp_sat(known.problem, grid, reach_us, known.start.bound_us)
     add_hint(variables, known.orders)
     solver = cp_model.CpSolver()
     solver.parameters.fix_variables_to_their_hinted_value = True
@@ -101,7 +104,7 @@ def test_a_fused_backward_that_overtook_a_weight_pass_is_a_point_of_both_models(
 def test_highs_takes_it_before_it_searches(problem: Problem) -> None:
     known = Known.of(problem)
     assert known is not None
-    program = build_milp(problem, known.start.horizon_us, 0.0, known.start.value_us)
+    program = build_milp(problem, horizon_us(problem, known.start.value_us), 0.0, known.start.value_us)
     highs = load_program(program)
     for option in ("mip_heuristic_effort", "mip_max_nodes", "time_limit"):
         highs.setOptionValue(option, 0)

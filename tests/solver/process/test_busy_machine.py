@@ -11,8 +11,9 @@ import pytest
 
 from instances import uniform
 from solver.limits import Limits
-from solver.process import Child, Heartbeat, Incumbent, solve_in_child
+from solver.process import Child, Heartbeat, solve_in_child
 from solver.process.channel import kept_waiting_s
+from solver.solution import Progress
 from tests.solver.process.slow_start import LOADS_S
 
 PROBLEM = uniform(4, 8, v_shape=True, budget=12)
@@ -43,13 +44,13 @@ def test_waiting_is_what_others_take_and_not_sleep() -> None:
     assert kept_waiting_while(sleep, beside=3) < 0.05
 
 
-def solved(limits: Limits) -> tuple[list[Incumbent], float]:
+def solved(limits: Limits) -> tuple[list[Progress], float]:
     """What a child that loads for long brought within the limit, and how long that took."""
-    events: list[Incumbent | Heartbeat] = []
+    events: list[Progress | Heartbeat] = []
     with Child("tests.solver.process.slow_start") as child:
         result = solve_in_child(PROBLEM, "auto", limits, child=child, on_event=events.append)
     assert result.schedule is not None
-    return [event for event in events if isinstance(event, Incumbent)], limits.seconds
+    return [event for event in events if isinstance(event, Progress)], limits.seconds
 
 
 def test_a_child_that_finds_no_processor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver import kernels
 from solver.limits import Limits
-from solver.process import Incumbent, solve_in_child
+from solver.process import solve_in_child
 from solver.process.parent import INTERPRETED_OPS
 from solver.scale import count_ops
+from solver.solution import Progress, Solution
 
 EXAMPLE = Problem.load(Path(__file__).parents[3] / "examples/problems/offload-p4-m8.json")
 
@@ -35,13 +36,13 @@ def compiled(folder: Path) -> set[str]:
     return {path.name.split("-")[0] for path in folder.rglob("*.nbi")}
 
 
-def solved(problem: Problem, folder: Path, limit_s: float) -> list[tuple[Incumbent, set[str]]]:
+def solved(problem: Problem, folder: Path, limit_s: float) -> list[tuple[Solution, set[str]]]:
     """Every incumbent, with the kernels that were compiled when it came."""
-    heard: list[tuple[Incumbent, set[str]]] = []
+    heard: list[tuple[Solution, set[str]]] = []
 
     def listen(event: object) -> None:
-        if isinstance(event, Incumbent):
-            heard.append((event, compiled(folder)))
+        if isinstance(event, Progress):
+            heard.append((event.solution, compiled(folder)))
 
     result = solve_in_child(problem, "auto", Limits(limit_s, workers=1), on_event=listen)
     assert result.schedule is not None

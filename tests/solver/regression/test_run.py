@@ -14,7 +14,7 @@ import pytest
 from instances import HALF, INSTANCES, REFERENCE, uniform
 from optpipe.errors import InputError
 from optpipe.problem import Problem
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.methods import METHODS, Method
 from solver.regression.run import (
     Entry,
@@ -27,6 +27,7 @@ from solver.regression.run import (
     measure,
     suites_folder,
 )
+from solver.solution import Solution
 from tests.solver.regression.suites import PROBLEM, RECORDED, figures, write_suite
 
 SUITES = suites_folder()
@@ -155,10 +156,10 @@ def test_a_bug_of_a_method_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_search_that_outlives_its_limit_is_over_before_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
-    def stubborn(problem: Problem, limits: Limits, start: Start, *_: object) -> Answer:
+    def stubborn(problem: Problem, limits: Limits, start: Solution, *_: object) -> Solution:
         time.sleep(1.5)
         ended.append(limits.seconds)
-        return Answer(start.orders, start.value_us, start.bound_us)
+        return start
 
     monkeypatch.setitem(METHODS, "stubborn", Method("stubborn", "search", "", "", search=stubborn))
     monkeypatch.setattr(import_module("solver.solve"), "offer_published", lambda problem, shared: None)

@@ -18,10 +18,10 @@ from solver.bounds.device import Paths
 from solver.exact.cp_sat.model import configured_solver, solve_cp_sat, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Variables
 from solver.exact.ticks import TimeGrid
-from solver.limits import Cancel, Limits, Start
+from solver.limits import Cancel, Limits
 from solver.serial import serial_orders
+from solver.solution import Progress, Solution
 from solver.solve import solve
-from solver.strategy import Progress
 from tests.problems import KNOWN_OPTIMA
 from tests.reference_model import reference_optimum_us
 
@@ -89,11 +89,11 @@ def test_a_host_budget_limits_offload() -> None:
 
 def test_reports_incumbents_in_order() -> None:
     schedule, seen = known("offload")
-    values = [progress.value_us for progress in seen]
+    values = [progress.solution.value_us for progress in seen]
     assert len(set(values)) > 3
     assert values == sorted(values, reverse=True)
     assert values[-1] == schedule.value_us
-    assert all(progress.bound_us <= schedule.value_us for progress in seen)
+    assert all(progress.solution.bound_us <= schedule.value_us for progress in seen)
 
 
 def test_improves_the_measured_profile_at_the_bound_that_is_known() -> None:
@@ -137,7 +137,7 @@ def test_copies_that_outlast_every_schedule_and_times_of_many_digits_do_no_harm(
     orders = serial_orders(problem)
     assert orders is not None
     value_us = simulate(problem, orders).value_us
-    start = Start(lower_bound_us(problem), value_us, orders, value_us)
+    start = Solution(orders, value_us, lower_bound_us(problem))
     answer = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=0.2), start, lambda _: None)
     assert answer.value_us < value_us
 

@@ -16,10 +16,10 @@ from optpipe.schedule import Schedule
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule
 from solver.exact.milp.model import solve_milp
-from solver.limits import Answer, Cancel, Limits, Start
+from solver.limits import Cancel, Limits
 from solver.serial import serial_orders
+from solver.solution import INFEASIBLE, Progress, Solution
 from solver.solve import solve
-from solver.strategy import Progress
 from tests.problems import KNOWN_OPTIMA, problems
 
 
@@ -98,7 +98,7 @@ def uneven(objective: str, first_budget: int | None = 7, **more: Any) -> Problem
 def test_an_incumbent_that_ends_the_search_counts() -> None:
     """HiGHS reports no last incumbent here: it proves 71 and announces 72."""
     problem = uneven("makespan", first_budget=None)
-    answer = solve_milp(problem, Limits(60, workers=1), Start(lower_bound_us(problem), 228.0), lambda answer: None)
+    answer = solve_milp(problem, Limits(60, workers=1), Solution(bound_us=lower_bound_us(problem)), lambda answer: None)
     assert (answer.value_us, answer.bound_us) == (71, 71)
 
 
@@ -108,7 +108,7 @@ def test_an_incumbent_that_ends_the_search_counts() -> None:
 )
 def test_without_a_start_as_cp_sat(objective: str, more: dict[str, Any]) -> None:
     problem = uneven(objective, **more)
-    start, limits = Start(lower_bound_us(problem), 300.0), Limits(60, workers=1)
+    start, limits = Solution(bound_us=lower_bound_us(problem)), Limits(60, workers=1)
     answer = solve_milp(problem, limits, start, lambda answer: None)
     assert answer.orders is not None
     schedule = build_schedule(problem, answer.orders, answer.bound_us, "milp", 0.0)
@@ -120,17 +120,17 @@ def test_reports_incumbents_in_order() -> None:
     seen: list[Progress] = []
     limits = Limits(60, workers=1)
     schedule = solve(uniform(4, 8, budget=4, offload=HALF), "milp", limits, seen.append)
-    values = [progress.value_us for progress in seen]
+    values = [progress.solution.value_us for progress in seen]
     assert len(set(values)) > 3
     assert values == sorted(values, reverse=True)
     assert values[-1] == schedule.value_us
-    assert all(progress.bound_us <= schedule.value_us for progress in seen)
+    assert all(progress.solution.bound_us <= schedule.value_us for progress in seen)
 
 
 def test_a_budget_that_is_too_small_is_proved_infeasible() -> None:
     problem = uniform(2, 2, v_shape=True, budget=3)
-    answer = solve_milp(problem, Limits(60, workers=1), Start(0, 10_000), lambda answer: None)
-    assert answer == Answer(None, float("inf"), float("inf"), infeasible=True)
+    answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda answer: None)
+    assert answer == INFEASIBLE
     with pytest.raises(InfeasibleError):
         solved(problem)
     assert solved(uniform(2, 2, v_shape=True, budget=4)).status == "optimal"
@@ -146,7 +146,7 @@ def test_cancel_keeps_the_best(delay_s: float | None) -> None:
         limits.cancel.request()
     else:
         Timer(delay_s, limits.cancel.request).start()
-    answer = solve_milp(problem, limits, Start(100.0, 10_000.0, orders, 10_000.0), lambda answer: None)
+    answer = solve_milp(problem, limits, Solution(orders, 10_000.0, 100.0), lambda answer: None)
     assert limits.seconds < 30
     assert answer.orders is not None
     assert 100.0 <= answer.bound_us <= answer.value_us <= 10_000.0
@@ -155,7 +155,7 @@ def test_cancel_keeps_the_best(delay_s: float | None) -> None:
 def test_refuses_a_model_that_is_too_large_before_it_is_built() -> None:
     problem = instance("po-10.5b-4k-d8-v5-m64-mem0.25")
     with pytest.raises(MethodError, match=r"a model of 12800 ops, and its limit is 3000.*Maybe use auto"):
-        solve_milp(problem, Limits(60), Start(0, 1e9), lambda answer: None)
+        solve_milp(problem, Limits(60), Solution(), lambda answer: None)
 
 
 def test_stops_at_the_gap_asked_for() -> None:

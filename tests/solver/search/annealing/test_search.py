@@ -13,21 +13,22 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import within_budgets
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.search.annealing.kernel import empty_latest, empty_times, latest_starts, set_deadlines, sweep, value_us
 from solver.search.annealing.search import BEST, MEAN_SPAN, VALUE, State, anneal, build_state, local_search
 from solver.search.annealing.sequence import MARKS, NONE, build_table, copied, merge, orders_from_sequences
 from solver.serial import serial_orders
+from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
 
 
-def start_at(problem: Problem, orders: Orders | None) -> Start:
+def start_at(problem: Problem, orders: Orders | None) -> Solution:
     value = simulate(problem, orders).value_us if orders else float("inf")
-    return Start(0.0, 1e9, orders, value)
+    return Solution(orders, value, 0.0)
 
 
-def search(problem: Problem, work: float, seed: int = 0) -> tuple[Answer, list[Answer]]:
-    reported: list[Answer] = []
+def search(problem: Problem, work: float, seed: int = 0) -> tuple[Solution, list[Solution]]:
+    reported: list[Solution] = []
     start = start_at(problem, serial_orders(problem))
     answer = local_search(problem, Limits(deterministic_limit=work, seed=seed), start, reported.append)
     return answer, reported
@@ -64,7 +65,7 @@ def test_one_seed_and_one_amount_of_work_give_one_answer() -> None:
 def test_without_any_schedule_the_floor_is_where_it_begins() -> None:
     problem = uniform(2, 4, budget=4)
     limits = Limits(deterministic_limit=0.1)
-    answer = local_search(problem, limits, Start(0.0, 1e9), lambda better: None)
+    answer = local_search(problem, limits, Solution(), lambda better: None)
     assert answer.orders is not None
     assert answer.value_us < start_at(problem, serial_orders(problem)).value_us
 
@@ -83,16 +84,16 @@ def test_a_cancelled_search_returns_its_start() -> None:
     limits = Limits(time_limit_s=600)
     limits.cancel.request()
     start = start_at(problem, serial_orders(problem))
-    reported: list[Answer] = []
+    reported: list[Solution] = []
     answer = local_search(problem, limits, start, reported.append)
-    assert answer == Answer(start.orders, start.value_us, start.bound_us)
+    assert answer == start
     assert not reported
 
 
 def test_it_stops_at_the_gap() -> None:
     problem, optimum = KNOWN_OPTIMA["makespan"]
     start = start_at(problem, serial_orders(problem))
-    at_optimum = Start(optimum, start.horizon_us, start.orders, start.value_us)
+    at_optimum = Solution(start.orders, start.value_us, optimum)
     assert local_search(problem, Limits(time_limit_s=600), at_optimum, lambda better: None).value_us == optimum
 
 

@@ -14,21 +14,22 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule, within_budgets
-from solver.limits import Answer, Limits, Start
+from solver.limits import Limits
 from solver.published.one_stage import one_f_one_b
 from solver.published.zb_auto import zb_auto
 from solver.search.lns.search import lns_search
 from solver.serial import serial_orders
+from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
 
 
-def start_at(problem: Problem, orders: Orders) -> Start:
+def start_at(problem: Problem, orders: Orders) -> Solution:
     value = simulate(problem, orders).value_us
-    return Start(lower_bound_us(problem), 2 * value, orders, value)
+    return Solution(orders, value, lower_bound_us(problem))
 
 
-def improved(problem: Problem, orders: Orders, work: float, seed: int = 0) -> tuple[Answer, list[Answer]]:
-    seen: list[Answer] = []
+def improved(problem: Problem, orders: Orders, work: float, seed: int = 0) -> tuple[Solution, list[Solution]]:
+    seen: list[Solution] = []
     limits = Limits(600, workers=1, seed=seed, deterministic_limit=work)
     return lns_search(problem, limits, start_at(problem, orders), seen.append), seen
 
@@ -100,11 +101,11 @@ def test_keeps_fused_backwards_where_only_they_fit() -> None:
 
 
 def test_without_a_start_there_is_nothing_to_improve() -> None:
-    def never(answer: Answer) -> Any:
+    def never(answer: Solution) -> Any:
         raise AssertionError(answer)
 
-    answer = lns_search(uniform(2, 2), Limits(1), Start(0.0, 1000.0), never)
-    assert answer == Answer(None, float("inf"), 0.0)
+    answer = lns_search(uniform(2, 2), Limits(1), Solution(), never)
+    assert answer == Solution()
 
 
 def test_copies_that_would_outlast_every_schedule_do_no_harm() -> None:

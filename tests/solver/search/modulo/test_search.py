@@ -16,12 +16,13 @@ from optpipe.problem import Device, Problem, Stage
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import peak_budgets, within_budgets
-from solver.limits import Answer, Cancel, Limits, Start
+from solver.limits import Cancel, Limits
 from solver.search.annealing.sequence import budgets_bytes
 from solver.search.modulo import Pattern, modulo_search
 from solver.search.modulo.ends import Ends, Filler, few_microbatches
 from solver.search.modulo.pattern import Passes, orders_from_pattern
 from solver.search.modulo.search import PatternPool, PooledPattern, fitting_patterns
+from solver.solution import Solution
 from tests.problems import problems
 
 
@@ -43,8 +44,8 @@ def repeated(problem: Problem, pattern: Pattern) -> Orders:
     return orders_from_pattern(problem, [plan[:2] for plan in pattern.plan(problem.microbatches)])
 
 
-def cold(problem: Problem) -> Start:
-    return Start(lower_bound_us(problem), float("inf"))
+def cold(problem: Problem) -> Solution:
+    return Solution(bound_us=lower_bound_us(problem))
 
 
 @pytest.mark.parametrize("name", ["zbv-6.2b-p16-m48-vhalf", "zb-14.6b-p16-m48-mem1", "c-real8-m32-b2-vshape-make"])
@@ -198,7 +199,7 @@ def test_the_ends_are_optimal_at_half_and_at_ample_memory(name: str) -> None:
 
 def test_orders_are_not_written_where_that_would_take_longer_than_is_left() -> None:
     problem = unit_v(8, 4096, 8)
-    reported: list[Answer] = []
+    reported: list[Solution] = []
     limits = Limits(workers=1, deterministic_limit=0.5)
     answer = modulo_search(problem, limits, cold(problem), reported.append)
     assert answer.orders is None
@@ -242,7 +243,7 @@ def backward_without_length() -> Problem:
 @example(backward_without_length())
 @settings(max_examples=60, deadline=None)
 def test_answers_keep_the_budgets_on_any_problem(problem: Problem) -> None:
-    reported: list[Answer] = []
+    reported: list[Solution] = []
     limits = Limits(time_limit_s=60, workers=1, deterministic_limit=0.2)
     answer = modulo_search(problem, limits, cold(problem), reported.append)
     for one in (*reported, answer):
@@ -257,7 +258,7 @@ def test_answers_keep_the_budgets_on_any_problem(problem: Problem) -> None:
 def test_a_deterministic_limit_gives_the_same_orders_again() -> None:
     problem = instance("c-p8-m16-f1-l2-b1-vshape-make")
 
-    def run() -> Answer:
+    def run() -> Solution:
         limits = Limits(workers=1, seed=3, deterministic_limit=0.5)
         return modulo_search(problem, limits, cold(problem), lambda answer: None)
 
@@ -270,4 +271,4 @@ def test_a_cancelled_search_answers_with_its_start() -> None:
     cancel.request()
     start = cold(problem)
     answer = modulo_search(problem, Limits(cancel=cancel), start, lambda answer: None)
-    assert answer == Answer(None, float("inf"), start.bound_us)
+    assert answer == Solution(bound_us=start.bound_us)

@@ -1,0 +1,58 @@
+"""The records that go between searches, the shared incumbent, child processes and callers: `Solution`, `Progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from optpipe.ops import Orders
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule, relative_gap
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Orders of a problem with the value that they reach, and a bound that holds for every schedule.
+
+    Before any orders are known `orders` is None and `value_us` infinite. An infinite bound without orders is a proof
+    that no schedule keeps the budgets. `method` found the orders; a single search leaves it to its caller to name it.
+    """
+
+    orders: Orders | None = None
+    value_us: float = float("inf")
+    bound_us: float = 0.0
+    method: str = ""
+
+    @property
+    def gap(self) -> float:
+        """``(value - bound) / value``."""
+        return relative_gap(self.value_us, self.bound_us)
+
+    @property
+    def infeasible(self) -> bool:
+        """Whether it is proved that no schedule keeps the budgets."""
+        return self.orders is None and self.bound_us == float("inf")
+
+    def to_schedule(self, problem: Problem, seconds: float) -> Schedule:
+        """Time, wrap and verify the orders, as `solver.build.build_schedule` does; raises the same."""
+        from solver.build import build_schedule  # slow to load, and most solutions are only passed on
+
+        assert self.orders is not None, "there are no orders to make a schedule of"
+        return build_schedule(problem, self.orders, self.bound_us, self.method, seconds)
+
+
+INFEASIBLE = Solution(bound_us=float("inf"))
+"""The answer of a search that proved that no schedule keeps the budgets."""
+
+OnSolution = Callable[[Solution], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A better solution, `seconds` after the start of the solve: a better value, or a higher bound alone."""
+
+    solution: Solution
+    seconds: float
+
+
+OnProgress = Callable[[Progress], None]
