@@ -12,13 +12,13 @@ from optpipe.errors import MethodError
 from optpipe.memory import planned_memory
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.verify import DeviceFacts, verify
+from optpipe.verify import verify
 from solver.methods import METHODS
 from solver.scale import count_ops
 from solver.solve import solve
 
 MOST_VIOLATIONS = 1000
-"""Violations that are told; the number of all stands beside them."""
+"""Violations listed at most; `violation_count` has the number of all."""
 
 
 class _Part(BaseModel):
@@ -42,10 +42,10 @@ class MemoryCurve(_Part):
 
 
 class DeviceAnalysis(_Part):
-    """One device, as the verifier finds it."""
+    """Recomputed figures of one device."""
 
     peak_bytes: int
-    peak_bytes_any_timing: int | None = Field(description="null: the streams wait for each other for ever.")
+    peak_bytes_any_timing: int | None = Field(description="null: the streams deadlock.")
     memory_bytes: int | None = Field(description="The budget; null: no limit.")
     busy_us: float
     span_us: float
@@ -54,14 +54,14 @@ class DeviceAnalysis(_Part):
 
 
 class Analysis(_Part):
-    """A schedule as the verifier finds it, whatever it says of itself."""
+    """Figures of a schedule recomputed by the verifier; the schedule's own figures are not used."""
 
     valid: bool
     objective: str
     value_us: float
     makespan_us: float
     device_span_us: float
-    bubble: float = Field(description="That of the busiest device.")
+    bubble: float = Field(description="Bubble of the busiest device.")
     host_peak_bytes: int
     devices: list[DeviceAnalysis]
     violation_count: int
@@ -69,14 +69,18 @@ class Analysis(_Part):
 
 
 def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
-    """The analysis of a schedule as plain JSON values. Raises ProblemError where it has more than `max_ops` ops."""
+    """The analysis of a schedule as plain JSON values. Raises HttpError where it has more than `max_ops` ops."""
     ops = sum(len(stream) for device in schedule.devices for _, stream in device.streams())
     if max(ops, count_ops(schedule.problem)) > max_ops:
         raise unprocessable(
             "too_many_ops", f"the schedule has more than {max_ops:,} ops (max_ops). Maybe ask 'optpipe verify'."
         )
     verdict = verify(schedule)
-    devices = [_device(schedule, d, facts) for d, facts in enumerate(verdict.devices)]
+    devices = []
+    for d, facts in enumerate(verdict.devices):
+        levels = planned_memory(schedule, d)
+        curve = {"times_us": levels.times_us.tolist(), "bytes": levels.bytes.tolist()}
+        devices.append({**vars(facts), "memory_bytes": schedule.problem.devices[d].memory_bytes, "memory": curve})
     return {
         "valid": verdict.ok,
         "objective": schedule.problem.objective,
@@ -91,21 +95,15 @@ def analysis(schedule: Schedule, max_ops: int) -> dict[str, Any]:
     }
 
 
-def _device(schedule: Schedule, d: int, facts: DeviceFacts) -> dict[str, Any]:
-    levels = planned_memory(schedule, d)
-    curve = {"times_us": levels.times_us.tolist(), "bytes": levels.bytes.tolist()}
-    return {**vars(facts), "memory_bytes": schedule.problem.devices[d].memory_bytes, "memory": curve}
-
-
 class ComparedMethod(BaseModel):
-    """One published schedule, or why there is none for this problem."""
+    """One published schedule, or the reason why this problem has none."""
 
     model_config = ConfigDict(extra="forbid")
 
     method: str
     summary: str
     why_not: str | None = Field(description="null: there is a schedule.")
-    seconds: float = Field(description="What it took to make and verify.")
+    seconds: float = Field(description="Time to build and verify it.")
     value_us: float | None = None
     bound_us: float | None = None
     gap: float | None = None
@@ -116,7 +114,7 @@ class ComparedMethod(BaseModel):
 
 
 class Comparison(BaseModel):
-    """All published schedules of a problem, the best first and those that there are not last."""
+    """All published schedules of a problem, best first; methods without a schedule come last."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -126,22 +124,19 @@ class Comparison(BaseModel):
 
 def comparison(problem: Problem, schedules: bool) -> dict[str, Any]:
     """The comparison as plain JSON values, with the schedules themselves where asked for."""
-    names = [method.name for method in METHODS.values() if method.kind == "published"]
-    rows = [_row(problem, name, schedules) for name in names]
+    rows = []
+    for name, method in METHODS.items():
+        if method.kind != "published":
+            continue
+        row: dict[str, Any] = {"method": name, "summary": method.summary, "why_not": None}
+        began = time.perf_counter()
+        try:
+            schedule = solve(problem, name)
+        except MethodError as error:
+            rows.append(row | {"why_not": str(error), "seconds": round(time.perf_counter() - began, 6)})
+            continue
+        row["seconds"] = round(time.perf_counter() - began, 6)
+        row |= {key: value for key, value in schedule.figures().items() if key in ComparedMethod.model_fields}
+        rows.append(row | ({"schedule": schedule.to_data()} if schedules else {}))
     rows.sort(key=lambda row: row.get("value_us", float("inf")))
     return {"objective": problem.objective, "methods": rows}
-
-
-def _row(problem: Problem, name: str, schedules: bool) -> dict[str, Any]:
-    began = time.perf_counter()
-    try:
-        found: Schedule | None = solve(problem, name)
-        why_not = None
-    except MethodError as error:
-        found, why_not = None, str(error)
-    row: dict[str, Any] = {"method": name, "summary": METHODS[name].summary, "why_not": why_not}
-    row["seconds"] = round(time.perf_counter() - began, 6)
-    if found is None:
-        return row
-    figures = {name: value for name, value in found.figures().items() if name in ComparedMethod.model_fields}
-    return row | figures | ({"schedule": found.to_data()} if schedules else {})

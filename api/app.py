@@ -1,4 +1,4 @@
-"""The service put together, here and nowhere else."""
+"""Composition of the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_TELEMETRY: TelemetryConfig = {
     "operation_spans": False,
     "auto_configure": False,
 }
-"""The framework can send all of these elsewhere when some environment variables say so; this service sends nothing."""
+"""FastAPI can export all of these if environment variables are set; this service sends nothing (promise S8)."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -55,7 +55,7 @@ def create_app(settings: Settings) -> FastAPI:
     mount_page(app)
     answer_errors_as_problems(app, [route for router in routers for route in router.routes])
     describe(app, settings.keys_required)
-    # The last one added is the first to see a request.
+    # The last one added sees a request first.
     if settings.keys_required:
         app.add_middleware(RequireKey)
     else:

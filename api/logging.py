@@ -24,21 +24,19 @@ def configure_logging(as_json: bool) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_formatter(as_json))
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(logging.WARNING)
-    for name in ("optpipe", "uvicorn.error"):  # what begins and ends; uvicorn.access is ours, see api.middleware
-        logging.getLogger(name).setLevel(logging.INFO)
-
-
-def _formatter(as_json: bool) -> logging.Formatter:
     last: list[Processor]
     if as_json:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
-    return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=list(_SHARED),
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=list(_SHARED),
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
     )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    for name in ("optpipe", "uvicorn.error"):  # what begins and ends; uvicorn.access is ours, see api.middleware
+        logging.getLogger(name).setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""What Prometheus is told: requests of this process as they are answered, jobs of the whole service when it asks.
+"""Prometheus metrics: requests of this process, and jobs of the whole service read at each scrape.
 
 Labels take values from short fixed lists alone, whatever clients send: a route's template, a method, a status.
 """
@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from api.jobs import queries
-from api.jobs.records import TERMINAL, Counts, Limit
+from api.jobs.records import TERMINAL, Counts, StopReason
 
-LIMITS: tuple[str, ...] = get_args(Limit)
+LIMITS: tuple[str, ...] = get_args(StopReason)
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 30)
 
 
@@ -40,11 +40,11 @@ class Metrics:
         )
 
     def count_open_connections(self, count: Callable[[], int]) -> None:
-        """Ask `count` for them from now on."""
+        """Read the number of open connections from `count`."""
         self._connections.set_function(count)
 
     def count_request(self, method: str, route: str, status: int, seconds: float | None) -> None:
-        """Note an answer; `seconds` is None for one that lasts as long as the client likes."""
+        """Count a response; `seconds` is None for an event stream, which lasts as long as the client likes."""
         self._requests.labels(method, route, str(status)).inc()
         if seconds is not None:
             self._seconds.labels(method, route).observe(seconds)
@@ -61,7 +61,7 @@ class _JobFigures(Collector):
         self.counts = counts
 
     def collect(self) -> Iterable[Metric]:
-        """Figures as they stand, then what was counted since the tables were made."""
+        """Current figures, then totals counted since the tables were created."""
         counts = self.counts
         jobs = GaugeMetricFamily("optpipe_jobs", "Jobs on record by status.", labels=["status"])
         for status, count in counts.jobs.items():

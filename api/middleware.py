@@ -12,7 +12,7 @@ import re
 import time
 from http import HTTPStatus
 from traceback import extract_tb
-from typing import Annotated, Any
+from typing import Annotated
 from uuid import UUID, uuid4
 
 import structlog
@@ -31,7 +31,7 @@ UNKNOWN_ROUTE = "unknown"
 KNOWN_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 GONE = 499
-"""What logs call a client that went away before it had sent its request."""
+"""Status in the log for a client that disconnected before it had sent its request (as nginx writes it)."""
 
 _CLIENTS_ID = re.compile(r"[A-Za-z0-9._-]{8,64}", re.ASCII)
 _log = structlog.get_logger("optpipe.access")
@@ -44,11 +44,13 @@ class AccessLog:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request pass, and note how it went."""
+        """Pass the request on, then log and count it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = scope["optpipe.request_id"] = _request_id(scope)
+        given = Headers(scope=scope).get("x-request-id", "")
+        # The client's own id where it is a plain one, so that both logs can be joined.
+        request_id = scope["optpipe.request_id"] = given if _CLIENTS_ID.fullmatch(given) else uuid4().hex
         began, status, streams = time.perf_counter(), 0, False
 
         async def send_named(message: Message) -> None:
@@ -65,32 +67,28 @@ class AccessLog:
         except ClientDisconnect:
             status = GONE
         except Exception as error:
-            _log.error("unexpected", request_id=request_id, route=_route(scope), **_where(error))
+            # Without the error's message, which might repeat what a client sent.
+            frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in extract_tb(error.__traceback__)]
+            kind = type(error).__qualname__
+            _log.error("unexpected", request_id=request_id, route=_route(scope), error=kind, frames=frames)
             if status:
-                raise  # the answer has begun: ending the connection is all that still tells the client
-            await _unexpected(request_id)(scope, receive, send_named)
+                raise  # the response has begun: closing the connection is the only signal left
+            detail = f"the server made a mistake; see its log for request {request_id}. Maybe try again."
+            unexpected = http_error(HTTPStatus.INTERNAL_SERVER_ERROR, "unexpected", detail)
+            await problem_response(unexpected, request_id)(scope, receive, send_named)
         finally:
-            self._note(scope, status, time.perf_counter() - began, streams)
-
-    def _note(self, scope: Scope, status: int, seconds: float, streams: bool) -> None:
-        method = scope["method"] if scope["method"] in KNOWN_METHODS else "other"
-        route = _route(scope)
-        self.metrics.count_request(method, route, status, None if streams else seconds)
-        _log.info(
-            "request",
-            request_id=scope["optpipe.request_id"],
-            method=method,
-            route=route,
-            status=status,
-            seconds=round(seconds, 4),
-            key_id=str(scope["optpipe.owner"]) if "optpipe.owner" in scope else None,
-        )
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's own id where it is a plain one, so that both logs can be laid side by side; else a new one."""
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _CLIENTS_ID.fullmatch(given) else uuid4().hex
+            seconds = time.perf_counter() - began
+            method = scope["method"] if scope["method"] in KNOWN_METHODS else "other"
+            self.metrics.count_request(method, _route(scope), status, None if streams else seconds)
+            _log.info(
+                "request",
+                request_id=request_id,
+                method=method,
+                route=_route(scope),
+                status=status,
+                seconds=round(seconds, 4),
+                key_id=str(scope["optpipe.owner"]) if "optpipe.owner" in scope else None,
+            )
 
 
 def _route(scope: Scope) -> str:
@@ -98,26 +96,17 @@ def _route(scope: Scope) -> str:
     return str(getattr(scope.get("route"), "path", UNKNOWN_ROUTE))
 
 
-def _where(error: Exception) -> dict[str, Any]:
-    """What went wrong and where, without the message: it might repeat what a client sent."""
-    frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in extract_tb(error.__traceback__)]
-    return {"error": type(error).__qualname__, "frames": frames}
-
-
-def _unexpected(request_id: str) -> ASGIApp:
-    detail = f"the server made a mistake; its log tells more under {request_id}. Maybe try again."
-    return problem_response(http_error(HTTPStatus.INTERNAL_SERVER_ERROR, "unexpected", detail), request_id)
-
-
 class BodyLimit:
-    """ASGI middleware: 413 for a body that is too large, before it is read where its length is announced, else as soon
-    as it is known. Whoever catches the error within has read no more than the limit."""
+    """ASGI middleware: 413 for a body above `max_bytes`.
+
+    An announced length is checked before anything is read; a chunked body is cut off at the limit.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app, self.max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request pass, with no more of its body than is allowed."""
+        """Pass the request on, with at most `max_bytes` of its body."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -157,8 +146,7 @@ async def _json_body(request: Request) -> bytes:
 
 
 JsonBody = Annotated[bytes, Depends(_json_body)]
-"""The body of a request that says it is JSON. Pages of other sites cannot send that without being allowed to, so this
-also keeps them from using a visitor's local server."""
+"""The raw body of a request with ``Content-Type: application/json``."""
 
 
 SECURITY_HEADERS = {
@@ -174,13 +162,13 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", ""})
 
 
 class SecurityHeaders:
-    """ASGI middleware: adds HEADERS where a route set none of its own."""
+    """ASGI middleware: adds `SECURITY_HEADERS` to every response that does not set them itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request pass, and its answer with the headers."""
+        """Pass the request on and add the headers to its response."""
 
         async def send_safe(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -200,8 +188,13 @@ class LocalNamesOnly:
         self.names = LOCAL_NAMES | {host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request pass where it was sent to a local name."""
-        if scope["type"] != "http" or _name(Headers(scope=scope).get("host", "")) in self.names:
+        """Pass the request on if its Host is a local name, else answer 421."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        host = Headers(scope=scope).get("host", "")
+        name, colon, port = host.rpartition(":")
+        if (name if colon and port.isdigit() else host).lower() in self.names:
             await self.app(scope, receive, send)
             return
         detail = "this server answers to localhost alone. Maybe set OPTPIPE_REQUIRE_KEYS=true for other names."
@@ -209,17 +202,11 @@ class LocalNamesOnly:
         await problem_response(error, scope["optpipe.request_id"])(scope, receive, send)
 
 
-def _name(host: str) -> str:
-    """The name in a Host header, without its port."""
-    name, colon, port = host.rpartition(":")
-    return name.lower() if colon and port.isdigit() else host.lower()
-
-
 LONGEST_SECRET = 200
 
 
 class RequireKey:
-    """ASGI middleware: no request passes without a key, except for `/healthz` and the page, which holds no data.
+    """ASGI middleware: requires a bearer key, except for `/healthz` and the page, which holds no data.
 
     The page asks its user for a key, and sends it with every request of its own.
     """
@@ -228,31 +215,24 @@ class RequireKey:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request pass where it brings a key, or needs none."""
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        """Pass the request on if it carries a valid key or needs none, else answer 401."""
+        if scope["type"] != "http" or scope["path"] == "/healthz" or is_page_path(scope["path"]):
             await self.app(scope, receive, send)
             return
+        service: Service = scope["app"].state.service
+        scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
         try:
-            await self._admit(scope)
+            if scheme.lower() != "bearer" or not secret:
+                raise _refusal("no_key", "this needs a key: send the header 'Authorization: Bearer KEY'.")
+            key = await service.store.verify_key(secret.strip()) if len(secret) <= LONGEST_SECRET else None
+            if key is None:
+                raise _refusal("bad_key", "this key is not known, or was revoked. Maybe a character is missing.")
         except (HttpError, DatabaseGoneError) as error:
             raised = job_error(error) if isinstance(error, DatabaseGoneError) else error
             await problem_response(raised, scope["optpipe.request_id"])(scope, receive, send)
             return
-        await self.app(scope, receive, send)
-
-    async def _admit(self, scope: Scope) -> None:
-        service: Service = scope["app"].state.service
-        scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secret:
-            raise _refusal("no_key", "this needs a key: send the header 'Authorization: Bearer KEY'.")
-        key = await service.store.verify_key(secret.strip()) if len(secret) <= LONGEST_SECRET else None
-        if key is None:
-            raise _refusal("bad_key", "this key is not known, or was revoked. Maybe a character is missing.")
         scope["optpipe.owner"] = key.id
-
-
-def _is_open(path: str) -> bool:
-    return path == "/healthz" or is_page_path(path)
+        await self.app(scope, receive, send)
 
 
 def _refusal(code: str, detail: str) -> HttpError:

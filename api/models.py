@@ -10,7 +10,7 @@ from uuid import UUID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.errors import input_error, unprocessable
-from api.jobs.records import Event, EventKind, Job, JobConfig, Limit, Page, Reason, Status
+from api.jobs.records import Event, EventKind, Job, JobConfig, Page, Reason, Status, StopReason
 from api.settings import Settings
 from optpipe.document import Document, parse_json
 from optpipe.errors import InputError
@@ -23,27 +23,27 @@ class _Answer(BaseModel):
 
 
 class Termination(_Answer):
-    """How a job ended: what is known of the problem, and what stopped the search (null: it was done)."""
+    """How a job ended: the result, and the limit that stopped the search (null: it was complete)."""
 
     reason: Reason
-    limit: Limit | None
+    limit: StopReason | None
 
 
 class JobAnswer(_Answer):
     """A job as it stands. Times are UTC; values are those of the best schedule so far."""
 
     id: UUID
-    name: str = Field(description="That of the submission, else that of the problem.")
+    name: str = Field(description="Name of the submission, else of the problem.")
     tags: list[str]
     method: str
     status: Status
     termination: Termination | None = Field(description="null: it has not ended.")
     objective: Objective
     value_us: float | None = Field(description="null: there is no schedule yet.")
-    bound_us: float | None = Field(description="What no schedule can beat, as far as it is proved.")
+    bound_us: float | None = Field(description="Proved lower bound on the value.")
     gap: float | None = Field(description="(value - bound) / value")
     revision: int = Field(description="Rises with every event.")
-    attempt: int = Field(description="How often a worker took it up.")
+    attempt: int = Field(description="Number of times that a worker started it.")
     queue_place: int | None = Field(description="1: the next one; null: it does not wait.")
     submitted_at: datetime
     started_at: datetime | None
@@ -52,7 +52,7 @@ class JobAnswer(_Answer):
 
     @classmethod
     def of(cls, job: Job) -> JobAnswer:
-        """A job of the store."""
+        """Convert a job of the store."""
         ended = job.reason is not None
         return cls.model_construct(
             id=job.id,
@@ -60,7 +60,7 @@ class JobAnswer(_Answer):
             tags=job.config.tags,
             method=job.config.method,
             status=job.status,
-            termination=Termination.model_construct(reason=job.reason, limit=job.limit) if ended else None,
+            termination=Termination.model_construct(reason=job.reason, limit=job.stop_reason) if ended else None,
             objective=job.objective,
             value_us=job.value_us,
             bound_us=job.bound_us,
@@ -83,7 +83,7 @@ class JobsAnswer(_Answer):
 
     @classmethod
     def of(cls, page: Page) -> JobsAnswer:
-        """A page of the store."""
+        """Convert a page of the store."""
         return cls.model_construct(jobs=[JobAnswer.of(job) for job in page.jobs], cursor=page.cursor)
 
 
@@ -102,12 +102,12 @@ class EventAnswer(_Answer):
 
     @classmethod
     def of(cls, event: Event) -> EventAnswer:
-        """An event of the store."""
+        """Convert an event of the store."""
         return cls.model_construct(**vars(event))
 
 
 class CheckedAnswer(_Answer):
-    """A submission that would be taken."""
+    """A valid submission."""
 
     valid: Literal[True] = True
     name: str
@@ -125,13 +125,13 @@ class HealthAnswer(_Answer):
 
 
 class ProblemBody(Document):
-    """A body with a problem alone."""
+    """Body with a problem only."""
 
     problem: Problem
 
 
 class SubmissionBody(Document):
-    """A problem, and how it is to be solved."""
+    """A problem and the configuration of its solve."""
 
     problem: Problem
     config: JobConfig = JobConfig()
@@ -139,7 +139,7 @@ class SubmissionBody(Document):
 
 @dataclass(frozen=True)
 class Caps:
-    """What this installation takes at most."""
+    """Limits of this installation."""
 
     max_ops: int
     max_time_limit_s: float
@@ -147,11 +147,11 @@ class Caps:
 
     @classmethod
     def of(cls, settings: Settings) -> Caps:
-        """The caps among the settings."""
+        """Read the limits from the settings."""
         return cls(settings.max_ops, settings.max_time_limit_s, settings.max_workers)
 
     def check_problem(self, problem: Problem) -> None:
-        """Raise ProblemError where the problem is too large, before anything is built for it."""
+        """Raise HttpError if the problem is too large, before anything is built for it."""
         ops = count_ops(problem)
         if ops > self.max_ops:
             raise unprocessable(
@@ -162,7 +162,7 @@ class Caps:
             )
 
     def check_config(self, problem: Problem, config: JobConfig) -> None:
-        """Raise ProblemError where more time or threads are asked for than there are, or a model would be too large."""
+        """Raise HttpError if time limit or threads exceed the limits, or the model would be too large."""
         if config.time_limit_s > self.max_time_limit_s:
             raise _over("time_limit_s", config.time_limit_s, self.max_time_limit_s)
         if config.workers > self.max_workers:
@@ -183,7 +183,7 @@ def _over(name: str, asked: float, most: float) -> Exception:
 
 
 def read_submission(body: bytes, caps: Caps) -> SubmissionBody:
-    """A body checked whole and held to the caps. Raises ProblemError."""
+    """Parse a body and check it against the limits. Raises HttpError."""
     submission = read_document(SubmissionBody, body)
     caps.check_problem(submission.problem)
     caps.check_config(submission.problem, submission.config)
@@ -197,7 +197,7 @@ MOST_FAULTS = 20
 
 
 def read_document(model: type[D], body: bytes) -> D:
-    """The document in a body. Raises ProblemError with everything that is wrong."""
+    """Parse the document in a body. Raises HttpError with everything that is wrong."""
     try:
         return _checked(model, parse_json(body))
     except InputError as error:

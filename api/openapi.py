@@ -20,13 +20,13 @@ _DOCUMENTS: tuple[type[BaseModel], ...] = (SubmissionBody, ProblemBody, Schedule
 
 
 def json_request(model: type[Document]) -> dict[str, Any]:
-    """What a route that reads `model` with `api.middleware` says of its body."""
+    """OpenAPI request body of a route that reads `model`."""
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe(app: FastAPI, keys_required: bool) -> None:
-    """Have `app.openapi()` give the document of all routes that are there by now."""
+    """Set `app.openapi()` to the document of all routes added so far."""
     document = _document(app, keys_required)
     app.openapi = lambda: document  # type: ignore[method-assign]
 
@@ -63,13 +63,13 @@ _WHY = {
 }
 
 ANYWHERE = (401, 405, 413, 421, 429, 500, 503)
-"""What every call may answer."""
+"""Error statuses of every route."""
 WITH_BODY = (400, 415, 422)
-"""And those that read a body."""
+"""Further error statuses of routes that read a body."""
 
 
 def errors(*statuses: int) -> Responses:
-    """The responses of a call with these errors of its own."""
+    """OpenAPI responses of a route with these error statuses besides `ANYWHERE`."""
     schema = {"$ref": "#/components/schemas/ProblemDetails"}
     return {
         status: {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -49,7 +49,7 @@ class ProblemDetails(BaseModel):
 
 
 def problem_response(error: HttpError, request_id: str) -> JSONResponse:
-    """The answer to a request that failed."""
+    """Problem+json response of a failed request."""
     details = ProblemDetails(
         type="about:blank",
         title=error.status.phrase,
@@ -87,11 +87,33 @@ def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None
 
     @app.exception_handler(RequestValidationError)
     async def of_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(request, _problem_of_parameters(error))
+        # Parameters stand outside the body: the detail names them, the pointer is empty.
+        faults = []
+        for entry in error.errors():
+            kind, *name = entry["loc"]
+            if kind == "path":  # an id that is no UUID names no job, like one that is made up
+                return answer(request, http_error(HTTPStatus.NOT_FOUND, "not_found", "there is no such job."))
+            message = entry["msg"][:1].lower() + entry["msg"][1:]
+            given = str(entry["input"])[:LONGEST_ECHO]
+            detail = f"the {kind} parameter {'.'.join(map(str, name))} is {given!a}: {message}."
+            faults.append(Fault(pointer="", code="bad_parameter", detail=detail))
+        return answer(request, HttpError(HTTPStatus.UNPROCESSABLE_ENTITY, faults))
 
     @app.exception_handler(HTTPException)
     async def of_framework(request: Request, error: HTTPException) -> JSONResponse:
-        return answer(request, _problem_of_framework(request, error, allowed))
+        status = HTTPStatus(error.status_code)
+        path = ascii(request.url.path[:LONGEST_ECHO])
+        if status == HTTPStatus.NOT_FOUND:
+            return answer(
+                request, http_error(status, "not_found", f"there is nothing at {path}. Maybe see /openapi.json.")
+            )
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            route = getattr(request.scope.get("route"), "path", "")
+            methods = ", ".join(sorted(allowed.get(route, ("GET",))))
+            detail = f"{path} does not take {request.method[:LONGEST_ECHO]!a}. Maybe use {methods}."
+            return answer(request, http_error(status, "method_not_allowed", detail, headers={"Allow": methods}))
+        detail = f"{error.detail}".rstrip(".") + "."
+        return answer(request, http_error(status, status.name.lower(), detail, headers=error.headers))
 
 
 _STATUS_OF: dict[type[JobError], tuple[HTTPStatus, str]] = {
@@ -104,40 +126,10 @@ _STATUS_OF: dict[type[JobError], tuple[HTTPStatus, str]] = {
 
 
 def job_error(error: JobError) -> HttpError:
-    """What an error of the jobs is to a caller."""
+    """HTTP error for an error of the job store."""
     if isinstance(error, TooManyError):
         return retry_later(HTTPStatus.TOO_MANY_REQUESTS, error.code, str(error), error.retry_after_s)
     if isinstance(error, DatabaseGoneError):
         return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "database_gone", str(error), error.retry_after_s)
     status, code = _STATUS_OF[type(error)]
     return http_error(status, code, str(error))
-
-
-def _problem_of_parameters(error: RequestValidationError) -> HttpError:
-    """Parameters stand outside the body: the detail names them, the pointer is empty.
-
-    A job's id that is no id at all names no job, like one that is made up.
-    """
-    faults = []
-    for entry in error.errors():
-        kind, *name = entry["loc"]
-        if kind == "path":
-            return http_error(HTTPStatus.NOT_FOUND, "not_found", "there is no such job.")
-        message = entry["msg"][:1].lower() + entry["msg"][1:]
-        given = str(entry["input"])[:LONGEST_ECHO]
-        detail = f"the {kind} parameter {'.'.join(map(str, name))} is {given!a}: {message}."
-        faults.append(Fault(pointer="", code="bad_parameter", detail=detail))
-    return HttpError(HTTPStatus.UNPROCESSABLE_ENTITY, faults)
-
-
-def _problem_of_framework(request: Request, error: HTTPException, allowed: Mapping[str, Iterable[str]]) -> HttpError:
-    status = HTTPStatus(error.status_code)
-    path = ascii(request.url.path[:LONGEST_ECHO])
-    if status == HTTPStatus.NOT_FOUND:
-        return http_error(status, "not_found", f"there is nothing at {path}. Maybe see /openapi.json.")
-    if status == HTTPStatus.METHOD_NOT_ALLOWED:
-        route = getattr(request.scope.get("route"), "path", "")
-        methods = ", ".join(sorted(allowed.get(route, ("GET",))))
-        detail = f"{path} does not take {request.method[:LONGEST_ECHO]!a}. Maybe use {methods}."
-        return http_error(status, "method_not_allowed", detail, headers={"Allow": methods})
-    return http_error(status, status.name.lower(), f"{error.detail}".rstrip(".") + ".", headers=error.headers)

@@ -42,7 +42,11 @@ class ProcessPool:
         self._shares = Quota("heavy_tasks", MOST_WAITING, MOST_WAITING_OF_ONE)
 
     async def __aenter__(self) -> Self:
-        self._first = asyncio.create_task(self._start_first(), name="first heavy process")
+        async def start_first() -> None:
+            with suppress(ProcessDiedError):  # the first task that needs a process reports it
+                self._idle.append(await HeavyProcess.start())
+
+        self._first = asyncio.create_task(start_first(), name="first heavy process")
         return self
 
     async def __aexit__(
@@ -53,17 +57,13 @@ class ProcessPool:
         for process in [*self._idle, *self._busy]:
             await process.end()
 
-    async def _start_first(self) -> None:
-        """So that the first task need not wait. A service whose processes die at once says so when one is needed."""
-        with suppress(ProcessDiedError):
-            self._idle.append(await HeavyProcess.start())
-
     async def run(self, task: str, body: bytes, owner: UUID | None, **options: Any) -> bytes:
-        """What the task makes of the body. Raises ProblemError where it refuses, takes too long, or all is busy."""
+        """Run a task of `api.process_pool_child` on a body. Raises HttpError if it fails, times out or all are busy."""
         with self._shares.taken(owner):
             async with self._slots:
                 try:
-                    return await self._in_time(task, options, body)
+                    async with self._process() as process, asyncio.timeout(self.most_seconds):
+                        return await process.run(task, options, body)
                 except TimeoutError:
                     detail = f"this takes more than {self.most_seconds:g} s. Maybe send a smaller document."
                     raise unprocessable("too_slow", detail) from None
@@ -72,13 +72,9 @@ class ProcessPool:
                     text = "the process that worked on this ended before it was done. Maybe try again."
                     raise retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "died", text, retry_after_s=1) from None
 
-    async def _in_time(self, task: str, options: dict[str, Any], body: bytes) -> bytes:
-        async with self._process() as process, asyncio.timeout(self.most_seconds):
-            return await process.run(task, options, body)
-
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[HeavyProcess]:
-        """One that nobody else uses; it is used again unless it was stopped in the middle of a task."""
+        """A process for one task. One that was interrupted in a task is killed and not used again."""
         await asyncio.wait([self._first])
         self._idle = [process for process in self._idle if process.alive]
         process = self._idle.pop() if self._idle else await HeavyProcess.start()
@@ -98,7 +94,7 @@ class ProcessPool:
 
 
 class ProcessDiedError(Exception):
-    """It ended before it answered: out of memory, or a bug."""
+    """The process ended before it answered: out of memory, or a bug."""
 
 
 class HeavyProcess:
@@ -132,11 +128,11 @@ class HeavyProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """True until the process has ended."""
         return self._process.returncode is None
 
     async def run(self, task: str, options: dict[str, Any], body: bytes) -> bytes:
-        """What the task makes of the body. Raises ProblemError as the task did, ProcessDiedError."""
+        """Run a task; returns its answer. Raises HttpError as the task did, ProcessDiedError."""
         assert self._process.stdin is not None
         head = json.dumps({"task": task, "options": options, "bytes": len(body)}).encode()
         self._process.stdin.writelines((head, b"\n", body))
@@ -180,7 +176,7 @@ class Quota:
 
     @contextmanager
     def taken(self, owner: UUID | None) -> Iterator[None]:
-        """Hold one. Raises ProblemError: 429 where the caller holds too many, 503 where all together do."""
+        """Hold one. Raises HttpError: 429 where the caller holds too many, 503 where all together do."""
         what = self.name.replace("_", " ")
         if self._held[owner] >= self.most_of_one:
             text = f"this caller has {self.most_of_one} {what} already, which is all that one key may have at once."

@@ -1,7 +1,7 @@
 """Child of the process pool: reads tasks from stdin, writes answers to stdout.
 
-A task is one line of JSON and as many bytes as it names; so is an answer. The first answer is to no task: it says that
-all is loaded. Started by `api.process_pool.HeavyProcess` as
+A task is one line of JSON and as many bytes as it names; so is an answer. The first answer belongs to no task: it means
+that all modules are loaded. Started by `api.process_pool.HeavyProcess` as
 ``python -m api.process_pool_child PARENT_PID``.
 """
 
@@ -72,26 +72,28 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
 
 
 MOST_MEMORY_BYTES = 2 * 2**30
-"""What one process may hold; beyond it a task fails, and not the machine."""
+"""Memory limit of one process: beyond it a task fails, not the machine."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Do tasks until stdin ends."""
-    _die_with_parent(int(sys.argv[1]))
+    """Run tasks until stdin ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[1]):
+            os._exit(1)  # the parent died before the line above
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
-    out = _own_stdout()
+    # Answers go to a duplicate of stdout; what a library prints goes to stderr and cannot corrupt them.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     load_verifier()
     _send(out, HTTPStatus.OK, b"")  # ready
     while line := sys.stdin.buffer.readline():
-        _do(json.loads(line), out)
-
-
-def _do(request: Mapping[str, Any], out: BinaryIO) -> None:
-    body = sys.stdin.buffer.read(request["bytes"])
-    _send(out, *_answer(request["task"], request["options"], body))
+        request = json.loads(line)
+        body = sys.stdin.buffer.read(request["bytes"])
+        _send(out, *_answer(request["task"], request["options"], body))
 
 
 def _send(out: BinaryIO, status: HTTPStatus, content: bytes) -> None:
@@ -112,20 +114,6 @@ def _answer(task: str, options: dict[str, Any], body: bytes) -> tuple[HTTPStatus
     except MemoryError:
         raised = unprocessable("too_large", f"this takes more than {MOST_MEMORY_BYTES:,} bytes of memory.")
     return raised.status, json.dumps([fault.model_dump() for fault in raised.faults]).encode()
-
-
-def _own_stdout() -> BinaryIO:
-    """The pipe to the parent under another number: what a library prints goes to stderr and garbles no answer."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return out
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before the line above
 
 
 if __name__ == "__main__":

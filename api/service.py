@@ -1,4 +1,4 @@
-"""What the routes share: one of each a process, made when it starts and closed when it ends."""
+"""Parts shared by all routes, created at startup and closed at shutdown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from api.settings import Settings
 from solver.limits import available_cores
 
 MOST_CONNECTIONS = 1000
+"""Event streams and waiting requests open at once."""
 MOST_CONNECTIONS_OF_ONE = 100
-"""Event streams and waiting requests that are open at once, in all and of one key."""
+"""Event streams and waiting requests of one key open at once."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Service:
 
 @asynccontextmanager
 async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator[Service]:
-    """All parts, open within this context."""
+    """Context in which all parts are open."""
     connections = Quota("open_connections", MOST_CONNECTIONS, MOST_CONNECTIONS_OF_ONE)
     metrics.count_open_connections(lambda: connections.held)
     async with Store(settings) as store, ProcessPool(available_cores()) as pool:
@@ -43,7 +44,7 @@ async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator
 
 
 async def current_service(request: Request) -> Service:
-    """The service that a request was sent to. Were this a plain function, FastAPI would call it in a thread."""
+    """Service of a request. Async, because FastAPI calls plain functions in a thread."""
     service: Service = request.app.state.service
     return service
 

@@ -21,7 +21,7 @@ CONFIG_FILE = "OPTPIPE_CONFIG_FILE"
 """The environment variable that names the TOML file."""
 
 MOST_FILE_BYTES = 2**20
-"""What is read of that file."""
+"""Size limit of that file."""
 
 
 class Settings(BaseSettings):
@@ -51,20 +51,20 @@ class Settings(BaseSettings):
     """Jobs that one key may submit in any sixty seconds."""
 
     keep_jobs_days: float = Field(default=30.0, gt=0)
-    """Ended jobs are removed after this many days,"""
+    """Ended jobs are removed after this many days."""
     keep_jobs: int = Field(default=10_000, ge=0)
-    """and the oldest of them where there are more than this many."""
+    """Maximum number of ended jobs; the oldest are removed first."""
 
-    serve_workers: int = Field(default=1, ge=0, le=1)
-    """Workers that `optpipe serve` brings: 0 where all of them run elsewhere. One worker solves several jobs."""
+    serve_worker: bool = True
+    """`optpipe serve` starts a worker, which solves several jobs at a time; false: all workers run elsewhere."""
     solves: int = Field(default_factory=available_cores, ge=1, le=256)
     """Jobs that one worker solves at a time."""
     job_memory_bytes: int | None = Field(default=None, ge=2**20)
     """Memory of one solve; None: an equal share of 80 % of what is free when the worker starts."""
     heartbeat_s: float = Field(default=5.0, ge=1.0, le=600.0)
-    """A worker that is silent for so long is given up, and its jobs run again elsewhere."""
+    """Heartbeat timeout: a worker silent for this long is considered lost, and its jobs run again elsewhere."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Where a worker answers with its metrics, on `host`; None: nowhere."""
+    """Port on `host` where a worker serves its metrics; None: nowhere."""
     log_json: bool = False
     """Log one JSON object a line instead of text."""
 
@@ -79,15 +79,19 @@ class Settings(BaseSettings):
         except ValidationError as error:
             # The values stay out of the message: one of them may be a password.
             issues = [
-                Issue(entry["loc"], "bad_setting", _sentence(entry["msg"]))
+                Issue(entry["loc"], "bad_setting", f"is invalid: {entry['msg'][:1].lower()}{entry['msg'][1:]}.")
                 for entry in error.errors(include_input=False, include_url=False)
             ]
             raise InputError(issues, "settings") from None
 
     @property
     def keys_required(self) -> bool:
-        """Whether every request but the one for `/healthz` must bring a key."""
-        return self.require_keys or not _is_loopback(self.host)
+        """True if every request except `/healthz` must carry a key."""
+        try:
+            loopback = ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            loopback = self.host == "localhost"
+        return self.require_keys or not loopback
 
     @classmethod
     def settings_customise_sources(
@@ -105,19 +109,8 @@ class Settings(BaseSettings):
 
 
 def default_data_folder() -> Path:
-    """Where data of this user belongs. For root, where a system's services keep theirs: PostgreSQL never runs as root,
-    and the user that it runs as has no way into root's home."""
+    """Data folder of this user. For root the one of system services: PostgreSQL never runs as root, and the user that
+    it runs as cannot enter root's home."""
     if hasattr(os, "geteuid") and os.geteuid() == 0 and not os.environ.get("XDG_DATA_HOME"):
         return Path("/var/lib/optpipe")
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "optpipe"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _sentence(message: str) -> str:
-    return f"is not as it should be: {message[:1].lower()}{message[1:]}."

@@ -33,9 +33,9 @@ WAIT_S = 30.0
 
 CONNECT_S = 3
 POOLED = 10
-"""Connections that a process keeps, and"""
+"""Connections that a process keeps open."""
 EXTRA = 10
-"""that it may open beyond these while many wait."""
+"""Connections that it may open beyond `POOLED` while many requests wait."""
 
 _KEEP_ALIVE: dict[str, Any] = {
     "keepalives_idle": 5,
@@ -47,7 +47,7 @@ _KEEP_ALIVE: dict[str, Any] = {
 
 
 def sqlalchemy_url(url: str) -> URL:
-    """The address of a PostgreSQL as SQLAlchemy with psycopg wants it. Raises InputError (without the address)."""
+    """Database URL for SQLAlchemy with psycopg. Raises InputError (without the address)."""
     try:
         parsed = make_url(url)
     except sqlalchemy.exc.ArgumentError:
@@ -59,13 +59,8 @@ def sqlalchemy_url(url: str) -> URL:
     return parsed.set(drivername="postgresql+psycopg")
 
 
-def psycopg_url(url: str) -> str:
-    """The same address as psycopg alone wants it."""
-    return sqlalchemy_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-
-
 def make_engine(url: str) -> AsyncEngine:
-    """A pool of connections that are looked at before use; it connects when it is first used."""
+    """Connection pool that checks connections before use and connects lazily."""
     engine = create_async_engine(
         sqlalchemy_url(url),
         pool_size=POOLED,
@@ -80,12 +75,12 @@ def make_engine(url: str) -> AsyncEngine:
 
 
 def for_reading(engine: AsyncEngine) -> AsyncEngine:
-    """The same pool, of which each statement is a transaction of its own: one way to the server and back."""
+    """The same pool in autocommit mode: one round trip for each statement."""
     return engine.execution_options(isolation_level="AUTOCOMMIT")
 
 
 def _use_utc(connection: Any, _record: object) -> None:
-    """Have times come back as UTC, wherever the server believes it is."""
+    """Set the time zone of a new connection to UTC, whatever the server's default."""
     cursor = connection.cursor()
     cursor.execute("SET TIME ZONE 'UTC'")
     cursor.close()
@@ -93,25 +88,23 @@ def _use_utc(connection: Any, _record: object) -> None:
 
 
 def _replace_if_closed(connection: Any, _record: object, _proxy: object) -> None:
-    """Have the pool connect anew where the server has hung up: then there is something to read, unasked.
+    """Reconnect where the server has hung up: then the idle socket is readable.
 
     SQLAlchemy's own check asks the server, which costs as much as most of our statements.
     """
     server: psycopg.AsyncConnection = connection.driver_connection
-    if server.pgconn.status != ConnStatus.OK or _readable(server.pgconn.socket):
-        raise sqlalchemy.exc.DisconnectionError
-
-
-def _readable(socket: int) -> bool:
-    look = select.poll()
-    look.register(socket, select.POLLIN)
-    return bool(look.poll(0))
+    if server.pgconn.status == ConnStatus.OK:
+        poll = select.poll()
+        poll.register(server.pgconn.socket, select.POLLIN)
+        if not poll.poll(0):
+            return
+    raise sqlalchemy.exc.DisconnectionError
 
 
 async def listening_connection(url: str) -> psycopg.AsyncConnection:
-    """A connection of its own for LISTEN. Raises psycopg.OperationalError."""
+    """Open a connection for LISTEN, outside the pool. Raises psycopg.OperationalError."""
     return await psycopg.AsyncConnection.connect(
-        psycopg_url(url),
+        sqlalchemy_url(url).set(drivername="postgresql").render_as_string(hide_password=False),
         autocommit=True,
         connect_timeout=CONNECT_S,
         application_name="optpipe listener",
@@ -151,7 +144,7 @@ class Statement:
         compiled = statement.compile(dialect=PGDialectAsync_psycopg())  # type: ignore[no-untyped-call]
         self._text = compiled.string.encode()
         self._own = compiled.params
-        """Those that are a part of the statement; the others are given each time."""
+        """Constants of the statement; the other parameters are given with each execution."""
 
     async def all(self, connection: AsyncConnection, **values: Any) -> Sequence[Any]:
         """Its rows."""
@@ -167,7 +160,7 @@ class Statement:
 
 
 async def driver_connection(connection: AsyncConnection) -> psycopg.AsyncConnection:
-    """The connection as psycopg knows it; the transaction is the same one."""
+    """psycopg connection beneath `connection`, in the same transaction."""
     driver = (await connection.get_raw_connection()).driver_connection
     assert isinstance(driver, psycopg.AsyncConnection)
     return driver
@@ -178,9 +171,9 @@ PAUSE_S = 0.5
 
 
 class Listener:
-    """Within this async context each notification on a channel calls its function with the payload.
+    """Async context in which each notification on a channel calls its function with the payload.
 
-    `missed` is called whenever the connection is new: what was said before it was there, nobody heard.
+    `missed` is called after every reconnection, because notifications sent in between are lost.
     """
 
     def __init__(self, url: str, channels: Mapping[str, Callable[[str], None]], missed: Callable[[], None]) -> None:
@@ -202,23 +195,20 @@ class Listener:
     async def _listen(self) -> None:
         while True:
             with suppress(psycopg.Error, OSError):
-                await self._listen_once()
+                async with await listening_connection(self._url) as connection:
+                    for channel in self._channels:
+                        await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+                    self._missed()
+                    async for note in connection.notifies():
+                        self._channels[note.channel](note.payload)
             await asyncio.sleep(PAUSE_S)
-
-    async def _listen_once(self) -> None:
-        async with await listening_connection(self._url) as connection:
-            for channel in self._channels:
-                await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-            self._missed()
-            async for note in connection.notifies():
-                self._channels[note.channel](note.payload)
 
 
 AGAIN_S = 0.2
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks until they have ended; how they ended is not asked.
+    """Cancel tasks and wait for their end; their results and errors are ignored.
 
     Once is not enough before Python 3.12: `asyncio.wait_for`, on which psycopg waits, loses a cancel that comes just as
     what it waits for is there.

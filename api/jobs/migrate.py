@@ -1,4 +1,4 @@
-"""Bringing a database's tables to this program's revision, or saying that they are at another."""
+"""Migration of the tables to this program's revision, and the check that they are there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLDEST_POSTGRESQL = 15
 
 
 def migrate(url: str) -> None:
-    """Bring the tables to this program's revision, whatever they are at; several processes may ask at once.
+    """Upgrade the tables to this program's revision; safe to call from several processes at once.
 
     Raises DatabaseGoneError; InputError where PostgreSQL is too old, or the tables are newer than this program.
     """
@@ -50,8 +50,8 @@ def check_revision(url: str) -> None:
 
 
 def head_revision() -> str:
-    """The revision that this program works with."""
-    head = _scripts().get_current_head()
+    """Revision of the tables that this program needs."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
     assert head is not None
     return head
 
@@ -68,7 +68,9 @@ def _connected(url: str) -> Iterator[Connection]:
     engine = create_engine(sqlalchemy_url(url), poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S})
     try:
         with engine.connect() as connection:
-            version = _version(connection)
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            version = int(driver.info.server_version) // 10_000
             if version < OLDEST_POSTGRESQL:
                 detail = f"names a PostgreSQL {version}; {OLDEST_POSTGRESQL} or newer is needed."
                 raise InputError([Issue("database_url", "too_old", detail)])
@@ -78,22 +80,12 @@ def _connected(url: str) -> Iterator[Connection]:
         raise DatabaseGoneError(f"the database cannot be reached: {reason}. Maybe database_url is wrong.") from None
 
 
-def _version(connection: Connection) -> int:
-    driver = connection.connection.driver_connection
-    assert driver is not None
-    return int(driver.info.server_version) // 10_000
-
-
 def _revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def _known_revisions() -> set[str]:
-    return {script.revision for script in _scripts().walk_revisions()}
-
-
-def _scripts() -> ScriptDirectory:
-    return ScriptDirectory.from_config(_config())
+    return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
 
 
 def _config() -> Config:

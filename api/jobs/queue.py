@@ -87,7 +87,7 @@ async def pick(
 ) -> list[tuple[int, UUID]]:
     """Take at most `free` jobs for a worker, which has at most `slots`: rows and jobs, those of highest priority first.
 
-    Jobs of a worker that has been silent for `silence_s` are taken like those that wait.
+    Jobs of a worker without a heartbeat for `heartbeat_timeout_s` are taken like those that wait.
     """
     picked = await (await _queries(connection)).dequeue(
         batch_size=free,
@@ -102,14 +102,13 @@ async def pick(
 async def lock(connection: AsyncConnection, queue_id: int) -> None:
     """Hold the row of a job until the end of the transaction.
 
-    Whoever changes a job that waits or runs takes this row first and the job's own row second, as `pick` does, so that
-    two of them wait for each other in one order only.
+    Lock order: this row first and the job's own row second, as `pick` does, so that two transactions cannot deadlock.
     """
     await connection.execute(select(_rows.c.id).where(_rows.c.id == queue_id).with_for_update())
 
 
 async def beat(connection: AsyncConnection, queue_id: int) -> None:
-    """The worker of this row lives."""
+    """Renew the heartbeat of this row."""
     await (await _queries(connection)).update_heartbeat([JobId(queue_id)])
 
 
@@ -126,7 +125,7 @@ async def remove(connection: AsyncConnection, queue_id: int, outcome: Outcome) -
 
 
 def place(job: FromClause = jobs) -> ColumnElement[int | None]:
-    """For a select of one of `jobs`: how many waiting jobs are taken up to it; NULL for one that does not wait."""
+    """Column for a select of one of `jobs`: its place in the queue from 1; NULL for one that does not wait."""
     priority = job.c.config["priority"].astext.cast(Integer)
     before = or_(_rows.c.priority > priority, and_(_rows.c.priority == priority, _rows.c.id <= job.c.queue_id))
     in_order = (
@@ -140,13 +139,13 @@ def place(job: FromClause = jobs) -> ColumnElement[int | None]:
 
 
 def places() -> Subquery:
-    """For a join to many of `jobs`: the `id` of each row that waits with the same `place`, all counted at once."""
+    """Subquery for a join to many of `jobs`: `id` and `place` of every waiting row, counted in one pass."""
     place = func.row_number().over(order_by=(_rows.c.priority.desc(), _rows.c.id))
     return select(_rows.c.id, place.label("place")).where(_rows.c.status == _QUEUED).subquery("places")
 
 
 async def ages_s(connection: AsyncConnection) -> tuple[float, float]:
-    """How long the first job has waited, and the silence of the quietest running one, in seconds (0: none does)."""
+    """Longest wait in the queue and oldest heartbeat of a running job, in seconds (0: there is none)."""
     row = await connection.execute(
         select(
             _longest_s(_rows.c.updated, _rows.c.status == _QUEUED),
@@ -163,20 +162,20 @@ def _longest_s(since: ColumnElement[Any], which: ColumnElement[bool]) -> ColumnE
 
 
 async def forget(connection: AsyncConnection) -> None:
-    """Empty pgqueuer's own log of what is old: events tell what happened to a job, and nobody reads the log."""
+    """Delete old entries of pgqueuer's own log, which nothing reads: the history of a job is in its events."""
     await connection.execute(delete(_log).where(_log.c.created < func.now() - KEEP_LOG))
 
 
 class HeartbeatGrace:
-    """Where all were cut off from the database, those who come back first wait for the others.
+    """Grace period before other workers' stale heartbeats count, after an outage of the database or of this worker.
 
-    A worker that could not reach it, or that was itself stopped for a while, finds the heartbeats of all others old.
-    It leaves them the time of one heartbeat to be heard again; but where it is late all the time, only every other one,
-    so that lost jobs are found on a machine that is too busy as well.
+    A worker that could not reach the database, or was itself suspended, finds the heartbeats of all others stale. It
+    grants them one heartbeat timeout; a worker that is late all the time only every other one, so that lost jobs are
+    found on an overloaded machine too.
     """
 
     def __init__(self, heartbeat_s: float, clock: Callable[[], float] = time.time) -> None:
-        # The clock on the wall: the other one stands still while a machine sleeps.
+        # Wall-clock time: the monotonic clock stops while a machine is suspended.
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._seen_s = clock()
@@ -184,21 +183,21 @@ class HeartbeatGrace:
         self._away = False
 
     @property
-    def asked_for(self) -> bool:
-        """Whether to leave the jobs of silent workers alone for now."""
+    def active(self) -> bool:
+        """True while jobs of silent workers must be left alone."""
         now_s = self._clock()
-        late = now_s - self._seen_s > self._heartbeat_s / 2  # it looks twice as often, unless it is held up
+        late = now_s - self._seen_s > self._heartbeat_s / 2  # a worker polls twice as often, unless it is held up
         if late and now_s > self._until_s + self._heartbeat_s:
             self._until_s = now_s + self._heartbeat_s
         return self._away or now_s < self._until_s
 
-    def seen(self) -> None:
-        """The database has answered."""
+    def database_answered(self) -> None:
+        """Note that the database has answered."""
         self._seen_s = self._clock()
         if self._away:
             self._away = False
             self._until_s = self._seen_s + self._heartbeat_s
 
-    def lost(self) -> None:
-        """The database has not answered."""
+    def database_lost(self) -> None:
+        """Note that the database has not answered."""
         self._away = True

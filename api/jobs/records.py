@@ -49,7 +49,7 @@ class JobConfig(Document):
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
-Limit = Literal["time", "gap", "memory", "interrupted"]
+StopReason = Literal["time", "gap", "memory", "interrupted"]
 EventKind = Literal["incumbent", "bound", "status"]
 
 STATUSES: tuple[Status, ...] = ("queued", "running", "succeeded", "failed", "cancelled")
@@ -73,7 +73,7 @@ class Job:
     value_us: float | None
     bound_us: float | None
     reason: Reason | None
-    limit: Limit | None
+    stop_reason: StopReason | None
     error: str | None
     revision: int
     attempt: int
@@ -186,7 +186,7 @@ class JobResult:
     status: Status
     schedule: Schedule | None
     reason: Reason | None
-    limit: Limit | None
+    stop_reason: StopReason | None
     error: str | None = None
     died: bool = False
     """The process of the solve ended by itself."""

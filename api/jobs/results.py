@@ -35,26 +35,26 @@ from solver.cache import CachedSchedule, canonical_form
 from solver.limits import Limits
 
 USED_WITHIN = timedelta(hours=12)
-"""That a row is used is noted so seldom: were it written each time, all who use it would wait for one another."""
+"""Granularity of `used_at`: written at each use, its row lock would serialise all users of the row."""
 
 
 @dataclass(frozen=True)
 class Equality:
-    """What a problem is equal to: `key` is the same for equal problems only, a time of 1 there is `time_us` here."""
+    """Equality key of a problem: only equal problems share `key`; `time_us` is the unit of its canonical times."""
 
     key: str
     time_us: float
 
     @classmethod
     def of(cls, problem: Problem) -> Equality:
-        """That of a problem."""
+        """Equality key of `problem`."""
         form = canonical_form(problem)
         return cls(form.key, float(form.time_us))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The stored schedule of a problem, given word for word: what a job that is answered with it says of it.
+    """The stored schedule of a problem given as text, with the figures for a job that it answers.
 
     `document` is its digest. Times are the problem's own.
     """
@@ -70,7 +70,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """Likewise."""
+        """Relative gap."""
         return relative_gap(self.value_us, self.bound_us)
 
 
@@ -83,7 +83,7 @@ _ROW = Statement(select(solved_problems).where(solved_problems.c.key == bindpara
 
 
 async def find_answer(connection: AsyncConnection, problem: bytes, config: JobConfig) -> Answer | None:
-    """The answer to the problem with this digest, if it was solved at least as well as is asked for."""
+    """Answer to the problem with this digest, if it meets the requested limits."""
     row = await _ANSWER.one_or_none(connection, problem=problem)
     if row is None:
         return None
@@ -101,14 +101,14 @@ async def find_solution(connection: AsyncConnection, key: str) -> Any:
 
 
 async def _use(connection: AsyncConnection, row: Any) -> None:
-    """Note that the row of a solved problem is used, for it to be kept."""
+    """Update `used_at` of a row, which retention reads."""
     if datetime.now(UTC) - row.used_at > USED_WITHIN:
         used = update(solved_problems).where(solved_problems.c.key == row.key).values(used_at=func.now())
         await connection.execute(used)
 
 
 def build_schedule_of_solution(row: Any, problem: Problem, equality: Equality, config: JobConfig) -> Schedule | None:
-    """The schedule of a row in the problem's units, verified, if it was solved at least as well as is asked for."""
+    """Verified schedule of a row in the problem's units, if it meets the requested limits."""
     try:
         orders = orders_from_data(json.loads(row.orders))
         schedule = build_schedule(problem, orders, row.bound * equality.time_us, row.method, row.solve_seconds)
@@ -118,7 +118,7 @@ def build_schedule_of_solution(row: Any, problem: Problem, equality: Equality, c
 
 
 def _will_do(known: Answer | Schedule, row: Any, config: JobConfig) -> bool:
-    """Whether it was solved at least as well as is asked for. The rule is the cache's, and looks at the gap alone."""
+    """True if it meets the requested limits, by the rule of `solver.cache`, which reads no more than the gap."""
     limits = Limits(config.time_limit_s, config.gap, config.workers, config.seed)
     return CachedSchedule(cast(Schedule, known), row.asked, row.worker_s).answers(config.method, limits)
 
@@ -140,7 +140,7 @@ async def remember_answer(
 
 
 async def find_warm_start(connection: AsyncConnection, key: str) -> Orders | None:
-    """Orders of an equal problem, where a search can begin."""
+    """Orders of an equal problem, to start a search from."""
     row = (await connection.execute(select(solved_problems.c.orders).where(solved_problems.c.key == key))).one_or_none()
     try:
         return orders_from_data(json.loads(row.orders)) if row else None
@@ -149,14 +149,14 @@ async def find_warm_start(connection: AsyncConnection, key: str) -> Orders | Non
 
 
 async def keep_solution(
-    connection: AsyncConnection, schedule: Schedule, equality: Equality, asked: str, worker_s: float
+    connection: AsyncConnection, schedule: Schedule, equality: Equality, requested_method: str, cpu_seconds: float
 ) -> None:
-    """Keep a verified schedule that the method `asked` found in `worker_s` (time times workers), unless a better one
-    is there. The higher bound is kept in either case."""
+    """Keep a verified schedule that `requested_method` found in `cpu_seconds` (time limit x threads), unless a better
+    one is stored. The higher bound is kept in either case."""
     new = insert(solved_problems).values(
         key=equality.key,
-        asked=asked,
-        worker_s=worker_s,
+        asked=requested_method,
+        worker_s=cpu_seconds,
         value=schedule.value_us / equality.time_us,
         bound=schedule.bound_us / equality.time_us,
         method=schedule.method,
@@ -224,7 +224,7 @@ _BEST = Statement(
 
 
 async def best_row(connection: AsyncConnection, job_id: UUID, owner: UUID | None) -> Any:
-    """What `best_schedule` needs. Raises NotFoundError, NoScheduleError."""
+    """Row for `best_schedule`. Raises NotFoundError, NoScheduleError."""
     row = await _BEST.one_or_none(connection, job_id=job_id, owner=owner)
     if row is None:
         raise not_found(job_id)
@@ -234,7 +234,7 @@ async def best_row(connection: AsyncConnection, job_id: UUID, owner: UUID | None
 
 
 def best_schedule(row: Any) -> BestSchedule:
-    """A row of `best_row` as a document."""
+    """Best schedule of a row of `best_row`."""
     final = row.status in TERMINAL
     if row.document is not None:
         return BestSchedule(row.revision, final, row.document)

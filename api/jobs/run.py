@@ -1,6 +1,6 @@
 """One job from claim to end: solved in a child process, incumbents and the result stored.
 
-While the database is away the solve goes on, and what there is to store is stored when it is back.
+During an outage of the database the solve goes on; results are stored when it is back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OnEvent = Callable[[Progress | Heartbeat], None]
 
 @dataclass(frozen=True)
 class SolveRequest:
-    """One solve: the problem, how, the memory it may hold, how to cancel it, and orders that it begins from."""
+    """One solve: problem, configuration, memory limit, cancellation, and orders to start from."""
 
     problem: Problem
     config: JobConfig
@@ -47,19 +47,19 @@ class SolveRequest:
     starts: Sequence[Orders]
 
     def limits(self) -> Limits:
-        """The limits of a solve that begins now."""
+        """Limits whose clock starts now."""
         config = self.config
         return Limits(config.time_limit_s, config.gap, config.workers, config.seed, self.cancel)
 
 
 Solve = Callable[[SolveRequest, OnEvent], ChildResult]
-"""What solves a task in the calling thread, raising as `solve_in_child` does."""
+"""Solves a request in the calling thread; raises like `solve_in_child`."""
 
 
 class ChildSolver:
-    """Solves in child processes. One is kept ready: loading the solvers takes longer than many a solve.
+    """Solves in child processes and keeps one ready, because loading the solvers takes longer than many a solve.
 
-    `prepare` must be called by a thread that lives as long as this object: on Linux the child dies with its maker.
+    Call `prepare` in a thread that outlives this object: on Linux a child dies with the thread that started it.
     """
 
     def __init__(self) -> None:
@@ -67,20 +67,20 @@ class ChildSolver:
         self._spare: Child | None = None
 
     def prepare(self) -> None:
-        """Start a child for the next solve, unless one is there."""
+        """Start a child for the next solve, unless there is one."""
         with self._lock:
             if self._spare is None:
                 self._spare = Child()
 
     def close(self) -> None:
-        """End the one that is kept ready."""
+        """End the child that is kept ready."""
         spare = self._take()
         if spare is not None:
             with spare:
                 pass
 
     def __call__(self, task: SolveRequest, on_event: OnEvent) -> ChildResult:
-        """Solve in the child that was kept ready, or else in a new one."""
+        """Solve in the child that is kept ready, or else in a new one."""
         spare = self._take()
         if spare is not None and not _runs(spare.pid):
             with spare:
@@ -102,7 +102,7 @@ class ChildSolver:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a child has not ended; it stays to be waited for."""
+    """True if a child is still running; its exit status is left to be collected."""
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     return False
@@ -119,7 +119,7 @@ class WorkerMetrics:
 
     @contextmanager
     def served(self, host: str, port: int | None) -> Iterator[None]:
-        """Answer on a port of its own within this context; None: nowhere."""
+        """Context that serves the metrics on a port; None: nowhere."""
         if port is None:
             yield
             return
@@ -133,43 +133,46 @@ class WorkerMetrics:
 
 
 BEAT_S = 0.3
-"""Between two heartbeats: a cancel request comes back with one."""
+"""Interval of heartbeats, each of which also reads the cancel request."""
 
 COUNTED_TOGETHER = 32
-"""Heartbeats that are added to the totals at once, some ten seconds of them; fewer at the end of a job."""
+"""Heartbeats added to the totals at once (some ten seconds); fewer at the end of a job."""
 
 TRY_AGAIN_S = 0.5
-"""Between two tries to reach a database that is away."""
+"""Pause before a retry while the database does not answer."""
 
 _log = structlog.get_logger("optpipe.worker")
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """What all runs of a worker share."""
+    """Resources shared by all runs of a worker."""
 
     engine: AsyncEngine
     executor: Executor
     solve: Solve
     memory_limit_bytes: int | None
     metrics: WorkerMetrics
-    patience: HeartbeatGrace
+    grace: HeartbeatGrace
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A lease as it is solved: `known` is its best schedule from earlier attempts, verified anew."""
+    """A lease, parsed: `best` is the best schedule of earlier attempts, verified again; None if it is not valid."""
 
     problem: Problem
     config: JobConfig
     equality: Equality
-    known: Schedule | None
+    best: Schedule | None
 
     @classmethod
     def of(cls, lease: Lease) -> Prepared:
-        """Read and check what was stored. Raises InputError where it is not understood (any more)."""
+        """Parse what is stored. Raises InputError where a program with other rules stored it."""
         problem = lease.problem()
-        return cls(problem, lease.config(), Equality.of(problem), _known(problem, lease))
+        best = None
+        with suppress(OptPipeError, ValueError, TypeError, KeyError):  # stored by a program with other rules
+            best = results.load_schedule(problem, lease.best) if lease.best else None
+        return cls(problem, lease.config(), Equality.of(problem), best)
 
     def better(self, found: Schedule | None, other: Schedule | None) -> Schedule | None:
         """The better of two schedules, with the higher of their bounds."""
@@ -182,20 +185,12 @@ class Prepared:
         return build_schedule(self.problem, chosen.orders, bound_us, chosen.method, chosen.solve_seconds)
 
 
-def _known(problem: Problem, lease: Lease) -> Schedule | None:
-    """The best schedule of earlier attempts; None where it is not one by the rules of this program."""
-    try:
-        return results.load_schedule(problem, lease.best) if lease.best else None
-    except (OptPipeError, ValueError, TypeError, KeyError):
-        return None
-
-
 class Run:
-    """A lease from its begin to its end."""
+    """One attempt to solve a job."""
 
-    def __init__(self, place: Workplace, lease: Lease) -> None:
+    def __init__(self, workplace: Workplace, lease: Lease) -> None:
         self.lease = lease
-        self._place = place
+        self._workplace = workplace
         self._cancel = Cancel()
         self._leaving = False
         self._cancelled = False
@@ -207,22 +202,22 @@ class Run:
         self._log = _log.bind(job=str(lease.job_id), attempt=lease.attempt)
 
     def cancel(self) -> None:
-        """The job is to end now, with its best schedule."""
+        """End the job now, with its best schedule."""
         self._cancelled = True
         self._cancel.request()
 
     def leave(self) -> None:
-        """The worker ends: stop, and let the job go on elsewhere."""
+        """Stop and give the job back, because the worker ends."""
         self._leaving = True
         self._cancel.request()
 
     async def run(self) -> None:
-        """Solve and store. However the solve goes, it is the job's end and not the worker's."""
+        """Solve the job and store its result. A failed solve ends the job, never the worker."""
         self._log.info("job begun")
         try:
             await self._run()
         except LeaseLostError:
-            self._place.metrics.refused.inc()
+            self._workplace.metrics.refused.inc()
             self._log.warning("result refused: the job was given to another worker, or removed")
 
     async def _run(self) -> None:
@@ -232,15 +227,20 @@ class Run:
             outcome = self._failed(None, str(error))
             await self._store(lambda: self._end(outcome))
             return
-        self._best = prepared.known
+        self._best = prepared.best
+        starts = [prepared.best.orders] if prepared.best else []
+        with suppress(DatabaseGoneError):
+            async with transaction(self._workplace.engine) as connection:
+                equal = await results.find_warm_start(connection, prepared.equality.key)
+            starts += [equal] if equal else []
         task = SolveRequest(
             prepared.problem,
             prepared.config,
-            self._place.memory_limit_bytes,
+            self._workplace.memory_limit_bytes,
             self._cancel,
-            await self._starts(prepared),
+            starts,
         )
-        solving = self._loop.run_in_executor(self._place.executor, self._place.solve, task, self._hear)
+        solving = self._loop.run_in_executor(self._workplace.executor, self._workplace.solve, task, self._hear)
         try:
             await self._follow(prepared, solving)
         finally:
@@ -248,23 +248,14 @@ class Run:
             await asyncio.wait([solving])
         await self._conclude(prepared, solving)
 
-    async def _starts(self, prepared: Prepared) -> list[Orders]:
-        """The best orders of this job, and those of an equal problem."""
-        starts = [prepared.known.orders] if prepared.known else []
-        with suppress(DatabaseGoneError):
-            async with transaction(self._place.engine) as connection:
-                equal = await results.find_warm_start(connection, prepared.equality.key)
-            starts += [equal] if equal else []
-        return starts
-
     def _hear(self, event: Progress | Heartbeat) -> None:
-        """Called by the solver's thread."""
+        """Callback in the solver's thread."""
         if isinstance(event, Progress):
             self._heard = event
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def _follow(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
-        """Until the solve is over: a heartbeat now and then, with what was found since the last."""
+        """Send heartbeats with new incumbents until the solve ends."""
         solving.add_done_callback(lambda _: self._news.set())
         stored = self._best
         while not solving.done():
@@ -275,29 +266,29 @@ class Run:
                     self.cancel()
                 stored = found
             except DatabaseGoneError:
-                self._place.patience.lost()
+                self._workplace.grace.database_lost()
                 await self._rest(TRY_AGAIN_S)
             else:
                 await self._rest(BEAT_S)
 
     async def _beat(self, found: Schedule | None) -> bool:
-        """Say that the job is solved here, and what was found; whether to cancel."""
+        """Send a heartbeat with a new incumbent, if any; True if the job is to be cancelled."""
         count = self._beats if self._beats >= COUNTED_TOGETHER else 0
-        cancel = await leases.beat(self._place.engine, self.lease, found, count)
+        cancel = await leases.beat(self._workplace.engine, self.lease, found, count)
         self._beats += 1 - count
-        self._place.metrics.heartbeats.inc()
-        self._place.patience.seen()
+        self._workplace.metrics.heartbeats.inc()
+        self._workplace.grace.database_answered()
         return cancel
 
     async def _rest(self, most_s: float) -> None:
-        """Until there is news."""
+        """Wait for an incumbent or the end of the solve, at most `most_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 await self._news.wait()
         self._news.clear()
 
     async def _check_heard(self, prepared: Prepared) -> None:
-        """Time and verify the newest incumbent: nothing that a child says is believed unseen."""
+        """Time and verify the newest incumbent: nothing from a child is stored unchecked."""
         heard, self._heard = self._heard, None
         if heard is None:
             return
@@ -309,7 +300,7 @@ class Run:
         self._best = await asyncio.to_thread(prepared.better, found, self._best)
 
     async def _conclude(self, prepared: Prepared, solving: asyncio.Future[ChildResult]) -> None:
-        """Store how it ended, or give the job back."""
+        """Store the result, or give the job back."""
         result: ChildResult | None = None
         try:
             result = solving.result()
@@ -321,8 +312,8 @@ class Run:
         except Exception as error:
             self._log.exception("a bug ended the solve")
             outcome = self._failed(self._best, f"a bug in the service ended the solve ({type(error).__name__}).")
-        if self._leaving and not self._cancelled and outcome.limit == "interrupted":
-            await self._store(lambda: leases.give_back(self._place.engine, self.lease, outcome.schedule))
+        if self._leaving and not self._cancelled and outcome.stop_reason == "interrupted":
+            await self._store(lambda: leases.give_back(self._workplace.engine, self.lease, outcome.schedule))
             self._log.info("job given back")
             return
         await self._store(lambda: self._end(outcome))
@@ -342,11 +333,11 @@ class Run:
         return JobResult("failed", schedule, schedule.status if schedule else "no_solution", None, error)
 
     async def _end(self, outcome: JobResult) -> None:
-        await leases.end(self._place.engine, self.lease, outcome, self._beats)
-        self._log.info("job ended", status=outcome.status, reason=outcome.reason, limit=outcome.limit)
+        await leases.end(self._workplace.engine, self.lease, outcome, self._beats)
+        self._log.info("job ended", status=outcome.status, reason=outcome.reason, limit=outcome.stop_reason)
 
     async def _store(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Write, however long the database is away."""
+        """Retry a write until the database is back."""
         while True:
             try:
                 return await write()
@@ -354,11 +345,11 @@ class Run:
                 await asyncio.sleep(TRY_AGAIN_S)
 
     async def _keep(self, prepared: Prepared, schedule: Schedule, result: ChildResult) -> None:
-        """Remember the answer for equal problems, with the time that the search had; if not now, another solve will."""
+        """Keep the solution for equal problems, with the CPU time of its search; not during an outage."""
         config = prepared.config
         given_s = config.time_limit_s if result.limit in (None, "time") else schedule.solve_seconds
         with suppress(DatabaseGoneError):
-            async with transaction(self._place.engine) as connection:
+            async with transaction(self._workplace.engine) as connection:
                 await results.keep_solution(
                     connection, schedule, prepared.equality, config.method, given_s * config.workers
                 )

@@ -1,12 +1,14 @@
 """Job store of the routes: one object per process, safe for concurrent tasks of its event loop.
 
-Every method raises DatabaseGoneError where the database does not answer within seconds. `owner` is the id of the
-caller's key, None where none is asked for; a job of another owner is not there.
+Every method raises DatabaseGoneError if the database does not answer within seconds. `owner` is the id of the caller's
+key, None where keys are not required; a job of another owner is not found.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import hashlib
 import hmac
 import re
@@ -15,34 +17,46 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID, uuid4
 
-from sqlalchemy import bindparam, func, insert, select, text, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import bindparam, func, insert, select, text, tuple_, update
 
-from api.errors import ConflictError, DatabaseGoneError, NotFoundError
+from api.errors import BadCursorError, ConflictError, DatabaseGoneError, NotFoundError
 from api.jobs import queries, queue, results
 from api.jobs.database import Listener, Statement, for_reading, make_engine, transaction
 from api.jobs.migrate import head_revision
 from api.jobs.queries import CANCEL, CHANGED, change_job, notify
-from api.jobs.records import ApiKey, BestSchedule, Counts, Event, Job, JobConfig, NewApiKey, Page, Status, Submission
+from api.jobs.records import (
+    STATUSES,
+    ApiKey,
+    BestSchedule,
+    Counts,
+    Event,
+    Job,
+    JobConfig,
+    NewApiKey,
+    Page,
+    Status,
+    Submission,
+)
 from api.jobs.submit import Request, Submissions, load_usage
-from api.jobs.tables import api_keys, jobs, schedules
+from api.jobs.tables import api_keys, events, jobs, schedules, totals
 from api.settings import Settings
 from optpipe.errors import InputError, Issue
 from optpipe.problem import Problem
 
 LOOK_AGAIN_S = 5.0
-"""Those who wait for an event look by themselves so often, in case that nobody could tell them."""
+"""Polling interval of those who wait for an event, for the case that a notification was lost."""
 
 
 class Store:
     """Access to the jobs in a database. As an async context it connects when needed and closes at the end."""
 
     def __init__(self, settings: Settings) -> None:
-        """`settings.database_url` must be given: whoever starts the service has an embedded server running by now."""
+        """`settings.database_url` must be set; an embedded PostgreSQL is started before."""
         assert settings.database_url is not None
         url = settings.database_url.get_secret_value()
         self.settings = settings
@@ -85,8 +99,11 @@ class Store:
     async def problem(self, job_id: UUID, owner: UUID | None = None) -> Problem:
         """The problem of a job. Raises NotFoundError."""
         async with transaction(self._reading) as connection:
-            found = await queries.problem_text(connection, job_id, owner)
-        return await asyncio.to_thread(Problem.from_json, found)
+            query = select(jobs.c.problem).where(queries.OWNED)
+            problem_json = (await connection.execute(query, {"job_id": job_id, "owner": owner})).scalar_one_or_none()
+        if problem_json is None:
+            raise queries.not_found(job_id)
+        return await asyncio.to_thread(Problem.from_json, problem_json)
 
     async def list_jobs(
         self,
@@ -97,8 +114,29 @@ class Store:
         cursor: str | None = None,
     ) -> Page:
         """At most `limit` jobs, newest first, from where the cursor's page ended. Raises BadCursorError."""
+        places = queue.places()
+        query = (
+            select(*queries.SHOWN, places.c.place.label("queue_place"))
+            .select_from(jobs.outerjoin(places, places.c.id == jobs.c.queue_id))
+            .where(jobs.c.owner.is_(None) if owner is None else jobs.c.owner == owner)
+            .order_by(jobs.c.submitted_at.desc(), jobs.c.id.desc())
+            .limit(limit + 1)
+        )
+        if status is not None:
+            query = query.where(jobs.c.status == status)
+        if tag is not None and not tag.isprintable():
+            return Page([], None)  # no job can have it, and PostgreSQL refuses such text
+        if tag is not None:
+            query = query.where(jobs.c.tags.contains([tag]))
+        if cursor is not None:
+            query = query.where(tuple_(jobs.c.submitted_at, jobs.c.id) < _read_cursor(cursor))
         async with transaction(self._reading) as connection:
-            return await queries.page(connection, owner, status, tag, limit, cursor)
+            rows = (await connection.execute(query)).all()
+        listed = [queries.job_from_row(row, row.queue_place) for row in rows[:limit]]
+        if len(rows) <= limit:
+            return Page(listed, None)
+        last = f"{listed[-1].submitted_at.isoformat()} {listed[-1].id}"
+        return Page(listed, base64.urlsafe_b64encode(last.encode()).decode())
 
     async def cancel(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """Cancel a job: at once where it waits, by its worker within a second where it runs; keeps its best schedule.
@@ -157,10 +195,13 @@ class Store:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
-                    found = await queries.events_after(connection, job_id, owner, after)
+                    rows = await _EVENTS.all(connection, job_id=job_id, owner=owner, after=after)
+                if not rows:
+                    raise queries.not_found(job_id)
+                newer = [Event(**row._asdict()) for row in rows if row.revision is not None]
                 left_s = until - time.monotonic()
-                if found or left_s <= 0:
-                    return found
+                if newer or left_s <= 0:
+                    return newer
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
                         await told.wait()
@@ -175,13 +216,12 @@ class Store:
         return job
 
     async def ping(self) -> None:
-        """Return once the database has answered, at this program's revision of the tables."""
+        """Return if the database answers and its tables are at this program's revision. Raises DatabaseGoneError."""
         async with transaction(self._reading) as connection:
-            there = await connection.execute(text("SELECT to_regclass('alembic_version') IS NOT NULL"))
-            found = (
-                await connection.execute(text("SELECT version_num FROM alembic_version")) if there.scalar() else None
-            )
-            revision = found.scalar() if found else None
+            exists = await connection.execute(text("SELECT to_regclass('alembic_version') IS NOT NULL"))
+            revision = None
+            if exists.scalar():
+                revision = (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalar()
         if revision != head_revision():
             raise DatabaseGoneError(
                 f"the database is at revision {revision}, and this program needs {head_revision()}. "
@@ -191,31 +231,52 @@ class Store:
     async def counts(self) -> Counts:
         """Figures for metrics."""
         async with transaction(self._reading) as connection:
-            return await queries.counts(connection)
+            by_status = await connection.execute(select(jobs.c.status, func.count()).group_by(jobs.c.status))
+            counts: dict[Status, int] = {row[0]: row[1] for row in by_status}
+            workers = (await connection.execute(select(func.count(jobs.c.worker.distinct())))).scalar_one()
+            queue_age_s, heartbeat_age_s = await queue.ages_s(connection)
+            added = {(row.name, row.label): row.value for row in await connection.execute(select(totals))}
+        all_statuses = {status: counts.get(status, 0) for status in STATUSES}
+        return Counts(all_statuses, queue_age_s, heartbeat_age_s, workers, added)
 
     async def create_key(self, name: str) -> NewApiKey:
         """A new bearer key; only a hash of it is stored. Raises InputError for a name that cannot be shown."""
+        if not name.isprintable() or not 1 <= len(name) <= LONGEST_NAME:
+            detail = f"is {name!r:.80} but must be 1 to {LONGEST_NAME} characters that can be shown."
+            raise InputError([Issue("name", "bad_name", detail)])
+        key_id = uuid4()
+        secret = f"optpipe_{key_id.hex}_{secrets.token_urlsafe(32)}"
+        new = insert(api_keys).values(id=key_id, name=name, hash=_hash(secret)).returning(api_keys)
         async with transaction(self._engine) as connection:
-            return await create_key(connection, name)
+            return NewApiKey(_key((await connection.execute(new)).one()), secret)
 
     async def list_keys(self) -> list[ApiKey]:
         """All keys, oldest first, revoked ones too."""
         async with transaction(self._reading) as connection:
-            return await list_keys(connection)
+            return [_key(row) for row in await connection.execute(select(api_keys).order_by(api_keys.c.created_at))]
 
     async def revoke_key(self, key_id: UUID) -> ApiKey:
-        """Make a key useless from now on. Its jobs stay. Raises NotFoundError."""
+        """Revoke a key. Its jobs stay. Raises NotFoundError."""
+        ended = func.coalesce(api_keys.c.revoked_at, func.now())
+        revoked = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=ended).returning(api_keys)
         async with transaction(self._engine) as connection:
-            return await revoke_key(connection, key_id)
+            row = (await connection.execute(revoked)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"there is no key {key_id}. Maybe see 'optpipe keys list'.")
+        return _key(row)
 
     async def verify_key(self, secret: str) -> ApiKey | None:
-        """The key that a caller sent, if it is one and is not revoked; compared in constant time."""
+        """Key of a secret, None if there is none or it is revoked. The time it takes reveals nothing of the secret."""
+        match = _SECRET.fullmatch(secret)
+        key_id = UUID(match[1]) if match else UUID(int=0)
         async with transaction(self._reading) as connection:
-            return await verify_key(connection, secret)
+            row = await _KEY.one_or_none(connection, key_id=key_id)
+        same = hmac.compare_digest(row.hash if row else _NO_HASH, _hash(secret))
+        return _key(row) if row is not None and same and row.revoked_at is None else None
 
     @contextmanager
     def _told(self, job_id: UUID) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something happens to the job."""
+        """An event that is set by every change of the job."""
         told = asyncio.Event()
         self._waiting[job_id].add(told)
         try:
@@ -235,48 +296,34 @@ class Store:
                 told.set()
 
 
+_EVENTS = Statement(
+    select(*(events.c[name] for name in Event.__dataclass_fields__))
+    .select_from(jobs.outerjoin(events, (events.c.job_id == jobs.c.id) & (events.c.revision > bindparam("after"))))
+    .where(queries.OWNED)
+    .order_by(events.c.revision)
+)
+"""Events of a job above a revision: one row of NULLs if there are none, no row if there is no such job."""
+
+
+def _read_cursor(cursor: str) -> tuple[datetime, UUID]:
+    """Time and id of the last job of the page before. Raises BadCursorError."""
+    try:
+        at, _, job_id = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().partition(" ")
+        last = datetime.fromisoformat(at), UUID(job_id)
+    except (ValueError, binascii.Error):
+        raise BadCursorError("invalid cursor. Maybe it was truncated.") from None
+    if last[0].tzinfo is None:
+        raise BadCursorError("invalid cursor.")
+    return last
+
+
 _SECRET = re.compile(r"optpipe_([0-9a-f]{32})_[A-Za-z0-9_-]{43}", re.ASCII)
 _NO_HASH = bytes(32)
 
 LONGEST_NAME = 200
 
 
-async def create_key(connection: AsyncConnection, name: str) -> NewApiKey:
-    """Make a key and store its hash. Raises InputError for a name that cannot be shown."""
-    if not name.isprintable() or not 1 <= len(name) <= LONGEST_NAME:
-        detail = f"is {name!r:.80} but must be 1 to {LONGEST_NAME} characters that can be shown."
-        raise InputError([Issue("name", "bad_name", detail)])
-    key_id = uuid4()
-    secret = f"optpipe_{key_id.hex}_{secrets.token_urlsafe(32)}"
-    made = insert(api_keys).values(id=key_id, name=name, hash=_hash(secret)).returning(api_keys)
-    return NewApiKey(_key((await connection.execute(made)).one()), secret)
-
-
-async def list_keys(connection: AsyncConnection) -> list[ApiKey]:
-    """All keys, oldest first."""
-    return [_key(row) for row in await connection.execute(select(api_keys).order_by(api_keys.c.created_at))]
-
-
-async def revoke_key(connection: AsyncConnection, key_id: UUID) -> ApiKey:
-    """End a key. Raises NotFoundError."""
-    ended = func.coalesce(api_keys.c.revoked_at, func.now())
-    revoked = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=ended).returning(api_keys)
-    row = (await connection.execute(revoked)).one_or_none()
-    if row is None:
-        raise NotFoundError(f"there is no key {key_id}. Maybe see 'optpipe keys list'.")
-    return _key(row)
-
-
 _KEY = Statement(select(api_keys).where(api_keys.c.id == bindparam("key_id")))
-
-
-async def verify_key(connection: AsyncConnection, secret: str) -> ApiKey | None:
-    """The key of a secret, if there is one that is not revoked. How long it takes says nothing about the secret."""
-    match = _SECRET.fullmatch(secret)
-    key_id = UUID(match[1]) if match else UUID(int=0)
-    row = await _KEY.one_or_none(connection, key_id=key_id)
-    same = hmac.compare_digest(row.hash if row else _NO_HASH, _hash(secret))
-    return _key(row) if row is not None and same and row.revoked_at is None else None
 
 
 def _hash(secret: str) -> bytes:

@@ -33,7 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from api.errors import DatabaseGoneError, IdempotencyMismatchError, JobError, TooManyError
 from api.jobs import queries, queue, results
 from api.jobs.database import Statement, for_reading, transaction
-from api.jobs.records import Job, JobConfig, Limit, Submission
+from api.jobs.records import Job, JobConfig, StopReason, Submission
 from api.jobs.results import Answer, Equality
 from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
 from api.settings import Settings
@@ -43,19 +43,19 @@ from solver.methods import METHODS
 
 
 class Submissions:
-    """What takes jobs in, for one process."""
+    """Submissions of one process, batched by owner."""
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._reading = for_reading(engine)
-        self._together = GroupCommit(self._take_all)
+        self._commits = GroupCommit(self._insert_all)
 
     async def submit(self, request: Request) -> Submission:
         """See `Store.submit`."""
-        return await self._together.ask(request.owner, (request, await self._answer(request)))
+        return await self._commits.run(request.owner, (request, await self._answer(request)))
 
     async def _answer(self, request: Request) -> Answer | None:
-        """What was written for this very problem, or else is written now for an equal one that was solved."""
+        """Stored answer to this very problem, or one written now from the solution of an equal problem."""
         async with transaction(self._reading) as connection:
             known = await results.find_answer(connection, request.digest, request.config)
         if known is not None:
@@ -63,53 +63,72 @@ class Submissions:
         equality = await asyncio.to_thread(Equality.of, request.problem)
         async with transaction(self._reading) as connection:
             row = await results.find_solution(connection, equality.key)
-        made = await asyncio.to_thread(_made_of, row, equality, request) if row else None
-        if row is None or made is None:
+        if row is None:
+            return None
+
+        def write() -> tuple[Schedule, str] | None:
+            schedule = results.build_schedule_of_solution(row, request.problem, equality, request.config)
+            return (schedule, schedule_text(schedule)) if schedule else None
+
+        written = await asyncio.to_thread(write)
+        if written is None:
             return None
         async with transaction(self._engine) as connection:
-            return await results.remember_answer(connection, row, request.digest, *made)
+            return await results.remember_answer(connection, row, request.digest, *written)
 
-    async def _take_all(
-        self, owner: UUID | None, asked: Sequence[tuple[Request, Answer | None]]
+    async def _insert_all(
+        self, owner: UUID | None, batch: Sequence[tuple[Request, Answer | None]]
     ) -> list[Submission | Exception]:
-        """Take in some of one owner's: together, or none of them."""
+        """Insert a batch of one owner in one transaction. A refused one does not hold up the others."""
         async with transaction(self._engine) as connection:
-            room = await load_usage(connection, self._settings, owner)
-            return [await _taken_or_refused(connection, room, request, answer) for request, answer in asked]
+            usage = await load_usage(connection, self._settings, owner)
+            submissions: list[Submission | Exception] = []
+            for request, answer in batch:
+                try:
+                    submissions.append(await _insert_job(connection, usage, request, answer))
+                except JobError as error:  # raised before anything was written
+                    submissions.append(error)
+            return submissions
 
 
-def _made_of(row: Any, equality: Equality, request: Request) -> tuple[Schedule, str] | None:
-    """The schedule of an equal problem for this one, and its document; None where it was not solved well enough."""
-    schedule = results.build_schedule_of_solution(row, request.problem, equality, request.config)
-    return (schedule, schedule_text(schedule)) if schedule else None
-
-
-async def _taken_or_refused(
-    connection: AsyncConnection, room: OwnerUsage, request: Request, answer: Answer | None
-) -> Submission | Exception:
-    try:
-        return await _taken(connection, room, request, answer)
-    except JobError as error:  # before anything was written
-        return error
-
-
-async def _taken(connection: AsyncConnection, room: OwnerUsage, request: Request, answer: Answer | None) -> Submission:
-    known = await _known(connection, request)
-    if known is not None:
-        return Submission(known, created=False)
-    room.check()
-    job = await insert_answered(connection, request, answer) if answer else None
-    if job is None:
-        job = await insert_queued(connection, request)
-    room.take(job)
+async def _insert_job(
+    connection: AsyncConnection, usage: OwnerUsage, request: Request, answer: Answer | None
+) -> Submission:
+    """Insert a job: queued, or already finished from a cached result. Raises TooManyError, IdempotencyMismatchError."""
+    earlier = await _find_idempotent(connection, request)
+    if earlier is not None:
+        return Submission(earlier, created=False)
+    usage.check()
+    job_id = uuid4()
+    values = {
+        "id": job_id,
+        "owner": request.owner,
+        "problem": request.problem_json,
+        "problem_name": _storable(request.problem.name),
+        "objective": request.problem.objective,
+        "config": Jsonb(request.config.model_dump(mode="json")),
+        "tags": list(request.config.tags),
+    }
+    row = None
+    if answer is not None:  # no row comes back where another answer has been stored meanwhile
+        given: dict[str, Any] = {"digest": request.digest, "answer": answer.document}
+        given |= {"reason": answer.status, "stopped_by": _stop_reason(answer, request.config)}
+        row = await _ANSWERED.one_or_none(connection, **values, **given)
+    if row is not None:
+        job = queries.job_from_row(row)
+    else:
+        queue_id = await queue.enqueue(connection, job_id, request.config.priority)
+        row = await _QUEUED.one_or_none(connection, **values, queue_id=queue_id)
+        job = queries.job_from_row(row, row.queue_place)
+    usage.add(job)
     if request.idempotency_key is not None:
         used = {"owner": request.owner, "key": request.idempotency_key, "body_hash": request.body_hash}
         await connection.execute(insert(idempotency_keys).values(job_id=job.id, **used))
     return Submission(job, created=True)
 
 
-async def _known(connection: AsyncConnection, request: Request) -> Job | None:
-    """The job that this Idempotency-Key stands for. Raises IdempotencyMismatchError."""
+async def _find_idempotent(connection: AsyncConnection, request: Request) -> Job | None:
+    """Job that was submitted with this Idempotency-Key. Raises IdempotencyMismatchError."""
     if request.idempotency_key is None:
         return None
     same_owner = idempotency_keys.c.owner.is_not_distinct_from(request.owner)
@@ -126,7 +145,7 @@ async def _known(connection: AsyncConnection, request: Request) -> Job | None:
 
 @dataclass(frozen=True)
 class Request:
-    """A job to be taken in. `body_hash` is a digest of the parsed body."""
+    """A job to be submitted. `body_hash` is a digest of the parsed body."""
 
     problem: Problem
     config: JobConfig
@@ -141,57 +160,28 @@ class Request:
 
     @cached_property
     def digest(self) -> bytes:
-        """The same for problems that are equal word for word."""
+        """SHA-256 of `problem_json`: equal for problems that are identical as text."""
         return hashlib.sha256(self.problem_json.encode()).digest()
 
 
-async def insert_queued(connection: AsyncConnection, request: Request) -> Job:
-    """A job that waits to be solved."""
-    asked = _asked(request)
-    asked["queue_id"] = await queue.enqueue(connection, asked["id"], request.config.priority)
-    row = await _QUEUED.one_or_none(connection, **asked)
-    return queries.job_from_row(row, row.queue_place)
-
-
-async def insert_answered(connection: AsyncConnection, request: Request, answer: Answer) -> Job | None:
-    """A job that is done as it comes; None where the answer is no longer the one that is stored."""
-    asked = _asked(request) | {"digest": request.digest, "answer": answer.document}
-    asked |= {"reason": answer.status, "stopped_by": _stopped_by(answer, request.config)}
-    row = await _ANSWERED.one_or_none(connection, **asked)
-    return queries.job_from_row(row) if row else None
-
-
-def _asked(request: Request) -> dict[str, Any]:
-    """What a new job's row says of what is asked for, and its id."""
-    return {
-        "id": uuid4(),
-        "owner": request.owner,
-        "problem": request.problem_json,
-        "problem_name": _shown(request.problem.name),
-        "objective": request.problem.objective,
-        "config": Jsonb(request.config.model_dump(mode="json")),
-        "tags": list(request.config.tags),
-    }
-
-
-def _shown(name: str) -> str:
+def _storable(name: str) -> str:
     """A name as PostgreSQL can hold it; the problem itself keeps what it was given."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
 
 
-def _stopped_by(answer: Answer, config: JobConfig) -> Limit | None:
-    """What would have ended a solve with this answer."""
+def _stop_reason(answer: Answer, config: JobConfig) -> StopReason | None:
+    """StopReason that would have ended a solve with this answer; None: the search was complete."""
     if answer.status == "optimal" or METHODS[config.method].kind == "published":
         return None
     return "gap" if answer.gap <= config.gap else "time"
 
 
-_ASKED = ("id", "owner", "problem", "problem_name", "objective", "config", "tags")
+_GIVEN = ("id", "owner", "problem", "problem_name", "objective", "config", "tags")
 
 
 def _queued() -> Statement:
     """The row of a job that waits, and its event."""
-    new = _given(*_ASKED, "queue_id") | {"status": literal("queued"), "revision": literal(1)}
+    new = _given(*_GIVEN, "queue_id") | {"status": literal("queued"), "revision": literal(1)}
     job = insert(jobs).values(new).returning(*queries.SHOWN).cte("job")
     return Statement(select(job, queue.place(job)).add_cte(_event(job, job)))
 
@@ -209,7 +199,7 @@ def _answered() -> Statement:
     )
     best = {"value_us": answer.c.value_us, "bound_us": answer.c.bound_us}
     done = {"status": literal("succeeded"), "revision": literal(1), "finished_at": func.now()}
-    new = _given(*_ASKED, "reason", "stopped_by") | done | best
+    new = _given(*_GIVEN, "reason", "stopped_by") | done | best
     job = _insert(jobs, answer, **new).returning(*queries.SHOWN).cte("job")
     both = job.join(answer, true())
     of_job = {"job_id": job.c.id, "revision": job.c.revision}
@@ -248,18 +238,18 @@ _ANSWERED = _answered()
 
 MINUTE = timedelta(minutes=1)
 ASK_AGAIN_S = 5.0
-"""When to try again where too many jobs wait: some will have ended."""
+"""Retry-After where too many jobs wait: by then some have ended."""
 
 
 @dataclass
 class OwnerUsage:
-    """What an owner has."""
+    """Current usage of one owner, against the limits."""
 
     settings: Settings
     waiting: int
     submitted: int
     next_in_s: float
-    """When the oldest submission of the last minute no longer counts."""
+    """Seconds until the oldest submission of the last minute no longer counts."""
 
     def check(self) -> None:
         """Raise TooManyError where there is no room for one more."""
@@ -276,8 +266,8 @@ class OwnerUsage:
                 max(1.0, self.next_in_s),
             )
 
-    def take(self, job: Job) -> None:
-        """Count a job that was just taken in."""
+    def add(self, job: Job) -> None:
+        """Count a job that was just inserted."""
         self.submitted += 1
         self.waiting += not job.ended
 
@@ -295,68 +285,67 @@ _LOCK = Statement(select(func.pg_advisory_xact_lock(func.hashtextextended(bindpa
 
 
 async def load_usage(connection: AsyncConnection, settings: Settings, owner: UUID | None) -> OwnerUsage:
-    """What an owner has now. From here to the end of the transaction nobody else, in no process, submits for it."""
+    """Usage of an owner. Locks out other submissions of this owner, in all processes, until the transaction ends."""
     await _LOCK.all(connection, name=f"submit {owner}")
     (row,) = await (_OF_NOBODY if owner is None else _OF_KEY).all(connection, owner=owner)
     return OwnerUsage(settings, row.waiting, row.submitted, row.next_in_s)
 
 
-Asked = TypeVar("Asked")
-Done = TypeVar("Done")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 MOST_PER_COMMIT = 32
-"""Done in one go."""
+"""Most items of one transaction."""
 
 
-class GroupCommit(Generic[Asked, Done]):
-    """Whoever asks while others of the same owner are being served waits, and is served with all who wait by then.
+class GroupCommit(Generic[Item, Result]):
+    """Group commit: batches concurrent items of one owner into one call of `commit`.
 
-    `do` serves some of one owner, in order; its answer for one of them may be an exception, which is raised there. Use
-    it from one event loop.
+    Items that come while a batch of their owner is being committed form the next batch. `commit` returns a result for
+    each item, in order; a result that is an exception is raised to its caller. Use it from one event loop.
     """
 
-    def __init__(self, do: Callable[[UUID | None, Sequence[Asked]], Awaitable[Sequence[Done | Exception]]]) -> None:
-        self._do = do
-        self._waiting: dict[UUID | None, list[tuple[Asked, asyncio.Future[Done]]]] = {}
+    def __init__(
+        self, commit: Callable[[UUID | None, Sequence[Item]], Awaitable[Sequence[Result | Exception]]]
+    ) -> None:
+        self._commit = commit
+        self._waiting: dict[UUID | None, list[tuple[Item, asyncio.Future[Result]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, owner: UUID | None, asked: Asked) -> Done:
-        """Have it done."""
-        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+    async def run(self, owner: UUID | None, item: Item) -> Result:
+        """Commit an item with others of its owner; its result."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         if owner in self._waiting:
-            self._waiting[owner].append((asked, done))
+            self._waiting[owner].append((item, future))
         else:
-            self._waiting[owner] = [(asked, done)]
-            task = asyncio.create_task(self._serve(owner), name="together")
+            self._waiting[owner] = [(item, future)]
+            task = asyncio.create_task(self._commit_all(owner), name="group commit")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return await done
+        return await future
 
-    async def _serve(self, owner: UUID | None) -> None:
-        """Until nobody of this owner waits."""
+    async def _commit_all(self, owner: UUID | None) -> None:
+        """Commit batches until no item of this owner waits."""
         waiting = self._waiting[owner]
         while waiting:
-            now, waiting[:MOST_PER_COMMIT] = waiting[:MOST_PER_COMMIT], []
-            answers = await self._answers(owner, [asked for asked, _ in now])
-            for (_, done), answer in zip(now, answers, strict=True):
-                _tell(done, answer)
+            batch, waiting[:MOST_PER_COMMIT] = waiting[:MOST_PER_COMMIT], []
+            results = await self._commit_batch(owner, [item for item, _ in batch])
+            for (_, future), result in zip(batch, results, strict=True):
+                if future.done():  # its caller was cancelled
+                    continue
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
         del self._waiting[owner]
 
-    async def _answers(self, owner: UUID | None, asked: Sequence[Asked]) -> Sequence[Done | Exception]:
+    async def _commit_batch(self, owner: UUID | None, items: Sequence[Item]) -> Sequence[Result | Exception]:
+        """Commit a batch. One that fails is committed item by item, so that an item fails alone."""
         try:
-            return await self._do(owner, asked)
+            return await self._commit(owner, items)
         except DatabaseGoneError as error:
-            return [error] * len(asked)
+            return [error] * len(items)
         except Exception as error:
-            if len(asked) == 1:
+            if len(items) == 1:
                 return [error]
-            return [answer for one in asked for answer in await self._answers(owner, [one])]  # what fails, fails alone
-
-
-def _tell(done: asyncio.Future[Done], answer: Done | Exception) -> None:
-    if done.done():  # nobody waits any more
-        return
-    if isinstance(answer, Exception):
-        done.set_exception(answer)
-    else:
-        done.set_result(answer)
+            return [result for item in items for result in await self._commit_batch(owner, [item])]

@@ -1,6 +1,6 @@
-"""A worker: takes up jobs, has them solved in child processes, and looks after the tables now and then.
+"""A worker: leases jobs, solves them in child processes and removes old rows.
 
-Any number of workers share a database, on any host. One that is silent for `heartbeat_s` is given up by the others.
+Any number of workers share a database, on any host. One without a heartbeat for `heartbeat_s` is considered lost.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from api.settings import Settings
 from solver.process import available_bytes
 
 MEMORY_SHARE = 0.8
-"""How much of the memory that is free when a worker starts its solves may take together."""
+"""Share of the memory that is free when a worker starts, for all of its solves together."""
 
 STOP_S = 8.0
-"""A worker that is told to stop has so long to end or give back its jobs; the others find what it could not."""
+"""Time for a stopping worker to end or give back its jobs; the heartbeat timeout recovers the rest."""
 
 REMOVE_EVERY_S = 60.0
 
@@ -38,7 +38,7 @@ class Worker:
     """One worker, in the event loop that runs it."""
 
     def __init__(self, settings: Settings, solve: Solve, prepare: Callable[[], None] = lambda: None) -> None:
-        """`solve` is called in threads; `prepare`, in the loop's own, whenever there is room for another solve."""
+        """`solve` is called in threads; `prepare` in the loop's own thread, whenever a slot is free."""
         assert settings.database_url is not None
         url = settings.database_url.get_secret_value()
         self.id = uuid4()
@@ -47,10 +47,11 @@ class Worker:
         self._engine = make_engine(url)
         self._executor = ThreadPoolExecutor(settings.solves, "solve")
         self._wake = asyncio.Event()
-        self._patience = HeartbeatGrace(settings.heartbeat_s)
-        self._place = Workplace(
-            self._engine, self._executor, solve, _memory_limit_bytes(settings), self.metrics, self._patience
-        )
+        self._grace = HeartbeatGrace(settings.heartbeat_s)
+        memory_limit_bytes, free_bytes = settings.job_memory_bytes, available_bytes()
+        if memory_limit_bytes is None and free_bytes is not None:
+            memory_limit_bytes = int(MEMORY_SHARE * free_bytes / settings.solves)
+        self._workplace = Workplace(self._engine, self._executor, solve, memory_limit_bytes, self.metrics, self._grace)
         channels = {queue.NEW_WORK: lambda _: self._wake.set(), CANCEL: self._cancel}
         self._listener = Listener(url, channels, missed=self._wake.set)
         self._prepare = prepare
@@ -69,39 +70,45 @@ class Worker:
         try:
             async with self._listener:
                 try:
-                    await self._work()
-                finally:  # a bug ends this worker: its jobs need not wait until the others find it silent
-                    await self._leave()
+                    while not self._stopping:
+                        await self._take_up()
+                        if len(self._runs) < self.settings.solves:
+                            self._prepare()
+                        # Until there may be work, or a worker may have been lost.
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(min(1.0, self.settings.heartbeat_s / 4)):
+                                await self._wake.wait()
+                        self._wake.clear()
+                finally:  # after a bug too: its jobs need not wait for the heartbeat timeout
+                    tasks = list(self._runs.values())
+                    for run in self._runs:
+                        run.leave()
+                    if tasks:
+                        _, late = await asyncio.wait(tasks, timeout=STOP_S)
+                        await end_tasks(*late)
         finally:
             await end_tasks(caretaker)
             await self._engine.dispose()
             self._executor.shutdown()
         _log.info("worker ended", worker=str(self.id))
 
-    async def _work(self) -> None:
-        while not self._stopping:
-            await self._take_up()
-            if len(self._runs) < self.settings.solves:
-                self._prepare()
-            await self._rest()
-
     async def _take_up(self) -> None:
-        """Begin as many jobs as there is room for."""
+        """Lease and start as many jobs as there are free slots."""
         free = self.settings.solves - len(self._runs)
         if free == 0:
             return
         try:
-            heartbeat_timeout_s = leases.FOREVER_S if self._patience.asked_for else self.settings.heartbeat_s
+            heartbeat_timeout_s = leases.FOREVER_S if self._grace.active else self.settings.heartbeat_s
             running_ids = {run.lease.job_id for run in self._runs}
             claimed = await leases.claim(
                 self._engine, self.id, free, self.settings.solves, heartbeat_timeout_s, running_ids
             )
         except DatabaseGoneError:
-            self._patience.lost()
+            self._grace.database_lost()
             return
-        self._patience.seen()
+        self._grace.database_answered()
         for lease in claimed:
-            run = Run(self._place, lease)
+            run = Run(self._workplace, lease)
             self._runs[run] = task = asyncio.create_task(run.run(), name=f"run {lease.job_id}")
             task.add_done_callback(partial(self._done, run))
         self.metrics.solving.set(len(self._runs))
@@ -113,25 +120,10 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a bug ended a run", job=str(run.lease.job_id), exc_info=error)
 
-    async def _rest(self) -> None:
-        """Until there may be work, or a worker may have been lost."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(1.0, self.settings.heartbeat_s / 4)):
-                await self._wake.wait()
-        self._wake.clear()
-
     def _cancel(self, payload: str) -> None:
         for run in self._runs:
             if run.lease.job_id == UUID(payload):
                 run.cancel()
-
-    async def _leave(self) -> None:
-        tasks = list(self._runs.values())
-        for run in self._runs:
-            run.leave()
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=STOP_S)
-            await end_tasks(*late)
 
     async def _care(self) -> None:
         while True:
@@ -140,11 +132,3 @@ class Worker:
                 if removed:
                     _log.info("old jobs removed", jobs=removed)
             await asyncio.sleep(REMOVE_EVERY_S)
-
-
-def _memory_limit_bytes(settings: Settings) -> int | None:
-    """What one solve may hold."""
-    free = available_bytes()
-    if settings.job_memory_bytes is not None or free is None:
-        return settings.job_memory_bytes
-    return int(MEMORY_SHARE * free / settings.solves)

@@ -1,4 +1,4 @@
-"""A worker as a process: what `optpipe worker` runs, and how `optpipe serve` keeps one running beside itself."""
+"""Worker process: `optpipe worker`, and the supervised one of `optpipe serve`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from solver.process.parent import load_verifier
 from solver.warm_up import warm_up_in_background
 
 PAUSE_S = (0.5, 30.0)
-"""Before a worker that ended by itself is started again: at first, and at most."""
+"""First and longest pause before a worker that ended by itself is restarted."""
 
 SETTLED_S = 60.0
-"""One that has run for so long begins with the shortest pause again."""
+"""Run time after which the pause is the first one again."""
 
 _log = structlog.get_logger("optpipe.worker")
 
 
 def run_worker(settings: Settings, *, until_stdin_ends: bool = False, solve: Solve | None = None) -> None:
-    """Work until SIGTERM or SIGINT, unless it is ignored, or until whoever holds the other end of stdin has gone.
+    """Work until SIGTERM or SIGINT, unless ignored, or until stdin ends because its parent has gone.
 
     `solve`: instead of child processes. Raises InputError where the database is at another revision;
     DatabaseGoneError where it cannot be reached.
@@ -55,21 +55,21 @@ async def _run(worker: Worker, until_stdin_ends: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, worker.stop)
+
+    def stop_at_end_of_stdin() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        loop.call_soon_threadsafe(worker.stop)
+
     if until_stdin_ends:
-        Thread(target=_wait_for_stdin, args=(loop, worker), name="parent", daemon=True).start()
+        Thread(target=stop_at_end_of_stdin, name="parent", daemon=True).start()
     with worker.metrics.served(worker.settings.host, worker.settings.metrics_port):
         await worker.run()
 
 
-def _wait_for_stdin(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    loop.call_soon_threadsafe(worker.stop)
-
-
 @contextmanager
 def kept_worker(database_url: str) -> Iterator[None]:
-    """A worker process beside this one within this context: it is started again if it ends, and ends with this process.
+    """Context with a worker process, which is restarted if it ends and never outlives this process.
 
     It takes its settings from the environment; the address is handed over there too, where no other user can read it.
     """

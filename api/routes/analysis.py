@@ -1,4 +1,4 @@
-"""Answers that need no job: what a schedule is worth, and what the published ones make of a problem."""
+"""Routes without a job: analysis of a schedule, comparison of published schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1", tags=["judgements"])
 
 @router.post("/analyze", response_model=Analysis, responses=errors(*WITH_BODY), openapi_extra=json_request(Schedule))
 async def analyze(service: TheService, owner: Owner, body: JsonBody) -> Response:
-    """Every figure of a schedule recomputed, memory over time, and each rule that it breaks."""
+    """Recompute every figure of a schedule, memory over time, and list the rules that it breaks."""
     content = await service.pool.run("analyze", body, owner, max_ops=service.caps.max_ops)
     return Response(content, media_type="application/json")
 
@@ -33,6 +33,6 @@ async def compare(
     body: JsonBody,
     schedules: Annotated[bool, Query(description="Answer with the schedules themselves too.")] = False,
 ) -> Response:
-    """The published schedules of a problem, side by side, the best first."""
+    """Compare the published schedules of a problem, best first."""
     content = await service.pool.run("compare", body, owner, caps=asdict(service.caps), schedules=schedules)
     return Response(content, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Bodies that can be posted as they are."""
+"""Example request bodies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DemoEntry(BaseModel):
 
 
 class DemoList(BaseModel):
-    """All of them."""
+    """All example bodies."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,7 +40,7 @@ class DemoList(BaseModel):
 
 @router.get("", response_model=DemoList, responses=errors())
 async def demo_list() -> DemoList:
-    """What there is to try, the smallest first."""
+    """Example bodies, smallest first."""
     entries = [
         DemoEntry(name=name, about=body["problem"]["source"], url=f"/v1/demo-data/{name}")
         for name, body in sorted(BODIES.items(), key=lambda item: item[1]["problem"]["microbatches"])

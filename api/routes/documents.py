@@ -1,4 +1,4 @@
-"""The best schedule of a job, whole, in the format of whoever asks."""
+"""The best schedule of a job in several formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Format = Literal["optpipe.schedule/1", "torch-csv", "chrome-trace", "svg", "png"
 
 
 class _Form(NamedTuple):
-    """How a format is made (no task: the document is sent as it is stored), and what it is called."""
+    """A format: media type, file ending and the task that converts to it (none: sent as stored)."""
 
     media_type: str
     ending: str

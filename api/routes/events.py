@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 
 from api.errors import DatabaseGoneError, NotFoundError
-from api.jobs.records import TERMINAL, Event
+from api.jobs.records import TERMINAL
 from api.jobs.store import Store
 from api.middleware import Owner
 from api.models import EventAnswer
@@ -22,22 +22,25 @@ from api.service import TheService
 MEDIA_TYPE = "text/event-stream"
 
 KEEP_ALIVE_S = 10.0
-"""A comment is sent after so much silence: proxies keep the connection, and a client that went away is noticed."""
+"""Interval of keep-alive comments: proxies keep the connection, and a disconnected client is noticed."""
 
 RETRY_MS = 1000
-"""How soon a client that lost the connection should come back."""
+"""Reconnection time sent to clients."""
 
 
 async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: int) -> AsyncIterator[bytes]:
-    """The events of a job above the revision `after`, as they happen, up to its terminal status.
+    """Server-sent events of a job above the revision `after`, as they happen, up to its terminal status.
 
-    A database that is gone for a while delays them. A job that is removed has no more.
+    An outage of the database delays them. The stream of a job that is removed ends.
     """
     yield format_sse_event(retry=RETRY_MS)
     while True:
         try:
             events = await store.events(job_id, owner, after, KEEP_ALIVE_S)
-            over = not events and await _is_over(store, job_id, owner, after)
+            over = False
+            if not events:  # a client that resumes may have seen the end already
+                job = await store.get(job_id, owner)
+                over = job.ended and job.revision <= after
         except NotFoundError:
             return
         except DatabaseGoneError as error:
@@ -45,27 +48,13 @@ async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: in
             await asyncio.sleep(error.retry_after_s)
             continue
         for event in events:
-            yield _text(event)
+            data = EventAnswer.of(event).model_dump_json()
+            yield format_sse_event(data_str=data, event=event.kind, id=str(event.revision))
             after = event.revision
-        if over or (events and _is_last(events[-1])):
+        if over or (events and events[-1].kind == "status" and events[-1].status in TERMINAL):
             return
         if not events:
             yield format_sse_event(comment="nothing new")
-
-
-async def _is_over(store: Store, job_id: UUID, owner: UUID | None, after: int) -> bool:
-    """Whether nothing comes after this revision: whoever resumes may have seen the end already."""
-    job = await store.get(job_id, owner)
-    return job.ended and job.revision <= after
-
-
-def _is_last(event: Event) -> bool:
-    return event.kind == "status" and event.status in TERMINAL
-
-
-def _text(event: Event) -> bytes:
-    data = EventAnswer.of(event).model_dump_json()
-    return format_sse_event(data_str=data, event=event.kind, id=str(event.revision))
 
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
@@ -85,7 +74,7 @@ _EVENT = {
 
 
 async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
-    """A stream holds one of the caller's connections until it ends."""
+    """Hold one of the caller's connections until the stream ends."""
     with service.connections.taken(owner):
         yield
 

@@ -1,4 +1,4 @@
-"""For those who run the service: alive, ready, metrics, and the OpenAPI document."""
+"""Operations: liveness, readiness, metrics and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from solver.solve import solve
 router = APIRouter(tags=["operations"])
 
 READY_S = 5.0
-"""How long a server that is ready takes at most to solve a toy."""
+"""Time limit of the toy solve of `/readyz`."""
 
 _STAGE = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
 _MEMORY = {"activation_bytes": 1, "backward_weight_bytes": 1}
@@ -44,22 +44,18 @@ async def alive() -> HealthAnswer:
 
 @router.get("/readyz", responses=errors())
 async def ready(service: TheService) -> HealthAnswer:
-    """The database answers, and a toy problem is solved as it must be."""
+    """The database answers, and a toy problem is solved to its known value."""
     await service.store.ping()
     try:
         with fail_after(READY_S):
-            value_us = await to_thread.run_sync(_solve_toy, abandon_on_cancel=True)
+            toy = await to_thread.run_sync(solve, TOY, "1f1b", abandon_on_cancel=True)
     except TimeoutError:
-        value_us = None
-    if value_us != TOY_VALUE_US:
+        toy = None
+    if toy is None or toy.value_us != TOY_VALUE_US:
         raise retry_later(
             HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the toy problem was not solved as it must be.", 1
         )
     return HealthAnswer(status="ready")
-
-
-def _solve_toy() -> float:
-    return solve(TOY, "1f1b").value_us
 
 
 @router.get(
@@ -75,5 +71,5 @@ async def metrics(service: TheService) -> Response:
 
 @router.get("/openapi.json", response_model=dict[str, Any], responses=errors())
 async def openapi(request: Request) -> JSONResponse:
-    """This interface, in OpenAPI 3.1."""
+    """OpenAPI 3.1 document of this interface."""
     return JSONResponse(request.app.openapi())

@@ -40,11 +40,11 @@ PAGE_HEADERS: Mapping[str, str] = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""What the page must be sent with; harmless on every other answer."""
+"""Headers of the page; harmless on every other response."""
 
 
 def is_page_path(path: str) -> bool:
-    """Whether a path is the page or one of its files: the same for everyone, without data, and where a key is typed."""
+    """True for the page and its files, which need no key: they hold no data, and the key is typed there."""
     return path == "/" or path.startswith("/static/")
 
 
@@ -55,7 +55,8 @@ def mount_page(app: FastAPI) -> None:
     mix two versions.
     """
     sources = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in STATIC.rglob("*.*")}
-    folder = f"/static/{_digest(sources)}"
+    content = sorted(sources.items()), sorted(_palette().items())
+    folder = f"/static/{hashlib.sha256(repr(content).encode()).hexdigest()[:16]}"
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -92,9 +93,3 @@ def _palette() -> dict[str, str]:
         "lightest": f"{LIGHTEST:g}",
     }
     return colours | {f"op-{kind.lower()}": look.colour for kind, look in OP_LOOKS.items()}
-
-
-def _digest(sources: Mapping[str, bytes]) -> str:
-    """A digest over the files, and over the colours that are written into one more."""
-    content = sorted(sources.items()), sorted(_palette().items())
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

@@ -33,8 +33,9 @@ def command(
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; default: 8000.")] = None,
     database_url: DatabaseUrl = None,
-    workers: Annotated[
-        int | None, typer.Option(min=0, max=1, help="0: workers run elsewhere (optpipe worker); default: 1.")
+    worker: Annotated[
+        bool | None,
+        typer.Option("--worker/--no-worker", help="Run a worker beside the API, or only elsewhere (optpipe worker)."),
     ] = None,
 ) -> int:
     """Run the HTTP service with its page and a worker.
@@ -53,7 +54,7 @@ def command(
         from api.logging import configure_logging
         from api.settings import Settings
 
-    settings = Settings.load(host=host, port=port, database_url=database_url, serve_workers=workers)
+    settings = Settings.load(host=host, port=port, database_url=database_url, serve_worker=worker)
     configure_logging(settings.log_json)
     with ExitStack() as parts:
         parts.enter_context(suppress(KeyboardInterrupt))
@@ -67,7 +68,7 @@ def command(
         migrate(url)
         if settings.keys_required:
             log.info("every caller needs a key; 'optpipe keys create NAME' makes one")
-        if settings.serve_workers:
+        if settings.serve_worker:
             parts.enter_context(kept_worker(url))
         uvicorn.run(
             create_app(settings),

@@ -100,7 +100,7 @@ async def test_a_cancelled_job_is_not_tried_again(store: Store, settings: Settin
         assert await lost.find("gpipe")  # the heartbeat brings it back
         assert await other.claim(AT_ONCE_S) is None
         cancelled = await store.get(job_id)
-        assert (cancelled.status, cancelled.reason, cancelled.limit) == ("cancelled", "feasible", "interrupted")
+        assert (cancelled.status, cancelled.reason, cancelled.stop_reason) == ("cancelled", "feasible", "interrupted")
 
 
 async def test_cancelled_while_they_are_taken_up(store: Store, settings: Settings) -> None:

@@ -14,37 +14,37 @@ class Clock:
 
 def test_after_an_outage() -> None:
     clock = Clock()
-    patience = HeartbeatGrace(5.0, clock)
-    assert not patience.asked_for
-    patience.lost()
+    grace = HeartbeatGrace(5.0, clock)
+    assert not grace.active
+    grace.database_lost()
     clock.now_s += 60
-    assert patience.asked_for
-    patience.seen()
+    assert grace.active
+    grace.database_answered()
     clock.now_s += 1
-    patience.seen()
-    assert patience.asked_for
+    grace.database_answered()
+    assert grace.active
     for _ in range(4):
         clock.now_s += 1
-        patience.seen()
-    assert not patience.asked_for
+        grace.database_answered()
+    assert not grace.active
 
 
 def test_after_a_sleep() -> None:
     clock = Clock()
-    patience = HeartbeatGrace(5.0, clock)
-    patience.seen()
+    grace = HeartbeatGrace(5.0, clock)
+    grace.database_answered()
     clock.now_s += 8 * 3600
-    assert patience.asked_for
-    patience.seen()
-    assert patience.asked_for
+    assert grace.active
+    grace.database_answered()
+    assert grace.active
 
 
 def test_on_a_machine_that_is_too_busy() -> None:
     clock = Clock()
-    patience = HeartbeatGrace(5.0, clock)
+    grace = HeartbeatGrace(5.0, clock)
     asked = []
     for _ in range(20):
         clock.now_s += 4  # always late
-        asked.append(patience.asked_for)
-        patience.seen()
+        asked.append(grace.active)
+        grace.database_answered()
     assert 5 <= asked.count(False) <= 15

@@ -55,7 +55,7 @@ async def test_the_same_words_have_the_same_document(
     assert verify(schedule).ok
     for job in again:
         assert job == await store.get(job.id)
-        assert (job.status, job.reason, job.limit, job.revision) == ("succeeded", "feasible", "time", 1)
+        assert (job.status, job.reason, job.stop_reason, job.revision) == ("succeeded", "feasible", "time", 1)
         assert (job.value_us, job.bound_us) == (schedule.value_us, schedule.bound_us)
         (event,) = await store.events(job.id)
         assert (event.kind, event.status, event.value_us) == ("status", "succeeded", schedule.value_us)

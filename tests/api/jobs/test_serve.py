@@ -62,8 +62,8 @@ def test_it_stands_up_again(environment: dict[str, str], free_tcp_port: int) -> 
         psycopg.connect(f"postgresql://postgres:@/postgres?host={folder}")
 
 
-def test_it_brings_no_worker_where_told(environment: dict[str, str], free_tcp_port: int) -> None:
-    with _serving(environment, free_tcp_port, "--workers", "0") as (service, client):
+def test_no_worker_where_none_is_asked_for(environment: dict[str, str], free_tcp_port: int) -> None:
+    with _serving(environment, free_tcp_port, "--no-worker") as (service, client):
         assert _workers_of(service) == []
         answer = client.post("/v1/schedules", json={"problem": uniform(2, 3).to_data()})
         assert answer.json()["status"] == "queued"

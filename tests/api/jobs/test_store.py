@@ -128,7 +128,7 @@ async def test_the_life_of_a_job(store: Store, settings: Settings) -> None:
         assert verify(Schedule.from_json(early.text)).ok
         await worker.end("zb-h1")
     done = await store.get(job)
-    assert (done.status, done.reason, done.limit, done.attempt) == ("succeeded", "feasible", "time", 1)
+    assert (done.status, done.reason, done.stop_reason, done.attempt) == ("succeeded", "feasible", "time", 1)
     final = await store.best_schedule(job)
     assert final.final
     assert Schedule.from_json(final.text).value_us == done.value_us

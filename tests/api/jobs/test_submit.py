@@ -41,8 +41,8 @@ class Recorder:
 
 async def ask_all(*asked: tuple[UUID | None, int]) -> tuple[list[int | BaseException], list[Batch]]:
     recorder = Recorder()
-    together = GroupCommit(recorder.do)
-    answers = await asyncio.gather(*(together.ask(*one) for one in asked), return_exceptions=True)
+    commits = GroupCommit(recorder.do)
+    answers = await asyncio.gather(*(commits.run(*one) for one in asked), return_exceptions=True)
     return answers, recorder.batches
 
 
@@ -80,15 +80,15 @@ async def test_without_a_database_nothing_is_tried_again() -> None:
 
 
 async def test_who_has_gone_away_holds_up_nobody() -> None:
-    together = GroupCommit(Recorder().do)
-    gone = asyncio.create_task(together.ask(None, 1))
-    there = asyncio.create_task(together.ask(None, 2))
+    commits = GroupCommit(Recorder().do)
+    gone = asyncio.create_task(commits.run(None, 1))
+    there = asyncio.create_task(commits.run(None, 2))
     await asyncio.sleep(0)
     gone.cancel()
     assert await there == 4
     with pytest.raises(asyncio.CancelledError):
         await gone
-    assert await together.ask(None, 3) == 6
+    assert await commits.run(None, 3) == 6
 
 
 CLIENTS, EACH = 20, 5

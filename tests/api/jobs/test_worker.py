@@ -44,7 +44,7 @@ async def test_a_child_solves_it(store: Store, settings: Settings) -> None:
         done = await store.wait_until_ended((await store.submit(problem, JobConfig(gap=0.5))).job.id, wait_s=PATIENCE_S)
     solver.close()
     assert done.status == "succeeded"
-    assert done.limit in (None, "gap")
+    assert done.stop_reason in (None, "gap")
     schedule = Schedule.from_json((await store.best_schedule(done.id)).text)
     assert verify(schedule).ok
     assert schedule.problem == problem
@@ -56,7 +56,7 @@ async def test_a_method_that_cannot_says_why(store: Store, settings: Settings) -
     async with working(settings, solver):
         job = (await store.submit(uniform(2, 2, v_shape=True), JobConfig(method="gpipe"))).job
         done = await store.wait_until_ended(job.id, wait_s=PATIENCE_S)
-    assert (done.status, done.reason, done.limit) == ("failed", "no_solution", None)
+    assert (done.status, done.reason, done.stop_reason) == ("failed", "no_solution", None)
     assert done.error is not None
     assert "gpipe" in done.error
 
@@ -67,7 +67,7 @@ async def test_cancel(store: Store, settings: Settings) -> None:
         await until(store, job_id, lambda job: job.value_us is not None)
         await store.cancel(job_id)
         done = await store.wait_until_ended(job_id, wait_s=PATIENCE_S)
-    assert (done.status, done.reason, done.limit) == ("cancelled", "feasible", "interrupted")
+    assert (done.status, done.reason, done.stop_reason) == ("cancelled", "feasible", "interrupted")
     assert (await store.best_schedule(job_id)).final
 
 
