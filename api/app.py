@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
 from api.metrics import Metrics
-from api.middleware import AccessLog, BodyLimit, LocalNamesOnly, RequireKey, SecurityHeaders
+from api.middleware import AccessLog, BodyLimit, HeadAsGet, LocalRequestsOnly, RequireKey, SecurityHeaders
 from api.openapi import describe
 from api.problem_details import answer_errors_as_problems
 from api.routes import analysis, demo_data, documents, events, health, schedules
@@ -56,10 +56,11 @@ def create_app(settings: Settings) -> FastAPI:
     answer_errors_as_problems(app, [route for router in routers for route in router.routes])
     describe(app, settings.keys_required)
     # The last one added sees a request first.
+    app.add_middleware(HeadAsGet)
     if settings.keys_required:
         app.add_middleware(RequireKey)
     else:
-        app.add_middleware(LocalNamesOnly, host=settings.host)
+        app.add_middleware(LocalRequestsOnly, host=settings.host)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(AccessLog, metrics=metrics)

@@ -1,4 +1,4 @@
-"""ASGI middleware: access log, body limit, security headers and bearer keys.
+"""ASGI middleware: access log, body limit, security headers, cross-site requests, bearer keys and HEAD.
 
 Log lines hold the route's template, never a path that a client made up, a query, a body or a key.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from traceback import extract_tb
 from typing import Annotated
@@ -48,16 +49,21 @@ class AccessLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
         # The client's own id where it is a plain one, so that both logs can be joined.
+        given = Headers(scope=scope).get("x-request-id", "")
         request_id = scope["optpipe.request_id"] = given if _CLIENTS_ID.fullmatch(given) else uuid4().hex
         began, status, streams = time.perf_counter(), 0, False
+        request_headers = Headers(scope=scope)
+        # Two lengths may be an attempt to smuggle a request past a proxy: RFC 9112, 6.1 has the connection closed.
+        two_lengths = "content-length" in request_headers and "transfer-encoding" in request_headers
 
         async def send_named(message: Message) -> None:
             nonlocal status, streams
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-ID"] = request_id
+                if two_lengths:
+                    headers["Connection"] = "close"
                 status = int(message["status"])
                 streams = headers.get("content-type", "").startswith("text/event-stream")
             await send(message)
@@ -180,26 +186,70 @@ class SecurityHeaders:
         await self.app(scope, receive, send_safe)
 
 
-class LocalNamesOnly:
-    """ASGI middleware: refuses requests that were sent to another name than the loopback's."""
+class LocalRequestsOnly:
+    """ASGI middleware of a service without keys: refuses other host names, and changes asked for by other sites' pages.
+
+    A browser sends a page's POST without a body to any address, and only withholds the response from the page. It marks
+    such a request by `Origin` and `Sec-Fetch-Site`; clients that are no browsers send neither.
+    """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self.app = app
         self.names = LOCAL_NAMES | {host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on if its Host is a local name, else answer 421."""
+        """Pass the request on, or answer 421 to a foreign Host, or 403 to a change from another origin."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         host = Headers(scope=scope).get("host", "")
         name, colon, port = host.rpartition(":")
-        if (name if colon and port.isdigit() else host).lower() in self.names:
+        error = None
+        if (name if colon and port.isdigit() else host).lower() not in self.names:
+            detail = "this server answers to localhost alone. Maybe set OPTPIPE_REQUIRE_KEYS=true for other names."
+            error = http_error(HTTPStatus.MISDIRECTED_REQUEST, "wrong_host", detail)
+        elif scope["method"] not in ("GET", "HEAD") and _is_cross_site(Headers(scope=scope), host):
+            detail = "a page of another origin may not change anything here. Maybe use the page of this server."
+            error = http_error(HTTPStatus.FORBIDDEN, "cross_site", detail)
+        if error is None:
+            await self.app(scope, receive, send)
+        else:
+            await problem_response(error, scope["optpipe.request_id"])(scope, receive, send)
+
+
+def _is_cross_site(headers: Headers, host: str) -> bool:
+    """True for a request from a page of another origin; `same-site` is another port or subdomain."""
+    origin = headers.get("origin")
+    foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+    return foreign or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+
+
+class HeadAsGet:
+    """ASGI middleware: answers HEAD like GET without its body (RFC 9110, 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Route HEAD to the GET route; an event stream ends with its headers."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
-        detail = "this server answers to localhost alone. Maybe set OPTPIPE_REQUIRE_KEYS=true for other names."
-        error = http_error(HTTPStatus.MISDIRECTED_REQUEST, "wrong_host", detail)
-        await problem_response(error, scope["optpipe.request_id"])(scope, receive, send)
+        begun = False
+
+        async def send_headers(message: Message) -> None:
+            nonlocal begun
+            if begun:
+                raise OSError  # as if the client had gone: a stream would send for ever
+            if message["type"] == "http.response.start":
+                scope["method"] = "HEAD"  # for the server, which must not expect a body, and for the log
+                begun = True
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+
+        scope["method"] = "GET"
+        with suppress(ClientDisconnect, OSError):
+            await self.app(scope, receive, send_headers)
 
 
 LONGEST_SECRET = 200

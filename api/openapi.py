@@ -50,6 +50,7 @@ Responses = dict[int | str, dict[str, Any]]
 _WHY = {
     400: "The body is no strict JSON.",
     401: "A key is needed, and none that is valid was sent.",
+    403: "A page of another origin asked for a change.",
     404: "There is no such job, or it is somebody else's.",
     405: "The path does not take this method.",
     409: "The job's status does not allow it.",
@@ -62,7 +63,7 @@ _WHY = {
     503: "Too busy, or the database is gone; Retry-After says when to try again.",
 }
 
-ANYWHERE = (401, 405, 413, 421, 429, 500, 503)
+ANYWHERE = (401, 403, 405, 413, 421, 429, 500, 503)
 """Error statuses of every route."""
 WITH_BODY = (400, 415, 422)
 """Further error statuses of routes that read a body."""

@@ -68,7 +68,8 @@ def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None
     """
     allowed: dict[str, set[str]] = defaultdict(set)
     for route in routes:
-        allowed[getattr(route, "path", "")] |= getattr(route, "methods", None) or set()
+        methods = getattr(route, "methods", None) or set()
+        allowed[getattr(route, "path", "")] |= methods | ({"HEAD"} if "GET" in methods else set())
 
     def answer(request: Request, error: HttpError) -> JSONResponse:
         return problem_response(error, request.scope["optpipe.request_id"])
@@ -109,7 +110,7 @@ def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None
             )
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
             route = getattr(request.scope.get("route"), "path", "")
-            methods = ", ".join(sorted(allowed.get(route, ("GET",))))
+            methods = ", ".join(sorted(allowed.get(route, ("GET", "HEAD"))))
             detail = f"{path} does not take {request.method[:LONGEST_ECHO]!a}. Maybe use {methods}."
             return answer(request, http_error(status, "method_not_allowed", detail, headers={"Allow": methods}))
         detail = f"{error.detail}".rstrip(".") + "."

@@ -68,7 +68,7 @@ async def best_schedule(
     form = _FORMS[format]
     tag = f'"{best.revision}{"-final" if best.final else ""}-{form.ending}{"-dropped" if drop_offload else ""}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
-    if tag in if_none_match:
+    if if_none_match.strip() == "*" or tag in if_none_match:
         return Response(status_code=304, headers=headers)
     content: str | bytes = best.text
     if form.task:

@@ -65,7 +65,7 @@ def test_errors_are_problem_documents(client: Client) -> None:
         assert answer.headers["content-type"] == "application/problem+json"
         assert problem["title"] == HTTPStatus(status).phrase
         assert problem["request_id"] == answer.headers["x-request-id"]
-    assert client.put("/v1/schedules").headers["allow"] == "GET, POST"
+    assert client.put("/v1/schedules").headers["allow"] == "GET, HEAD, POST"
 
 
 def test_a_mistake_of_the_server_tells_nothing_of_its_inside(

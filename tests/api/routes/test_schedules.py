@@ -173,6 +173,9 @@ def test_a_schedule_that_is_known_is_not_sent_again(client: Client) -> None:
     path = f"/v1/schedules/{solved(client)['id']}/schedule"
     first = client.get(path)
     assert client.get(path, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
+    for several in ("*", '"other", W/' + first.headers["etag"]):
+        assert client.get(path, headers={"If-None-Match": several}).status_code == 304
+    assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
     other = client.get(path, params={"format": "svg"}, headers={"If-None-Match": first.headers["etag"]})
     assert other.status_code == 200
 
