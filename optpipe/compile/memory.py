@@ -1,4 +1,4 @@
-"""The memory that a program needs with given sizes: the plan that a measured run is held against."""
+"""Planned memory of a program for given sizes, against which a measured run is compared."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from optpipe.compile.program import RECEIVES, SENDS, Action, Program
 from optpipe.errors import BudgetError
 from optpipe.memory import Effect, device_effect, host_effect
-from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
 
 NOTHING = Effect(0, 0)
 
 
 def planned_peaks_bytes(program: Program, problem: Problem, message_bytes: Sequence[int]) -> list[int]:
-    """Peak of each device's memory when it runs its list, one action at a time.
+    """Peak memory of each device when it runs its list, one action at a time.
 
-    Since memory is taken and given back on the compute stream alone, several streams reach no other level. `problem`
-    holds the sizes of its stages (contract: activation, backward weight, workspace, offload), and `message_bytes[b]`
-    the size of what crosses the boundary between stages b and b+1, each way. A message counts on its receiver from
-    the receive until the op that uses it begins, and on its sender from the end of the op that made it until it is
-    sent. An activation that leaves counts until RELEASE, and from PREPARE on.
+    Memory is allocated and freed on the compute stream only, so concurrent streams reach no other level. `problem`
+    holds the sizes of its stages (activation, backward weight, workspace, offload), `message_bytes[b]` the size of a
+    message over the boundary between stages b and b+1 in each direction. A message counts on its receiver from the
+    receive until the op that uses it starts, and on its sender from the end of the op that made it until it is sent. An
+    offloaded activation counts until RELEASE, and again from PREPARE.
     """
     return [
         max((level for _, level in _levels(actions, problem, message_bytes)), default=0) for actions in program.devices
@@ -30,18 +29,18 @@ def planned_peaks_bytes(program: Program, problem: Problem, message_bytes: Seque
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """What a device may hold: `peak_bytes` by the plan, and `budget_bytes`, None without one.
+    """Planned peak and budget of a device; no budget: None.
 
-    A budget is for activations and workspaces; here it has the room of the messages that the plan has beside them.
+    The budget of a problem is for activations and workspaces; `budget_bytes` also includes the planned messages.
     """
 
     peak_bytes: int
     budget_bytes: int | None
 
     def excess(self, device: int, measured_bytes: int, margin: float = 0.0) -> str | None:
-        """A sentence about a peak above plan or budget; None where it is within both.
+        """Describe a measured peak above plan or budget; None if it is within both.
 
-        `margin` is the share of its memory that a device had left free for that: so far a peak may go above them.
+        `margin` is the share of device memory left free for such an excess.
         """
         limits = [self.peak_bytes] if self.budget_bytes is None else [self.peak_bytes, self.budget_bytes]
         if measured_bytes * (1 - margin) <= min(limits):
@@ -55,7 +54,7 @@ class PlannedMemory:
 
 
 def planned_memory(program: Program, problem: Problem, message_bytes: Sequence[int]) -> list[PlannedMemory]:
-    """For each device, its peak (`planned_peaks_bytes`) and its budget in `problem`."""
+    """Planned peak (`planned_peaks_bytes`) and budget of each device."""
     peaks = planned_peaks_bytes(program, problem, message_bytes)
     alone = planned_peaks_bytes(program, problem, [0] * len(message_bytes))
     budgets = [device.memory_bytes for device in problem.devices]
@@ -68,13 +67,13 @@ def planned_memory(program: Program, problem: Problem, message_bytes: Sequence[i
 def check_memory(program: Program, problem: Problem) -> None:
     """Raise BudgetError at the first action with which a device holds more than its `memory_bytes`.
 
-    As in the contract, budgets are for activations and workspaces; messages count nothing.
+    Budgets are for activations and workspaces; messages do not count.
     """
-    nothing = [0] * (len(problem.stages) - 1)
+    no_messages = [0] * (len(problem.stages) - 1)
     for d, (device, actions) in enumerate(zip(problem.devices, program.devices, strict=True)):
         if device.memory_bytes is None:
             continue
-        for action, level in _levels(actions, problem, nothing):
+        for action, level in _levels(actions, problem, no_messages):
             if level > device.memory_bytes:
                 raise BudgetError(
                     f"device {d} holds {level} bytes at {action}, but its memory_bytes is {device.memory_bytes}. "
@@ -84,45 +83,41 @@ def check_memory(program: Program, problem: Problem) -> None:
 
 
 def action_effect(stage: Stage, kind: str) -> Effect:
-    """What an action does to the memory of its device, messages aside."""
+    """Effect of an action on device memory, without messages."""
     if kind in ("F", "B", "W", "BW"):
         return device_effect(stage, kind)
     return device_effect(stage, {"RELEASE": "O", "PREPARE": "R"}[kind]) if kind in ("RELEASE", "PREPARE") else NOTHING
 
 
 def host_bytes(problem: Problem, stage: int) -> int:
-    """What one offloaded activation of a stage takes on the host."""
+    """Host memory of one offloaded activation of a stage."""
     return host_effect(problem.stages[stage], "O").at_start
 
 
 def _levels(actions: Sequence[Action], problem: Problem, message_bytes: Sequence[int]) -> Iterator[tuple[Action, int]]:
-    """Every level of a device's memory, with the action that brings it."""
+    """Successive memory levels of a device, each with the action that causes it."""
     effects = {(s, kind): action_effect(stage, kind) for s, stage in enumerate(problem.stages) for kind in _KINDS}
     level = 0
     for action in actions:
-        for change in _changes(action, effects.get((action.stage, action.kind), NOTHING), message_bytes):
-            level += change
+        stage, kind = action.stage, action.kind
+        if kind in SENDS:
+            level -= message_bytes[action.message.boundary]
             yield action, level
+        elif kind in RECEIVES:
+            level += message_bytes[action.message.boundary]
+            yield action, level
+        else:
+            effect = effects.get((stage, kind), NOTHING)
+            previous = message_bytes[stage - 1] if stage > 0 else 0
+            following = message_bytes[stage] if stage < len(message_bytes) else 0
+            used, made = (0, 0)
+            if kind == "F":
+                used, made = previous, following
+            elif kind in ("B", "BW"):
+                used, made = following, previous
+            for change in (effect.at_start - used, effect.at_end + made):
+                level += change
+                yield action, level
 
 
 _KINDS = ("F", "B", "W", "BW", "RELEASE", "PREPARE")
-
-
-def _changes(action: Action, effect: Effect, message_bytes: Sequence[int]) -> Iterator[int]:
-    if action.kind in SENDS:
-        yield -message_bytes[action.message.boundary]
-    elif action.kind in RECEIVES:
-        yield message_bytes[action.message.boundary]
-    else:
-        used, made = _messages(action.key, message_bytes)
-        yield effect.at_start - used
-        yield effect.at_end + made
-
-
-def _messages(op: Op, message_bytes: Sequence[int]) -> tuple[int, int]:
-    """Bytes of the message that an op uses, and of the one that it makes."""
-    before = message_bytes[op.stage - 1] if op.stage > 0 else 0
-    after = message_bytes[op.stage] if op.stage < len(message_bytes) else 0
-    if op.kind == "F":
-        return before, after
-    return (after, before) if op.kind in ("B", "BW") else (0, 0)

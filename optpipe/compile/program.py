@@ -1,17 +1,17 @@
-"""Actions and programs: what an interpreter executes, one list a device, in the order in which its host issues them.
+"""Actions and programs: one list of actions per device, in the order in which its host thread issues them.
 
 The ops of a schedule keep their kinds (F, B, W, BW, O, R). Lowering adds:
 
-* Messages. Where consecutive stages sit on different devices, SEND_F on the stage before and RECV_F on the stage
-  after carry activations, SEND_B on the stage after and RECV_B on the stage before gradients.
-* RELEASE and PREPARE. Device memory is taken and given back on the compute stream only, so an offload is four actions:
-  O copies out, RELEASE frees once that copy is over, PREPARE allocates anew, R copies in.
-* REDUCE, where asked for: the gradients of a stage are complete and may be summed over replicas.
+* Messages. Where consecutive stages sit on different devices, SEND_F on the earlier stage and RECV_F on the
+  later one carry activations, SEND_B on the later and RECV_B on the earlier one carry gradients.
+* RELEASE and PREPARE. Device memory is allocated and freed on the compute stream only, so an offload is four actions:
+  O copies to the host, RELEASE frees the memory after that copy, PREPARE allocates it again, R copies back.
+* REDUCE (optional): the gradients of a stage are complete and may be summed over replicas.
 
-Every action belongs to one stream (`Action.stream`). A stream runs its actions in list order; between streams only
-`Action.waits` order anything. So a host thread that issues its list without ever looking at the clock needs, for each
-action: wait on the events named, run, and record an event if it is in `Program.awaited`. Which memory is in use is
-decided by the list alone (see `optpipe.compile.offload`), never by how long anything takes.
+Every action belongs to one stream (`Action.stream`). A stream runs its actions in list order; `Action.waits` alone
+order actions of different streams. A host thread issues its list without regard to time: for each action it makes the
+stream wait for the events named, runs the action, and records an event if it is in `Program.awaited`. The list alone
+determines which memory is in use (see `optpipe.compile.offload`), regardless of durations.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ STREAM_OF_KIND: dict[str, ActionStream] = {
 
 
 class Message(NamedTuple):
-    """What crosses the boundary between stages `boundary` and `boundary + 1` for one microbatch.
+    """Message over the boundary between stages `boundary` and `boundary + 1` for one microbatch.
 
-    `direction` "F" is the activation on its way forward, "B" the gradient on its way back.
+    `direction` is "F" for the activation, "B" for the gradient.
     """
 
     direction: Literal["F", "B"]
@@ -51,10 +51,10 @@ class Message(NamedTuple):
 class Action(NamedTuple):
     """One entry of a device's list. Written as ``F0.3``, ``SEND_F0.3->1``, ``RECV_B0.3<-1``, ``O0.3@2``.
 
-    `peer` is the other device of a send or receive. `waits` are the actions of the same device but of other streams
-    that must be over before this one may start: each becomes one event. They are minimal: what follows from another
-    wait or from the order of a stream is left out. `slab` is the place in `Program.slabs` of the host buffer of an O.
-    REDUCE has microbatch 0.
+    `peer` is the other device of a send or receive. `waits` are actions on other streams of the same device that must
+    end before this one starts; each becomes one event. They are minimal: waits implied by another wait or by the order
+    of a stream are left out. `slab` is the index in `Program.slabs` of the host buffer of an O. The microbatch of a
+    REDUCE is 0.
     """
 
     kind: str
@@ -66,17 +66,17 @@ class Action(NamedTuple):
 
     @property
     def key(self) -> Op:
-        """Kind, stage and microbatch: unique in a program."""
+        """Kind, stage and microbatch, which identify the action in a program."""
         return Op(self.kind, self.stage, self.microbatch)
 
     @property
     def stream(self) -> ActionStream:
-        """The stream that runs it. Messages have no order among themselves but first in, first out for each pair."""
+        """Stream that runs the action. Messages are ordered only within a pair of devices: first in, first out."""
         return STREAM_OF_KIND[self.kind]
 
     @property
     def message(self) -> Message:
-        """What a send or receive carries."""
+        """Message of a send or receive."""
         return message_of(self.key)
 
     def __str__(self) -> str:
@@ -88,10 +88,10 @@ class Action(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """One pinned host buffer of a device, used by one offloaded activation after another.
+    """A pinned host buffer of a device, used by one offloaded activation at a time.
 
-    `size_bytes` is the planned size: the largest offload among its users. `stages` are those users, ascending; where
-    real sizes differ from planned ones, the buffer has to hold the largest real one of these stages.
+    `size_bytes` is the planned size: the largest offload among its users. `stages` are the stages of its users,
+    ascending; if real sizes differ from planned ones, the buffer has to hold the largest real one of these stages.
     """
 
     size_bytes: int
@@ -99,21 +99,21 @@ class Slab(NamedTuple):
 
 
 def message_of(key: Op) -> Message:
-    """The message of a send or receive."""
+    """Message that a send or receive carries."""
     after_boundary = key.kind in ("RECV_F", "SEND_B")
     direction: Literal["F", "B"] = "F" if key.kind.endswith("F") else "B"
     return Message(direction, key.stage - 1 if after_boundary else key.stage, key.microbatch)
 
 
 def matching_send(receive: Op) -> Op:
-    """The send that a receive needs."""
+    """Send of the message that a receive takes."""
     if receive.kind == "RECV_F":
         return Op("SEND_F", receive.stage - 1, receive.microbatch)
     return Op("SEND_B", receive.stage + 1, receive.microbatch)
 
 
 def matching_receive(send: Op) -> Op:
-    """The receive that takes what a send gives."""
+    """Receive of the message that a send gives."""
     if send.kind == "SEND_F":
         return Op("RECV_F", send.stage + 1, send.microbatch)
     return Op("RECV_B", send.stage - 1, send.microbatch)
@@ -121,9 +121,9 @@ def matching_receive(send: Op) -> Op:
 
 @dataclass(frozen=True)
 class Program:
-    """What every device executes: `devices[d]` is device d's list, `placement[s]` the device of stage s.
+    """Actions of every device: `devices[d]` is the list of device d, `placement[s]` the device of stage s.
 
-    `slabs[d]` are the host buffers of device d, to be allocated once before the first step; empty where nothing leaves.
+    `slabs[d]` are the host buffers of device d, allocated once before the first step; empty without offload.
     """
 
     microbatches: int
@@ -133,26 +133,27 @@ class Program:
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) pairs whose activations leave to the host and come back."""
+        """Offloaded (stage, microbatch) pairs."""
         return frozenset((a.stage, a.microbatch) for a in self.actions() if a.kind == "O")
 
     @cached_property
     def awaited(self) -> frozenset[Op]:
-        """The actions that must record an event, because some action waits for it."""
+        """Actions that must record an event because another action waits for them."""
         return frozenset(op for action in self.actions() for op in action.waits)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole program: processes compare it before they start to talk to one another."""
-        return _sha256("\n".join((self._header, *self.device_digests)))
+        """SHA-256 of the program: processes compare it before they exchange messages."""
+        header = f"optpipe.program/2 {self.microbatches} {self.placement}"
+        return _sha256("\n".join((header, *self.device_digests)))
 
     @cached_property
     def device_digests(self) -> tuple[str, ...]:
-        """SHA-256 of each device's list and slabs: where two programs differ, these tell on which device."""
+        """SHA-256 of each device's list and slabs, to name the device on which two programs differ."""
         slabs = self.slabs or ((),) * len(self.devices)
         return tuple(
-            _sha256("\n".join((*map(_whole, actions), *map(str, mine))))
-            for actions, mine in zip(self.devices, slabs, strict=True)
+            _sha256("\n".join((*(f"{a}({','.join(map(str, a.waits))})" for a in actions), *map(str, device_slabs))))
+            for actions, device_slabs in zip(self.devices, slabs, strict=True)
         )
 
     def actions(self) -> Iterator[Action]:
@@ -161,30 +162,22 @@ class Program:
             yield from actions
 
     def kinds_of(self, stage: int) -> frozenset[str]:
-        """The kinds of a stage's actions."""
+        """Kinds of a stage's actions."""
         return frozenset(action.kind for action in self.actions() if action.stage == stage)
 
     def crosses(self, boundary: int) -> bool:
-        """Whether stages `boundary` and `boundary + 1` sit on different devices."""
+        """True if stages `boundary` and `boundary + 1` are on different devices."""
         return self.placement[boundary] != self.placement[boundary + 1]
-
-    @property
-    def _header(self) -> str:
-        return f"optpipe.program/2 {self.microbatches} {self.placement}"
-
-
-def _whole(action: Action) -> str:
-    return f"{action}({','.join(map(str, action.waits))})"
 
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def excerpt(actions: Sequence[Action], place: int, around: int = 3) -> str:
-    """The actions around a place, one a line, with an arrow at the place: for messages."""
-    first = max(0, place - around)
+def excerpt(actions: Sequence[Action], index: int, around: int = 3) -> str:
+    """Text of the actions around an index, one per line with an arrow at the index, for messages."""
+    first = max(0, index - around)
     return "\n".join(
-        f"{'->' if k == place else '  '} [{k}] {action}"
-        for k, action in enumerate(actions[first : place + around + 1], first)
+        f"{'->' if k == index else '  '} [{k}] {action}"
+        for k, action in enumerate(actions[first : index + around + 1], first)
     )
