@@ -42,6 +42,9 @@ CANCEL_S = 0.4
 LATE = 0.25
 """A child that brought nothing in this share of the time is late: the parent begins to make a schedule itself."""
 
+MOST_WAITED_S = 5.0
+"""Seconds, besides the time limit itself, for which a child that finds no free processor is waited for at most."""
+
 VERIFY_S_PER_OP = 5e-6
 """What reading, timing and verifying an answer takes (4 us an op measured on one core). It is part of the limit."""
 
@@ -90,7 +93,8 @@ def solve_in_child(
     There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
     best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. Where it brought none,
     that is a published schedule made here. On a busy machine the answer comes later by as long as the child, while it
-    loads and makes published schedules, is ready to run and finds no free processor: these are never left out.
+    loads and makes published schedules, is ready to run and finds no free processor, and by the time limit plus
+    `MOST_WAITED_S` at most: where there is a processor these are never left out.
     `on_event` is called from here with every incumbent within a second, and with a heartbeat every half second; it
     should return at once. `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see
     `solve`.
@@ -189,10 +193,12 @@ class _Solve:
     def _seconds_given(self) -> float:
         """Seconds since the start, without those in which the child found no free processor before it searched.
 
-        To a request to cancel all of them count.
+        Waiting extends the limit to twice its length and `MOST_WAITED_S` at most: on a machine that never has time for
+        the child, there is an answer all the same. To a request to cancel all seconds count.
         """
         if not self.searching:
-            self.waited_s = self.child.kept_waiting_s - self.waited_before_s
+            most_s = self.limits.time_limit_s + MOST_WAITED_S
+            self.waited_s = min(self.child.kept_waiting_s - self.waited_before_s, most_s)
         return self.limits.seconds - (0.0 if self.cancelled else self.waited_s)
 
     def _end(self, limit: Limit) -> None:

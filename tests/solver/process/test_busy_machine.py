@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from threading import Timer
 
 import pytest
 
 from instances import uniform
 from solver.limits import Limits
-from solver.process import Child, Heartbeat, solve_in_child
+from solver.process import Child, Heartbeat, parent, solve_in_child
 from solver.process.channel import kept_waiting_s
 from solver.solution import Progress
 from tests.solver.process.slow_start import LOADS_S
@@ -57,6 +58,7 @@ def test_a_child_that_finds_no_processor_is_waited_for(monkeypatch: pytest.Monke
     limits = Limits(LIMIT_S, workers=1)
     waited = property(lambda child: min(limits.seconds, LOADS_S) + kept_waiting_s(child.pid))
     monkeypatch.setattr(Child, "kept_waiting_s", waited)
+    monkeypatch.setattr(parent, "MOST_WAITED_S", 60.0)  # it waits in earnest as well, where others use the machine
     incumbents, _ = solved(limits)
     assert incumbents, "its published schedules are what it does first"
 
@@ -66,3 +68,20 @@ def test_one_that_takes_its_time_itself_is_not() -> None:
     incumbents, seconds = solved(Limits(LIMIT_S, workers=1))
     assert not incumbents
     assert seconds <= LIMIT_S + 2 + kept_waiting_s(os.getpid()) - before_s
+
+
+def test_one_that_never_finds_a_processor_is_waited_for_twice_the_limit_and_a_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most_waited_s = 0.5
+    monkeypatch.setattr(parent, "MOST_WAITED_S", most_waited_s)
+    limits = Limits(1.0, workers=1)
+    monkeypatch.setattr(Child, "kept_waiting_s", property(lambda child: limits.seconds))
+    guard = Timer(20.0, limits.cancel.request)  # without the cap this would never end
+    guard.start()
+    with Child("tests.solver.process.asleep") as child:
+        result = solve_in_child(PROBLEM, "auto", limits, child=child)
+    guard.cancel()
+    assert not limits.cancel.requested
+    assert result.schedule is not None, "the parent has made one meanwhile"
+    assert 2 * limits.time_limit_s + most_waited_s <= limits.seconds
