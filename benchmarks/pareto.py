@@ -8,10 +8,10 @@ from itertools import product
 
 import numpy as np
 
-from optpipe.ops import Orders
+from optpipe.ops import Ints, Orders
 from optpipe.problem import Problem
 from solver.search.modulo.ends import Ends, Filler, few_microbatches, first_ends
-from solver.search.modulo.pattern import Ints, Passes, Pattern, orders_from_pattern, pattern_at
+from solver.search.modulo.pattern import Passes, Pattern, orders_from_pattern, pattern_at
 from solver.search.modulo.reservation_table import find_places
 from solver.search.modulo.search import LANES, LATE_ROUNDS, LEANS
 

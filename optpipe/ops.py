@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, Self, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 KINDS = ("F", "B", "W", "BW", "O", "R")

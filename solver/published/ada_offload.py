@@ -14,32 +14,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import pairwise
 from math import inf
-from typing import NamedTuple, cast
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
-from optpipe.ops import OpArray, Orders
+from optpipe.ops import Ints, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.published.transfers import Activation, TransferPlanner, Wish
 from solver.serial import known_budgets_bytes, serial_orders
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-F, B, W = (cast(int, np.int64(code)) for code in range(3))
-"""Numpy's integers, since numba compiles a function once more for each plain number that it is called with."""
-NOTHING = -1
-"""In place of a kind: no op can go."""
-
-STARTED = 2
-"""The row of the tally from which on it counts ops that were taken."""
+from solver.timeline import (
+    NONE,
+    B,
+    F,
+    Timeline,
+    W,
+    empty_timeline,
+    input_us,
+    op_costs,
+    pending_stage,
+    pending_weights,
+    place,
+    place_weight,
+    timeline_orders,
+)
 
 
 def in_flight_orders(problem: Problem, in_flight: int, late_weights: int) -> Orders:
@@ -47,132 +48,69 @@ def in_flight_orders(problem: Problem, in_flight: int, late_weights: int) -> Ord
 
     At most `late_weights` W are left over on a device while it does other things. Never deadlocks.
     """
-    lengths = [3 * problem.microbatches * len(stages) for stages in problem.stages_of]
-    first = np.cumsum([0, *lengths])
-    costs = _Costs(
-        np.array([[stage.duration_us(kind) for stage in problem.stages] for kind in "FBW"], np.float64),
-        np.array([[*problem.forward_delay_us, 0.0], [0.0, *problem.backward_delay_us]], np.float64),
-        np.array([stage.device for stage in problem.stages]),
+    line = empty_timeline(problem, op_costs(problem))
+    first = np.cumsum([0, *map(len, problem.stages_of)])
+    _run(
+        line,
+        first,
         np.concatenate([np.array(stages, np.int64) for stages in problem.stages_of]),
-        first // (3 * problem.microbatches),
+        in_flight,
+        late_weights,
     )
-    ops = OpArray(*_run(costs, problem.microbatches, in_flight, late_weights))
-    return Orders.of_compute(ops[begin:end] for begin, end in pairwise(first))
-
-
-class _Costs(NamedTuple):
-    """What ops take, and where stages are.
-
-    `us[kind, s]`: durations of F, B and W. `delay_us[kind, s]`: from the end of an F or B of stage s to its
-    neighbour. `device[s]`; the stages of device d are `stages[first[d]]` to `stages[first[d + 1] - 1]`.
-    """
-
-    us: Floats
-    delay_us: Floats
-    device: Ints
-    stages: Ints
-    first: Ints
-
-
-class _State(NamedTuple):
-    """What has happened so far.
-
-    `input_us`: from when on each F and B (kind, stage, microbatch) has its input, where that is known. `tally`: by
-    stage, of how many F and B it is known, and from STARTED on how many F, B and W were taken. `free_us`: when each
-    device is free. `weights`: for each device, where its stages begin times microbatches, the stages of its W in the
-    order of their B. `left`: by device, where the first W that is left and the end of them are.
-    """
-
-    input_us: Floats
-    tally: Ints
-    free_us: Floats
-    weights: Ints
-    left: Ints
+    return timeline_orders(problem, line)
 
 
 @njit(cache=True)
-def _run(costs: _Costs, microbatches: int, in_flight: int, late_weights: int) -> tuple[Ints, Ints, Ints]:
-    """Kind, stage and microbatch of the ops, device by device, those of each in its order."""
-    devices, stages = len(costs.first) - 1, len(costs.device)
-    begin = costs.first[:-1] * microbatches
-    state = _State(
-        np.zeros((2, stages, microbatches)),
-        np.zeros((5, stages), np.int64),
-        np.zeros(devices),
-        np.empty(stages * microbatches, np.int64),
-        np.stack((begin, begin)),
-    )
-    made = 3 * begin
-    kinds, places, microbatch = np.empty((3, 3 * stages * microbatches), np.int64)
-    state.tally[F, 0] = min(in_flight, microbatches)
-    wake = [(0.0, costs.device[0])]
+def _run(line: Timeline, first: Ints, stages: Ints, in_flight: int, late_weights: int) -> None:
+    """Place every op in the order of time; device d holds ``stages[first[d]:first[d + 1]]``."""
+    wake = [(0.0, line.device_of[0])]
     while wake:
         now, d = heappop(wake)
-        if now < state.free_us[d]:
+        if now < line.devices[d]["free_us"]:
             continue
-        kind, s = _choose(costs, state, d, now, late_weights)
-        if kind == NOTHING:
+        kind, s = _choose(line, stages[first[d] : first[d + 1]], d, now, in_flight, late_weights)
+        if kind == NONE:
             continue
-        kinds[made[d]], places[made[d]], microbatch[made[d]] = kind, s, state.tally[STARTED + kind, s]
-        made[d] += 1
-        state.tally[STARTED + kind, s] += 1
-        state.free_us[d] = now + costs.us[kind, s]
-        heappush(wake, (state.free_us[d], d))
-        fed, when_us = _release(costs, state, kind, s, in_flight)
-        if fed >= 0:
-            heappush(wake, (max(when_us, state.free_us[costs.device[fed]]), costs.device[fed]))
-    return kinds, places, microbatch
+        if kind == W:
+            place_weight(line, d)
+        else:
+            place(line, kind, s, now)
+        free_us = line.devices[d]["free_us"]
+        heappush(wake, (free_us, d))
+        fed = s + 1 if kind == F else s - 1
+        if kind != W and 0 <= fed < len(line.device_of):
+            near = line.device_of[fed]
+            arrival_us = free_us + line.costs[kind, fed]["delay_us"]
+            heappush(wake, (max(arrival_us, line.devices[near]["free_us"]), near))
 
 
 @njit(cache=True)
-def _choose(costs: _Costs, state: _State, d: int, now: float, late_weights: int) -> tuple[int, int]:
-    """Kind and stage of what a free device runs now, or NOTHING."""
-    microbatches = state.input_us.shape[2]
-    rank, chosen, arrival_us = (microbatches, 0), (NOTHING, 0), np.inf
+def _choose(line: Timeline, stages: Ints, d: int, now: float, in_flight: int, late_weights: int) -> tuple[int, int]:
+    """Kind and stage of what a free device with these stages runs now; the kind is NONE where it waits."""
+    rank, chosen, arrival_us = (line.end_us.shape[2], 0), (NONE, 0), np.inf
     for kind in (B, F):
-        for k in range(costs.first[d], costs.first[d + 1]):
-            s = costs.stages[k]
-            i = state.tally[STARTED + kind, s]
-            if i == state.tally[kind, s]:
+        for s in stages:
+            i = line.placed[kind, s]
+            comes_us = input_us(line, kind, s)
+            if kind == F and s == 0 and in_flight <= i < line.end_us.shape[2]:
+                # The first F of a microbatch waits for the last B of one that flies.
+                flying = i - in_flight < line.placed[B, 0]
+                comes_us = line.end_us[B, 0, i - in_flight] if flying else np.nan
+            if np.isnan(comes_us):
                 continue
-            arrival_us = min(arrival_us, state.input_us[kind, s, i])
-            if state.input_us[kind, s, i] <= now and (i, -s) < rank:
+            arrival_us = min(arrival_us, comes_us)
+            if comes_us <= now and (i, -s) < rank:
                 rank, chosen = (i, -s), (kind, s)
-        if chosen[0] != NOTHING:
+        if chosen[0] != NONE:
             break
-    begin, end = state.left[0, d], state.left[1, d]
-    if begin < end:
+    pending = pending_weights(line, d)
+    if pending:
         # A gap is long if the oldest W is done before the next op arrives.
-        s = state.weights[begin]
-        fills_gap = chosen[0] == NOTHING and now + costs.us[W, s] <= arrival_us
-        if end - begin > late_weights or fills_gap:
-            state.left[0, d] += 1
+        s = pending_stage(line, d)
+        fills_gap = chosen[0] == NONE and now + line.costs[W, s]["duration_us"] <= arrival_us
+        if pending > late_weights or fills_gap:
             return W, s
     return chosen
-
-
-@njit(cache=True)
-def _release(costs: _Costs, state: _State, kind: int, s: int, in_flight: int) -> tuple[int, float]:
-    """Book what the end of an op of stage `s` makes possible: the stage that it feeds (-1: none), and from when on."""
-    if kind == W:
-        return -1, 0.0
-    stages, microbatches = state.input_us.shape[1:]
-    d = costs.device[s]
-    i = state.tally[STARTED + kind, s] - 1
-    into, fed = kind, s + 1 if kind == F else s - 1
-    when_us = state.free_us[d] + costs.delay_us[kind, s]
-    if kind == B:
-        state.weights[state.left[1, d]] = s
-        state.left[1, d] += 1
-    if fed == stages:
-        into, fed = B, s
-    if fed < 0:
-        into, fed, i = F, s, i + in_flight
-        if i >= microbatches:
-            return -1, 0.0
-    state.input_us[into, fed, i] = when_us
-    state.tally[into, fed] += 1
-    return fed, when_us
 
 
 PLAYED_OPS = 15_000

@@ -18,147 +18,88 @@ Costs, delays and budgets are each stage's and device's own.
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
-from optpipe.memory import device_effect, effect_table
-from optpipe.ops import Op, OpArray, Orders
+from optpipe.ops import Floats, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.published.passes import require_v_shape
+from solver.timeline import (
+    B,
+    F,
+    Records,
+    Timeline,
+    W,
+    can_follow,
+    empty_timeline,
+    fits,
+    input_us,
+    op_costs,
+    pending_stage,
+    pending_weights,
+    place_next,
+    place_weight,
+    timeline_orders,
+)
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
-NO_LIMIT = 2**62
-F, B, W = (cast(int, np.int64(code)) for code in range(3))
-"""Numpy's integers, since numba compiles a function once more for each plain number that it is called with."""
+class _Spans(NamedTuple):
+    """By device the time of all its ops, and the span that an earlier run grants it (negative without one)."""
 
-INTO_F, INTO_B = 3, 4
-NEED, ACTIVATION = 3, 6
-BUDGET, MEMORY, PENDING_CHANGE, OLDEST, NEWEST, MADE = range(6)
-NOW, IDLE, WORK, GRANTED = range(4)
-"""Rows of the arrays of _Costs and _State."""
+    work_us: Floats
+    granted_us: Floats
 
 
 def zb_v(problem: Problem) -> Orders:
     """The best of all runs. Raises MethodError on placement, or where a budget is too small for every run."""
     require_v_shape(problem, "zb-v")
-    costs = _costs(problem)
+    costs = op_costs(problem)
     runs = [run for switches in product((True, False), repeat=2) for run in _repeated(problem, costs, *switches)]
-    finished = [_orders(problem, run.state) for run in runs if run.finished]
+    finished = [timeline_orders(problem, run) for run in runs if _is_finished(run)]
     if not finished:
-        raise MethodError(_shortage(problem, costs, runs[0].state))
+        raise MethodError(_shortage(problem, runs[0]))
     return min(finished, key=lambda orders: simulate(problem, orders).value_us)
 
 
-class _Costs(NamedTuple):
-    """What ops take, by row and stage; few arrays, since each costs time to compile.
-
-    `us`: durations of F, B and W, then INTO_F and INTO_B, the delays of what a stage's F and B wait for. `bytes`: how
-    F, B and W change memory, from NEED on by how much it is higher while they run or after it, and the ACTIVATION.
-    """
-
-    us: Floats
-    bytes: Ints
-
-
-class _State(NamedTuple):
-    """What the devices have done so far in a run. Device d holds stages d and 2p - 1 - d.
-
-    `end_us`: by kind, stage and microbatch. `done`: by kind and stage. `clock_us`: by device, NOW, IDLE, the WORK of
-    all its ops, and the span GRANTED by an earlier run (negative without one). `tally`: by device, BUDGET, MEMORY,
-    what all pending W change in it, the OLDEST and the NEWEST of `pending` (stages of W), and the ops MADE. `order`:
-    for each device its ops, as kind times stages plus stage.
-    """
-
-    end_us: Floats
-    done: Ints
-    clock_us: Floats
-    tally: Ints
-    pending: Ints
-    order: Ints
-
-
-class _Ran(NamedTuple):
-    """A run: whether it found room for every op, and where it ended."""
-
-    finished: bool
-    state: _State
-
-    @property
-    def spans_us(self) -> Floats:
-        """The span of every device."""
-        spans: Floats = self.state.clock_us[WORK] + self.state.clock_us[IDLE]
-        return spans
-
-
-def _costs(problem: Problem) -> _Costs:
-    stages, effects = problem.stages, effect_table(problem, device_effect)[:3]
-    durations = [[stage.duration_us(kind) for stage in stages] for kind in "FBW"]
-    change = effects.sum(axis=2)
-    needed, activations = np.maximum(effects[:, :, 0], change), [stage.activation_bytes for stage in stages]
-    return _Costs(
-        np.array([*durations, [0.0, *problem.forward_delay_us], [*problem.backward_delay_us, 0.0]], np.float64),
-        np.array([*change, *needed, activations], np.int64),
-    )
-
-
-def _repeated(problem: Problem, costs: _Costs, in_forward: bool, in_backward: bool) -> list[_Ran]:
+def _repeated(problem: Problem, costs: Records, in_forward: bool, in_backward: bool) -> list[Timeline]:
     """Runs, each with the spans of the one before granted, until that helps no more.
 
     `in_forward`, `in_backward`: before which ops a W may fill a gap that is shorter than itself.
     """
-    runs: list[_Ran] = []
-    granted = np.full(len(problem.devices), -1.0)
+    runs: list[Timeline] = []
+    work_us = np.array(problem.work_us, np.float64)
+    granted_us = np.full(len(problem.devices), -1.0)
+    largest_us = np.inf
     while True:
-        state = _begin(problem, granted)
-        run = _Ran(_run(costs, state, in_forward, in_backward), state)
-        if runs and (not run.finished or run.spans_us.max() >= runs[-1].spans_us.max()):
+        run = empty_timeline(problem, costs)
+        _run(run, _Spans(work_us, granted_us), in_forward, in_backward)
+        spans_us: Floats = work_us + run.devices["idle_us"]
+        if runs and (not _is_finished(run) or spans_us.max() >= largest_us):
             return runs
         runs.append(run)
-        if not run.finished:
+        if not _is_finished(run):
             return runs
-        granted = run.spans_us
+        granted_us, largest_us = spans_us, spans_us.max()
 
 
-def _begin(problem: Problem, granted: Floats) -> _State:
-    devices, stages, microbatches = len(problem.devices), len(problem.stages), problem.microbatches
-    budgets = [NO_LIMIT if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
-    zeros = [0] * devices
-    return _State(
-        np.zeros((3, stages, microbatches)),
-        np.zeros((3, stages), np.int64),
-        np.array([zeros, zeros, problem.work_us, granted], np.float64),
-        np.array([budgets, *[zeros] * 5], np.int64),
-        np.zeros((devices, 2 * microbatches), np.int64),
-        np.zeros((devices, 6 * microbatches), np.int64),
-    )
+def _is_finished(run: Timeline) -> bool:
+    return bool((run.placed == run.end_us.shape[2]).all())
 
 
-def _orders(problem: Problem, state: _State) -> Orders:
-    microbatch = np.empty(state.order.shape, np.int64)
-    for d, codes in enumerate(state.order):
-        for code in np.unique(codes):
-            microbatch[d, codes == code] = np.arange(problem.microbatches)
-    kind, stage = np.divmod(state.order, len(problem.stages))
-    return Orders.of_compute(OpArray(*columns) for columns in zip(kind, stage, microbatch, strict=True))
-
-
-def _shortage(problem: Problem, costs: _Costs, state: _State) -> str:
+def _shortage(problem: Problem, run: Timeline) -> str:
     """Which device lacks the least memory for its next op, and how much."""
     lacks = []
     for d, device in enumerate(problem.devices):
-        least = state.tally[MEMORY, d] + state.tally[PENDING_CHANGE, d]
+        least = run.devices[d]["memory_bytes"] + run.devices[d]["pending_bytes"]
         for kind in (F, B):
-            stage = _next(costs, state, d, kind)
-            if device.memory_bytes is not None and not np.isnan(_ready(costs, state, kind, stage)):
-                op = Op("FB"[kind], int(stage), int(state.done[kind, stage]))
-                lacks.append((int(least + costs.bytes[NEED + kind, stage]) - device.memory_bytes, d, op))
+            stage = _next(run, d, kind)
+            if device.memory_bytes is not None and not np.isnan(input_us(run, kind, stage)):
+                op = Op("FB"[kind], int(stage), int(run.placed[kind, stage]))
+                lacks.append((int(least + run.costs[kind, stage]["need_bytes"]) - device.memory_bytes, d, op))
     missing, number, op = min(lacks)
     return (
         f"zb-v comes to a halt before {op}, for which device {number} has {missing} bytes too few with its budget "
@@ -167,157 +108,91 @@ def _shortage(problem: Problem, costs: _Costs, state: _State) -> str:
 
 
 @njit(cache=True)
-def _run(costs: _Costs, state: _State, in_forward: bool, in_backward: bool) -> bool:
-    """Fill the orders of all devices; False where that comes to a halt."""
-    _first_microbatch(costs, state)
-    _forwards_in_turn(costs, state)
-    while state.done[B].min() < state.end_us.shape[2]:
-        if not _round(costs, state, in_forward, in_backward):
-            return False
-    for d in range(state.order.shape[0]):
-        while _has_weights(state, d):
-            _put_weight(costs, state, d)
-    return True
+def _run(line: Timeline, spans: _Spans, in_forward: bool, in_backward: bool) -> None:
+    """Place the ops of all devices, as far as that goes on."""
+    _first_microbatch(line)
+    _forwards_in_turn(line)
+    while line.placed[B].min() < line.end_us.shape[2]:
+        if not _round(line, spans, in_forward, in_backward):
+            return
+    for d in range(len(line.devices)):
+        while pending_weights(line, d):
+            place_weight(line, d)
 
 
 @njit(cache=True)
-def _ready(costs: _Costs, state: _State, kind: int, s: int) -> float:
-    """When the next F or B of a stage has its input; NaN where that is not planned, or none is left."""
-    i, last = state.done[kind, s], state.end_us.shape[1] - 1
-    if i == state.end_us.shape[2]:
-        return float(np.nan)
-    if kind == F and s == 0:
-        return 0.0
-    of, source = (F, s - 1) if kind == F else (B, s + 1)
-    if kind == B and s == last:
-        of, source = F, last
-    if i >= state.done[of, source]:
-        return float(np.nan)
-    return float(state.end_us[of, source, i] + costs.us[INTO_F + kind, s])
-
-
-@njit(cache=True)
-def _fits(costs: _Costs, state: _State, d: int, kind: int, s: int, more: int = 0) -> bool:
-    """Whether an op has room now, and leaves `more` bytes."""
-    return bool(state.tally[MEMORY, d] + costs.bytes[NEED + kind, s] + more <= state.tally[BUDGET, d])
-
-
-@njit(cache=True)
-def _can(costs: _Costs, state: _State, d: int, kind: int, s: int) -> bool:
-    """Whether the next op of a stage is planned up to it, and has room once all pending W are done."""
-    if np.isnan(_ready(costs, state, kind, s)):
-        return False
-    return _fits(costs, state, d, kind, s, state.tally[PENDING_CHANGE, d])
-
-
-@njit(cache=True)
-def _has_weights(state: _State, d: int) -> bool:
-    return bool(state.tally[OLDEST, d] < state.tally[NEWEST, d])
-
-
-@njit(cache=True)
-def _append(costs: _Costs, state: _State, d: int, kind: int, s: int, start_us: float) -> None:
-    state.clock_us[NOW, d] = start_us + costs.us[kind, s]
-    state.tally[MEMORY, d] += costs.bytes[kind, s]
-    state.order[d, state.tally[MADE, d]] = kind * state.end_us.shape[1] + s
-    state.tally[MADE, d] += 1
-    state.end_us[kind, s, state.done[kind, s]] = state.clock_us[NOW, d]
-    state.done[kind, s] += 1
-
-
-@njit(cache=True)
-def _put(costs: _Costs, state: _State, d: int, kind: int, s: int) -> None:
-    """The next op of a stage, as soon as it can start."""
-    start = max(state.clock_us[NOW, d], _ready(costs, state, kind, s))
-    if state.tally[MADE, d]:
-        state.clock_us[IDLE, d] += start - state.clock_us[NOW, d]
-    _append(costs, state, d, kind, s, start)
-    if kind == B:
-        state.pending[d, state.tally[NEWEST, d]] = s
-        state.tally[NEWEST, d] += 1
-        state.tally[PENDING_CHANGE, d] += costs.bytes[W, s]
-
-
-@njit(cache=True)
-def _put_weight(costs: _Costs, state: _State, d: int) -> None:
-    s = state.pending[d, state.tally[OLDEST, d]]
-    state.tally[OLDEST, d] += 1
-    state.tally[PENDING_CHANGE, d] -= costs.bytes[W, s]
-    _append(costs, state, d, W, s, state.clock_us[NOW, d])
-
-
-@njit(cache=True)
-def _first_microbatch(costs: _Costs, state: _State) -> None:
-    devices, stages = state.order.shape[0], state.end_us.shape[1]
+def _first_microbatch(line: Timeline) -> None:
+    """Out and back, with more forwards of devices that wait for it to come back."""
+    devices, stages = len(line.devices), line.end_us.shape[1]
     for d in range(devices):
-        if _can(costs, state, d, F, d):
-            _put(costs, state, d, F, d)
+        if can_follow(line, F, d):
+            place_next(line, F, d)
     for d in range(devices - 1, -1, -1):
-        while _waits(costs, state, d) and _lead(costs, state, d):
+        while _waits(line, d) and _lead(line, d):
             pass
-        if _can(costs, state, d, F, stages - 1 - d):
-            _put(costs, state, d, F, stages - 1 - d)
+        if can_follow(line, F, stages - 1 - d):
+            place_next(line, F, stages - 1 - d)
 
 
 @njit(cache=True)
-def _waits(costs: _Costs, state: _State, d: int) -> bool:
+def _waits(line: Timeline, d: int) -> bool:
     """Whether one more forward fits in time and memory before the first microbatch comes back to a device.
 
     Each device before may start the way back once more for this, and then must hold both stages of it.
     """
-    there, here = d, state.end_us.shape[1] - 1 - d
-    back = _ready(costs, state, F, here)
-    if d == state.order.shape[0] - 1 or np.isnan(back):
+    out, back = d, line.end_us.shape[1] - 1 - d
+    comes_back_us = input_us(line, F, back)
+    if d == len(line.devices) - 1 or np.isnan(comes_back_us):
         return False
-    pair = costs.bytes[ACTIVATION, there] + costs.bytes[ACTIVATION, here]
-    reserve = (d + 1) * pair - costs.bytes[ACTIVATION, there]
-    in_time = state.clock_us[NOW, d] + costs.us[F, there] <= back
-    return bool(in_time and _fits(costs, state, d, F, there, reserve))
+    held_out, held_back = line.costs[F, out]["change_bytes"], line.costs[F, back]["change_bytes"]
+    reserve = (d + 1) * (held_out + held_back) - held_out
+    in_time = line.devices[d]["free_us"] + line.costs[F, out]["duration_us"] <= comes_back_us
+    return bool(in_time and fits(line, F, out, reserve))
 
 
 @njit(cache=True)
-def _lead(costs: _Costs, state: _State, number: int) -> bool:
-    """One more forward on the way out on every device up to this one; False where that cannot be."""
-    for d in range(number + 1):
-        if not _can(costs, state, d, F, d) or not _fits(costs, state, d, F, d):
+def _lead(line: Timeline, last: int) -> bool:
+    """One more forward on the way out on every device up to `last`; False where that cannot be."""
+    for d in range(last + 1):
+        if not can_follow(line, F, d) or not fits(line, F, d):
             return False
-        _put(costs, state, d, F, d)
+        place_next(line, F, d)
     return True
 
 
 @njit(cache=True)
-def _forwards_in_turn(costs: _Costs, state: _State) -> None:
-    devices, stages = state.order.shape[0], state.end_us.shape[1]
+def _forwards_in_turn(line: Timeline) -> None:
+    """Forwards of both stages in turn on each device, until it is as far as the device before it."""
+    devices, stages = len(line.devices), line.end_us.shape[1]
     back = False
     for behind in range(1, devices):
         tries = 0
-        while tries < 2 and _behind(state, behind):
+        while tries < 2 and _behind(line, behind):
             moved = False
             for d in range(devices - 1, behind - 1, -1):
                 s = stages - 1 - d if back else d
-                if _can(costs, state, d, F, s) and _fits(costs, state, d, F, s):
-                    _put(costs, state, d, F, s)
+                if can_follow(line, F, s) and fits(line, F, s):
+                    place_next(line, F, s)
                     moved = True
             back = not back
             tries = 0 if moved else tries + 1
 
 
 @njit(cache=True)
-def _behind(state: _State, d: int) -> bool:
+def _behind(line: Timeline, d: int) -> bool:
     """Whether device d has fewer forwards than the one before it."""
-    there, back = state.done[F, d], state.done[F, state.end_us.shape[1] - 1 - d]
-    before_there, before_back = state.done[F, d - 1], state.done[F, state.end_us.shape[1] - d]
-    fewer = there + back < before_there + before_back
-    return bool(fewer or back <= before_back < state.end_us.shape[2])
+    out, back = line.placed[F, d], line.placed[F, line.end_us.shape[1] - 1 - d]
+    before_out, before_back = line.placed[F, d - 1], line.placed[F, line.end_us.shape[1] - d]
+    return bool(out + back < before_out + before_back or back <= before_back < line.end_us.shape[2])
 
 
 @njit(cache=True)
-def _round(costs: _Costs, state: _State, in_forward: bool, in_backward: bool) -> bool:
+def _round(line: Timeline, spans: _Spans, in_forward: bool, in_backward: bool) -> bool:
     """One backward, then one forward on every device that has one; False where no device has."""
-    devices = state.order.shape[0]
+    devices = len(line.devices)
     backward = np.empty(devices, np.int64)
     for d in range(devices):
-        backward[d] = _next(costs, state, d, B)
+        backward[d] = _next(line, d, B)
     moved = False
     for turn in range(3 * devices):
         if turn < devices:  # coming back
@@ -326,46 +201,45 @@ def _round(costs: _Costs, state: _State, in_forward: bool, in_backward: bool) ->
             d, kind = turn % devices, B if turn < 2 * devices else F
         if kind == B and (backward[d] == d) != (turn < devices):
             continue
-        s = backward[d] if kind == B else _next(costs, state, d, F)
+        s = backward[d] if kind == B else _next(line, d, F)
         may_fill = in_forward if kind == F else in_backward or s == d
-        moved = _step(costs, state, d, kind, s, may_fill) or moved
+        moved = _place_after_weights(line, spans, kind, s, may_fill) or moved
     return moved
 
 
 @njit(cache=True)
-def _next(costs: _Costs, state: _State, d: int, kind: int) -> int:
-    """The stage of the next F or B: on the way back where its input is planned, else on the way out."""
-    far = state.end_us.shape[1] - 1 - d
+def _next(line: Timeline, d: int, kind: int) -> int:
+    """The stage of the next F or B: on the way back where its input is placed, else on the way out."""
+    far = line.end_us.shape[1] - 1 - d
     out, back = (d, far) if kind == F else (far, d)
-    return out if np.isnan(_ready(costs, state, kind, back)) else back
+    return out if np.isnan(input_us(line, kind, back)) else back
 
 
 @njit(cache=True)
-def _step(costs: _Costs, state: _State, d: int, kind: int, s: int, may_fill: bool) -> bool:
-    """An F or B of a device, with the W that go before it; False where it has no input or no room."""
-    if not _can(costs, state, d, kind, s):
+def _place_after_weights(line: Timeline, spans: _Spans, kind: int, s: int, may_fill: bool) -> bool:
+    """Place the next F or B of a stage, behind the W that go before it; False where it has no input or no room."""
+    if not can_follow(line, kind, s):
         return False
-    ready = _ready(costs, state, kind, s)
-    while _has_weights(state, d):
-        gap = ready - state.clock_us[NOW, d]
-        next_weight_us = costs.us[W, state.pending[d, state.tally[OLDEST, d]]]
-        if _fits(costs, state, d, kind, s) and gap < next_weight_us:
-            if may_fill and gap > _slack(state, d):
-                _put_weight(costs, state, d)
+    d, arrival_us = line.device_of[s], input_us(line, kind, s)
+    while pending_weights(line, d):
+        gap_us = arrival_us - line.devices[d]["free_us"]
+        if fits(line, kind, s) and gap_us < line.costs[W, pending_stage(line, d)]["duration_us"]:
+            if may_fill and gap_us > _slack_us(line, spans, d):
+                place_weight(line, d)
             break
-        _put_weight(costs, state, d)
-    _put(costs, state, d, kind, s)
+        place_weight(line, d)
+    place_next(line, kind, s)
     return True
 
 
 @njit(cache=True)
-def _slack(state: _State, d: int) -> float:
+def _slack_us(line: Timeline, spans: _Spans, d: int) -> float:
     """How long a device may idle before its span is the largest, or uses up what an earlier run grants."""
-    clock = state.clock_us
-    largest = 0.0
-    for other in range(clock.shape[1]):
-        largest = max(largest, clock[WORK, other] + clock[IDLE, other])
-    slack = max(largest - (clock[WORK, d] + clock[IDLE, d]), 0.0)
-    if clock[GRANTED, d] >= 0:
-        slack = max(slack, clock[GRANTED].max() - clock[GRANTED, d] - clock[IDLE, d])
-    return float(slack)
+    largest_us = 0.0
+    for other in range(len(line.devices)):
+        largest_us = max(largest_us, spans.work_us[other] + line.devices[other]["idle_us"])
+    idle_us = line.devices[d]["idle_us"]
+    slack_us = max(largest_us - (spans.work_us[d] + idle_us), 0.0)
+    if spans.granted_us[d] >= 0:
+        slack_us = max(slack_us, spans.granted_us.max() - spans.granted_us[d] - idle_us)
+    return float(slack_us)

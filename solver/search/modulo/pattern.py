@@ -12,51 +12,36 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.memory import device_effect
-from optpipe.ops import Op, OpArray, Orders
+from optpipe.ops import Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
+from solver.plan_player import PassCosts, pass_costs
 from solver.published.transfers import TransferPlanner, Wish
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-KINDS = "FBW"
 
 
 @dataclass(frozen=True)
-class Passes:
+class Passes(PassCosts):
     """The passes of as many microbatches (`lanes`, mostly one) as a round of a pattern runs.
 
-    Lane l of stage s counts as stage ``l * S + s``, so that there are ``lanes * S`` = `stages` of them; pass
-    ``kind * stages + stage`` is the F, B or W (kind 0, 1, 2) of one. `before` is the pass whose result each pass needs
-    (-1: none), `lag_us` the least time from that one's start to its own. The first 2/3 of `chain` are F and B in the
-    order in which each microbatch takes them, the rest is W. `at_start` and `at_end` are bytes; `stage_bytes` and
+    Lane l of stage s counts as stage ``l * S + s``, so that there are ``lanes * S`` = `stages` of them. The first 2/3
+    of `chain` are F and B in the order in which each microbatch takes them, the rest is W. `stage_bytes` and
     `weight_bytes` are held after F and after B.
     """
 
     lanes: int
-    stages: int
-    devices: int
-    duration_us: Floats
-    device: Ints
-    before: Ints
-    lag_us: Floats
     chain: Ints
-    at_start: Ints
-    at_end: Ints
     stage_bytes: Ints
     weight_bytes: Ints
 
-    @property
-    def size(self) -> int:
-        """How many passes a microbatch has: F, B and W of each stage."""
-        return 3 * self.stages
+    @cached_property
+    def lag_us(self) -> Floats:
+        """The least time from the start of the pass that each needs to its own; 0 where it needs none."""
+        return np.where(self.before >= 0, self.duration_us[self.before] + self.delay_us, 0.0)
 
     @property
     def model_stages(self) -> int:
@@ -82,46 +67,33 @@ class Passes:
     @staticmethod
     def of(problem: Problem, lanes: int = 1) -> Passes:
         """The passes of a problem, for rounds of `lanes` microbatches."""
-        count = len(problem.stages)
-        pairs = [(kind, stage) for kind in KINDS for stage in problem.stages]
-        effects = [device_effect(stage, kind) for kind, stage in pairs]
-        duration = np.array([stage.duration_us(kind) for kind, stage in pairs], np.float64)
+        one, count = pass_costs(problem), len(problem.stages)
         backward = 2 * count - 1 - np.arange(count)
         chain = np.concatenate([np.arange(count), backward])
-        before = np.full(3 * count, -1, np.int64)
-        before[chain[1:]] = chain[:-1]
-        before[2 * count :] = count + np.arange(count)
-        delay = np.zeros(3 * count)
-        delay[1:count] = problem.forward_delay_us
-        delay[count : 2 * count - 1] = problem.backward_delay_us
-        lag = np.where(before >= 0, duration[before] + delay, 0.0)
 
-        def floats(values: Floats) -> Floats:
-            return np.tile(values.reshape(3, -1), (1, lanes)).ravel()
-
-        def ints(values: list[int]) -> Ints:
-            return np.tile(np.array(values, np.int64).reshape(-1, count), (1, lanes)).ravel()
+        def tiled(values: NDArray[np.generic]) -> NDArray[Any]:
+            return np.tile(values.reshape(-1, count), (1, lanes)).ravel()
 
         def laned(passes: Ints, lane: int) -> Ints:
             kind, stage = np.divmod(passes, count)
             return np.where(passes < 0, -1, kind * lanes * count + lane * count + stage)
 
-        needed = np.stack([laned(before, lane) for lane in range(lanes)]).reshape(lanes, 3, count)
+        needed = np.stack([laned(one.before, lane) for lane in range(lanes)]).reshape(lanes, 3, count)
         chains = [laned(chain, lane) for lane in range(lanes)]
         weights = [laned(backward + count, lane) for lane in range(lanes)]
         return Passes(
-            lanes=lanes,
             stages=lanes * count,
-            devices=len(problem.devices),
-            duration_us=floats(duration),
-            device=ints([stage.device for _, stage in pairs]),
+            devices=one.devices,
+            duration_us=tiled(one.duration_us),
+            device=tiled(one.device),
             before=needed.transpose(1, 0, 2).ravel(),
-            lag_us=floats(lag),
+            delay_us=tiled(one.delay_us),
+            at_start=tiled(one.at_start),
+            at_end=tiled(one.at_end),
+            lanes=lanes,
             chain=np.concatenate(chains + weights),
-            at_start=ints([effect.at_start for effect in effects]),
-            at_end=ints([effect.at_end for effect in effects]),
-            stage_bytes=ints([stage.activation_bytes for stage in problem.stages]),
-            weight_bytes=ints([stage.backward_weight_bytes for stage in problem.stages]),
+            stage_bytes=np.tile([stage.activation_bytes for stage in problem.stages], lanes),
+            weight_bytes=np.tile([stage.backward_weight_bytes for stage in problem.stages], lanes),
         )
 
 

@@ -21,7 +21,8 @@ from math import factorial
 import numpy as np
 from numba import njit
 
-from solver.search.modulo.pattern import TOLERANCE, Floats, Ints, Passes
+from optpipe.ops import Floats, Ints
+from solver.search.modulo.pattern import TOLERANCE, Passes
 
 MOST_PERMUTATIONS = 24
 """Orders in which a device's F and B are placed: all of them with two stages a device, a sample with more."""

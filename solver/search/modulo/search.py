@@ -9,14 +9,14 @@ from itertools import product
 import numpy as np
 
 from optpipe.errors import DeadlockError
-from optpipe.ops import Orders
+from optpipe.ops import Ints, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.limits import Limits
 from solver.search.annealing.sequence import budgets_bytes
 from solver.search.modulo.ends import FIRST_PLAYS, Ends, Filler, few_microbatches, first_ends, tuned_ends
-from solver.search.modulo.pattern import Ints, OffloadRelaxation, Passes, Pattern, orders_from_pattern, pattern_at
+from solver.search.modulo.pattern import OffloadRelaxation, Passes, Pattern, orders_from_pattern, pattern_at
 from solver.search.modulo.reservation_table import MOST_PERMUTATIONS, find_places
 from solver.solution import OnSolution, Solution
 
