@@ -61,7 +61,7 @@ def abandon_step(module: nn.Module) -> None:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
         if state._is_root:
-            state._reset_iter_state()
+            part.reset_iter_state()
 
 
 def gathered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ Convolution, for 64 channels, 3 x 3 kernels and 8 images of 32 x 32: B 6.3 ms, W
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -244,8 +245,13 @@ def undeferred_layers(module: nn.Module) -> Mapping[str, Mapping[str, nn.Module]
 def _deferred_class(plain: type[nn.Module], split: SplitBackward[Any]) -> type[Deferred]:
     """The class of layers that were of class `plain`; one for all of them."""
     if plain not in _CLASSES:
-        name, members = f"Deferred{plain.__name__}", {"_split": split, "_plain": plain}
-        _CLASSES[plain] = type(name, (Deferred, plain), members)
+
+        @functools.wraps(plain.forward)  # torchtitan reads the signature of a layer's forward
+        def forward(self: Deferred, *inputs: Any, **named: Any) -> Any:
+            return Deferred.forward(self, *inputs, **named)
+
+        members = {"_split": split, "_plain": plain, "forward": forward}
+        _CLASSES[plain] = type(f"Deferred{plain.__name__}", (Deferred, plain), members)
     return _CLASSES[plain]
 
 

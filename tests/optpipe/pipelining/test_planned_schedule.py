@@ -10,13 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
-from instances.schedules import one_f_one_b, v_wave
+from instances.schedules import OFFLOAD, one_f_one_b, v_wave
 from optpipe.errors import InputError, TrainingError
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.pipelining import PlannedSchedule
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from solver.build import build_schedule
 from tests.optpipe.runtime.schedules import random_schedule
 
 
@@ -199,3 +204,89 @@ def test_a_loss_that_runs_layers_of_the_last_stage_backward_at_once() -> None:
         p.grad = None
     nn.functional.cross_entropy(head(mine[1].submod(mine[0].submod(X))), target, reduction="sum").backward()
     torch.testing.assert_close(found, [p.grad for p in parameters])
+
+
+def blocks(count: int = 2) -> list[PipelineStage]:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(count)]
+    return [PipelineStage(part, s, count, torch.device("cpu")) for s, part in enumerate(parts)]
+
+
+def sharded(**options: object) -> list[PipelineStage]:
+    """As `blocks`, each layer with weights wrapped by itself, and then the rest."""
+    mine, mesh = blocks(), init_device_mesh("cpu", (1,))
+    for stage in mine:
+        for layer in (stage.submod[1], stage.submod[3], stage.submod):
+            fully_shard(layer, mesh=mesh, **options)  # type: ignore[arg-type]
+    return mine
+
+
+def gradients(mine: list[PipelineStage]) -> list[Tensor]:
+    found = [p.grad for stage in mine for p in stage.submod.parameters()]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found if grad is not None]
+
+
+def offloading() -> Schedule:
+    """Two stages on one device that split their backwards, each of whose activations leaves."""
+    stage = {"device": 0, "forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+    stage |= {"activation_bytes": 2, "backward_weight_bytes": 1, "offload": OFFLOAD}
+    data = {"format": "optpipe.problem/1", "microbatches": 3, "stages": [stage] * 2}
+    problem = Problem.from_data(data | {"devices": [{"memory_bytes": None}]})
+
+    def ops(*kinds: tuple[str, int]) -> list[Op]:
+        return [Op(kind, s, i) for kind, s in kinds for i in range(3)]
+
+    compute = ops(("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("W", 0))
+    device = DeviceOrders(compute, ops(("O", 0), ("O", 1)), ops(("R", 1), ("R", 0)))
+    return build_schedule(problem, Orders([device], {}), 0.0, "by hand", 0.0)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_gathered_parameters_never_leave_to_the_host(reshard: bool) -> None:
+    moved = []
+    for mine in (blocks(), sharded(reshard_after_forward=reshard)):
+        schedule = PlannedSchedule(mine, offloading(), loss_fn=nn.functional.mse_loss)
+        for _ in range(2):
+            schedule.step(X, target=X)
+        assert schedule._pipeline is not None
+        moved.append((schedule._pipeline.host_slabs[0].peak_bytes, gradients(mine)))
+    (plain_bytes, plain), (sharded_bytes, found) = moved
+    assert sharded_bytes == plain_bytes > 0
+    torch.testing.assert_close(found, plain)
+
+
+def test_after_a_failure_under_fsdp_nothing_of_the_failed_step_is_left() -> None:
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ValueError("no loss")
+        return nn.functional.mse_loss(output, target)
+
+    mine = sharded(reshard_after_forward=True)
+    schedule = PlannedSchedule(mine, offloading(), loss_fn=loss)
+    with pytest.raises(TrainingError, match="no loss"):
+        schedule.step(X, target=X)
+    assert not gradients(mine)
+    schedule.step(X, target=X)
+    expected = blocks()
+    PlannedSchedule(expected, offloading(), loss_fn=nn.functional.mse_loss).step(X, target=X)
+    torch.testing.assert_close(gradients(mine), gradients(expected))
+
+
+def test_mixed_precision_of_fsdp() -> None:
+    """Weights and activations in bfloat16, gradients added up and reduced in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mine, expected = sharded(mp_policy=policy), blocks()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.float(), target)
+
+    PlannedSchedule(mine, offloading(), loss_fn=loss).step(X / 24, target=X)
+    PlannedSchedule(expected, offloading(), loss_fn=loss).step(X / 24, target=X)
+    found, wanted = gradients(mine), gradients(expected)
+    assert {gradient.dtype for gradient in found} == {torch.float32}
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).abs().max() / other.abs().max()) < 0.03

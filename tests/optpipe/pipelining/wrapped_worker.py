@@ -145,13 +145,19 @@ def run(folder: Path, name: str, how: dict[str, Any], offloads: bool = True) -> 
     stages = [PipelineStage(module, s, count, torch.device("cpu"), group=group) for s, module in modules.items()]
     planned = PlannedSchedule(stages, schedule, loss_fn=loss_of, scale_grads=False)
     replica = 0 if how.get("tensor") else mesh.get_local_rank("data")
+    done: Counter[int] = Counter()
     for step in range(2):
         x, y = batch_of(step, replica, m)
         args = (x,) if 0 in mine else ()
+        done.clear()
+        for s, stage in planned._runtime_stages.items():  # none before the first step, which watches for itself
+            stage._weight_gradients.observer = lambda _, s=s: done.update([s])
         with CountCollectives() as counted:
             planned.step(*args, target=y if count - 1 in mine else None)
         held = [len(stage._weight_gradients._kept) for stage in planned._runtime_stages.values()]
         assert not any(held), "W has computed what B left"
+    weights = Counter(a.stage for actions in planned.program.devices for a in actions if a.kind == "W")
+    assert all(done[s] >= 4 * weights[s] for s in mine), "each W computes what the four layers of two blocks left"
     expected = in_one_process(count, m, 1 if how.get("tensor") else 2)
     error, compared = 0.0, 0
     for s, module in modules.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Iterator
 
@@ -114,6 +115,14 @@ def test_a_subclass_is_left_to_autograd_until_it_is_registered() -> None:
         assert not waits(kind(5, 3, dtype=F64), drawn(4, 5))
     register_deferred(OwnInitialisation, SplitLinear())
     assert waits(OwnInitialisation(5, 3, dtype=F64), drawn(4, 5))
+
+
+def test_a_layer_keeps_the_signature_of_its_forward() -> None:
+    """torchtitan asks the class for the names of what forward takes, and redistributes by these names."""
+    layer = nn.Linear(5, 3)
+    defer_weight_gradients(layer, WeightGradients())
+    assert type(layer) is not nn.Linear
+    assert [*inspect.signature(type(layer).forward).parameters] == ["self", "input"]
 
 
 def test_a_kind_is_registered_once() -> None:
