@@ -61,7 +61,6 @@ class PlannedSchedule:
         self._output_merge_spec = output_merge_spec
         self._n_microbatches = self.schedule.problem.microbatches
         self._program = compile_schedule(self.schedule, reduce_gradients=True)
-        self._batch = Microbatches()
         self._pipeline: Pipeline | None = None
         self._runtime_stages: dict[int, SubmoduleStage] = {}
         self.check_gradients = True
@@ -109,6 +108,7 @@ class PlannedSchedule:
         finally:
             for stage in stages:
                 stage.forget_gradients()
+            self._forget_batch()
         self.check_gradients = False
         return self._end(batch, losses)
 
@@ -169,14 +169,13 @@ class PlannedSchedule:
         for name, found in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
             if found is not None and len(found) != n:
                 raise TrainingError(f"{name} has {len(found)} entries but the schedule has {n} microbatches.")
-        self._batch = Microbatches(
+        return Microbatches(
             arg_mbs if arg_mbs is not None else [()] * n,
             kwarg_mbs if kwarg_mbs is not None else [{}] * n,
             target_mbs,
             loss_kwargs or {},
             return_outputs and self._has_last,
         )
-        return self._batch
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], args_spec: Any, kwargs_spec: Any
@@ -194,14 +193,20 @@ class PlannedSchedule:
         return arg_mbs, kwarg_mbs
 
     def _evaluate(self, batch: Microbatches, losses: list[Tensor] | None) -> Any:
-        self._prepared(batch).evaluate(batch.args, batch.targets or batch.args, change_mode=False)
+        try:
+            self._prepared(batch).evaluate(batch.args, batch.targets or batch.args, change_mode=False)
+        finally:
+            self._forget_batch()
         return self._end(batch, losses)
 
-    def _end(self, batch: Microbatches, losses: list[Tensor] | None) -> Any:
-        """Hand losses and outputs to the caller, and hold nothing of the batch."""
-        self._batch = Microbatches()
+    def _forget_batch(self) -> None:
+        """Hold nothing of a batch between two calls."""
+        nothing = Microbatches()
         for stage in self._runtime_stages.values():
-            stage.batch = self._batch
+            stage.batch = nothing
+
+    def _end(self, batch: Microbatches, losses: list[Tensor] | None) -> Any:
+        """Hand losses and outputs to the caller."""
         if losses is not None and self._has_last:
             losses[:] = [batch.losses[i] for i in sorted(batch.losses)]
         if not batch.keeps_outputs:

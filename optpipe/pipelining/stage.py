@@ -16,7 +16,7 @@ from optpipe.errors import TrainingError
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.gradients import GradientShares
 from optpipe.runtime import Stage
-from optpipe.runtime.messages import Gradient, Tree, leaves
+from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
 from optpipe.runtime.stage import storages
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -166,4 +166,4 @@ class SubmoduleStage(Stage):
 
 def _detached(output: Any) -> Any:
     """The output without its graph; what is no tensor stays."""
-    return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, output)
+    return map_leaves(lambda part: part.detach() if isinstance(part, Tensor) else part, output)

@@ -1,0 +1,125 @@
+"""torchtitan: a planned schedule in its trainer, without a change to torchtitan.
+
+`--module optpipe.torchtitan --config NAME` takes the configuration of that name of any model of torchtitan, and
+`--parallelism.planned_schedule FILE` the schedule. From a program, `pipeline_llm` is the `ModelSpec.pipelining_fn`.
+
+Tried with torchtitan 0.3.0, of which it uses two private functions: the one that names the modules of each stage, and
+the one that cuts them out of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
+from torchtitan.models.common.linear import Linear
+
+from optpipe.errors import TrainingError
+from optpipe.pipelining import PlannedSchedule
+from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, defer_weight_gradients, register_deferred
+from optpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = ["PlannedParallelismConfig", "pipeline_llm", "with_planned_schedule"]
+
+register_deferred(Linear, SplitLinear())  # torch's nn.Linear with a configuration; its own subclasses are left alone
+
+
+@dataclass(kw_only=True, slots=True)
+class PlannedParallelismConfig(ParallelismConfig):  # type: ignore[misc]  # torchtitan has no types here
+    """torchtitan's settings of parallelism, with the schedule file."""
+
+    planned_schedule: str = ""
+    """A schedule of OptPipe (`optpipe.schedule/1`): it decides number and placement of stages, order, and offload."""
+
+
+def with_planned_schedule(config: Trainer.Config) -> Trainer.Config:
+    """A configuration of torchtitan's trainer whose pipeline follows `parallelism.planned_schedule`."""
+    given = {field.name: getattr(config.parallelism, field.name) for field in fields(config.parallelism)}
+    config.parallelism = PlannedParallelismConfig(**given)
+    config.model_spec = replace(config.model_spec, pipelining_fn=pipeline_llm)
+    return config
+
+
+def pipeline_llm(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    device: torch.device,
+    model_config: Any,
+    parallelize_fn: Any,
+    loss_fn: Any,
+) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+    """Cut the model into the stages of the schedule, and those of this rank in parallel as torchtitan does.
+
+    Returns the schedule, the stages' modules with the model's last one at the end, and whether the first and the last
+    stage are here. Raises TrainingError where the configuration does not fit the schedule.
+    """
+    schedule = _schedule_of(training, parallelism)
+    placement = [stage.device for stage in schedule.problem.stages]
+    names = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
+        len(placement),
+        len(model_config.layers),
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    if len(names) != len(placement):
+        raise TrainingError(
+            f"parallelism.module_fqns_per_model_part has {len(names)} parts but the schedule has {len(placement)} "
+            "stages. Maybe cut the model as the problem was cut that was solved."
+        )
+    mesh = parallel_dims.get_mesh("pp")
+    stages: list[PipelineStage] = []
+    for number in (s for s, rank in enumerate(placement) if rank == mesh.get_local_rank()):
+        part = _split_module(model, names[number])
+        # torchtitan wraps the forward of each layer as it parallelizes, and would wrap that which does not split.
+        defer_weight_gradients(part, WeightGradients())
+        stage = PipelineStage(part, number, len(placement), device, group=mesh.get_group("pp"))
+        stage.submod = parallelize_fn(
+            part,
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        stages.append(stage)
+
+    def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
+        loss, _ = loss_fn(*args, **kwargs)
+        found: Tensor = loss
+        return found
+
+    planned = PlannedSchedule(stages, schedule, loss_fn=scalar_loss, scale_grads=False)
+    return planned, [stage.submod for stage in stages], stages[0].is_first, stages[-1].is_last
+
+
+def _schedule_of(training: Any, parallelism: Any) -> Schedule:
+    """The schedule file. Raises TrainingError where there is none, or it has another number of microbatches."""
+    path = getattr(parallelism, "planned_schedule", "")
+    if not path:
+        raise TrainingError(
+            "parallelism.planned_schedule is missing. Maybe --parallelism.planned_schedule schedule.json."
+        )
+    schedule = Schedule.load(path)
+    size, microbatches = parallelism.pipeline_parallel_microbatch_size, schedule.problem.microbatches
+    if training.local_batch_size != size * microbatches:
+        raise TrainingError(
+            f"training.local_batch_size is {training.local_batch_size} but the schedule has {microbatches} "
+            f"microbatches of parallelism.pipeline_parallel_microbatch_size {size}. "
+            f"Maybe set it to {size * microbatches}."
+        )
+    return schedule

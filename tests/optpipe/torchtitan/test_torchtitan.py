@@ -1,0 +1,122 @@
+"""torchtitan's own trainer by planned schedules, on the CPU over gloo. Installs torchtitan beside what is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from instances.schedules import v_wave
+
+pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+MICROBATCHES = 8
+SHORT = ["--training.seq_len", "128"]
+VALIDATED = ["--validator.enable", "--validator.dataloader.dataset", "c4_test", "--validator.freq", "2"]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python with torchtitan 0.3.0, whose own dependencies come before ours: it needs an older huggingface_hub."""
+    folder = tmp_path_factory.mktemp("titan")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    packages.joinpath("beside.pth").write_text(f"{ROOT}\n" + "\n".join(p for p in sys.path if p.endswith("-packages")))
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "torchtitan==0.3.0", "triton"]
+    subprocess.run(command, check=True, timeout=1500)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where torchtitan finds a tokenizer and a text, which its wheel does not bring, and our schedules."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    assets = tmp_path / "tests" / "assets"
+    (assets / "tokenizer").mkdir(parents=True)
+    (assets / "c4_test").mkdir()
+    text = (ROOT / "README.md").read_text()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(assets / "tokenizer" / "tokenizer.json"))
+    (assets / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    lines = [json.dumps({"text": part}) for part in text.split("\n\n")] * 8
+    (assets / "c4_test" / "data.json").write_text("\n".join(lines))
+    moved = [(s, i) for s in range(3) for i in range(MICROBATCHES - 1)]  # nothing of the last stage may leave there
+    (tmp_path / "fused.json").write_text(v_wave(2, MICROBATCHES, fused=True).to_json())
+    (tmp_path / "offload.json").write_text(v_wave(2, MICROBATCHES, moved=moved).to_json())
+    return tmp_path
+
+
+class Run:
+    """What a training logged: losses and gradient norms of steps, losses of validations, peaks of the last step."""
+
+    def __init__(self, python: Path, folder: Path, processes: int, schedule: str, *options: str) -> None:
+        command = [str(python), "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(HERE / "titan_on_cpu.py")]
+        command += ["--module", "titan_on_cpu", "--config", "llama3_debugmodel"]
+        command += ["--parallelism.planned_schedule", f"{schedule}.json", "--parallelism.pipeline_parallel_degree", "2"]
+        command += ["--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble", "--training.disable_cuda_graphs"]
+        command += ["--debug.seed", "1", "--dump_folder", f"out-{schedule}", *SHORT, *options]
+        quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment = os.environ | quiet | {"PYTHONPATH": str(HERE), "HF_HOME": str(folder / "hf")}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1500)
+        log = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+        assert done.returncode == 0, log[-8000:]
+        self.steps = re.findall(r" step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", log)
+        self.validations = re.findall(r"validate step: +(\d+) +loss: +([\d.]+)", log)
+        self.deferred = {int(found) for found in re.findall(r"deferred (\d+) peak", log)}
+        self.peak_bytes = max(int(found) for found in re.findall(r"deferred \d+ peak (\d+)", log)[-processes:])
+
+
+def alike(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
+    """Whether two logs say the same, up to the last of the digits that are shown."""
+    rows = list(zip(one, other, strict=True))
+    return len(rows) > 1 and all(abs(float(a) - float(b)) < 3e-4 for row in rows for a, b in zip(*row, strict=True))
+
+
+def test_pipeline_with_validation_checkpoint_and_accumulation(python: Path, folder: Path) -> None:
+    """Its default debug model: a loss in chunks, selective activation checkpoints, FSDP on one replica."""
+    options = [*VALIDATED, "--validator.steps", "1", "--checkpoint.enable", "--checkpoint.interval", "2"]
+    options += ["--training.global_batch_size", str(2 * MICROBATCHES)]
+    fused = Run(python, folder, 2, "fused", "--training.steps", "10", *options)
+    offload = Run(python, folder, 2, "offload", "--training.steps", "10", *options)
+    assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
+    assert len(offload.steps) == 10
+    assert alike(fused.validations, offload.validations), (fused.validations, offload.validations)
+    assert float(offload.steps[-1][1]) < float(offload.steps[0][1])
+    assert min(offload.deferred) > 0, "layers split their backward"
+    assert (folder / "out-offload" / "checkpoint" / "step-10").is_dir()
+
+
+def test_offload_lowers_the_peak(python: Path, folder: Path) -> None:
+    """With longer sequences: else gathered parameters and their gradients are most of what a step holds."""
+    options = ["--training.seq_len", "512", "--training.steps", "2"]
+    options += ["--validator.freq", "100", "--validator.dataloader.dataset", "c4_test"]
+    fused, offload = Run(python, folder, 2, "fused", *options), Run(python, folder, 2, "offload", *options)
+    assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
+    assert offload.peak_bytes < fused.peak_bytes
+
+
+@pytest.mark.parametrize("policy", ["default", "always"])
+def test_pipeline_times_shards(python: Path, folder: Path, policy: str) -> None:
+    """With "always" torch's own runtime loses a share of the last stage's gradients where backwards are split."""
+    options = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.spmd_backend", "partial_dtensor"]
+    options += ["--parallelism.fsdp_reshard_after_forward", policy, "--training.steps", "3"]
+    options += ["--validator.freq", "100", "--validator.dataloader.dataset", "c4_test"]
+    fused, offload = Run(python, folder, 4, "fused", *options), Run(python, folder, 4, "offload", *options)
+    assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
+    assert min(offload.deferred) > 0
