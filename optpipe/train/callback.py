@@ -7,37 +7,40 @@ from optpipe.train.update import StepOutcome
 
 
 class Callback:
-    """One that never does anything; others override what they need.
+    """Base class that does nothing; subclasses override what they need.
 
-    The loop asks all boundaries in one order, the same in every process. With post-validation a step's outcome is
-    known one step later, so a wish acts two boundaries after the step in which it arose; before `on_step_boundary` and
-    before a step with a recorder the loop settles all updates.
+    The loop calls all callbacks in one order, the same on every rank. With post-validation a step's outcome is known
+    one step later, so a request leads to `on_step_boundary` two boundaries after the step in which it arose. Before
+    `on_step_boundary`, and before a step with a recorder, the loop settles all updates.
     """
 
     stopped = False
-    """Set by `on_step_boundary`: the run ends before the step that it acted before."""
+    """Set by `on_step_boundary` to end the run before the step that it was called for."""
 
     def is_due(self, _step: int, /) -> bool:
-        """Whether to act before this step; also asked of the step after the last. The same in every process, untold."""
+        """Return True to act before this step (also called for the step after the last).
+
+        Must return the same value on every rank without communication.
+        """
         return False
 
     def requests(self) -> bool:
-        """Whether this process wishes to act soon. Asked after each step and told to all with its losses."""
+        """Return True if this rank needs all ranks to act. Called after each step; travels with the step's sums."""
         return False
 
     def on_step_boundary(self, _step: int, /) -> None:
-        """Before this step, in every process together: it is due, or some process asked. All updates are settled."""
+        """Act before this step, on every rank together: it is due, or some rank requested it. Updates are settled."""
 
     def recorder(self, _step: int, /) -> Recorder | None:
-        """What watches the actions of this step; None: nothing. The same answer, as far as None goes, everywhere."""
+        """Recorder of the actions of this step, or None. All ranks return None, or none of them does."""
         return None
 
     def meter(self, _step: int, /) -> MemoryMeter | None:
-        """What counts the memory of this step; None: nothing. Not asked where a recorder times its actions."""
+        """Meter of the memory of this step, or None. Not called for a step with a recorder."""
         return None
 
     def done(self, _outcome: StepOutcome, /) -> None:
-        """A step's outcome is known, in every process alike but for its seconds."""
+        """Take the outcome of a step, which is equal on every rank except for its seconds."""
 
     def end(self) -> None:
-        """The run is over, whichever way."""
+        """Clean up after the run, whether it completed or failed."""

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.weight_gradients import undeferred_layers
 from optpipe.trace import Trace
 from optpipe.trace.document import Part, assemble
-from optpipe.train.config import ModelConfig
 from optpipe.train.launch import hardware_name
 from optpipe.train.model import Model, moved
 from optpipe.train.result import CheckResult, DeviceMemory
@@ -48,12 +46,17 @@ AUTOCAST_LIMIT_ON_CPU = 1e-5
 
 
 def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -> CheckResult:
-    """Run one batch twice through the schedule and once through `plain_modules`.
+    """Run one batch twice through the schedule and once through `plain_modules`, and compare.
 
-    These have the weights of the model and are on its hardware. Called by all processes together, with the same
-    answer. Raises TrainingError where no parameter is trainable, and where an action of the schedule fails.
+    `plain_modules` have the weights of the model and are on its hardware. The schedule runs twice because a leak shows
+    only as memory that is live after both. Called by all processes together, with the same result. Raises
+    TrainingError if no parameter is trainable or an action of the schedule fails.
     """
-    _refuse_frozen(plain_modules)
+    if not any(parameter.requires_grad for module in plain_modules for parameter in module.parameters()):
+        raise TrainingError(
+            "no parameter of the model requires a gradient, so there is none to check. Maybe unfreeze some, or leave "
+            "the check out."
+        )
     planned, scheduled = planned_peaks(model, batch), scheduled_memory(model)
     if scheduled is None and model.launch.rank == 0:
         LOG.info(
@@ -62,18 +65,39 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
             model.problem.name,
             model.task.name,
         )
-    runs = [_metered_run(model, batch) for _ in range(2)]
-    loss = model.mean_loss(runs[1][1])
+    meters, loss = [MemoryMeter(), MemoryMeter()], math.nan
+    for meter in meters:
+        with unchanged(model):
+            losses = model.pipeline.run(*model.own_part(batch), meter)
+        loss = model.mean_loss(model.launch.sum(losses))
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
-    plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, _drawing(model))
+    next_step = model.step_number + 1  # the pipeline counts a step when it begins
+
+    def drawing(stage: int, microbatch: int) -> AbstractContextManager[None]:
+        replica, own = divmod(microbatch, model.program.microbatches)  # each replica draws for its own microbatches
+        numbers = RandomNumbers(model.config.seed + replica, stage)
+        numbers.step = next_step
+        return numbers.of(own, model.hardware)
+
+    plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, drawing)
     worst = max(gradient_errors(model, plain_modules), default=(0.0, ""))
-    memory = _memory(model, planned, scheduled, [meter for meter, _ in runs])
-    found = model.launch.gather({"worst": worst, "devices": memory})
-    error, parameter = max(tuple(entry["worst"]) for entry in found)
+    memory = [
+        {
+            "peak_bytes": max(meter.peak_bytes[d] for meter in meters),
+            "planned_peak_bytes": planned[d],
+            "live_bytes": [meter.live_bytes[d] for meter in meters],
+            "host_peak_bytes": model.pipeline.host_slabs[d].peak_bytes,
+            "schedule_peak_bytes": scheduled[d].peak_bytes if scheduled else None,
+            "budget_bytes": scheduled[d].budget_bytes if scheduled else None,
+        }
+        for d in model.devices
+    ]
+    ranks = model.launch.gather({"worst": worst, "devices": memory})
+    error, parameter = max(tuple(rank["worst"]) for rank in ranks)
     devices = [
         DeviceMemory(**device | {"live_bytes": tuple(device["live_bytes"])})
-        for entry in found[: model.launch.pipeline_processes]
-        for device in entry["devices"]
+        for rank in ranks[: model.launch.pipeline_processes]
+        for device in rank["devices"]
     ]
     result = CheckResult(error, parameter, relative_error(abs(loss - plain_loss), abs(plain_loss)), tuple(devices))
     return replace(result, failures=(*_gradient_failures(result, model), *_memory_failures(result, model)))
@@ -81,7 +105,7 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
 
 @contextmanager
 def unchanged(model: Model) -> Iterator[None]:
-    """Puts back what running its pipeline changes besides gradients: buffers, and the random numbers to be drawn."""
+    """Restore what running the pipeline changes besides gradients: buffers, and the state of random numbers."""
     buffers, step = Snapshot([stage.module for stage in model.stages.values()], []), model.step_number
     buffers.take()
     try:
@@ -92,73 +116,73 @@ def unchanged(model: Model) -> Iterator[None]:
 
 
 def planned_peaks(model: Model, batch: Batch) -> list[int]:
-    """For each device, the peak of the program's order with the sizes of this model's stages, measured one by one.
+    """Peak bytes of each device by the program's order, with the sizes of this model's stages measured one by one.
 
-    Each stage is measured with what the stages before it really send. Where sizes depend on the data the largest
-    counts, of all microbatches of the batch.
+    Each stage is measured with the messages that the stages before it send. Where sizes depend on the data, the largest
+    over all microbatches of the batch counts.
     """
     inputs, targets = model.own_part(batch)
-    received = _heard(model, inputs, targets)
-    mine = {}
+    received = _received(model, inputs, targets)
+    own_sizes = {}
     for s, stage in model.stages.items():
         samples = list(zip(received.pop(s), targets, strict=True))
-        mine[str(s)] = asdict(measure_samples(stage, samples, *model.messages_at(s)).largest)
+        own_sizes[str(s)] = asdict(measure_samples(stage, samples, *model.messages_at(s)).largest)
     sizes: dict[int, list[StageSizes]] = defaultdict(list)
-    for entry in model.launch.gather(mine):  # of all replicas, each with its own part of the batch
+    for entry in model.launch.gather(own_sizes):  # of all replicas, each with its own part of the batch
         for s, size in entry.items():
             sizes[int(s)].append(StageSizes(**size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
     return planned_peaks_bytes(model.program, measured, model.message_bytes)
 
 
-def tell_undeferred(model: Model, measured: Measured | None) -> None:
-    """Warn of layers whose weight gradients stay in B, where the schedule has B and W apart; rank 0 tells.
+def warn_undeferred(model: Model, measured: Measured | None) -> None:
+    """Log layers whose weight gradients stay in B although the schedule has B and W apart; rank 0 logs.
 
-    Called by all processes together. Measures the stages on a microbatch, unless they were `measured` before.
+    Called by all processes together. Measures the stages on a microbatch unless they were `measured` before.
     """
     splits = {s: not model.program.kinds_of(s).isdisjoint(("B", "W")) for s in range(len(model.program.placement))}
     if measured is not None:
-        found = [one for stage in measured.stages for one in stage.undeferred]
+        layers = [layer for stage in measured.stages for layer in stage.undeferred]
     else:
-        mine = [s for s, stage in model.stages.items() if splits[s] and undeferred_layers(stage.module)]
-        if not any(model.launch.gather(bool(mine))):
+        suspects = [s for s, stage in model.stages.items() if splits[s] and undeferred_layers(stage.module)]
+        if not any(model.launch.gather(bool(suspects))):
             return
         inputs, targets = model.own_part(model.task.batch(0))
-        received = _heard(model, inputs[:1], targets[:1])
-        found = []
-        for s in mine:
+        received = _received(model, inputs[:1], targets[:1])
+        layers = []
+        for s in suspects:
             _, after = model.messages_at(s)
             gradient = None if after is None else map_leaves(lambda spec: random_gradient(spec, model.hardware), after)
             target = targets[0] if after is None else None
             try:
-                found += measure_undeferred(s, model.stages[s], received[s][0], target, gradient)
+                layers += measure_undeferred(s, model.stages[s], received[s][0], target, gradient)
             except OptPipeError:
                 raise
             except Exception as error:
                 raise TrainingError(
                     f"stages[{s}] of {model.task.name} fails on a microbatch: {type(error).__name__}: {error}."
                 ) from error
-        of_all = model.launch.gather([asdict(one) for one in found])[: model.launch.pipeline_processes]
-        found = [Undeferred(**data) for entry in of_all for data in entry]
+        ranks = model.launch.gather_pipeline([asdict(layer) for layer in layers])
+        layers = [Undeferred(**data) for entry in ranks for data in entry]
     if model.launch.rank == 0:
-        for one in found:
-            if splits[one.stage]:
-                LOG.warning("%s", one)
+        for layer in layers:
+            if splits[layer.stage]:
+                LOG.warning("%s", layer)
 
 
-def _heard(model: Model, inputs: Sequence[Tree], targets: Sequence[Tree]) -> dict[int, Sequence[Tree]]:
-    """What each stage of this process receives of these microbatches; called by all processes together."""
-    with unchanged(model), ExitStack() as ears:
-        heard = {s: ears.enter_context(stage.listening()) for s, stage in model.stages.items()}
+def _received(model: Model, inputs: Sequence[Tree], targets: Sequence[Tree]) -> dict[int, Sequence[Tree]]:
+    """Messages that each stage of this process receives for these microbatches; called by all processes together."""
+    with unchanged(model), ExitStack() as contexts:
+        received = {s: contexts.enter_context(stage.listening()) for s, stage in model.stages.items()}
         model.pipeline.evaluate(inputs, targets)
-    return {s: inputs if s == 0 else trees for s, trees in heard.items()}
+    return {s: inputs if s == 0 else trees for s, trees in received.items()}
 
 
 def scheduled_memory(model: Model) -> list[PlannedMemory] | None:
-    """What each device may hold with the sizes that the schedule was solved for; None where those are another model's.
+    """Plan and budget of each device with the schedule's own sizes; None if these are another model's.
 
-    A schedule says who computes what in which order, and may be used with any model. It is this one's where its problem
-    has the name that a profile of this model gives it, with or without more behind a comma.
+    A schedule may be run with any model of as many stages. It is this model's if its problem has the name that a
+    profile of this model gives it, with or without more behind a comma.
     """
     if not f"{model.problem.name},".startswith(f"{model.task.name},"):
         return None
@@ -166,10 +190,9 @@ def scheduled_memory(model: Model) -> list[PlannedMemory] | None:
 
 
 def gradient_errors(model: Model, plain_modules: Sequence[nn.Module]) -> list[tuple[float, str]]:
-    """The gradient error of each parameter of this process's stages, with stage and name.
+    """Gradient error of each parameter of this process's stages, with stage and name.
 
-    Infinity where only one of the two steps has a gradient, unless that is 0. Where neither has one, the parameter is
-    frozen and left out.
+    Infinity if only one of the two steps has a gradient and it is not 0. A parameter without any is left out: frozen.
     """
     errors = []
     for s, stage in model.stages.items():
@@ -212,57 +235,8 @@ def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
             )
 
 
-def _refuse_frozen(modules: Sequence[nn.Module]) -> None:
-    if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
-        raise TrainingError(
-            "no parameter of the model requires a gradient, so there is none to check. Maybe unfreeze some, or leave "
-            "the check out."
-        )
-
-
-def _drawing(model: Model) -> Drawing:
-    """What the stages of the model's next step draw, of all replicas: each draws for its own microbatches."""
-    step = model.step_number + 1  # the pipeline counts a step when it begins
-
-    def of(stage: int, microbatch: int) -> AbstractContextManager[None]:
-        replica, own = divmod(microbatch, model.program.microbatches)
-        numbers = RandomNumbers(model.config.seed + replica, stage)
-        numbers.step = step
-        return numbers.of(own, model.hardware)
-
-    return of
-
-
-def _metered_run(model: Model, batch: Batch) -> tuple[MemoryMeter, Tensor]:
-    meter = MemoryMeter()
-    with unchanged(model):
-        losses = model.pipeline.run(*model.own_part(batch), meter)
-    return meter, model.launch.sum(losses)
-
-
-def _memory(
-    model: Model, planned: Sequence[int], scheduled: Sequence[PlannedMemory] | None, meters: Sequence[MemoryMeter]
-) -> list[dict[str, Any]]:
-    """The fields of DeviceMemory for each device of this process."""
-    return [
-        {
-            "peak_bytes": max(meter.peak_bytes[d] for meter in meters),
-            "planned_peak_bytes": planned[d],
-            "live_bytes": [meter.live_bytes[d] for meter in meters],
-            "host_peak_bytes": model.pipeline.host_slabs[d].peak_bytes,
-            "schedule_peak_bytes": scheduled[d].peak_bytes if scheduled else None,
-            "budget_bytes": scheduled[d].budget_bytes if scheduled else None,
-        }
-        for d in model.devices
-    ]
-
-
 Drawing = Callable[[int, int], AbstractContextManager[None]]
-"""Within it, torch draws the random numbers of a stage and a microbatch, in this order, both by their number."""
-
-
-def _as_it_comes(_stage: int, _microbatch: int) -> AbstractContextManager[None]:
-    return nullcontext()
+"""Context in which torch draws the random numbers of a (stage, microbatch)."""
 
 
 def reference_step(
@@ -271,11 +245,12 @@ def reference_step(
     inputs: Sequence[Tree],
     targets: Sequence[Tree],
     autocast: torch.dtype | None = None,
-    drawing: Drawing = _as_it_comes,
+    drawing: Drawing = lambda _stage, _microbatch: nullcontext(),
 ) -> float:
-    """Set `.grad` of all parameters to the gradient of the mean loss over the microbatches; returns that loss.
+    """Set `.grad` of all parameters to the gradient of the mean loss over the microbatches; return that loss.
 
-    Parameters that are frozen, or that the loss does not depend on, have none. The loss draws as the last module does.
+    Parameters that are frozen, or on which the loss does not depend, get none. The loss draws the random numbers of the
+    last module.
     """
     for module in modules:
         module.zero_grad()
@@ -310,14 +285,14 @@ def relative_error(difference: float, scale: float) -> float:
 
 
 def evaluation_loss(model: Model, first_step: int, count: int) -> float:
-    """The mean loss of the batches of `count` steps from `first_step` on, forward alone and in evaluation mode.
+    """Mean loss of the batches of `count` steps from `first_step` on, forward alone and in evaluation mode.
 
     Called by all processes together, between two settled steps, with the same answer.
     """
     losses = []
     for step in range(first_step, first_step + count):
-        found = model.pipeline.evaluate(*model.own_part(model.task.batch(step)))
-        losses.append(model.mean_loss(model.launch.sum(found)))
+        of_step = model.pipeline.evaluate(*model.own_part(model.task.batch(step)))
+        losses.append(model.mean_loss(model.launch.sum(of_step)))
     return sum(losses) / count
 
 
@@ -330,25 +305,15 @@ def record_trace(model: Model, batch: Batch, step: int) -> Trace:
     own, rank = model.own_part(batch), model.launch.rank
     with unchanged(model):
         part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
-    of_all = model.launch.gather(part.to_data())
-    parts = [Part.from_data(data) for data in of_all[: model.launch.pipeline_processes]]
+    config = model.config.model
+    precision = f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype
+    hardware = hardware_name(model.hardware, platform.machine())
+    threads = f"{torch.get_num_threads()} threads in each of {model.launch.world} process(es)"
     return assemble(
-        parts,
+        [Part.from_data(data) for data in model.launch.gather_pipeline(part.to_data())],
         model.schedule,
         program=model.program.digest,
         step=step,
         planned_peak_bytes=planned,
-        source=_source(model),
+        source=f"{model.task.name}, {precision}; torch {torch.__version__} on {hardware}, {threads}",
     )
-
-
-def _source(model: Model) -> str:
-    return (
-        f"{model.task.name}, {_precision(model.config.model)}; torch {torch.__version__} on "
-        f"{hardware_name(model.hardware, platform.machine())}, "
-        f"{torch.get_num_threads()} threads in each of {model.launch.world} process(es)"
-    )
-
-
-def _precision(config: ModelConfig) -> str:
-    return f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype

@@ -1,4 +1,4 @@
-"""The training loop: agree, find a schedule, check if asked, then step after step."""
+"""Training loop: compare settings of all ranks, find a schedule, check it if asked, then train step by step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optpipe.errors import RunFailedError, TrainingError
 from optpipe.runtime.recorder import Recorder
 from optpipe.trace import Trace
 from optpipe.train.callback import Callback
-from optpipe.train.check import check_step, evaluation_loss, record_trace, tell_undeferred
+from optpipe.train.check import check_step, evaluation_loss, record_trace, warn_undeferred
 from optpipe.train.checkpoint.callback import CheckpointCallback, Interrupts
 from optpipe.train.config import TrainingConfig, flat
 from optpipe.train.launch import Launch, launched, one_core_left, own_device
@@ -31,13 +31,13 @@ LOG = logging.getLogger("optpipe.train")
 def train(config: TrainingConfig, report: Report | None = None, solver: Solver | None = None) -> TrainingResult:
     """Train as the schedule says; all devices in this process, or under torchrun one process a device.
 
-    `report` is called after each step, in the leading process alone. `solver` finds schedules where the config asks
-    for that. The result is the same in every process, but for its events. Where the config asks for a check that fails,
-    nothing is trained, and the result's `check.failures` say why. A signal ends the run between two steps, with a
-    checkpoint where these are kept; while ops are measured or a schedule is sought, with KeyboardInterrupt.
+    `report` is called after each step in the leading process. `solver` finds schedules if the config asks for that. The
+    result is the same in every process, except for its events. If a check was asked for and fails, nothing is trained
+    and the result's `check.failures` give the reasons. A signal ends the run between two steps, with a checkpoint if
+    there is a folder for them; while ops are measured or a schedule is searched for, with KeyboardInterrupt.
 
     Raises OrderError or DeadlockError if the schedule cannot run, InputError or TrainingError if it cannot be trained
-    as asked, and RunFailedError if a run that had begun cannot go on.
+    as configured, and RunFailedError if a run that had begun cannot continue.
     """
     given = _compiled(config) if config.schedule else None
     devices = len(given.devices) if given else max(config.online.placed()) + 1
@@ -56,7 +56,7 @@ def _trained(
     report: Report | None,
     solver: Solver | None,
 ) -> TrainingResult:
-    """The run, once all processes are there; `given` is the program of the configured schedule."""
+    """Run in the launched processes; `given` is the program of the configured schedule, if there is one."""
     events = Events(launch.rank == 0)
     first = None
     if config.online.on:
@@ -68,7 +68,7 @@ def _trained(
         return TrainingResult(
             (), (), model.parameters, launch.world, check, events=tuple(events.all), schedule=model.schedule
         )
-    tell_undeferred(model, first.measured if first else None)
+    warn_undeferred(model, first.measured if first else None)
     checkpoints = CheckpointCallback(config, model, interrupts)
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events)
@@ -104,7 +104,7 @@ def _trained(
 
 @contextmanager
 def _begun() -> Iterator[None]:
-    """Within, the run has begun: an error is no longer about how it was asked for."""
+    """Turn TrainingError into RunFailedError: from the first step on an error is not one of configuration."""
     try:
         yield
     except TrainingError as error:
@@ -112,17 +112,17 @@ def _begun() -> Iterator[None]:
 
 
 def _compiled(config: TrainingConfig) -> Program:
-    assert config.schedule is not None, "a schedule is given or has been found"
+    assert config.schedule is not None, "a schedule is given or was found"
     return compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
 
 
 def _agree(config: TrainingConfig, given: Program | None, launch: Launch) -> None:
-    """Refuse processes that were started with different schedules or options: they would wait for one another."""
+    """Raise TrainingError if processes were started with different schedules or options: they would deadlock."""
     program = given.digest if given else None
     options = dict(flat(config.to_data()))
-    found = launch.gather(options | {"program": program, "device": launch.hardware.type})
-    for rank, theirs in enumerate(found):
-        for field, value in found[0].items():
+    ranks = launch.gather(options | {"program": program, "device": launch.hardware.type})
+    for rank, theirs in enumerate(ranks):
+        for field, value in ranks[0].items():
             if theirs.get(field) != value:  # another release may not have the field
                 raise TrainingError(
                     f"{field} is {theirs.get(field)} on rank {rank} but {value} on rank 0. "
@@ -131,7 +131,7 @@ def _agree(config: TrainingConfig, given: Program | None, launch: Launch) -> Non
 
 
 def _check(model: Model) -> CheckResult:
-    """Against the stages as they were built: what they share is one parameter because it is one there."""
+    """Check against the stages as the task builds them, in which a shared parameter is one tensor."""
     plain_modules = model.task.build_stages()
     for module in plain_modules:
         module.to(model.hardware)
@@ -139,19 +139,23 @@ def _check(model: Model) -> CheckResult:
 
 
 class _Run:
-    """The steps of a run, and what acts between them."""
+    """Steps of a run, with the callbacks between them."""
 
     def __init__(self, config: TrainingConfig, model: Model, callbacks: Sequence[Callback]) -> None:
         self._config, self._model, self._callbacks = config, model, callbacks
-        self._asked = [False] * len(callbacks)
+        self._requested = [False] * len(callbacks)
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
         self.trace: Trace | None = None
 
     def go(self) -> None:
-        """From the model's step to the last of the run."""
-        model, task, recorded = self._model, self._model.task, self._recorded_step()
-        for step in range(model.step_number, self._config.steps):
+        """Run from the model's step to the last of the config, or until a callback stops the run."""
+        model, task, begin = self._model, self._model.task, self._model.step_number
+        recorded = self._config.recorded_step(begin)
+        if recorded is not None and recorded < begin and model.launch.rank == 0:
+            text = "no step is recorded: that would be step %d, and this run goes on with step %d"
+            LOG.warning(text, recorded, begin)
+        for step in range(begin, self._config.steps):
             self._act(step)
             if any(callback.stopped for callback in self._callbacks):
                 return
@@ -159,25 +163,21 @@ class _Run:
                 self._settle()
                 self.trace = record_trace(model, task.batch(step), step)
             recorder = self._recorder(step)
-            meter = None if recorder else next((m for b in self._callbacks if (m := b.meter(step)) is not None), None)
-            self._note(model.step(task.batch(step), recorder=recorder, meter=meter, requests=self._requests))
+            meter = None if recorder else next((m for c in self._callbacks if (m := c.meter(step)) is not None), None)
+            outcomes = model.step(task.batch(step), recorder=recorder, meter=meter, requests=self._requests)
+            self._note(outcomes)
         self._act(self._config.steps)
         self._settle()
 
-    def _recorded_step(self) -> int | None:
-        """The step to record; where it was done before this run was resumed, that is said."""
-        begin, model = self._model.step_number, self._model
-        step = self._config.recorded_step(begin)
-        if step is not None and step < begin and model.launch.rank == 0:
-            LOG.warning("no step is recorded: that would be step %d, and this run goes on with step %d", step, begin)
-        return step
-
     def _act(self, step: int) -> None:
-        """Whoever is due before the step, or is asked for by any process, acts."""
-        acting = [asked or callback.is_due(step) for asked, callback in zip(self._asked, self._callbacks, strict=True)]
+        """Call the callbacks that are due before the step or that any process has requested."""
+        acting = [
+            requested or callback.is_due(step)
+            for requested, callback in zip(self._requested, self._callbacks, strict=True)
+        ]
         if any(acting):
             self._settle()
-            self._asked = [False] * len(self._callbacks)
+            self._requested = [False] * len(self._callbacks)
             for callback, acts in zip(self._callbacks, acting, strict=True):
                 if acts:
                     callback.on_step_boundary(step)
@@ -186,8 +186,8 @@ class _Run:
         return [callback.requests() for callback in self._callbacks]
 
     def _recorder(self, step: int) -> Recorder | None:
-        """Where a step is watched, the one before is settled: what it waits for is then its own."""
-        recorder = next((found for b in self._callbacks if (found := b.recorder(step)) is not None), None)
+        """Recorder of the step, if any. The step before is settled first, so that its waits are not recorded here."""
+        recorder = next((r for c in self._callbacks if (r := c.recorder(step)) is not None), None)
         if recorder is not None:
             self._settle()
         return recorder
@@ -196,10 +196,10 @@ class _Run:
         self._note(self._model.settle())
 
     def _note(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Steps of which all is known now."""
-        requests = self._model.take_wishes()
+        """Take in the outcomes that have become known, and the requests that came with them."""
+        requests = self._model.take_requests()
         if requests:
-            self._asked = [before or wish for before, wish in zip(self._asked, requests, strict=True)]
+            self._requested = [before or new for before, new in zip(self._requested, requests, strict=True)]
         for outcome in outcomes:
             self.losses.append(outcome.loss)
             self.step_seconds.append(outcome.seconds)

@@ -1,4 +1,4 @@
-"""The task as a pipeline: this process's stages with their optimizers, and the program that runs them."""
+"""Model of a run: this process's stages with their optimizers, and the pipeline that executes the schedule."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from optpipe.train.update import StepOutcome, SumsLayout, Updates
 
 
 class Model:
-    """A task cut into the schedule's stages. Every process builds the whole model and keeps its stages.
+    """A task cut into the schedule's stages. Every process builds the whole model and keeps its own stages.
 
-    `stages` and `optimizers` (one a stage, none for a stage without parameters to update) are this process's, by
-    number. `shared` are the parameters that stages hold together, wherever these are: each is one parameter, updated
-    once by every process that has it; `parameters` counts it once.
-    `optimistic`: whether updates wait for no other process; None: under torchrun, if the config says so. `task`: what
-    is trained; None: what the config says.
+    `stages` and `optimizers` (one a stage, none for a stage without parameters to update): this process's, by stage
+    number. `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by
+    every process that has it, and counted once in `parameters`.
+
+    `optimistic`: update before the global norm is known; None: as the config says, under torchrun alone. `task`: None
+    builds the task of the config.
     """
 
     def __init__(
@@ -62,32 +63,43 @@ class Model:
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.stages = self._build_stages()
         self.messages = self._learn_messages()
-        self._sync = self._gradient_sync() if config.sums_gradients or self.shared else None
+        placement = program.placement
+        self._sync: GradientSync | None = None
+        if config.sums_gradients or self.shared:
+            with peer_errors("the groups of processes that share parameters"):
+                shared = with_groups(self.shared, lambda stage: launch.ranks_of(placement[stage]))
+            self._sync = GradientSync(self.stages, launch.same_device, shared)
         self.pipeline = self._pipeline()
-        self._updates = self._make_updates(
-            config.optimizer.optimistic and launch.distributed if optimistic is None else optimistic
+        self._updates = Updates(
+            config.optimizer,
+            config.steps,
+            self.stages,
+            launch,
+            SumsLayout(program.microbatches, launch.replicas, len(placement), launch.replica),
+            shared=self.shared,
+            optimistic=config.optimizer.optimistic and launch.distributed if optimistic is None else optimistic,
         )
         self.optimizers = self._updates.optimizers
         self._step_number = 0
 
     @property
     def problem(self) -> Problem:
-        """What the schedule in use was solved for."""
+        """Problem of the schedule in use."""
         return self.schedule.problem
 
     @property
     def step_number(self) -> int:
-        """The step that comes next. Who sets it, between two steps, also sets the random numbers to that step's."""
+        """Number of the next step. Setting it, between two settled steps, also sets the stages' random numbers."""
         return self._step_number
 
     @step_number.setter
     def step_number(self, step: int) -> None:
-        assert not self._updates.pending, "between two steps means settled"
+        assert not self._updates.pending, "the last step is settled"
         self._set_step(step)
 
     @property
     def snapshot_bytes(self) -> int:
-        """What the copies take that an optimistic update could be undone with."""
+        """Memory of the copies that rollback keeps."""
         return self._updates.snapshot.size_bytes
 
     def step(
@@ -100,9 +112,9 @@ class Model:
     ) -> list[StepOutcome]:
         """Run step `step_number` on its batch (of all replicas; this one runs its part) and update the weights.
 
-        Returns the outcomes that have become known: this step's, or with post-validation that of the one before.
-        `requests`, asked when its gradients are ready, are told to all processes with it (`take_wishes`); as many in
-        each step.
+        Returns the outcomes that have become known: this step's, or with post-validation that of the step before.
+        `requests` is called when gradients are ready; its answers, the same number in each step, reach all processes
+        with the step's sums (`take_requests`).
         """
         begin = perf_counter()
         self._set_step(self._step_number)
@@ -119,34 +131,45 @@ class Model:
         return self._updates.take_outcomes()
 
     def settle(self) -> list[StepOutcome]:
-        """Have the last update validated, in all processes together. Returns the outcome, if it was not known."""
+        """Validate the last update, in all processes together. Returns its outcome if it was not known."""
         if self._updates.pending:
             self._updates.validate()
         self.pipeline.settle()
         return self._updates.take_outcomes()
 
-    def take_wishes(self) -> list[bool]:
-        """Which requests any process has had in the steps whose outcomes became known; empty if none did."""
-        return self._updates.take_wishes()
+    def take_requests(self) -> list[bool]:
+        """Requests of any process in the steps whose outcomes became known since the last call; empty if none did."""
+        return self._updates.take_requests()
 
     def swap(self, schedule: Schedule) -> None:
-        """Run this schedule from now on; in all processes together, between two settled steps.
+        """Switch to this schedule, in all processes together and between two settled steps.
 
-        Stages, optimizers and numbers stay: what each microbatch draws and how gradients add up does not depend on
-        the order. Raises TrainingError where placement or microbatches differ, or not all processes swap to the same;
-        what `compile_schedule` raises; then the old one stays.
+        Stages, optimizers and numbers stay: neither the random numbers of a microbatch nor the order in which its
+        gradients add up depends on the schedule. Raises TrainingError if placement or microbatches differ or processes
+        disagree, and what `compile_schedule` raises; the old schedule then stays in use.
         """
         assert not self._updates.pending, "swaps are between settled steps"
-        program = compile_schedule(schedule, reduce_gradients=self.config.sums_gradients)
-        self._check_swap(program)
+        program, old = compile_schedule(schedule, reduce_gradients=self.config.sums_gradients), self.program
+        for field, theirs, ours in (
+            ("placement", program.placement, old.placement),
+            ("microbatches", program.microbatches, old.microbatches),
+        ):
+            if theirs != ours:
+                raise TrainingError(
+                    f"the new schedule's {field} is {theirs} but the model runs with {ours}. "
+                    "Maybe resume a checkpoint with the new schedule instead."
+                )
+        digests = self.launch.gather(program.digest)
+        if any(digest != program.digest for digest in digests):
+            raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
         self.program, self.schedule = program, schedule
         self.pipeline = self._pipeline()
 
     def own_part(self, batch: Batch) -> Batch:
         """The microbatches of this replica, on this process's hardware."""
         m = self.program.microbatches
-        mine = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
-        return moved((batch[0][mine], batch[1][mine]), self.hardware)
+        part = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
+        return moved((batch[0][part], batch[1][part]), self.hardware)
 
     def messages_at(self, stage: int) -> tuple[Spec | None, Spec | None]:
         """The messages before and after a stage, None at the ends of the model."""
@@ -155,11 +178,11 @@ class Model:
 
     @property
     def message_bytes(self) -> list[int]:
-        """Of the message at each boundary."""
+        """Size of the message at each boundary."""
         return [size_bytes(spec) for spec in self.messages]
 
     def mean_loss(self, losses: Tensor) -> float:
-        """Of the sum of all processes' losses, shape (microbatches,)."""
+        """Mean loss of the batch, from the sum of all processes' losses, shape (microbatches,)."""
         return float(losses.mean()) / self.launch.replicas
 
     def _set_step(self, step: int) -> None:
@@ -192,24 +215,24 @@ class Model:
         }
 
     def _agreed(self, shared: list[SharedParameter], modules: Sequence[nn.Module]) -> list[SharedParameter]:
-        """What stages share, which all processes must have found alike, and with equal values."""
+        """Raise TrainingError unless all processes share the same parameters, with equal values; return them."""
         if not self.launch.distributed:
             return shared
-        mine = {}
+        digests = {}
         for parameter in shared:
             s, name = parameter.places[0]
-            mine[str(parameter)] = _digest(modules[s].get_parameter(name))
-        found = self.launch.gather(mine)
-        known: dict[str, tuple[int, str]] = {}
-        for rank, theirs in enumerate(found):
-            for text in found[0].keys() ^ theirs.keys():
-                one, other = (0, rank) if text in found[0] else (rank, 0)
+            digests[str(parameter)] = _digest(modules[s].get_parameter(name))
+        digests_of_all = self.launch.gather(digests)
+        first_digests: dict[str, tuple[int, str]] = {}
+        for rank, theirs in enumerate(digests_of_all):
+            for text in digests_of_all[0].keys() ^ theirs.keys():
+                one, other = (0, rank) if text in digests_of_all[0] else (rank, 0)
                 raise TrainingError(
                     f"{text} is one parameter on rank {one} but not on rank {other}. Maybe share it after its stages "
                     "have been given their memory, and in every process."
                 )
             for text, digest in theirs.items():
-                first, expected = known.setdefault(text, (rank, digest)) if digest else (rank, digest)
+                first, expected = first_digests.setdefault(text, (rank, digest)) if digest else (rank, digest)
                 if digest != expected:
                     raise TrainingError(
                         f"{text} is one parameter, but its values on rank {rank} are not those on rank {first}. Maybe "
@@ -218,7 +241,7 @@ class Model:
         return shared
 
     def _learn_messages(self) -> list[Spec]:
-        """Of a microbatch of the first step. Raises TrainingError where a stage fails on it, whatever it raises."""
+        """Messages between stages for a microbatch of step 0. Raises TrainingError if a stage fails on it."""
         inputs, targets = self.task.batch(0)
         [[microbatch], [target]] = moved((inputs[:1], targets[:1]), self.hardware)
         count, gather = len(self.program.placement), self.launch.gather_pipeline
@@ -273,49 +296,14 @@ class Model:
                 )
 
     def _pipeline(self) -> Pipeline:
-        return Pipeline(self.program, self.stages, self.devices, self._transport(), self.messages, sync=self._sync)
-
-    def _transport(self) -> Transport:
         if not self.launch.distributed:
-            return local_transport(self.hardware)
-        if self.hardware.type == "cuda":
+            transport: Transport = local_transport(self.hardware)
+        elif self.hardware.type == "cuda":
             with peer_errors("the groups in which GPUs send"):
-                return Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
-        return Gloo(self.launch.pipeline)
-
-    def _gradient_sync(self) -> GradientSync:
-        launch, placement = self.launch, self.program.placement
-        with peer_errors("the groups of processes that share parameters"):
-            shared = with_groups(self.shared, lambda stage: launch.ranks_of(placement[stage]))
-        return GradientSync(self.stages, launch.same_device, shared)
-
-    def _make_updates(self, optimistic: bool) -> Updates:
-        launch = self.launch
-        layout = SumsLayout(self.program.microbatches, launch.replicas, len(self.program.placement), launch.replica)
-        return Updates(
-            self.config.optimizer,
-            self.config.steps,
-            self.stages,
-            launch,
-            layout,
-            shared=self.shared,
-            optimistic=optimistic,
-        )
-
-    def _check_swap(self, program: Program) -> None:
-        old = self.program
-        for field, theirs, ours in (
-            ("placement", program.placement, old.placement),
-            ("microbatches", program.microbatches, old.microbatches),
-        ):
-            if theirs != ours:
-                raise TrainingError(
-                    f"the new schedule's {field} is {theirs} but the model runs with {ours}. "
-                    "Maybe resume a checkpoint with the new schedule instead."
-                )
-        digests = self.launch.gather(program.digest)
-        if any(digest != program.digest for digest in digests):
-            raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
+                transport = Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
+        else:
+            transport = Gloo(self.launch.pipeline)
+        return Pipeline(self.program, self.stages, self.devices, transport, self.messages, sync=self._sync)
 
 
 def _digest(tensor: Tensor) -> str | None:

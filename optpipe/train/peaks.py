@@ -1,8 +1,8 @@
-"""Memory while training: in a few steps every storage is counted, and a peak above the plan is told.
+"""Memory peaks while training: metered in a few steps, with a warning where one exceeds plan or budget.
 
-Counting slows each operator (`MemoryMeter`), so it is done in the same few steps by all processes: the first, the
-tenth, every hundredth, and the first with a new schedule. What sizes depend on, such as where a router sends its rows,
-changes slowly.
+Metering slows each operator (`MemoryMeter`), so all ranks meter the same few steps: the first, the tenth, every
+hundredth, and the first with a new schedule. Sizes that depend on the data, such as the rows that a router sends to an
+expert, change slowly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ EVERY_STEPS = 100
 
 
 class Peaks(Callback):
-    """Holds the peaks of metered steps against the schedule's plan and budget.
+    """Compares the peaks of metered steps with the schedule's plan and budget.
 
-    Where the schedule is another model's they are held against what a check has measured; without one, against nothing,
-    and no step is metered. A device is told of when its peak is higher than any told before.
+    If the schedule is another model's, peaks are compared with the plan that `--check` has measured; without a check no
+    step is metered. A device is reported again only if its peak is higher than the last reported one.
     """
 
     def __init__(self, model: Model, margin: float, events: Events, check: CheckResult | None) -> None:
@@ -32,11 +32,11 @@ class Peaks(Callback):
         self._program, self._planned = model.program, self._plan()
         self._meter: MemoryMeter | None = None
         self._step = 0
-        self._told: dict[int, int] = {}
-        self._untold: list[str] = []
+        self._reported_bytes: dict[int, int] = {}
+        self._unreported: list[str] = []
 
     def meter(self, step: int) -> MemoryMeter | None:
-        """What counts the memory of this step; None where it is not to be counted."""
+        """Meter of this step; None if it is not metered."""
         new = self._program is not self._model.program
         if new:
             self._program, self._planned = self._model.program, self._plan()
@@ -46,32 +46,32 @@ class Peaks(Callback):
         return self._meter
 
     def requests(self) -> bool:
-        """Judge the step just metered. Among many processes, those with something to tell wish to."""
+        """Judge the step just metered. True if this rank has something to report."""
         if self._meter is not None and self._planned is not None:
             for d in self._model.devices:
                 peak_bytes = self._meter.peak_bytes[d]
                 excess = self._planned[d].excess(d, peak_bytes, self._margin)
-                if excess and peak_bytes > self._told.get(d, 0):
-                    self._told[d] = peak_bytes
-                    self._untold.append(f"in step {self._step} {excess}")
+                if excess and peak_bytes > self._reported_bytes.get(d, 0):
+                    self._reported_bytes[d] = peak_bytes
+                    self._unreported.append(f"in step {self._step} {excess}")
         self._meter = None
         if self._model.launch.world == 1:
-            self._tell(self._step, self._untold)
-        return bool(self._untold)
+            self._report(self._step, self._unreported)
+        return bool(self._unreported)
 
     def on_step_boundary(self, step: int) -> None:
-        """Some process has something to tell."""
-        texts = [text for untold in self._model.launch.gather(self._untold) for text in untold]
-        self._tell(step, texts)
+        """Gather the reports of all ranks: rank 0 alone writes log and metrics."""
+        texts = [text for unreported in self._model.launch.gather(self._unreported) for text in unreported]
+        self._report(step, texts)
 
     def end(self) -> None:
-        """What nobody acted on any more is told where it is known."""
-        self._tell(self._step, self._untold)
+        """Report on this rank what came too late for a boundary."""
+        self._report(self._step, self._unreported)
 
-    def _tell(self, step: int, texts: Sequence[str]) -> None:
+    def _report(self, step: int, texts: Sequence[str]) -> None:
         for text in texts:
-            self._events.tell(step, "memory", text, warning=True)
-        self._untold = []
+            self._events.add(step, "memory", text, warning=True)
+        self._unreported = []
 
     def _plan(self) -> Sequence[PlannedMemory] | None:
         planned = scheduled_memory(self._model)

@@ -19,7 +19,7 @@ EventKind = Literal["measured", "timed", "solving", "found", "swapped", "kept", 
 
 @dataclass(frozen=True)
 class OnlineEvent:
-    """One thing that happened before step `step`, in words, with what it took of the training's time.
+    """Event before step `step`, as text, with the seconds of training that it took.
 
     `measured`: ops were measured before the first step. `timed`: ops were timed in steps. `solving`: a search began.
     `found`: it ended. `swapped`, `kept`: its schedule was taken or not. `back`: the one before is in use again.
@@ -33,14 +33,14 @@ class OnlineEvent:
 
 
 class Events:
-    """The events so far, of a process; one that leads tells them to the log too."""
+    """Events of one process so far; the leading process also logs them."""
 
     def __init__(self, leads: bool) -> None:
         self._leads = leads
         self.all: list[OnlineEvent] = []
 
-    def tell(self, step: int, kind: EventKind, text: str, seconds: float = 0.0, *, warning: bool = False) -> None:
-        """Keep an event. A warning says itself which step it is about."""
+    def add(self, step: int, kind: EventKind, text: str, seconds: float = 0.0, *, warning: bool = False) -> None:
+        """Append an event. The text of a warning names its step itself."""
         self.all.append(OnlineEvent(step, kind, text, seconds))
         if self._leads:
             if warning:
@@ -76,7 +76,7 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run, all replicas together."""
+        """Tokens a second, all replicas together."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 

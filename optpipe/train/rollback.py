@@ -1,7 +1,8 @@
 """Rollback of optimistic steps: exact snapshots, and back-off when rollbacks are frequent.
 
-No optimizer is inverted: everything is copied before the step and comes back bit for bit. The copies stay allocated:
-they take the parameters once, what the optimizer keeps (for AdamW twice as much again), and the buffers.
+Zero Bubble inverts AdamW's step in place, which restores weights up to rounding. Here everything is copied before the
+step and restored bit for bit: a run has the same numbers with and without post-validation, by any optimizer. The copies
+stay allocated: the parameters once, the optimizer state (for AdamW twice the parameters), and the buffers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Snapshot:
-    """Of the modules and optimizers of one process."""
+    """Snapshot of the parameters, optimizer state and buffers of one process."""
 
     def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._modules, self._optimizers = list(modules), list(optimizers)
@@ -27,12 +28,12 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the copies take."""
+        """Memory of the copies."""
         return sum(copy.nbytes for copy in self._copies)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Remember everything as it is now, in the memory of the last time."""
+        """Copy the present state, into the memory of the last snapshot if shapes are the same."""
         self._states = [
             _State(optimizer, parameter, dict(optimizer.state.get(parameter, {})))
             for optimizer in self._optimizers
@@ -42,7 +43,7 @@ class Snapshot:
         parts = [part for module in self._modules for part in module.modules()]
         self._buffers = [_Buffer(p, name, b) for p in parts for name, b in p._buffers.items() if b is not None]
         self._tensors = [tensor for state in self._states for tensor in state.tensors()]
-        # All of them: a batch norm changes its statistics without telling autograd's count of versions.
+        # Every buffer, because its version counter does not show a change: batch norm's kernel bypasses it.
         self._tensors += [buffer.tensor for buffer in self._buffers]
         if [_kind(tensor) for tensor in self._tensors] == [_kind(copy) for copy in self._copies]:
             _copy(self._copies, self._tensors)
@@ -52,7 +53,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring everything back as it was; nothing if it was never taken."""
+        """Restore the state of the last `take`; does nothing if there was none."""
         for state in self._states:
             state.put_back()
         for buffer in self._buffers:
@@ -62,7 +63,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _State:
-    """A parameter and what its optimizer kept of it, which is nothing before the first step."""
+    """A parameter and its optimizer state, which is empty before the first step."""
 
     optimizer: torch.optim.Optimizer
     parameter: Tensor
@@ -72,7 +73,7 @@ class _State:
         return [self.parameter, *(value for value in self.kept.values() if isinstance(value, Tensor))]
 
     def put_back(self) -> None:
-        """The same tensors under the same names; what they hold is copied apart."""
+        """Restore which tensors the state consists of; `Snapshot.restore` copies their values."""
         if self.kept:
             self.optimizer.state[self.parameter] = self.kept
         else:
@@ -81,14 +82,14 @@ class _State:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer of a module, which a forward may change in place or replace."""
+    """A buffer of a module. A forward may change it in place or replace the tensor."""
 
     module: nn.Module
     name: str
     tensor: Tensor
 
     def put_back(self) -> None:
-        """The same tensor; what it holds is copied apart."""
+        """Restore the tensor itself; `Snapshot.restore` copies its values."""
         self.module._buffers[self.name] = self.tensor
 
 
@@ -102,28 +103,29 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 BACKOFF_WINDOW = 16
-"""Steps that are looked back on."""
+"""Number of latest steps that decide."""
 
 MOST_ROLLBACKS = 4
-"""Of these; with more, the next update waits. A step that is undone was measured to lose two to three times what one
-without a barrier saves (`python -m benchmarks.updates updates`), so they are even at about a third of wrong steps."""
+"""Rollbacks in the window beyond which updates wait. A rollback was measured to cost two to three times what a step
+without a barrier saves (`python -m benchmarks.updates updates`): the two break even at about a third of all steps."""
 
 
 class RollbackBackoff:
-    """Says when to wait for all processes: after many steps that were, or would have been, rolled back.
+    """Back-off of optimistic updates after many steps that were, or would have been, rolled back.
 
-    It goes by outcomes alone, which are the same in every process, so all of them wait together. While it waits,
-    outcomes still tell which updates would have been wrong, so it also sees when to begin again.
+    Outcomes are equal in every process, so all of them change over in the same step without an exchange; a process that
+    waited alone would expect other messages than its neighbours send. While updates wait, outcomes still show which of
+    them would have been rolled back, so the back-off ends when clipping becomes rare again.
     """
 
     def __init__(self) -> None:
         self._wrong: deque[bool] = deque(maxlen=BACKOFF_WINDOW)
 
     def add(self, *, wrong: bool) -> None:
-        """One more step whose outcome is known."""
+        """Count a step whose outcome is known."""
         self._wrong.append(wrong)
 
     @property
     def waits(self) -> bool:
-        """Whether the next update should wait for its sums."""
+        """True if the next update should wait for its sums."""
         return sum(self._wrong) > MOST_ROLLBACKS

@@ -238,14 +238,14 @@ class ResolveCallback(Callback):
         self._stale = self._solved_for is None or changed > self._config.drift
         seconds = perf_counter() - begin
         text = f"{self._cost()}, gathered in {seconds:.3f} s; {changed:.1%} from what was solved"
-        self._events.tell(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
+        self._events.add(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
 
     def _solve(self, step: int, search: Search) -> None:
         """Rank 0: begin a search for the newest times, within the memory that messages leave."""
         self._problem = self._setting.problem(self._measured)
         search.begin(self._problem, self._model.schedule)
         self._solved_for, self._stale = self._problem, False
-        self._events.tell(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
+        self._events.add(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
 
     def _cost(self) -> str:
         """What the timing of ops took, in words."""
@@ -304,4 +304,4 @@ class ResolveCallback(Callback):
             self._seconds.clear()
         seconds = perf_counter() - begin
         took = f"; the change took {seconds:.3f} s" if "schedule" in order else ""
-        self._events.tell(step, order["kind"], order["text"] + took, seconds)
+        self._events.add(step, order["kind"], order["text"] + took, seconds)

@@ -167,7 +167,7 @@ def initial_schedule(
     measured, seconds = measure_before(config, task, setting, launch, _heeding(interrupted, launch))
     if any(launch.gather(interrupted())):
         raise KeyboardInterrupt
-    events.tell(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
+    events.add(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
     if given is not None:
         return InitialSchedule(given, within_what_is_taken(setting, given, measured), measured, task)
     begin = perf_counter()
@@ -178,7 +178,7 @@ def initial_schedule(
         schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
     seconds = perf_counter() - begin
     text = f"{schedule.method}: {schedule.value_us:,.0f} us a step predicted, found in {seconds:.2f} s"
-    events.tell(0, "found", text, seconds)
+    events.add(0, "found", text, seconds)
     return InitialSchedule(schedule, setting, measured, task)
 
 
