@@ -25,11 +25,11 @@ LOG = logging.getLogger("optpipe.train.checkpoint")
 
 
 class CheckpointCallback(Callback):
-    """Writes checkpoints when they are due, and ends the run where a signal asked any process for it.
+    """Writes checkpoints when they are due, and ends the run after a signal to any process.
 
-    Without a folder it only ends the run. `stopped`: training is to end before the next step, in every process;
-    `message` then says where and how to go on. `failure`: why the last checkpoint could not be written, if it could
-    not; the one before is still there, and training goes on.
+    Without a folder it only ends the run. `stopped`: training ends before the next step, in every process; `message`
+    then says where its state is and how to resume. `failure`: why the last checkpoint could not be written, or None.
+    Training continues then: the checkpoint before it is still whole, and the disk may have room at the next one.
     """
 
     def __init__(self, config: TrainingConfig, model: Model, interrupts: Interrupts, disk: Disk | None = None) -> None:
@@ -37,14 +37,14 @@ class CheckpointCallback(Callback):
         self._disk = disk or Disk()
         self._at = 0
         self._damaged: list[int] = []
-        self._said = False
+        self._announced = False
         self.stopped, self.message = False, ""
         self.failure: str | None = None
 
     def resume(self) -> int:
-        """The step to begin with, in all processes together: stages, optimizers and random numbers are those of it.
+        """Load the newest whole checkpoint, in all processes together; return the step to begin with.
 
-        Makes the folder, so that a path that cannot be written to is known before the first step. Raises
+        Creates the folder, so that a path that cannot be written to is refused before the first step. Raises
         CheckpointError in every process.
         """
         folder, launch = self._config.checkpoints.folder, self._model.launch
@@ -52,29 +52,37 @@ class CheckpointCallback(Callback):
             return 0
         gather_or_raise(launch, lambda: open_folder(folder, self._disk) if launch.rank == 0 else None)
         gather_or_raise(launch, lambda: _check_shared(folder))
-        if _restarts_meet_the_dead():
-            self._tell(logging.WARNING, _RESTARTS)
+        # The agent's store then serves all restarts: https://github.com/pytorch/pytorch/issues/135712
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._log(
+                logging.WARNING,
+                "torchrun is to start processes again (--max-restarts), but keeps the addresses of those before, to "
+                "which the new ones then try to connect. Maybe set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun "
+                "is started.",
+            )
         self._at, self._damaged = resume(folder, self._config, self._model)
         return self._at
 
     def is_due(self, step: int) -> bool:
-        """Every so many steps, and after the last."""
+        """True every `every_steps` steps and after the last."""
         config = self._config.checkpoints
         if config.folder is None or step <= self._at:
             return False
         return step % config.every_steps == 0 or step == self._config.steps
 
     def requests(self) -> bool:
-        """Whether a signal has come to this process."""
-        if self._interrupts.requested and not self._said:
-            self._said = True
-            self._tell(logging.WARNING, f"{self._interrupts.requested}: ending soon; Ctrl-C again ends at once")
+        """True once this process has received a signal."""
+        if self._interrupts.requested and not self._announced:
+            self._announced = True
+            self._log(logging.WARNING, f"{self._interrupts.requested}: ending soon; Ctrl-C again ends at once")
         return self._interrupts.requested is not None
 
     def on_step_boundary(self, step: int) -> None:
-        """Write what is due or was asked for, and end the run where it was.
+        """Write the checkpoint that is due or that a signal calls for; after a signal end the run.
 
-        Raises CheckpointError in every process where the state after the last step cannot be written.
+        Raises CheckpointError in every process if the state after the last step cannot be written: no later checkpoint
+        would make up for it.
         """
         signals = [name for name in self._model.launch.gather(self._interrupts.requested) if name]
         folder = self._config.checkpoints.folder
@@ -92,21 +100,17 @@ class CheckpointCallback(Callback):
             self.failure = f"the checkpoint of step {step} could not be written: {error} {self._newest(folder)}"
             if step == self._config.steps:
                 raise CheckpointError(self.failure) from None
-            self._tell(logging.WARNING, self.failure)
+            self._log(logging.WARNING, self.failure)
             return
         self.failure, self._at = None, step
         self._damaged = [other for other in self._damaged if other != step]
-        self._retire(folder, step)
-        took = f"{size_bytes:,} bytes in {perf_counter() - begin:.2f} s"
-        self._tell(logging.INFO, f"wrote {final_path(folder, step)}: {took}")
-
-    def _retire(self, folder: Path, step: int) -> None:
-        """The checkpoint is written; old ones that cannot be deleted are no reason to call it failed."""
         if self._model.launch.rank == 0:
             try:
                 retire(folder, self._disk, step, self._config.checkpoints.keep, self._damaged)
-            except OSError as error:
+            except OSError as error:  # the new checkpoint is written all the same
                 LOG.warning("an old checkpoint stays: %s", error)
+        took = f"{size_bytes:,} bytes in {perf_counter() - begin:.2f} s"
+        self._log(logging.INFO, f"wrote {final_path(folder, step)}: {took}")
 
     def _how_to_go_on(self, name: str, step: int, folder: Path | None) -> str:
         ended = f"{name}: ended after {step} of {self._config.steps} steps"
@@ -124,21 +128,9 @@ class CheckpointCallback(Callback):
             return f"{folder} cannot be read: {error.strerror}."
         return f"The newest is {final_path(folder, steps[0])}." if steps else "There is none before it."
 
-    def _tell(self, level: int, text: str) -> None:
+    def _log(self, level: int, text: str) -> None:
         if self._model.launch.rank == 0:
             LOG.log(level, "%s", text)
-
-
-_RESTARTS = (
-    "torchrun is to start processes again (--max-restarts), but keeps the addresses of those before, to which the new "
-    "ones then try to connect. Maybe set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started."
-)
-
-
-def _restarts_meet_the_dead() -> bool:
-    """Whether torchrun's agent keeps one store over all restarts (https://github.com/pytorch/pytorch/issues/135712)."""
-    again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _check_shared(folder: Path) -> None:
@@ -148,19 +140,16 @@ def _check_shared(folder: Path) -> None:
         )
 
 
-SAME_WISH_S = 0.5
-"""A signal that comes again so soon is the same wish: launchers pass on what a terminal has sent already."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO_S = 0.5
+"""A second SIGINT within this time is an echo: launchers pass on what the terminal has already sent to the group."""
 
 
 class Interrupts:
-    """Within this context a signal sets `requested`, its name. Outside the main thread nothing is changed.
+    """Context in which SIGINT or SIGTERM sets `requested` to its name. Does nothing outside the main thread.
 
-    A signal that is ignored stays ignored: a shell does so with SIGINT for what a script runs in the background.
-
-    A second SIGINT raises KeyboardInterrupt, a third one kills the process. SIGTERM may come as often as it likes;
-    whoever cannot wait sends SIGKILL.
+    A signal that is ignored stays ignored: shells ignore SIGINT for background commands of a script. A second SIGINT
+    raises KeyboardInterrupt, a third one kills the process. A second SIGTERM changes nothing: schedulers repeat it, and
+    use SIGKILL when their grace period is over.
     """
 
     def __init__(self) -> None:
@@ -170,8 +159,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._handle) for number in heard}
+            handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(
@@ -183,6 +172,6 @@ class Interrupts:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.requested is None:
             self.requested, self._since = signal.Signals(number).name, monotonic()
-        elif number == signal.SIGINT and monotonic() - self._since > SAME_WISH_S:
-            signal.signal(number, signal.SIG_DFL)  # should this one be kept waiting, the next one is the kernel's
+        elif number == signal.SIGINT and monotonic() - self._since > ECHO_S:
+            signal.signal(number, signal.SIG_DFL)  # if a C extension delays this exception, the next SIGINT kills
             raise KeyboardInterrupt

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -24,27 +24,27 @@ from optpipe.errors import CheckpointError, InputError, Issue
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 PARTIAL = ".partial-"
-"""What a checkpoint is called until all of it is written."""
+"""Prefix of the folder in which a checkpoint is written until it is complete."""
 
 _NAME = re.compile(r"step-(\d{10})")
 
 
 def final_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is once it is whole."""
+    """Path of the complete checkpoint of a step."""
     return folder / f"step-{step:010d}"
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """Where it is being written."""
+    """Path at which the checkpoint of a step is being written."""
     return folder / (PARTIAL + final_path(folder, step).name)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of all checkpoints, the newest first; none where there is no folder. Raises OSError."""
+    """Steps of all checkpoints, newest first; empty if there is no folder. Raises OSError."""
     if not folder.exists():
         return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def read_manifest(path: Path) -> CheckpointDocument:
@@ -63,19 +63,19 @@ def check_files(path: Path, document: CheckpointDocument, names: Collection[str]
         if wanted is None:
             raise CheckpointError(f"{path / MANIFEST}: files does not have {name}. Maybe the stages were others.")
         try:
-            found = digest(path / name)
+            actual = digest(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error.strerror}.") from None
-        if found.size_bytes != wanted.size_bytes:
+        if actual.size_bytes != wanted.size_bytes:
             raise CheckpointError(
-                f"{path / name} has {found.size_bytes:,} bytes but {wanted.size_bytes:,} were written. It is damaged."
+                f"{path / name} has {actual.size_bytes:,} bytes but {wanted.size_bytes:,} were written. It is damaged."
             )
-        if found.sha256 != wanted.sha256:
+        if actual.sha256 != wanted.sha256:
             raise CheckpointError(f"{path / name} has not the SHA-256 of what was written. It is damaged.")
 
 
 def open_folder(folder: Path, disk: Disk) -> None:
-    """Make the folder, clear it of leftovers, and change something in it: better now than after an hour of training.
+    """Create the folder, clear leftovers and write a probe, so that a read-only disk is found before training.
 
     Raises OSError.
     """
@@ -87,7 +87,7 @@ def open_folder(folder: Path, disk: Disk) -> None:
 
 
 def clear_leftovers(folder: Path, disk: Disk) -> None:
-    """Delete what processes that were killed have left half written or half deleted. Raises OSError."""
+    """Delete what killed processes have left half written or half deleted. Raises OSError."""
     for path in folder.iterdir():
         if path.name.startswith((PARTIAL, ASIDE)):
             disk.remove(path)
@@ -96,17 +96,14 @@ def clear_leftovers(folder: Path, disk: Disk) -> None:
 def retire(folder: Path, disk: Disk, newest: int, keep: int, damaged: Collection[int]) -> None:
     """Delete all but the newest `keep` checkpoints up to `newest`, which has just been written. Raises OSError.
 
-    Those that are `damaged` do not count. Later ones are of a future that was given up because they are damaged; they
+    `damaged` ones do not count as kept. Those after `newest` were damaged when the run resumed from an earlier one, and
     stay until training comes past them.
     """
-    for step in _spent(steps_in(folder), newest, keep, damaged):
-        disk.remove(final_path(folder, step))
-
-
-def _spent(steps: Sequence[int], newest: int, keep: int, damaged: Collection[int]) -> list[int]:
-    past = [step for step in steps if step <= newest]
+    past = [step for step in steps_in(folder) if step <= newest]
     kept = [step for step in past if step not in damaged][:keep]
-    return [step for step in past if step not in kept]
+    for step in past:
+        if step not in kept:
+            disk.remove(final_path(folder, step))
 
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -134,7 +131,7 @@ class SavedFile(Document):
 
 
 class Launched(Document):
-    """How many processes the run had: results have equal bits only in as many."""
+    """Processes of the run. Results have the same bits only in the same number."""
 
     processes: Count
     replicas: Count
@@ -164,11 +161,11 @@ class CheckpointDocument(Document):
 
     @property
     def size_bytes(self) -> int:
-        """Of all files but the document itself."""
+        """Size of all files except the manifest."""
         return sum(file.size_bytes for file in self.files.values())
 
     def sealed(self) -> str:
-        """The document as text with its own SHA-256 in it: a flipped bit would else pass for another number."""
+        """Document as text that holds its own SHA-256: JSON alone would not show a flipped bit in a number."""
         data = self.to_data()
         return json.dumps(data | {"sha256": _sha256_of(data)}, indent=1, allow_nan=False) + "\n"
 
@@ -183,7 +180,7 @@ class CheckpointDocument(Document):
 
 
 def versions_now() -> dict[str, str]:
-    """What takes part in computing and in writing."""
+    """Versions of Python and of the packages on which the numbers and the files depend."""
     return {"python": platform.python_version()} | {name: version(name) for name in ("optpipe", "torch", "safetensors")}
 
 
@@ -193,22 +190,22 @@ def _sha256_of(data: dict[str, Any]) -> str:
 
 
 ASIDE = ".removed-"
-"""What a folder is called while its files are being deleted: not what a reader looks for."""
+"""Prefix of a folder while its files are being deleted, so that readers never see it in part."""
 
 
 class Disk:
-    """The one place that changes files, so that tests can fill the disk or end the process at each change.
+    """All changes to files, in one class that tests replace to fail, or to kill the process, at each of them.
 
     All methods raise OSError.
     """
 
     def make_folder(self, path: Path) -> None:
-        """A folder that is not there yet, in one that is."""
+        """Create a folder in one that exists."""
         path.mkdir()
         sync_folder(path.parent)
 
     def write_text(self, path: Path, text: str) -> SavedFile:
-        """A new file of UTF-8 text."""
+        """Write a new file of UTF-8 text."""
         content = text.encode()
         with path.open("xb") as file:
             file.write(content)
@@ -217,38 +214,43 @@ class Disk:
         return SavedFile(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
     def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
-        """A new safetensors file of tensors on the CPU that share no memory."""
+        """Write a new safetensors file of tensors on the CPU that share no memory."""
         try:
             save_file(dict(tensors), path)
         except SafetensorError as error:
             raise OSError(f"{path}: {error}.") from None
-        path.chmod(0o666 & ~_umask())  # as any other file: safetensors makes it the owner's alone
+        mask = os.umask(0)  # the only way to read it
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)  # as any other file: safetensors makes it readable by its owner alone
         with path.open("rb") as file:
             os.fsync(file.fileno())
         return digest(path)
 
     def publish(self, partial: Path, final: Path) -> None:
-        """Give a complete folder the name by which readers find it, which no folder has."""
+        """Rename a complete folder to the name that readers look for, which must be free.
+
+        The order is that of a commit: names of the files on the disk, then the rename, then its own entry.
+        """
         sync_folder(partial)
         partial.rename(final)
         sync_folder(final.parent)
 
     def remove(self, folder: Path) -> None:
-        """Delete a folder; readers find it whole or not at all."""
+        """Delete a folder. Readers find it whole or not at all."""
         aside = folder.with_name(ASIDE + folder.name.lstrip("."))
         folder.rename(aside)
         shutil.rmtree(aside)
 
 
 def digest(path: Path) -> SavedFile:
-    """Size and hash of a file as it is. Raises OSError."""
+    """Size and SHA-256 of a file. Raises OSError."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return SavedFile(size_bytes=file.tell(), sha256=sha256)
 
 
 def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
-    """Those tensors of a safetensors file whose names are wanted, on the CPU. Raises OSError."""
+    """Tensors of a safetensors file whose names are `wanted`, on the CPU. Raises OSError."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
@@ -257,15 +259,9 @@ def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> 
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk, not only the files that they stand for."""
+    """Flush a folder's entries to the disk; fsync of a file does not flush its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,40 +42,17 @@ LOG = logging.getLogger("optpipe.train.checkpoint")
 
 
 def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, list[int]]:
-    """The step to go on with, and the steps of newer checkpoints that are damaged; in all processes together.
+    """Load the newest whole checkpoint, in all processes together.
 
-    0 where there is no checkpoint. Raises CheckpointError in all processes: where there is one but none is whole,
-    where it is of another run, and where `config.checkpoints.resume` does not allow what is there.
+    Returns its step (0 without a checkpoint) and the steps of newer, damaged ones. If any process finds a damaged file
+    among those that it needs, all fall back to the checkpoint before. Another run's checkpoint is an error instead: no
+    fallback could be what the user meant.
+
+    Raises CheckpointError in all processes if there are checkpoints but none is whole, if the newest whole one is of
+    another run, and if `config.checkpoints.resume` does not allow what is there.
     """
     mode, begin = config.checkpoints.resume, perf_counter()
     steps = gather_or_raise(model.launch, lambda: steps_in(folder))[0]
-    _check_mode(folder, steps, mode)
-    damaged: list[int] = []
-    for step in steps:
-        path = final_path(folder, step)
-        fault = _fault(path, model)
-        if fault is None:
-            borrowed = any(gather_or_raise(model.launch, lambda path=path: _load(path, model)))  # type: ignore[misc]
-            if model.launch.rank == 0:
-                LOG.info("resumed from %s in %.2f s", path, perf_counter() - begin)
-                if borrowed:
-                    LOG.warning("resumed %s", _BORROWED)
-            _go_on_with_its_schedule(path, config, model)
-            return step, damaged
-        if mode == "must":
-            raise CheckpointError(f"{fault} Maybe --resume auto takes the one before it.")
-        if model.launch.rank == 0:
-            LOG.warning("refused a checkpoint: %s", fault)
-        damaged.append(step)
-    if damaged:
-        raise CheckpointError(
-            f"{folder} has {len(damaged)} checkpoint(s) but none that is whole. Maybe its files were copied in part; "
-            "with another folder training begins anew."
-        )
-    return 0, []
-
-
-def _check_mode(folder: Path, steps: Sequence[int], mode: str) -> None:
     if mode == "never" and steps:
         raise CheckpointError(
             f"checkpoints.resume is 'never' but {final_path(folder, steps[0])} is there already. "
@@ -85,18 +62,38 @@ def _check_mode(folder: Path, steps: Sequence[int], mode: str) -> None:
         raise CheckpointError(
             f"checkpoints.resume is 'must' but {folder} has no checkpoint. Maybe the folder is another."
         )
-
-
-def _fault(path: Path, model: Model) -> str | None:
-    """What is damaged in it for any process; each looks at the files that it would load."""
-    try:
-        gather_or_raise(model.launch, lambda: _check_whole(path, model))
-    except CheckpointError as error:
-        return str(error)
-    return None
+    damaged: list[int] = []
+    for step in steps:
+        path = final_path(folder, step)
+        try:
+            gather_or_raise(model.launch, lambda path=path: _check_whole(path, model))  # type: ignore[misc]
+        except CheckpointError as fault:
+            if mode == "must":
+                raise CheckpointError(f"{fault} Maybe --resume auto takes the one before it.") from None
+            if model.launch.rank == 0:
+                LOG.warning("refused a checkpoint: %s", fault)
+            damaged.append(step)
+            continue
+        borrowed = any(gather_or_raise(model.launch, lambda path=path: _load(path, model)))  # type: ignore[misc]
+        if model.launch.rank == 0:
+            LOG.info("resumed from %s in %.2f s", path, perf_counter() - begin)
+            if borrowed:
+                LOG.warning(
+                    "resumed with the buffers of replica 0, such as running statistics, in every replica: the "
+                    "checkpoint does not have them for as many replicas as there are now"
+                )
+        _swap_to_saved_schedule(path, config, model)
+        return step, damaged
+    if damaged:
+        raise CheckpointError(
+            f"{folder} has {len(damaged)} checkpoint(s) but none that is whole. Maybe its files were copied in part; "
+            "with another folder training begins anew."
+        )
+    return 0, []
 
 
 def _check_whole(path: Path, model: Model) -> None:
+    """Raise CheckpointError if a file that this process would load is damaged; each process checks its own."""
     document = read_manifest(path)
     names = [SCHEDULE, GENERATORS]
     if document.stages == len(model.program.placement):
@@ -106,10 +103,10 @@ def _check_whole(path: Path, model: Model) -> None:
 
 
 def _files_of(s: int, document: CheckpointDocument, model: Model) -> list[str]:
-    """The files of a stage, later ones over earlier ones.
+    """Files of a stage; tensors in later ones replace those in earlier ones.
 
-    In as many replicas as before each has its own buffers, where the checkpoint has them (older versions kept those of
-    replica 0 alone).
+    With the same number of replicas each resumes with its own buffers, if the checkpoint has them (older versions wrote
+    those of replica 0 alone).
     """
     own = buffers_file(s, model.launch.replica)
     alike = document.launched.replicas == model.launch.replicas
@@ -117,7 +114,7 @@ def _files_of(s: int, document: CheckpointDocument, model: Model) -> list[str]:
 
 
 def _load(path: Path, model: Model) -> bool:
-    """Whether this process has taken over buffers that may not be what its replica would have come to."""
+    """Load this process's stages; True if their buffers are another replica's, so that numbers will differ."""
     document, launch = read_manifest(path), model.launch
     check_same_run(path, document, model)
     borrowed = False
@@ -128,62 +125,68 @@ def _load(path: Path, model: Model) -> bool:
         load_stage(stage.module, model.optimizers.get(s), tensors, f"stages[{s}]")
         own = len(names) > 1 or (launch.replica == 0 and document.launched.replicas == launch.replicas)
         borrowed = borrowed or (not own and bool(stage_buffers(stage.module)))
-    if document.launched.processes == model.launch.world:
+    if document.launched.processes == model.launch.world:  # a rank of another number of processes has other stages
         restore_generators(read_tensors(path / GENERATORS), model.launch.rank, model.hardware)
     model.step_number = document.step
     return borrowed
 
 
 def _with_shared(path: Path, tensors: dict[str, Tensor], s: int, model: Model) -> dict[str, Tensor]:
-    """The tensors of a stage, with those of parameters that are kept with an earlier stage.
+    """Tensors of a stage, completed by those of shared parameters, which are in the file of their first stage.
 
-    An optimizer has them in the first stage of each process alone. (Older versions wrote them with every stage.)
+    The optimizer state goes to the first stage of this process that has the parameter, whose optimizer updates it.
+    Older versions wrote shared parameters with every stage; those copies are ignored.
     """
     for shared in model.shared:
-        (keeper, kept_as), here = shared.places[0], shared.places_in(model.stages)
-        for name in [name for stage, name in here if stage == s and stage != keeper]:
+        (keeper, kept_as), own_places = shared.places[0], shared.places_in(model.stages)
+        for name in [name for stage, name in own_places if stage == s and stage != keeper]:
             tensors = {full: tensor for full, tensor in tensors.items() if parameter_of(full) != name}
             kept = read_tensors(path / stage_file(keeper), lambda full, of=kept_as: parameter_of(full) == of)  # type: ignore[misc]
             tensors |= {
                 renamed(full, name): tensor
                 for full, tensor in kept.items()
-                if full.startswith("parameter.") or here[0] == (s, name)
+                if full.startswith("parameter.") or own_places[0] == (s, name)
             }
     return tensors
 
 
-_BORROWED = (
-    "with the buffers of replica 0, such as running statistics, in every replica: the checkpoint does not have them "
-    "for as many replicas as there are now"
-)
+def _swap_to_saved_schedule(path: Path, config: TrainingConfig, model: Model) -> None:
+    """Switch to the schedule that was in use if the run is started as before: with the same schedule, or with none.
 
-
-def _go_on_with_its_schedule(path: Path, config: TrainingConfig, model: Model) -> None:
-    """Swap in the schedule that was in use, if the run is started as it was before: with the same one, or with none.
-
-    Whoever starts it with another one means that one.
+    Re-solving may have switched schedules before the checkpoint, and going on with that one keeps numbers and speed. A
+    user who starts the run with another schedule wants that one.
     """
     document, saved = read_manifest(path), Schedule.load(path / SCHEDULE)
     started_alike = document.given_schedule == schedule_sha256(config.schedule)
-    if started_alike and saved != model.schedule and _place(saved) == _place(model.schedule):
+    placement, microbatches = [stage.device for stage in saved.problem.stages], saved.problem.microbatches
+    fits = (placement, microbatches) == (list(model.program.placement), model.program.microbatches)
+    if started_alike and saved != model.schedule and fits:
         model.swap(saved)
     if model.launch.rank == 0:
         for text in numeric_differences(document, model, same_schedule=saved == model.schedule):
             LOG.warning("resumed %s", text)
 
 
-def _place(schedule: Schedule) -> tuple[list[int], int]:
-    """What a schedule must share with the one that it is swapped for."""
-    return [stage.device for stage in schedule.problem.stages], schedule.problem.microbatches
-
-
 _OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "evaluate", "timeout_seconds", "data_parallel"}
-"""Options that change no number by themselves, or that are compared by what follows from them."""
+"""Options that change no number by themselves, or whose effect is compared instead."""
 
 
 def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> None:
-    """Raises CheckpointError that names the first field that differs, with its value there and now."""
-    for field, saved, now in _fields(document, model):
+    """Raise CheckpointError that names the first field that differs, with its value there and now."""
+    identity = model.task.identity()
+    fields: list[tuple[str, Any, Any]] = [
+        (f"task.{field}", document.task.get(field), identity.get(field))
+        for field in sorted(document.task.keys() | identity)
+    ]
+    microbatches = model.program.microbatches * model.launch.replicas
+    optimizer = dict(flat(document.options)).get("optimizer.name")
+    fields += [
+        ("seed", document.seed, model.config.seed),
+        ("the number of stages", document.stages, len(model.program.placement)),
+        ("microbatches of a step, of all replicas,", document.batch_microbatches, microbatches),
+        ("optimizer.name", optimizer, model.config.optimizer.name),
+    ]
+    for field, saved, now in fields:
         if saved != now:
             raise CheckpointError(
                 f"{field} is {shown(saved)} in {path} but {shown(now)} now. Maybe the folder is that of another run."
@@ -194,14 +197,14 @@ def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> No
 
 
 def numeric_differences(document: CheckpointDocument, model: Model, *, same_schedule: bool) -> Iterator[str]:
-    """Sentences on why the numbers to come may not have the bits of an uninterrupted run; none where they have."""
+    """Sentences on why numbers may not have the bits of an uninterrupted run; none if they will."""
     options = dict(flat(document.options))
     for field, now in flat(model.config.to_data()):
         saved = options.get(field)
-        no_matter = field.partition(".")[0] in _OWN_TO_A_START
+        irrelevant = field.partition(".")[0] in _OWN_TO_A_START
         if field == "steps":  # the learning rate may go by them
-            no_matter = model.config.optimizer.decay == "none"
-        if saved != now and not no_matter:
+            irrelevant = model.config.optimizer.decay == "none"
+        if saved != now and not irrelevant:
             yield f"with {field} {shown(now)}; it was {shown(saved)} before"
     for name, now in versions_now().items():
         saved = document.versions.get(name)
@@ -215,14 +218,3 @@ def numeric_differences(document: CheckpointDocument, model: Model, *, same_sche
         )
     if not same_schedule:
         yield "with another schedule than before: sums may be added in another order"
-
-
-def _fields(document: CheckpointDocument, model: Model) -> Iterator[tuple[str, Any, Any]]:
-    now = model.task.identity()
-    for field in sorted(document.task.keys() | now):
-        yield f"task.{field}", document.task.get(field), now.get(field)
-    yield "seed", document.seed, model.config.seed
-    yield "the number of stages", document.stages, len(model.program.placement)
-    microbatches = model.program.microbatches * model.launch.replicas
-    yield "microbatches of a step, of all replicas,", document.batch_microbatches, microbatches
-    yield "optimizer.name", dict(flat(document.options)).get("optimizer.name"), model.config.optimizer.name

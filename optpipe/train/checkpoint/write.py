@@ -2,8 +2,8 @@
 
 Names are those of the module: `parameter.0.norm.weight`, `buffer.0.running_mean`, `optimizer.exp_avg.0.norm.weight`.
 
-Until all files are on the disk they lie in a folder that no reader looks for; one rename makes it a checkpoint. So
-whenever a process or the machine ends, readers find what was there before, or all of the new one.
+Files are written to a folder that no reader looks for, flushed to the disk, and published by one rename. Whenever a
+process or the machine fails, readers find either what was there before or the whole new checkpoint.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ def stage_tensors(
 
 
 def stage_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Of `stage_tensors` the buffers alone: what differs between replicas, as each has seen its own microbatches."""
+    """Buffers of `stage_tensors`: the part that differs between replicas, as each sees its own microbatches."""
     return _copies(_buffers(module))
 
 
 def load_stage(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """Put saved tensors into a module and its optimizer, on whatever device these are.
+    """Copy saved tensors into a module and its optimizer, on their device.
 
-    Nothing is cast. Raises CheckpointError naming the first tensor that is missing, too many or of another kind.
+    Nothing is cast. Raises CheckpointError naming the first tensor that is missing, unexpected, or of another dtype or
+    shape.
     """
     weights = dict(_weights(module))
     saved = {name for name in tensors if not name.startswith("optimizer.")}
@@ -83,13 +84,13 @@ def load_stage(
 
 
 def parameter_of(name: str) -> str | None:
-    """The parameter that a saved tensor is, or that an optimizer keeps it of; None for a buffer."""
+    """Name of the parameter that a saved tensor belongs to; None for a buffer."""
     kind, _, rest = name.partition(".")
     return {"parameter": rest, "optimizer": rest.partition(".")[2]}.get(kind)
 
 
 def renamed(name: str, parameter: str) -> str:
-    """The name of a saved tensor of a parameter, as that of another parameter."""
+    """Name of a saved tensor, with its parameter's name replaced."""
     old = parameter_of(name)
     assert old is not None, "buffers are no parameter's"
     return name.removesuffix(old) + parameter
@@ -126,7 +127,7 @@ def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer | None)
 
 
 def _states_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors by parameter, then by key."""
+    """Optimizer tensors by parameter, then by key."""
     states: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
         kind, _, rest = full.partition(".")
@@ -139,20 +140,17 @@ def _states_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], states: Mapping[str, dict[str, Tensor]]
 ) -> None:
-    """Not by `load_state_dict`, which casts moments to the parameter's dtype."""
+    """Set the state directly: `load_state_dict` would cast moments to the parameter's dtype."""
     optimizer.state.clear()
-    on_device = {p for group in optimizer.param_groups if _keeps_steps_on_device(group) for p in group["params"]}
+    # Torch's optimizers count steps in a scalar on the CPU, unless they are fused or capturable.
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    on_device = {parameter for group in groups for parameter in group["params"]}
     for name, state in states.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
             key: tensor.to(parameter.device if tensor.dim() or parameter in on_device else "cpu", copy=True)
             for key, tensor in state.items()
         }
-
-
-def _keeps_steps_on_device(group: Mapping[str, object]) -> bool:
-    """Torch's optimizers count steps in a scalar on the CPU, but for these."""
-    return bool(group.get("fused") or group.get("capturable"))
 
 
 def _compare(where: str, name: str, saved: Tensor | None, now: Tensor | None) -> None:
@@ -179,13 +177,21 @@ def _refuse_extra_state(module: nn.Module) -> None:
 
 
 def write_checkpoint(folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk) -> int:
-    """Write the checkpoint before `step`, in all processes together; returns its bytes.
+    """Write the checkpoint before `step`, in all processes together; returns its size in bytes.
 
-    Weights are settled. Whatever had the name before, a damaged checkpoint at best, is replaced. Raises
-    CheckpointError in every process if it fails in one; then nothing is left of it.
+    Updates are settled. A folder of that name, which only a damaged checkpoint can have, is replaced. Raises
+    CheckpointError in every process if one fails; then nothing is left of it.
     """
+
+    def begin() -> None:
+        if model.launch.rank == 0:
+            clear_leftovers(folder, disk)
+            disk.make_folder(partial_path(folder, step))
+
+    # Every phase ends with a gather: no process writes into a folder that is not there, and the folder is published
+    # only when the files of all of them are on the disk.
     try:
-        gather_or_raise(model.launch, lambda: _begin(folder, model, step, disk))
+        gather_or_raise(model.launch, begin)
         parts = gather_or_raise(model.launch, lambda: _write_stages(partial_path(folder, step), model, disk))
         return max(gather_or_raise(model.launch, lambda: _finish(folder, config, model, step, parts, disk)))
     except CheckpointError:
@@ -196,18 +202,12 @@ def write_checkpoint(folder: Path, config: TrainingConfig, model: Model, step: i
 
 
 def schedule_sha256(schedule: Schedule | None) -> str | None:
-    """By this the schedule that a run is started with is known again; None: it is to find one."""
+    """Identity of the schedule that a run is started with; None if it is to find one."""
     return None if schedule is None else hashlib.sha256(schedule_text(schedule).encode()).hexdigest()
 
 
-def _begin(folder: Path, model: Model, step: int, disk: Disk) -> None:
-    if model.launch.rank == 0:
-        clear_leftovers(folder, disk)
-        disk.make_folder(partial_path(folder, step))
-
-
 def _write_stages(partial: Path, model: Model, disk: Disk) -> dict[str, Any]:
-    """The first replica writes its stages; the others have the same weights, and write their buffers.
+    """Write this process's stages: replica 0 whole, the others, whose weights are the same, their buffers alone.
 
     A parameter that stages share is written with the first of them.
     """
@@ -226,24 +226,15 @@ def _write_stages(partial: Path, model: Model, disk: Disk) -> dict[str, Any]:
 def _finish(
     folder: Path, config: TrainingConfig, model: Model, step: int, parts: Sequence[Mapping[str, Any]], disk: Disk
 ) -> int:
-    """The bytes of the checkpoint; 0 in processes that do not lead."""
+    """Write the manifest last and publish; returns the checkpoint's size in bytes, 0 on ranks other than 0."""
     if model.launch.rank:
         return 0
     partial, final = partial_path(folder, step), final_path(folder, step)
     files = {name: SavedFile(**file) for part in parts for name, file in part["files"].items()}
     files[GENERATORS] = disk.write_tensors(partial / GENERATORS, as_tensors([part["generators"] for part in parts]))
     files[SCHEDULE] = disk.write_text(partial / SCHEDULE, schedule_text(model.schedule))
-    document = _document(config, model, step, files)
-    manifest = disk.write_text(partial / MANIFEST, document.sealed())
-    if final.exists():
-        disk.remove(final)
-    disk.publish(partial, final)
-    return document.size_bytes + manifest.size_bytes
-
-
-def _document(config: TrainingConfig, model: Model, step: int, files: dict[str, SavedFile]) -> CheckpointDocument:
     launch = model.launch
-    return CheckpointDocument(
+    document = CheckpointDocument(
         format="optpipe.checkpoint/1",
         step=step,
         seed=config.seed,
@@ -256,10 +247,15 @@ def _document(config: TrainingConfig, model: Model, step: int, files: dict[str, 
         versions=versions_now(),
         files=files,
     )
+    manifest = disk.write_text(partial / MANIFEST, document.sealed())
+    if final.exists():
+        disk.remove(final)
+    disk.publish(partial, final)
+    return document.size_bytes + manifest.size_bytes
 
 
 def generator_states(hardware: torch.device) -> dict[str, str]:
-    """Of this process, by kind of device, in hexadecimal digits."""
+    """States of this process's random generators by kind of device, in hexadecimal digits."""
     states = {"cpu": torch.default_generator.get_state()}
     if hardware.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(hardware)
@@ -267,7 +263,7 @@ def generator_states(hardware: torch.device) -> dict[str, str]:
 
 
 def as_tensors(states: Sequence[Mapping[str, str]]) -> dict[str, Tensor]:
-    """The states of all processes by rank, as tensors of bytes named such as `rank-3.cpu`."""
+    """Generator states of all processes as tensors of bytes, named such as `rank-3.cpu`."""
     return {
         f"rank-{rank}.{kind}": torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
         for rank, kinds in enumerate(states)
@@ -276,7 +272,7 @@ def as_tensors(states: Sequence[Mapping[str, str]]) -> dict[str, Tensor]:
 
 
 def restore_generators(tensors: Mapping[str, Tensor], rank: int, hardware: torch.device) -> None:
-    """Let this process's generators go on where that of its rank had come to."""
+    """Set this process's generators to the saved states of its rank."""
     torch.default_generator.set_state(tensors[f"rank-{rank}.cpu"])
     if hardware.type == "cuda" and f"rank-{rank}.cuda" in tensors:
         torch.cuda.set_rng_state(tensors[f"rank-{rank}.cuda"], hardware)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.train.checkpoint.callback import SAME_WISH_S, Interrupts
+from optpipe.train.checkpoint.callback import ECHO_S, Interrupts
 from optpipe.train.checkpoint.files import final_path, steps_in
 from tests.optpipe.train.checkpoint.runs import config_of, run
 
@@ -60,7 +60,7 @@ with Interrupts() as interrupts:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     print("once", flush=True)
-    time.sleep({SAME_WISH_S} + 0.1)
+    time.sleep({ECHO_S} + 0.1)
     signal.raise_signal(signal.SIGINT)
     print("twice", flush=True)
 """
