@@ -126,25 +126,27 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class CachedSchedule:
-    """A verified schedule from the cache; `asked` is the method that was asked for, `worker_s` the time it was given.
-
-    `worker_s` is time times workers.
-    """
+    """A verified schedule from the cache, with the requested method and the time times threads that it was given."""
 
     schedule: Schedule
-    asked: str
-    worker_s: float
+    requested_method: str
+    cpu_seconds: float
 
     def answers(self, method: str, limits: Limits) -> bool:
-        """Whether it was solved at least as well as a new solve is asked to.
+        """Whether it was solved at least as well as a new solve is asked to."""
+        return solved_well_enough(self.schedule.gap, self.requested_method, self.cpu_seconds, method, limits)
 
-        Where work is counted instead of time, only a new solve gives the same answer on every machine.
-        """
-        if limits.deterministic_limit is not None:
-            return False
-        good_enough = self.schedule.gap <= limits.gap and method in (self.asked, "auto")
-        tried_enough = method == self.asked and self.worker_s >= limits.time_limit_s * limits.workers
-        return good_enough or tried_enough
+
+def solved_well_enough(gap: float, requested_method: str, cpu_seconds: float, method: str, limits: Limits) -> bool:
+    """Whether a known schedule answers a new solve with `method` and `limits`: its gap is small enough, or it was
+    requested of the same method with no less time times threads.
+
+    Where work is counted instead of time, only a new solve gives the same answer on every machine.
+    """
+    if limits.deterministic_limit is not None:
+        return False
+    good_enough = gap <= limits.gap and method in (requested_method, "auto")
+    return good_enough or (method == requested_method and cpu_seconds >= limits.time_limit_s * limits.workers)
 
 
 class _Entry(BaseModel):
@@ -184,12 +186,13 @@ class Cache:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or default_folder()) / FORMAT
+        self._last: tuple[Problem, Canonical] | None = None
 
     def lookup(self, problem: Problem) -> CachedSchedule | None:
         """The best known schedule of this problem or an equal one, in this one's units; None where there is none."""
         from solver.build import build_schedule
 
-        form = canonical_form(problem)
+        form = self._form(problem)
         path = self._path(form)
         entry = _read(path)
         if entry is None or entry.problem != form.data:
@@ -211,7 +214,7 @@ class Cache:
         """
         from solver.adapt import adapt_orders
 
-        form = canonical_form(problem)
+        form = self._form(problem)
         family = self._path(form).parent
         entries = [entry for path in family.glob("*.json") if (entry := _read(path)) is not None]
         others = [entry for entry in entries if entry.problem != form.data]
@@ -222,15 +225,17 @@ class Cache:
                 found.append(adapt_orders(problem, orders_from_data(entry.orders), entry.microbatches))
         return [orders for orders in found if orders is not None]
 
-    def store(self, schedule: Schedule, asked: str, worker_s: float) -> None:
-        """Keep a schedule that was solved by the method `asked` in `worker_s` (time times workers), unless a better
-        one is there. The higher bound is kept in either case."""
-        form = canonical_form(schedule.problem)
+    def store(self, schedule: Schedule, requested_method: str, cpu_seconds: float) -> None:
+        """Keep a schedule and what it was given (time times threads), unless a better one is there.
+
+        The higher bound is kept in either case.
+        """
+        form = self._form(schedule.problem)
         time_us = float(form.time_us)
         entry = _Entry(
             problem=form.data,
-            asked=asked,
-            worker_s=worker_s,
+            asked=requested_method,
+            worker_s=cpu_seconds,
             method=schedule.method,
             solve_seconds=schedule.solve_seconds,
             value=schedule.value_us / time_us,
@@ -244,6 +249,12 @@ class Cache:
         with suppress(OSError):
             _write(path, entry)
             self._prune()
+
+    def _form(self, problem: Problem) -> Canonical:
+        """The canonical form, kept for the last problem: a solve looks up, finds neighbours and stores."""
+        if self._last is None or self._last[0] is not problem:
+            self._last = (problem, canonical_form(problem))
+        return self._last[1]
 
     def _path(self, form: Canonical) -> Path:
         return self.folder / form.family_key / f"{form.key}.json"

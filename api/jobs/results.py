@@ -14,7 +14,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import UUID
 
 from sqlalchemy import bindparam, case, delete, func, select, tuple_, update
@@ -31,7 +31,7 @@ from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap, schedule_text
 from solver.build import build_schedule
-from solver.cache import CachedSchedule, canonical_form
+from solver.cache import canonical_form, solved_well_enough
 from solver.limits import Limits
 
 USED_WITHIN = timedelta(hours=12)
@@ -120,7 +120,7 @@ def build_schedule_of_solution(row: Any, problem: Problem, equality: Equality, c
 def _will_do(known: Answer | Schedule, row: Any, config: JobConfig) -> bool:
     """True if it meets the requested limits, by the rule of `solver.cache`, which reads no more than the gap."""
     limits = Limits(config.time_limit_s, config.gap, config.workers, config.seed)
-    return CachedSchedule(cast(Schedule, known), row.asked, row.worker_s).answers(config.method, limits)
+    return solved_well_enough(known.gap, row.asked, row.worker_s, config.method, limits)
 
 
 async def remember_answer(

@@ -30,7 +30,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from solver.limits import Cancel, Limits
-from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, solve_in_child
+from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, cpu_seconds_given, solve_in_child
 from solver.solution import Progress
 
 OnEvent = Callable[[Progress | Heartbeat], None]
@@ -347,9 +347,7 @@ class Run:
     async def _keep(self, prepared: Prepared, schedule: Schedule, result: ChildResult) -> None:
         """Keep the solution for equal problems, with the CPU time of its search; not during an outage."""
         config = prepared.config
-        given_s = config.time_limit_s if result.limit in (None, "time") else schedule.solve_seconds
+        cpu_seconds = cpu_seconds_given(config.time_limit_s, config.workers, result.limit, schedule.solve_seconds)
         with suppress(DatabaseGoneError):
             async with transaction(self._workplace.engine) as connection:
-                await results.keep_solution(
-                    connection, schedule, prepared.equality, config.method, given_s * config.workers
-                )
+                await results.keep_solution(connection, schedule, prepared.equality, config.method, cpu_seconds)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from solver.limits import Limits
-    from solver.process import ChildResult, Heartbeat, Limit
+    from solver.process import ChildResult, Heartbeat
     from solver.solution import Progress, Solution
 
 
@@ -166,14 +166,15 @@ def _solve_here(
     what: str,
 ) -> ChildResult:
     """A solve on this machine, or what the cache knows."""
-    known = _cached(problem, method, limits) if cache else None
-    if known is not None:
-        return known
-    with doing(f"solving {what}"):
-        starts = _neighbours(problem) if cache else []
-        result = _solve(problem, method, limits, memory_limit, output, starts)
-    if cache and result.schedule:
-        _keep(result.schedule, method, limits, result.limit)
+    from solver.process import solve_cached
+
+    def solve(starts: Sequence[Orders]) -> ChildResult:
+        with doing(f"solving {what}"):
+            return _solve(problem, method, limits, memory_limit, output, starts)
+
+    result = solve_cached(problem, method, limits, solve) if cache else solve([])
+    if result.from_cache:
+        stderr().print("an equal problem was solved before (--no-cache solves it again)")
     return result
 
 
@@ -221,32 +222,6 @@ def _solve_on(server: str, key: str | None, problem: Problem, method: str, limit
             limits.cancel.request()
             client.cancel(job.id)
         return client.result(job.id)
-
-
-def _cached(problem: Problem, method: str, limits: Limits) -> ChildResult | None:
-    """The answer to an equal problem that was solved at least as well before."""
-    from solver.cache import Cache
-    from solver.process import ChildResult
-
-    known = Cache().lookup(problem)
-    if known is None or not known.answers(method, limits):
-        return None
-    stderr().print("an equal problem was solved before (--no-cache solves it again)")
-    return ChildResult(known.schedule, known.schedule.status, None)
-
-
-def _neighbours(problem: Problem) -> Sequence[Orders]:
-    """Schedules of problems that differ in microbatches or budgets only, made to fit this one."""
-    from solver.cache import Cache
-
-    return Cache().neighbours(problem)
-
-
-def _keep(schedule: Schedule, method: str, limits: Limits, ended_for: Limit | None) -> None:
-    from solver.cache import Cache
-
-    given_s = limits.time_limit_s if ended_for in (None, "time") else limits.seconds
-    Cache().store(schedule, method, given_s * limits.workers)
 
 
 def _solve(

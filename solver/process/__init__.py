@@ -5,6 +5,7 @@ so that the best one outlives it. Both sides exchange JSON. The parent trusts no
 answer itself.
 """
 
+from solver.process.cached import cpu_seconds_given, solve_cached
 from solver.process.channel import Child, Heartbeat, Limit, available_bytes, import_path
 from solver.process.parent import ChildResult, SolverDiedError, solve_in_child
 
@@ -15,6 +16,8 @@ __all__ = [
     "Limit",
     "SolverDiedError",
     "available_bytes",
+    "cpu_seconds_given",
     "import_path",
+    "solve_cached",
     "solve_in_child",
 ]

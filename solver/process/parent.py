@@ -63,13 +63,14 @@ class SolverDiedError(OptPipeError):
 class ChildResult:
     """How a solve ended: the best schedule, verified, or the error that says why there is none.
 
-    `limit` is what stopped the search; None where it was done.
+    `limit` is what stopped the search; None where it was done. `from_cache`: nothing was searched.
     """
 
     schedule: Schedule | None
     reason: Literal["optimal", "feasible", "infeasible", "no_solution"]
     limit: Limit | None
     error: InfeasibleError | NoSolutionError | None = None
+    from_cache: bool = False
 
     def schedule_or_error(self) -> Schedule:
         """The schedule. Raises InfeasibleError or NoSolutionError where there is none."""

@@ -105,7 +105,7 @@ def test_the_better_schedule_and_the_higher_bound_stay(cache: Cache) -> None:
     assert found is not None
     assert found.schedule.value_us == better.value_us
     assert found.schedule.bound_us == 200
-    assert found.worker_s == 1
+    assert found.cpu_seconds == 1
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"", lambda b: b.replace(b"F0.0", b"F0.1", 1)])
