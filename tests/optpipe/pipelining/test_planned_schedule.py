@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from instances.schedules import OFFLOAD, one_f_one_b, v_wave
 from optpipe.errors import InputError, TrainingError
@@ -290,3 +292,46 @@ def test_mixed_precision_of_fsdp() -> None:
     assert {gradient.dtype for gradient in found} == {torch.float32}
     for one, other in zip(found, wanted, strict=True):
         assert float((one - other).abs().max() / other.abs().max()) < 0.03
+
+
+def side_by_side(*, apart: bool) -> Schedule:
+    """Two stages on one device with each W right after its B, or after the next stage's B."""
+    stage = {"device": 0, "forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+    stage |= {"activation_bytes": 2, "backward_weight_bytes": 1}
+    data = {"format": "optpipe.problem/1", "microbatches": 3, "stages": [stage] * 2}
+    problem = Problem.from_data(data | {"devices": [{"memory_bytes": None}]})
+    backwards = ("B1", "B0", "W1", "W0") if apart else ("B1", "W1", "B0", "W0")
+    compute = [Op(kind, int(s), i) for i in range(3) for kind, s in ("F0", "F1", *backwards)]
+    return build_schedule(problem, Orders([DeviceOrders(compute)], {}), 0.0, "by hand", 0.0)
+
+
+def test_compiled_stages_fuse_what_stands_side_by_side_and_refuse_the_rest() -> None:
+    found, expected = blocks(), blocks()
+    found[1].submod.compile(backend="eager")
+    PlannedSchedule(expected, side_by_side(apart=False), loss_fn=nn.functional.mse_loss).step(X, target=X)
+    schedule = PlannedSchedule(found, side_by_side(apart=False), loss_fn=nn.functional.mse_loss)
+    schedule.step(X, target=X)
+    assert {a.kind for a in schedule.program.actions() if a.stage == 1} == {"F", "BW", "REDUCE"}
+    assert {a.kind for a in schedule.program.actions() if a.stage == 0} == {"F", "B", "W", "REDUCE"}
+    torch.testing.assert_close(gradients(found), gradients(expected))
+    with pytest.raises(TrainingError, match=r"is compiled by torch\.compile"):
+        PlannedSchedule(found, side_by_side(apart=True), loss_fn=nn.functional.mse_loss).step(X, target=X)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_activation_checkpoints(selective: bool) -> None:
+    """Torch's own split backward runs a selective checkpoint twice, which it does not allow."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+            contexts = {"context_fn": policy} if selective else {}
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=False, **contexts)
+            return y
+
+    found, expected = blocks(), blocks()
+    for stage in found:
+        stage.submod = Checkpointed(*stage.submod)
+    for mine in (found, expected):
+        PlannedSchedule(mine, offloading(), loss_fn=nn.functional.mse_loss).step(X, target=X)
+    torch.testing.assert_close(gradients(found), gradients(expected))

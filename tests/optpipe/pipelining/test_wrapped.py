@@ -18,14 +18,16 @@ V, LOOP, LINE = [0, 1, 1, 0], [0, 1, 0, 1], [0, 1]
 MICROBATCHES = 3
 
 
-def results(run_ranks: RunRanks, folder: Path, cases: list[tuple[list[int], dict[str, Any]]]) -> list[list[Any]]:
+def results(
+    run_ranks: RunRanks, folder: Path, cases: list[tuple[list[int], dict[str, Any]]], processes: int = 4
+) -> list[list[Any]]:
     """What each rank found in each case."""
     for k, (placement, _) in enumerate(cases):
         (folder / f"{k}.json").write_text(planned(placement, MICROBATCHES, seed=k).to_json())
     wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
     (folder / "cases.json").write_text(json.dumps(wanted))
-    run_ranks(WORKER, 4, str(folder))
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    run_ranks(WORKER, processes, str(folder))
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     for found in zip(*ranks, strict=True):
         assert all(one["error"] <= 1e-5 for one in found), [one["error"] for one in found]
         assert all(one["compared"] >= 12 for one in found)
@@ -54,6 +56,14 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
 
 def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
     results(run_ranks, tmp_path, [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"})])
+
+
+def test_fully_shard_of_what_tensor_parallelism_has_cut(run_ranks: RunRanks, tmp_path: Path) -> None:
+    cases = [
+        (V, {"fsdp": "nested", "reshard": True, "tensor": "plain"}),
+        (LOOP, {"fsdp": "whole", "reshard": False, "tensor": "sequence"}),
+    ]
+    results(run_ranks, tmp_path, cases, processes=8)
 
 
 def test_distributed_data_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
                 "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
             }
             plan = {name: style for name, style in plan.items() if "." in name or getattr(part, name) is not None}
-        parallelize_module(part, mesh["data"], plan)
+        parallelize_module(part, mesh["tensor"], plan)
     if fsdp := how.get("fsdp"):
         options = {"mesh": mesh["data"], "reshard_after_forward": how["reshard"]}
         if fsdp == "nested":
@@ -133,21 +133,21 @@ def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
     return part
 
 
-def run(folder: Path, name: str, how: dict[str, Any], offloads: bool = True) -> dict[str, Any]:
+def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
     """The largest error of this rank's gradients after two steps, and the collectives of the second."""
     schedule = Schedule.load(folder / f"{name}.json")
     count, m = len(schedule.problem.stages), schedule.problem.microbatches
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    replicas, pieces = (2 if {"fsdp", "ddp"} & how.keys() else 1), (2 if "tensor" in how else 1)
+    mesh = init_device_mesh("cpu", (2, replicas, pieces), mesh_dim_names=("pipeline", "data", "tensor"))
     group, place = mesh.get_group("pipeline"), mesh.get_local_rank("pipeline")
     parts = parts_of(count)
     mine = [s for s, stage in enumerate(schedule.problem.stages) if stage.device == place]
     modules = {s: wrapped(parts[s], how, mesh) for s in mine}
     stages = [PipelineStage(module, s, count, torch.device("cpu"), group=group) for s, module in modules.items()]
     planned = PlannedSchedule(stages, schedule, loss_fn=loss_of, scale_grads=False)
-    replica = 0 if how.get("tensor") else mesh.get_local_rank("data")
     done: Counter[int] = Counter()
     for step in range(2):
-        x, y = batch_of(step, replica, m)
+        x, y = batch_of(step, mesh.get_local_rank("data"), m)
         args = (x,) if 0 in mine else ()
         done.clear()
         for s, stage in planned._runtime_stages.items():  # none before the first step, which watches for itself
@@ -158,7 +158,7 @@ def run(folder: Path, name: str, how: dict[str, Any], offloads: bool = True) -> 
         assert not any(held), "W has computed what B left"
     weights = Counter(a.stage for actions in planned.program.devices for a in actions if a.kind == "W")
     assert all(done[s] >= 4 * weights[s] for s in mine), "each W computes what the four layers of two blocks left"
-    expected = in_one_process(count, m, 1 if how.get("tensor") else 2)
+    expected = in_one_process(count, m, replicas)
     error, compared = 0.0, 0
     for s, module in modules.items():
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -166,7 +166,7 @@ def run(folder: Path, name: str, how: dict[str, Any], offloads: bool = True) -> 
             gradient = parameter.grad
             assert gradient is not None, f"{s}.{key}"
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found, wanted = whole / m, expected[f"{s}.{key}"]
+            found, wanted = whole / m, expected[f"{s}.{key}"]  # scale_grads is False, and FSDP and DDP average
             error = max(error, float((found - wanted).abs().max() / wanted.abs().max()))
             compared += 1
     return {"error": error, "compared": compared, "collectives": counted.collectives, "stages": mine}
