@@ -1,4 +1,4 @@
-"""Runs a program in PyTorch: one interpreter a device, real split backwards, real offload."""
+"""Execution of programs in PyTorch: one executor per device, split backwards, offload to pinned host memory."""
 
 from optpipe.runtime.distributed import Gloo, Nccl
 from optpipe.runtime.messages import MessageSpec

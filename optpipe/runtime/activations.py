@@ -1,17 +1,16 @@
-"""Saved activations of a device, and the pinned host slabs they are offloaded to.
+"""Saved activations of a device, and the pinned host slabs to which they are offloaded.
 
-Autograd packs each tensor that it saves and unpacks it in the backward. Packing here leaves only a description in
-the graph (storage, offset, shape, strides), and the storages lie in this store; several saved tensors are often views
-of one storage, which is held and moved once.
+Autograd packs each tensor that it saves and unpacks it in the backward. Here packing leaves only a description in the
+graph (storage, offset, shape, strides), and this store holds the storages; several saved tensors are often views of one
+storage, which is held and copied once.
 
-They leave and return in four steps, one for each action of a program: `copy_out` (O), `free` (RELEASE), `allocate`
-(PREPARE) and `copy_in` (R). Each works on the current stream and waits for nothing: the interpreter runs the copies on
-streams of their own, what allocates or frees on the compute stream, and orders them by events. What comes back is the
-same bit for bit.
+An offload has four steps, one for each action of a program: `copy_out` (O), `free` (RELEASE), `allocate` (PREPARE) and
+`copy_in` (R). Each works on the current stream without waiting: the executor runs the copies on streams of their own,
+allocates and frees on the compute stream, and orders them by events. Activations return bit for bit.
 
-A slab never grows within a step, because pinning memory stops the whole device. Where it is too small (in the first
-step, unless its size was given), the copy goes to pageable memory of its own, and the slab takes on that size when the
-step is over: from then on every copy finds pinned memory of exactly the size that it needs.
+A slab never grows within a step, because pinning memory synchronises the whole device. If it is too small (in the first
+step, unless its size was given), the copy goes to pageable memory, and the slab grows to that size after the step: from
+then on every copy uses pinned memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from optpipe.runtime.weight_gradients import is_distributed
 
 ALIGNMENT_BYTES = 64
-"""Kernels may sum in another order on another alignment; 64 is what torch's CPU allocator gives."""
+"""That of torch's CPU allocator: kernels may sum in another order on another alignment."""
 
 
 class _Slot:
@@ -52,7 +51,7 @@ class _Saved:
 
 
 class _SavedShard:
-    """A saved DTensor: its part that is on this device, and how it is placed."""
+    """A saved DTensor: its local part and its placement."""
 
     def __init__(self, local: Tensor | _Saved | _SavedShard, tensor: Any) -> None:
         self.local = local
@@ -60,17 +59,17 @@ class _SavedShard:
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def whole(self, local: Tensor) -> Tensor:
-        """The DTensor again."""
-        made: Tensor = self._kind.from_local(
+        """Rebuild the DTensor."""
+        tensor: Tensor = self._kind.from_local(
             local, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
         )
-        return made
+        return tensor
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Names the storage of a tensor (of a DTensor, of its part on this device), also where its memory comes and goes.
+    """Identity of the storage of a tensor (for a DTensor, of its local part), independent of its memory.
 
-    FSDP2 frees the memory of gathered parameters and takes it anew, in storages that stay.
+    FSDP2 frees and reallocates the memory of gathered parameters, in storages that stay.
     """
     if is_distributed(tensor):
         with torch.no_grad():
@@ -80,9 +79,9 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class ActivationStore:
-    """The saved activations of one stage and microbatch.
+    """Saved activations of one stage and microbatch.
 
-    `resident` are the storages (`storage_key`) that stay where they are: weights, and what the caller handed in.
+    `resident` are the storages (`storage_key`) that stay on the device: weights and the caller's batch.
     """
 
     def __init__(self, resident: Collection[int]) -> None:
@@ -92,12 +91,12 @@ class ActivationStore:
         self._slab: HostSlab | None = None
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """While it is open, what autograd saves goes through this store."""
+        """Context in which autograd saves tensors through this store."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the storages held, each counted once, wherever they are."""
+        """Bytes of the storages held, on device or host, each counted once."""
         return sum(slot.size_bytes for slot in self._slots.values())
 
     def copy_out(self, slab: HostSlab) -> None:
@@ -113,18 +112,18 @@ class ActivationStore:
             offset += _aligned(slot.size_bytes)
 
     def free(self) -> None:
-        """RELEASE: drop the storages on the device; nothing else holds them. The copy must be done by now."""
+        """RELEASE: free the storages on the device. The copy must have ended."""
         assert self._slab is not None, "freed before it was offloaded"
         for slot, _ in self._parts:
             slot.flat = None
 
     def allocate(self) -> None:
-        """PREPARE: take the memory on the device into which `copy_in` will copy."""
+        """PREPARE: allocate the device memory for `copy_in`."""
         for slot, _ in self._parts:
             slot.flat = torch.empty(slot.size_bytes, dtype=torch.uint8, device=slot.device)
 
     def copy_in(self) -> None:
-        """R: copy the storages back. The slab may be taken anew, by a copy that waits for this one."""
+        """R: copy the storages back. The slab is free for another copy that waits for this one."""
         assert self._slab is not None, "reloaded before it was offloaded"
         for slot, part in self._parts:
             assert slot.flat is not None, "reloaded before memory was prepared"
@@ -132,7 +131,7 @@ class ActivationStore:
         self._return_slab()
 
     def hand_over(self) -> None:
-        """Leave the storages to the graph alone, so that the backward frees each as soon as it has used it."""
+        """Leave the graph as the only owner of the storages, so that the backward frees each after its last use."""
         self._slots.clear()
         self._return_slab()
 
@@ -147,13 +146,14 @@ class ActivationStore:
             with torch.no_grad():
                 return _SavedShard(self._pack(tensor.to_local()), tensor)  # type: ignore[attr-defined]
         if type(tensor) not in (Tensor, nn.Parameter):
-            return tensor.detach()  # what another subclass is made of is not known
+            return tensor.detach()  # the storages of another subclass are unknown
         key, storage = storage_key(tensor), tensor.untyped_storage()
         if key in self._resident or not storage.nbytes():
-            # The tensor itself would keep its own graph alive from within that graph: a leak.
+            # The tensor itself would be a reference cycle: a part of the graph that keeps the graph alive.
             return tensor.detach()
         if key not in self._slots:
-            self._slots[key] = _Slot(_bytes_of(tensor))
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            self._slots[key] = _Slot(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
         return _Saved(
             self._slots[key],
             tensor.dtype,
@@ -173,19 +173,12 @@ class ActivationStore:
         return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as flat bytes, sharing memory with it and nothing else."""
-    storage = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class HostSlab:
-    """One slab. `held` is the count of bytes that it shares with the other slabs of its device."""
+    """A host buffer. `held` is the byte counter of all slabs of its device."""
 
     def __init__(self, size_bytes: int = 0, *, pinned: bool = False, held: HeldBytes | None = None) -> None:
         self._pinned = pinned
@@ -200,7 +193,7 @@ class HostSlab:
         return len(self._buffer)
 
     def take(self, size_bytes: int) -> Tensor:
-        """Room of shape (size_bytes,), dtype uint8, contents undefined, until `give_back`."""
+        """Buffer of shape (size_bytes,), dtype uint8, contents undefined, for use until `give_back`."""
         assert self._taken_bytes is None, "a slab holds one microbatch at a time"
         self._taken_bytes = size_bytes
         self._held.add(size_bytes)
@@ -210,37 +203,37 @@ class HostSlab:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def give_back(self) -> None:
-        """The next offload may take the slab: the events of the streams let it write only when all is read."""
+        """Free the slab for the next offload, whose events make it write only after all reads."""
         if self._taken_bytes is not None:
             self._held.add(-self._taken_bytes)
             self._taken_bytes = None
 
     @property
     def too_small(self) -> bool:
-        """Whether more was wanted than it has."""
+        """True if a copy was larger than the slab."""
         return self._wanted_bytes > len(self._buffer)
 
     def grow(self) -> None:
-        """Take on the largest size that was wanted. Between steps only, when no copy is under way."""
+        """Grow to the largest size wanted. Between steps only, when no copy is in progress."""
         if self.too_small:
-            self._buffer = _buffer(0, pinned=False)  # frees the old one before the new one is taken
+            self._buffer = _buffer(0, pinned=False)  # frees the old buffer before the new one is allocated
             self._buffer = _buffer(self._wanted_bytes, self._pinned)
 
 
 class HeldBytes:
-    """Bytes that offloaded activations take on the host now, and the most so far."""
+    """Host bytes of offloaded activations: now, and peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
 
     def add(self, size_bytes: int) -> None:
-        """Count bytes that were taken, or given back where negative."""
+        """Count bytes taken, or returned if negative."""
         self.now += size_bytes
         self.peak = max(self.peak, self.now)
 
 
 class HostSlabs:
-    """The slabs of one device; `sizes_bytes[k]` is what slab k has from the start."""
+    """Slabs of one device; `sizes_bytes[k]` is the initial size of slab k."""
 
     def __init__(self, sizes_bytes: Sequence[int], *, pinned: bool = False) -> None:
         self._held = HeldBytes()
@@ -251,32 +244,32 @@ class HostSlabs:
 
     @property
     def in_use_bytes(self) -> int:
-        """What offloaded activations take now."""
+        """Bytes of offloaded activations now."""
         return self._held.now
 
     @property
     def peak_bytes(self) -> int:
-        """The most that they ever took at once."""
+        """Peak bytes of offloaded activations."""
         return self._held.peak
 
     @property
     def size_bytes(self) -> int:
-        """What all slabs take, used or not."""
+        """Total size of all slabs."""
         return sum(slab.size_bytes for slab in self._slabs)
 
     @property
     def too_small(self) -> bool:
-        """Whether one of them is."""
+        """True if a slab is too small."""
         return any(slab.too_small for slab in self._slabs)
 
     def grow(self) -> None:
-        """Bring every slab to the size that the last steps wanted of it. Between steps only."""
+        """Grow every slab to the size that the last steps wanted. Between steps only."""
         for slab in self._slabs:
             slab.grow()
 
 
 def _buffer(size_bytes: int, pinned: bool) -> Tensor:
-    """Host memory of exactly that size; torch's own pinned allocator would round it up to a power of two."""
+    """Host memory of this exact size; torch's pinned allocator would round it up to a power of two."""
     buffer = torch.empty(size_bytes, dtype=torch.uint8)
     if pinned and size_bytes:
         address = buffer.data_ptr()

@@ -1,6 +1,6 @@
-"""One boundary in one direction between two devices: takes messages apart into tensors, and puts them together again.
+"""Channel over one stage boundary in one direction: splits messages into tensors and reassembles them.
 
-A message whose shape is not that of the first step is refused on the sender, where the mistake is.
+A message of another shape than in the first step is rejected by the sender, where the fault is.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ Direction = Literal["F", "B"]
 
 
 class TreeReceipt(Protocol):
-    """A message on its way; `Receipt` is one where it is a single tensor."""
+    """Pending receive of a message; `Receipt` is one for a single tensor."""
 
     def ready(self) -> bool:
-        """Whether the message is here."""
+        """True if the message has arrived."""
 
     def wait(self) -> Any:
-        """The message, once it is here."""
+        """Wait for the message and return it."""
 
 
-class Crossing(Protocol):
-    """Sends and receives for one boundary, direction and pair of devices."""
+class Channel(Protocol):
+    """Sends and receives of one boundary, direction and pair of devices."""
 
     def send(self, message: Tree | Gradient) -> None:
-        """Send a message; returns before it has arrived."""
+        """Send a message without waiting for its arrival."""
 
     def post_receive(self) -> TreeReceipt:
-        """Make room for the next message, and say when it is here."""
+        """Allocate memory for the next message and post its receive."""
 
 
 class _Route:
-    """From where to where, and what for."""
+    """Transport, end points, boundary and direction of a channel."""
 
     def __init__(self, transport: Transport, source: int, target: int, boundary: int, direction: Direction) -> None:
         self.transport, self.source, self.target = transport, source, target
@@ -51,31 +51,31 @@ class _Route:
     def post_receive(self, spec: MessageSpec, device: torch.device) -> Receipt:
         return self.transport.post_receive(self.source, self.target, spec, device)
 
-    def refusal(self, expected: Spec, found: str) -> TrainingError:
-        what = "activation" if self.direction == "F" else "gradient"
+    def mismatch(self, expected: Spec, actual: str) -> TrainingError:
+        subject = "activation" if self.direction == "F" else "gradient"
         return TrainingError(
-            f"the {what} across the boundary between stages {self.boundary} and {self.boundary + 1} is {found} but "
+            f"the {subject} across the boundary between stages {self.boundary} and {self.boundary + 1} is {actual} but "
             f"must be {spec_text(expected)}, as in every microbatch. Maybe pad the batch to one shape."
         )
 
 
-def crossing(
+def open_channel(
     transport: Transport,
     pair: tuple[int, int],
     boundary: int,
     direction: Direction,
     spec: Spec,
     device: torch.device,
-) -> Crossing:
-    """The crossing from device `pair[0]` to `pair[1]`; receives allocate on `device`."""
+) -> Channel:
+    """The channel from device `pair[0]` to `pair[1]`; receives allocate on `device`."""
     route = _Route(transport, *pair, boundary, direction)
     if isinstance(spec, MessageSpec) and (spec.has_gradient or direction == "F"):
-        return _TensorCrossing(route, spec, device)
-    return _TreeCrossing(route, spec, device)
+        return _TensorChannel(route, spec, device)
+    return _TreeChannel(route, spec, device)
 
 
-class _TensorCrossing:
-    """A single tensor: the usual case, with nothing to take apart."""
+class _TensorChannel:
+    """Channel for messages of a single tensor, the usual case."""
 
     def __init__(self, route: _Route, spec: MessageSpec, device: torch.device) -> None:
         self._route, self._spec, self._device = route, spec, device
@@ -85,15 +85,15 @@ class _TensorCrossing:
         if message is None and self._route.direction == "B":
             message = self._spec.empty(self._device).zero_()
         if not isinstance(message, Tensor) or message.shape != self._shape or message.dtype != self._dtype:
-            raise self._route.refusal(self._spec, _text(message))
+            raise self._route.mismatch(self._spec, _text(message))
         self._route.send(message)
 
     def post_receive(self) -> Receipt:
         return self._route.post_receive(self._spec, self._device)
 
 
-class _TreeCrossing:
-    """Any tree: its tensors go one after the other; of a gradient only those that can have one."""
+class _TreeChannel:
+    """Channel for any tree: one send per tensor; of a gradient, only tensors that can have one."""
 
     def __init__(self, route: _Route, spec: Spec, device: torch.device) -> None:
         self._route, self._spec, self._device = route, spec, device
@@ -101,10 +101,14 @@ class _TreeCrossing:
         self._travel = [route.direction == "F" or leaf.has_gradient for leaf in self._leaves]
 
     def send(self, message: Tree | Gradient) -> None:
-        found = leaves(message) if message is not None else [None] * len(self._leaves)
-        if not self._fits(message, found):
-            raise self._route.refusal(self._spec, _text(message))
-        for tensor, spec, travels in zip(found, self._leaves, self._travel, strict=True):
+        tensors = leaves(message) if message is not None else [None] * len(self._leaves)
+        may_lack = self._route.direction == "B"  # a gradient has no tensor where nothing depends on the message
+        if (message is not None and not _same_form(message, self._spec)) or not all(
+            may_lack if tensor is None else (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype)
+            for tensor, spec in zip(tensors, self._leaves, strict=True)
+        ):
+            raise self._route.mismatch(self._spec, _text(message))
+        for tensor, spec, travels in zip(tensors, self._leaves, self._travel, strict=True):
             if travels:
                 self._route.send(spec.empty(self._device).zero_() if tensor is None else tensor)
 
@@ -115,19 +119,9 @@ class _TreeCrossing:
         ]
         return _Receipts(self._spec, receipts)
 
-    def _fits(self, message: Tree | Gradient, found: Sequence[Tensor | None]) -> bool:
-        """Whether form, shapes and dtypes are the expected ones; a gradient may lack any tensor."""
-        lacks = self._route.direction == "B"
-        if message is not None and not _same_form(message, self._spec):
-            return False
-        return all(
-            lacks if tensor is None else (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype)
-            for tensor, spec in zip(found, self._leaves, strict=True)
-        )
-
 
 class _Receipts:
-    """The receipts of the tensors of one message; None where none travels."""
+    """Receipts of the tensors of one message; None for tensors that are not sent."""
 
     def __init__(self, spec: Spec, receipts: Sequence[Receipt | None]) -> None:
         self._spec, self._receipts = spec, receipts
@@ -140,7 +134,7 @@ class _Receipts:
 
 
 def _same_form(message: Any, spec: Spec) -> bool:
-    """Whether two trees differ in their leaves alone."""
+    """True if message and spec are equal but for their leaves."""
     if isinstance(spec, MessageSpec):
         return message is None or isinstance(message, Tensor)
     if type(message) is not type(spec) or len(message) != len(spec):
@@ -151,7 +145,7 @@ def _same_form(message: Any, spec: Spec) -> bool:
 
 
 def _text(message: Tree | Gradient) -> str:
-    """What was found, for messages."""
+    """Text of a message for errors."""
     if all(isinstance(leaf, Tensor) for leaf in leaves(message)):
         return spec_text(message_spec(message))
     return f"a {type(message).__name__}"

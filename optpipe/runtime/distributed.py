@@ -1,12 +1,12 @@
 """Transports between processes: NCCL and gloo, with one process group per pair of devices.
 
-Sends and receives are issued by one thread, in list order, from the compute stream: NCCL's own streams wait for what
-the compute stream was given before, and the compute stream for a receive where its message is used.
+One thread issues sends and receives in list order from the compute stream: NCCL's own streams wait for the work issued
+on it before, and the compute stream waits for a receive when the message is used.
 
 Written against torch 2.13 and not yet run on GPUs: none was at hand. On the CPU it runs over gloo, where it is tested.
 
-NCCL runs the operations of one group one after the other, in the order in which they are issued, and ignores tags.
-With a group for each direction of each pair, only what the program orders waits for one another.
+NCCL runs the operations of one group in the order in which they are issued, and ignores tags. With one group per
+direction of each pair, an operation waits only for those that the program orders before it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from optpipe.runtime.transport import Receipt
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
-    """The JSON values of all processes of `group` (None: of all), by rank, in every process.
+    """Gather a JSON value from each process of `group` (None: of all), by rank, in every process.
 
-    `device` holds the texts on their way: a GPU for a group of NCCL, by default the CPU. `all_gather_object` would
-    pickle them, and whoever can write to a socket of this process could then run code in it.
+    `device` holds the transferred text: a GPU for a group of NCCL, by default the CPU. `all_gather_object` would pickle
+    the values, so that anyone who can write to a socket of this process could run code in it.
     """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
@@ -44,8 +44,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torc
 class Gloo:
     """Sends and receives in `group` (None: the default one), in which the rank of a process is its device.
 
-    A sent message is copied and kept until the step ends, or where the step does not wait for it, until the next one
-    is validated: gloo cannot be asked whether a send has arrived.
+    A sent message is copied and kept until the step ends, or until the next one is validated if the step leaves its
+    sends: gloo cannot tell whether a send has arrived.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -56,10 +56,10 @@ class Gloo:
         self._closed = 0
 
     def send(self, source: int, target: int, message: Tensor) -> None:
-        """Send a copy, so that the sender may go on with its tensor."""
+        """Send a copy, so that the sender may reuse its tensor."""
         assert source == self._rank, "a process runs the device of its rank"
         kept = message.clone(memory_format=torch.contiguous_format)
-        # dist.isend does the same, and more than doubles its cost by asking which group and rank are meant
+        # dist.isend does the same, but resolving group and rank more than doubles the cost.
         self._sends.append((self._group.send([kept], target, 0), kept))
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
@@ -74,11 +74,11 @@ class Gloo:
         self.finish_closed()
 
     def close_step(self) -> None:
-        """Remember how many sends there are by now."""
+        """Close the step: mark the number of its sends."""
         self._closed = len(self._sends)
 
     def finish_closed(self) -> None:
-        """Wait for the sends that were there then."""
+        """Wait for the sends of closed steps."""
         for _ in range(self._closed):
             self._sends.popleft()[0].wait()
         self._closed = 0
@@ -90,17 +90,17 @@ class Gloo:
 
 
 class Incoming:
-    """A receive under way; waiting for it blocks the host (gloo) or the current stream (NCCL)."""
+    """A pending receive; waiting for it blocks the host (gloo) or the current stream (NCCL)."""
 
     def __init__(self, work: dist.Work, room: Tensor) -> None:
         self._work, self._room = work, room
 
     def ready(self) -> bool:
-        """Always, for gloo cannot be asked: `wait` is where it shows."""
+        """Always true: gloo cannot tell, and `wait` blocks."""
         return True
 
     def wait(self) -> Tensor:
-        """The tensor, once it is full."""
+        """Wait for the tensor and return it."""
         self._work.wait()
         return self._room
 
@@ -110,7 +110,7 @@ Pair = tuple[int, int]
 
 
 def directed_pairs(program: Program) -> list[Pair]:
-    """The pairs of devices between which the program sends, ascending: the same list on every rank."""
+    """Pairs of devices between which the program sends, ascending: the same list on every rank."""
     return sorted(
         {
             (device, action.peer)
@@ -122,9 +122,9 @@ def directed_pairs(program: Program) -> list[Pair]:
 
 
 def make_groups(pairs: Sequence[Pair], backend: str, device: torch.device) -> dict[Pair, dist.ProcessGroup]:
-    """Called by all ranks of the default group with the same pairs; returns the groups that this rank is in.
+    """Create the groups of all pairs and return those of this rank. Collective over the default group.
 
-    On a GPU the groups connect at once, so that the first messages do not pay for it.
+    On a GPU the groups connect at once, so that the first messages are not delayed.
     """
     rank = dist.get_rank()
     groups: dict[Pair, dist.ProcessGroup] = {}
@@ -137,10 +137,10 @@ def make_groups(pairs: Sequence[Pair], backend: str, device: torch.device) -> di
 
 
 @dataclass
-class _Lane:
-    """The group of one directed pair of devices, the other one's rank in it, and what has not left yet.
+class _PairGroup:
+    """Group of a directed pair of devices, rank of the other device in it, and pending sends.
 
-    The first `closed` of these are of a step that is over.
+    The first `closed` sends belong to closed steps.
     """
 
     group: dist.ProcessGroup
@@ -149,18 +149,20 @@ class _Lane:
     closed: int = 0
 
     def drop_first(self) -> dist.Work:
-        """The first to leave, whose message is held no longer."""
+        """Remove the first pending send and release its message."""
         self.closed = max(0, self.closed - 1)
         return self.leaving.popleft()[0]
 
 
 class Nccl:
-    """All ranks make it together, after `init_process_group`; `destroy_process_group` at exit ends its groups too.
+    """Transport by NCCL. Collective: all ranks construct it, after `init_process_group`.
+
+    `destroy_process_group` at exit ends its groups too.
 
     `replicas[r][d]` is the rank that runs device d of replica r; None: one pipeline, in which ranks are devices.
 
-    A sent message is held until the host has seen that it has left: only then may its memory go back to the compute
-    stream, which does not wait for NCCL's.
+    A message is held until the host has seen its send complete: only then may its memory be reused on the compute
+    stream, which does not wait for NCCL's streams.
     """
 
     def __init__(
@@ -174,44 +176,44 @@ class Nccl:
         pairs = directed_pairs(program)
         groups = make_groups([(ranks[a], ranks[b]) for ranks in replicas for a, b in pairs], backend, device)
         rank = dist.get_rank()
-        [mine] = [ranks for ranks in replicas if rank in ranks]
-        self._lanes: dict[Pair, _Lane] = {}
+        [own] = [ranks for ranks in replicas if rank in ranks]
+        self._pair_groups: dict[Pair, _PairGroup] = {}
         for a, b in pairs:
-            if group := groups.get((mine[a], mine[b])):
-                other = mine[b] if mine[a] == rank else mine[a]
-                self._lanes[a, b] = _Lane(group, dist.get_group_rank(group, other))
+            if group := groups.get((own[a], own[b])):
+                other = own[b] if own[a] == rank else own[a]
+                self._pair_groups[a, b] = _PairGroup(group, dist.get_group_rank(group, other))
 
     def send(self, source: int, target: int, message: Tensor) -> None:
-        """Send on the pair's own communicator, and keep the message until it has left."""
-        lane = self._lanes[source, target]
-        while lane.leaving and lane.leaving[0][0].is_completed():
-            lane.drop_first()
+        """Send on the pair's own communicator, and keep the message until the send is complete."""
+        pair_group = self._pair_groups[source, target]
+        while pair_group.leaving and pair_group.leaving[0][0].is_completed():
+            pair_group.drop_first()
         kept = message.contiguous()
-        lane.leaving.append((lane.group.send([kept], lane.other, 0), kept))
+        pair_group.leaving.append((pair_group.group.send([kept], pair_group.other, 0), kept))
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
         """Receive into a tensor of its own on `device`."""
-        lane, room = self._lanes[source, target], spec.empty(device)
-        return Incoming(lane.group.recv([room], lane.other, 0), room)
+        pair_group, room = self._pair_groups[source, target], spec.empty(device)
+        return Incoming(pair_group.group.recv([room], pair_group.other, 0), room)
 
     def finish(self) -> None:
-        """Have the current stream wait for every send."""
+        """Make the current stream wait for every send."""
         self.close_step()
         self.finish_closed()
 
     def close_step(self) -> None:
-        """Remember, for each pair, how many sends there are by now."""
-        for lane in self._lanes.values():
-            lane.closed = len(lane.leaving)
+        """Close the step: mark the number of its sends for each pair."""
+        for pair_group in self._pair_groups.values():
+            pair_group.closed = len(pair_group.leaving)
 
     def finish_closed(self) -> None:
-        """Have the current stream wait for the sends that were there then."""
-        for lane in self._lanes.values():
-            while lane.closed:
-                lane.drop_first().wait()
+        """Make the current stream wait for the sends of closed steps."""
+        for pair_group in self._pair_groups.values():
+            while pair_group.closed:
+                pair_group.drop_first().wait()
 
     def clear(self) -> None:
-        """Messages whose partner never comes would block the streams for ever, so the groups are given up."""
-        for lane in self._lanes.values():
-            lane.group.abort()
-        self._lanes.clear()
+        """Abort the groups: messages without a partner would block the streams forever."""
+        for pair_group in self._pair_groups.values():
+            pair_group.group.abort()
+        self._pair_groups.clear()

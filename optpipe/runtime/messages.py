@@ -1,8 +1,8 @@
-"""What crosses a boundary between stages: a tree of tensors, whose shapes never change.
+"""Messages between stages: trees of tensors whose shapes never change.
 
-A tree is a tensor, or a tuple, list or dict of trees. A stage gets the tree that the stage before returned. The
-gradient of a tree has its form, with None in the place of every tensor that has no gradient: those of integers and
-booleans always, and others where nothing depends on them.
+A tree is a tensor, or a tuple, list or dict of trees. A stage receives the tree that the previous stage returned. The
+gradient of a tree has the same form, with None for every tensor without a gradient: always for integers and booleans,
+and for others on which nothing depends.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from optpipe.errors import TrainingError
 
 Tree = Any
-"""A message, as the type checker cannot say it: `Tensor | tuple[Tree, ...] | list[Tree] | dict[str, Tree]`."""
+"""A message: `Tensor | tuple[Tree, ...] | list[Tree] | dict[str, Tree]`, a recursive type that mypy cannot check."""
 
 Gradient = Any
 """The gradient of a message: a tree in which a leaf may be None."""
 
 Spec = Any
-"""The shapes of a message: a tree with a `MessageSpec` in the place of each tensor."""
+"""Shapes of a message: a tree with a `MessageSpec` for each tensor."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MessageSpec:
 
     @staticmethod
     def of(tensor: Tensor) -> MessageSpec:
-        """The spec that a tensor meets. Raises TrainingError for anything else."""
+        """Spec of a tensor. Raises TrainingError for any other value."""
         if not isinstance(tensor, Tensor):
             raise no_tensor(tensor)
         return MessageSpec(tuple(tensor.shape), tensor.dtype)
@@ -51,7 +51,7 @@ class MessageSpec:
 
     @property
     def has_gradient(self) -> bool:
-        """Integers and booleans have none."""
+        """True for floating-point and complex tensors."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class MessageSpec:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree from left to right, a dict's in the order of its keys."""
+    """Leaves of a tree from left to right, those of a dict in sorted order of its keys."""
     if isinstance(tree, tuple | list):
         return [leaf for part in tree for leaf in leaves(part)]
     if isinstance(tree, dict):
@@ -83,12 +83,12 @@ def tensors(tree: Tree | Gradient) -> list[Tensor]:
 
 
 def message_spec(tree: Tree) -> Spec:
-    """The spec that a message meets. Raises TrainingError where it holds anything but tensors."""
+    """Spec of a message. Raises TrainingError if it holds anything but tensors."""
     return map_leaves(MessageSpec.of, tree)
 
 
 def no_tensor(part: Any) -> TrainingError:
-    """What to raise where a stage returned this in place of a tensor."""
+    """Error for a stage output that is not a tensor."""
     return TrainingError(
         f"a stage returned {type(part).__name__} in its output, but only tensors and tuples, lists and dicts of "
         "them go from stage to stage. Maybe leave it out of what the module returns."
@@ -101,7 +101,7 @@ def size_bytes(spec: Spec) -> int:
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec in one line, such as ``(float32[2, 8], {mask: bool[2]})``."""
+    """One-line text of a spec, such as ``(float32[2, 8], {mask: bool[2]})``."""
     if isinstance(spec, tuple | list):
         return f"({', '.join(map(spec_text, spec))})"
     if isinstance(spec, dict):

@@ -1,8 +1,7 @@
-"""Plays a program: each device's list in order, in one thread.
+"""Pipeline: runs the devices of a program that are in this process, each list in order, in one thread.
 
-Devices that share a process take turns, one action each: a device whose next message has not come is passed over.
-Within one device the order is that of its list, whatever the turns, so results and memory are the same in one process
-and in many.
+Devices that share a process alternate, one action each; a device whose next message has not arrived is skipped. The
+order within a device is always that of its list, so results and memory are the same in one process and in many.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ SENT = "what processes send one another"
 class Pipeline:
     """The devices of a program that this process runs.
 
-    `stages` holds this process's stages by number, `devices` its devices; `messages[b]` is what crosses the boundary
-    between stages b and b+1. `sync` sums gradients over replicas, where the program asks for it, and those of shared
-    parameters at the end of a step.
-    `offload_bytes[s]` is what a microbatch of stage s takes on the host, if known: pinned memory is then there before
-    the first step, else from the second on. `streams` makes those of a device for its kind of hardware.
+    `stages` holds this process's stages by number, `devices` its devices; `messages[b]` is the spec of messages over
+    the boundary between stages b and b+1. `sync` sums gradients over replicas at the program's REDUCE actions, and
+    those of shared parameters at the end of a step. `offload_bytes[s]` is the host memory of a microbatch of stage s,
+    if known: slabs are then pinned before the first step, otherwise after it. `streams` makes the streams of a device.
     """
 
     def __init__(
@@ -76,19 +74,18 @@ class Pipeline:
         leave_sends: bool = False,
         zero_gradients: bool = True,
     ) -> Tensor:
-        """One step: every microbatch forward and backward, gradients added to `.grad`.
+        """Run one step: every microbatch forward and backward, gradients added to `.grad`.
 
-        `.grad` is zeroed before, unless `zero_gradients` is false: then gradients add up over steps.
-        `inputs[i]` and `targets[i]` are microbatch i's. Returns the losses, shape (microbatches,), on the device of
-        the last stage; zeros where that is in another process. With a meter, counts live and peak bytes by device;
-        with a recorder, tells it of every action. Raises TrainingError that shows the program around an action that
-        failed, and RunFailedError where another process has ended; nothing is held afterwards.
+        `.grad` is zeroed first, unless `zero_gradients` is false: then gradients accumulate over steps. `inputs[i]` and
+        `targets[i]` belong to microbatch i. Returns the losses, shape (microbatches,), on the device of the last stage;
+        zeros in a process without it. A meter counts live and peak bytes by device, a recorder is called around every
+        action. Raises TrainingError that shows the program around a failed action, and RunFailedError if another
+        process has ended; nothing is held afterwards.
 
-        `validate` is called once, at the latest point that no gradient of this step has touched yet: until then
-        `.grad` holds the last step's. It says whether the weights are those that the step began with, up to then; if
-        not, what was done of the step is dropped and done again. All processes give the same answer.
-        With `leave_sends` the step ends though others may not have received all that was sent to them; the next step,
-        or `settle`, sees to that.
+        `validate` is called once, at the validation points: the latest moment before a gradient of this step is added,
+        until which `.grad` holds those of the last step. It returns true if the weights have not changed since the step
+        started; otherwise the step is rolled back and repeated. It must return the same value in all processes.
+        With `leave_sends` the step may end before its sends have arrived; the next step, or `settle`, waits for them.
         """
         for stage in self._stages.values():
             stage.begin_step()
@@ -99,7 +96,7 @@ class Pipeline:
         )
 
     def settle(self) -> None:
-        """Wait until others have received all that was sent to them."""
+        """Wait until all sends have arrived."""
         with peer_errors(SENT):
             self._transport.finish()
 
@@ -111,17 +108,24 @@ class Pipeline:
         *,
         change_mode: bool = True,
     ) -> Tensor:
-        """The losses of any number of microbatches, forward only and in evaluation mode.
+        """Losses of any number of microbatches, forward only and in evaluation mode.
 
-        With `change_mode` false, modules stay in the mode that the caller has put them in. Touches no gradient and
-        keeps nothing. Returns and raises as `run`; all processes call it together, with as many microbatches.
+        With `change_mode` false, modules keep their mode. Changes no gradient and keeps nothing. Returns and raises as
+        `run`; all processes call it together, with the same number of microbatches.
         """
+        count = len(inputs)
+        if count not in self._evaluators:
+            program = compile_forward(self.program.placement, count, len(self.program.devices))
+            self._evaluators[count] = [
+                DeviceExecutor(replace(parts, program=program, evaluates=True, batch=Batch()))
+                for parts in self._parts.values()
+            ]
         with evaluating(stage.module for stage in self._stages.values()) if change_mode else nullcontext():
-            return self._step(self._evaluators_of(len(inputs)), inputs, targets, meter, None)
+            return self._step(self._evaluators[count], inputs, targets, meter, None)
 
     @property
     def host_slabs(self) -> Mapping[int, HostSlabs]:
-        """The host memory of each device of this process."""
+        """Host slabs of each device of this process."""
         return {device: parts.slabs for device, parts in self._parts.items()}
 
     def _step(
@@ -136,15 +140,16 @@ class Pipeline:
         sync: GradientReduction | None = None,
         leave_sends: bool = False,
     ) -> Tensor:
-        losses = self._room_for_losses(len(inputs))
+        last = self._stages.get(len(self.program.placement) - 1)
+        losses = torch.zeros(len(inputs), dtype=torch.float64, device=last.device if last else None)
         batch = Batch(inputs, targets, losses.unbind())
         try:
             with meter or nullcontext():
                 for executor in executors:
                     executor.begin(batch, meter, recorder)
                 if validate is not None:
-                    self._play_to_points(executors, validate)
-                _play(executors)
+                    self._run_to_points(executors, validate)
+                _run(executors)
                 with peer_errors(SENT):
                     self._transport.close_step() if leave_sends else self._transport.finish()
             for executor in executors:
@@ -157,20 +162,20 @@ class Pipeline:
             raise
         return losses
 
-    def _play_to_points(self, executors: Sequence[DeviceExecutor], validate: Callable[[], bool]) -> None:
-        """Up to every validation point; then the verdict says whether to go on or to begin anew."""
+    def _run_to_points(self, executors: Sequence[DeviceExecutor], validate: Callable[[], bool]) -> None:
+        """Run to every validation point, then continue or roll back by the result of `validate`."""
         for executor in executors:
             executor.stop_at_point()
-        _play(executors)
+        _run(executors)
         for executor in executors:
             executor.streams.end()
-        right = validate()
+        valid = validate()
         self._zero_gradients()
         with peer_errors(SENT):
             self._transport.finish_closed()
             for executor in executors:
-                executor.go_on() if right else executor.begin_anew()
-        if not right:
+                executor.go_on() if valid else executor.begin_anew()
+        if not valid:
             for stage in self._stages.values():
                 stage.clear()
         for executor in executors:
@@ -180,22 +185,11 @@ class Pipeline:
         for stage in self._stages.values():
             stage.zero_gradients()
 
-    def _evaluators_of(self, microbatches: int) -> Sequence[DeviceExecutor]:
-        """Players of forwards alone, made at the first evaluation of so many microbatches."""
-        if microbatches not in self._evaluators:
-            program = compile_forward(self.program.placement, microbatches, len(self.program.devices))
-            self._evaluators[microbatches] = [
-                DeviceExecutor(replace(parts, program=program, evaluates=True, batch=Batch()))
-                for parts in self._parts.values()
-            ]
-        return self._evaluators[microbatches]
-
-    def _room_for_losses(self, microbatches: int) -> Tensor:
-        last = self._stages.get(len(self.program.placement) - 1)
-        return torch.zeros(microbatches, dtype=torch.float64, device=last.device if last else None)
-
     def _clear(self, executors: Sequence[DeviceExecutor], error: BaseException) -> None:
-        """Leave nothing behind: what is on its way, in streams, slots, slabs, stages, and in the error's frames."""
+        """Release everything after an error: messages, streams, slots, slabs, stages, and the frames of the error.
+
+        The frames hold tensors that the functions worked with, and the text of the error needs none of them.
+        """
         self._transport.clear()
         if self._sync:
             self._sync.clear()
@@ -203,11 +197,14 @@ class Pipeline:
             executor.clear()
         for stage in self._stages.values():
             stage.clear()
-        _clear_frames(error)
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
 
 
-def _play(executors: Sequence[DeviceExecutor]) -> None:
-    """Let the players take turns until all are done."""
+def _run(executors: Sequence[DeviceExecutor]) -> None:
+    """Run executors in turns until all are done."""
     turn = 1 if len(executors) > 1 else None
     while executors := [executor for executor in executors if not executor.done]:
         if not sum([executor.advance(turn) for executor in executors]):
@@ -226,17 +223,10 @@ def _parts(
     offload_bytes: Mapping[int, int],
     streams: Callable[[torch.device], Streams],
 ) -> DeviceParts:
-    """What a device's actions work with, on the hardware where its stages are."""
-    mine = [stages[s] for s, home in enumerate(program.placement) if home == device]
-    hardware = mine[0].device if mine else torch.device("cpu")
+    """Objects that a device's actions work on, on the hardware of its stages."""
+    own_stages = [stages[s] for s, home in enumerate(program.placement) if home == device]
+    hardware = own_stages[0].device if own_stages else torch.device("cpu")
     planned = program.slabs[device] if program.slabs else ()
     sizes = [max(offload_bytes.get(stage, 0) for stage in slab.stages) for slab in planned]
     slabs = HostSlabs(sizes, pinned=hardware.type == "cuda")
     return DeviceParts(program, device, stages, messages, transport, streams(hardware), slabs, reducers)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """The frames of an error hold the tensors that its functions worked with; its text needs none of them."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

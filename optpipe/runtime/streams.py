@@ -1,8 +1,7 @@
-"""The streams of one device: the compute stream, and one for copies each way.
+"""Streams of one device: one for compute, and one for copies in each direction.
 
-A program says on which stream each action runs and which actions of other streams it waits for; streams of a device
-turn that into events. Messages are the transport's matter: they are issued from the compute stream, and whoever waits
-for one waits for its receipt.
+A program gives the stream of each action and the actions of other streams that it waits for; `Streams` implements this
+by events. Messages belong to the transport: they are issued from the compute stream, and awaited by their receipts.
 """
 
 from __future__ import annotations
@@ -19,41 +18,41 @@ Work = Callable[[], None]
 
 
 class Streams(Protocol):
-    """Puts actions on streams."""
+    """Issue of actions on streams."""
 
     def arrival(self, action: Action, /) -> Work | None:
-        """What to call before an action's work: enters its stream, which waits for the events of `action.waits`."""
+        """Call before an action's work: enters its stream, which waits for the events of `action.waits`."""
         ...
 
     def issuing(self, action: Action, work: Work, awaited: bool, /) -> Work:
-        """The work, to be called after the arrival; an event follows it where another stream waits for it."""
+        """Call for the work, after the arrival; records an event if another stream waits for the action."""
         ...
 
     def begin(self) -> None:
-        """Before the first action of a step: what the caller issued comes first."""
+        """Begin a step: order it after all work that the caller has issued."""
         ...
 
     def end(self) -> None:
-        """After the last: what the caller issues comes later. The host does not wait."""
+        """End a step: order later work of the caller after it, without blocking the host."""
         ...
 
     def synchronize(self) -> None:
-        """The host waits until all that was issued is done."""
+        """Block the host until all issued work has ended."""
         ...
 
     def stream(self, action: Action, /) -> torch.Stream | None:
-        """Where an action runs; None where there are no streams."""
+        """Stream of an action; None on a device without streams."""
         ...
 
 
 class NoStreams:
-    """The CPU: work is done when its call returns, and list order is all the order there is."""
+    """CPU: work is done when its call returns, so list order is enough."""
 
     def arrival(self, _action: Action, /) -> None:
-        """Nothing: what an action needs is there when its turn comes."""
+        """No call: list order satisfies every wait."""
 
     def issuing(self, _action: Action, work: Work, _awaited: bool, /) -> Work:
-        """The work as it is."""
+        """The work itself."""
         return work
 
     def begin(self) -> None:
@@ -70,7 +69,7 @@ class NoStreams:
 
 
 class CudaStreams:
-    """Three CUDA streams of their own, so that several virtual devices on one GPU run side by side.
+    """Three CUDA streams per device, so that several virtual devices on one GPU run concurrently.
 
     Written against torch 2.13 and not yet run: no GPU was at hand.
     """
@@ -83,7 +82,7 @@ class CudaStreams:
         self._caller: torch.cuda.Stream | None = None
 
     def arrival(self, action: Action, /) -> Work:
-        """Go to the action's stream, and have it wait for the events of what the action waits for."""
+        """Enter the action's stream, which waits for the events of `action.waits`."""
         stream = self._streams[action.stream]
         events = [self._event(op) for op in action.waits if not op.kind.startswith(("SEND", "RECV"))]
         if not events or action.stream == "communication":
@@ -97,7 +96,7 @@ class CudaStreams:
         return arrive
 
     def issuing(self, action: Action, work: Work, awaited: bool, /) -> Work:
-        """The work, followed by an event on its stream where another stream awaits it."""
+        """The work, followed by an event on its stream if another stream waits for it."""
         if not awaited or action.stream == "communication":
             return work
         stream, event = self._streams[action.stream], self._event(action.key)
@@ -109,19 +108,19 @@ class CudaStreams:
         return issue
 
     def begin(self) -> None:
-        """Have the compute stream wait for the caller's."""
+        """Make the compute stream wait for the caller's stream."""
         self._caller = torch.cuda.current_stream(self._device)
         self._compute.wait_stream(self._caller)
 
     def end(self) -> None:
-        """Go back to the caller's stream, and have it wait for all of ours."""
+        """Return to the caller's stream, which waits for all streams of the device."""
         assert self._caller is not None, "ended before it began"
         torch.cuda.set_stream(self._caller)
         for stream in set(self._streams.values()):
             self._caller.wait_stream(stream)
 
     def synchronize(self) -> None:
-        """Have the host wait for our streams, and go back to the caller's."""
+        """Block the host until all streams of the device are idle, and return to the caller's stream."""
         for stream in set(self._streams.values()):
             stream.synchronize()
         if self._caller is not None:
@@ -132,7 +131,7 @@ class CudaStreams:
         return self._streams[action.stream]
 
     def _event(self, op: Op) -> torch.cuda.Event:
-        """The event of an action, recorded anew in every step: nobody still waits for the last step's."""
+        """Event of an action, recorded again in every step: no stream still waits for that of the last step."""
         if op not in self._events:
             self._events[op] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return self._events[op]
@@ -143,5 +142,5 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams that a kind of device has."""
+    """Streams for the kind of device."""
     return CudaStreams(device) if device.type == "cuda" else NoStreams()

@@ -9,7 +9,7 @@ import torch
 
 from optpipe.errors import TrainingError
 from optpipe.runtime import Mailbox
-from optpipe.runtime.channel import crossing
+from optpipe.runtime.channel import open_channel
 from optpipe.runtime.messages import message_spec
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ TREE = {"hidden": HIDDEN, "rest": (MASK, HIDDEN[0])}
 def across(message: Any, spec: Any, direction: Literal["F", "B"]) -> Any:
     """What arrives, from device 0 on device 1."""
     mailbox = Mailbox()
-    sender, receiver = (crossing(mailbox, (0, 1), 4, direction, spec, CPU) for _ in range(2))
+    sender, receiver = (open_channel(mailbox, (0, 1), 4, direction, spec, CPU) for _ in range(2))
     receipt = receiver.post_receive()
     sender.send(message)
     assert receipt.ready()
@@ -42,7 +42,7 @@ def test_a_tree_arrives_in_its_form() -> None:
 
 def test_a_tree_is_ready_when_all_of_it_is() -> None:
     mailbox = Mailbox()
-    receipt = crossing(mailbox, (0, 1), 0, "F", message_spec(TREE), CPU).post_receive()
+    receipt = open_channel(mailbox, (0, 1), 0, "F", message_spec(TREE), CPU).post_receive()
     mailbox.send(0, 1, HIDDEN)
     mailbox.send(0, 1, MASK)
     assert not receipt.ready()
