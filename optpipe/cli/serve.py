@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -45,20 +47,25 @@ def command(
     environment, or a TOML file that OPTPIPE_CONFIG_FILE names.
     """
     with needs_extra("serve", "the service"):
-        import structlog
-        import uvicorn
-
-        from api.app import create_app
-        from api.jobs.migrate import migrate
-        from api.jobs.worker_process import kept_worker
-        from api.logging import configure_logging
         from api.settings import Settings
 
     settings = Settings.load(host=host, port=port, database_url=database_url, serve_worker=worker)
-    configure_logging(settings.log_json)
+    started = True
     with ExitStack() as parts:
         parts.enter_context(suppress(KeyboardInterrupt))
         parts.enter_context(_signals_interrupt())
+        # First of all: a taken port must be reported before modules are loaded and a database is made.
+        sockets = [parts.enter_context(socket) for socket in listening_sockets(settings.host, settings.port)]
+        with needs_extra("serve", "the service"):
+            import structlog
+            import uvicorn
+
+            from api.app import create_app
+            from api.jobs.migrate import migrate
+            from api.jobs.worker_process import kept_worker
+            from api.logging import configure_logging
+
+        configure_logging(settings.log_json)
         log = structlog.get_logger("optpipe.serve")
         if settings.database_url is None:
             log.info("starting a PostgreSQL of its own", data_folder=str(settings.data_folder))
@@ -70,15 +77,44 @@ def command(
             log.info("every caller needs a key; 'optpipe keys create NAME' makes one")
         if settings.serve_worker:
             parts.enter_context(kept_worker(url))
-        uvicorn.run(
-            create_app(settings),
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=OPEN_STREAMS_S,
+        config = uvicorn.Config(
+            create_app(settings), log_config=None, server_header=False, timeout_graceful_shutdown=OPEN_STREAMS_S
         )
-    return 0
+        server = uvicorn.Server(config)
+        name = f"[{settings.host}]" if ":" in settings.host else settings.host
+        log.info("serving", url=f"http://{name}:{sockets[0].getsockname()[1]}")
+        server.run(sockets)
+        started = server.started  # if not, the log has the reason
+    return 0 if started else 1
+
+
+def listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`, on one port. Raises InputError if that is not possible.
+
+    Connections that come before the service is ready wait; without `listen` two services could bind one port.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
+            sockets.append(listener := socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            chosen = port or sockets[0].getsockname()[1]  # port 0: the one that the first address was given
+            listener.bind((address[0], chosen, *address[2:]))
+            listener.listen()
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        if error.errno == errno.EADDRINUSE:
+            detail = f"is {port}, which another process uses on {host}. Maybe a service runs already, or set --port."
+            raise InputError([Issue("port", "in_use", detail)]) from None
+        name = "host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "port"
+        value = host if name == "host" else port
+        detail = f"is {value}, on which this process cannot listen: {error.strerror}. Maybe try 127.0.0.1 and 8000."
+        raise InputError([Issue(name, "cannot_listen", detail)]) from None
+    return sockets
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,6 +68,28 @@ def test_no_worker_where_none_is_asked_for(environment: dict[str, str], free_tcp
         assert _workers_of(service) == []
         answer = client.post("/v1/schedules", json={"problem": uniform(2, 3).to_data()})
         assert answer.json()["status"] == "queued"
+
+
+def test_a_taken_port_is_refused_before_anything_is_started(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        began = time.monotonic()
+        refused = _command(environment, "serve", "--port", str(port))
+        took_s = time.monotonic() - began
+    assert refused.returncode == 2
+    assert f"port is {port}, which another process uses on 127.0.0.1" in refused.stderr
+    assert not (Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql").exists()
+    began = time.monotonic()
+    _command(environment, "--version")
+    assert took_s < 1 + 3 * (time.monotonic() - began)  # the same machine, as busy
+
+
+@pytest.mark.parametrize(("host", "error"), [("no.such.host.invalid", "host is"), ("192.0.2.1", "host is")])
+def test_a_host_that_is_not_here_is_refused(environment: dict[str, str], host: str, error: str) -> None:
+    refused = _command(environment, "serve", "--host", host)
+    assert refused.returncode == 2
+    assert error in refused.stderr
+    assert "Maybe" in refused.stderr
 
 
 def _has_ended(process: psutil.Process) -> bool:
