@@ -1,10 +1,9 @@
-"""Sums gradients over replicas of the pipeline, and over the places of parameters that stages share.
+"""Gradient sums over replicas of the pipeline, and over the stages that share a parameter.
 
-Hooks of data-parallel wrappers do not see weight gradients that W computes later, so summing over replicas begins where
-the program says REDUCE: after a stage's last W, while its device still works on others and the pipeline cools down. A
-shared parameter has its sum when all stages of all its places are done: it begins at the end of the step, in one order
-in all processes. Gradients that are summed over the same processes lie in one buffer, of which each `.grad` is a view:
-one operation, nothing copied together or apart.
+Hooks of data-parallel wrappers do not see the weight gradients that W computes later, so the sum over replicas starts
+at the program's REDUCE: after a stage's last W, while its device works on other stages and the pipeline cools down. The
+sum of a shared parameter needs all stages that have it, so it starts at the end of the step, in the same order in all
+processes. Gradients that are summed over the same processes are views of one buffer: one operation without copies.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from optpipe.runtime.shared_parameters import SharedParameter
 from optpipe.runtime.stage import Stage
 
 Group = dist.ProcessGroup | None
-"""The processes that a gradient is summed over; None: there is no other."""
+"""Processes over which a gradient is summed; None: only this one."""
 
 
 class GradientReduction(Protocol):
-    """Makes complete gradients of those that the backwards of one process have added up."""
+    """Completes the gradients that the backwards of one process have accumulated."""
 
     @property
     def reducers(self) -> Mapping[int, Callable[[], None]]:
         """For each stage, what its REDUCE starts."""
 
     def finish(self) -> None:
-        """Return when all gradients are complete, at the end of a step."""
+        """Wait until all gradients are complete, at the end of a step."""
 
     def clear(self) -> None:
         """Forget what was started: after an error."""
 
 
 class GradientSync:
-    """The sums that this process takes part in.
+    """Sums in which this process takes part.
 
-    `replicas` holds for each stage of this process the group of the processes that have the same one (None: there is
-    one pipeline). `shared` are made by `with_groups`, and held in this process as `hold_once` has it.
+    `replicas` is the group of the processes with the same stages (None: one pipeline). `shared` comes from
+    `with_groups`, and `hold_once` has been applied to the stages of this process.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class GradientSync:
         return {number: self._reducer(buffers) for number, buffers in self._sums.items()}
 
     def finish(self) -> None:
-        """Return when every sum is in the gradients, at the end of a step that has computed all of them."""
+        """Wait until every sum is in the gradients, at the end of a step that has computed all of them."""
         self._wait()
         for first, aliases in self._aliases:
             for alias in aliases:
@@ -87,7 +86,7 @@ class GradientSync:
     def _share(
         self, stages: Mapping[int, Stage], shared: Sequence[tuple[SharedParameter, Group]]
     ) -> list[tuple[list[nn.Parameter], Group]]:
-        """The trained parameters of this process that are shared: those of each, with the processes that have it."""
+        """Trained shared parameters of this process: the parameter and its aliases, with the group to sum over."""
         found: list[tuple[list[nn.Parameter], Group]] = []
         for parameter, group in shared:
             places = parameter.places_in(stages) if parameter.trained else []
@@ -121,7 +120,7 @@ class GradientSync:
 
 
 def shared_buffers(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """One flat buffer of zeros for each dtype and device, of which the gradients become views."""
+    """Allocate one flat buffer of zeros per dtype and device, and make the gradients views of it."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -138,9 +137,9 @@ def shared_buffers(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def with_groups(
     shared: Sequence[SharedParameter], ranks_of: Callable[[int], Sequence[int]]
 ) -> list[tuple[SharedParameter, Group]]:
-    """Each shared parameter with the processes that hold it, in groups made by all ranks in one order.
+    """Create the group of the processes that hold each shared parameter. Collective over all ranks.
 
-    `ranks_of(s)`: the ranks that hold stage s, one a replica.
+    `ranks_of(s)`: the ranks that hold stage s, one per replica.
     """
     groups: dict[tuple[int, ...], Group] = {}
     found: list[tuple[SharedParameter, Group]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from optpipe.runtime.stage import Stage, evaluating
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Bytes of one microbatch on one stage, as the contract's fields of a stage define them.
+    """Bytes of one microbatch on one stage, as the fields of a problem's stage define them.
 
-    `offload_bytes` may leave to the host. Workspaces are what an op needs beside what is held before it (F: after
-    it), the message that it uses and the one that it makes included.
+    `offload_bytes` can be offloaded. The workspace of an op is its peak beyond the memory held before it (F: after it),
+    including the messages that it uses and makes.
     """
 
     activation_bytes: int
@@ -34,10 +35,9 @@ class StageSizes:
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Sizes of several microbatches on one stage, each figure by itself: the largest, and the smallest.
+    """Largest and smallest sizes over several microbatches on one stage, each figure separately.
 
-    They differ where a stage's sizes depend on the data, as those of experts do that get as many rows as are sent to
-    them. Plans count the largest.
+    They differ if a stage's sizes depend on the data, as with a mixture of experts. Plans use the largest.
     """
 
     largest: StageSizes
@@ -46,21 +46,21 @@ class SizeRange:
 
 
 Sample = tuple[Tree, Tree]
-"""A microbatch as a stage sees it: what it receives, and the target, which only the last stage looks at."""
+"""Input of a stage for one microbatch, and the target, which only the last stage uses."""
 
 ALIKE = 3
-"""So many microbatches of equal sizes are taken to speak for all: sizes that depend on the data differ sooner."""
+"""After this many microbatches of equal sizes, sizes are taken to be independent of the data."""
 
 
 def size_range(seen: Sequence[StageSizes]) -> SizeRange:
-    """The range of the sizes of microbatches."""
+    """Range of the sizes of microbatches."""
     return SizeRange(_extreme(max, seen), _extreme(min, seen), len(seen))
 
 
-def until_alike(found: Iterable[StageSizes]) -> list[StageSizes]:
-    """The sizes of one microbatch after the other, up to the last or to the first `ALIKE`, if these are all equal."""
+def until_alike(measured: Iterable[StageSizes]) -> list[StageSizes]:
+    """Take sizes of successive microbatches; stop after the first `ALIKE` if these are equal."""
     seen: list[StageSizes] = []
-    for sizes in found:
+    for sizes in measured:
         seen.append(sizes)
         if len(seen) == ALIKE and all(other == sizes for other in seen):
             break
@@ -68,7 +68,7 @@ def until_alike(found: Iterable[StageSizes]) -> list[StageSizes]:
 
 
 def measure_samples(stage: Stage, samples: Sequence[Sample], before: Spec | None, after: Spec | None) -> SizeRange:
-    """Measure a stage with what it really receives, microbatch by microbatch (`measure_stage`, `until_alike`)."""
+    """Measure a stage with its actual input, microbatch by microbatch (`measure_stage`, `until_alike`)."""
     return size_range(until_alike(measure_stage(stage, sample, before, after, zeros=False) for sample in samples))
 
 
@@ -84,12 +84,12 @@ def _extreme(choose: Callable[[Iterable[int]], int], seen: Sequence[StageSizes])
 def measure_stage(
     stage: Stage, batch: Sample, before: Spec | None, after: Spec | None, *, zeros: bool = True
 ) -> StageSizes:
-    """Run one microbatch through a stage twice, once with B and W, O and R, once with BW.
+    """Run one microbatch through a stage twice, once with O, R and BW, once with B and W.
 
-    `batch` is what the stage receives, and the target; with `zeros` all but the first stage receive zeros of the shape
-    of their message instead. `before` and `after` are the messages at the stage's boundaries, None at the ends. Adds
-    to gradients: set them to zero afterwards. Leaves buffers and random numbers as they were.
-    A compiled stage has no B and W, and no workspace of theirs.
+    `batch` is the stage's input and target; with `zeros` all but the first stage receive zeros of the shape of their
+    message instead. `before` and `after` are the messages at the stage's boundaries, None at the ends of the model.
+    Adds to gradients: zero them afterwards. Restores buffers and random numbers. A compiled stage has no B and W, and
+    no workspace of theirs.
     """
     with unchanged_stage(stage):
         stage.begin_step()
@@ -114,7 +114,7 @@ def _measured(stage: Stage, probe: _Probe) -> StageSizes:
 
 @contextmanager
 def unchanged_stage(stage: Stage) -> Iterator[None]:
-    """Put back what a forward changes: running statistics, and the count of steps."""
+    """Restore the running statistics and the step count, which a forward changes."""
     buffers = [(buffer, buffer.clone()) for buffer in stage.module.buffers()]
     step = stage.random.step if stage.random else 0
     try:
@@ -127,7 +127,7 @@ def unchanged_stage(stage: Stage) -> Iterator[None]:
 
 
 class _Probe:
-    """Runs the ops of microbatch 0; each answers with bytes held after it, or its workspace, or both."""
+    """Ops of microbatch 0; each returns the bytes held after it, its workspace, or both."""
 
     def __init__(self, stage: Stage, batch: Sample, before: Spec | None, after: Spec | None, zeros: bool) -> None:
         self.stage, self.batch, self.before, self.after, self.zeros = stage, batch, before, after, zeros
@@ -149,7 +149,7 @@ class _Probe:
         return self._live, self._peak - self._live
 
     def _received(self) -> Tree:
-        """The batch, which is the caller's, or a message, which is the stage's and counts."""
+        """The batch, which the caller owns, or a message, which counts as the stage's memory."""
         if self.before is None:
             return self.batch[0]
         if self.zeros:
@@ -188,7 +188,7 @@ class _Probe:
 
 
 def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
-    """The same problem with measured sizes; times, placement and budgets stay. A stage that never offloads stays so."""
+    """Replace the sizes of a problem by measured ones; a stage without offload stays without."""
     stages = []
     for stage, size in zip(problem.stages, sizes, strict=True):
         measured = asdict(size)
@@ -199,39 +199,35 @@ def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
 
 
 Gather = Callable[[Any], list[Any]]
-"""Given a JSON value by each process, returns those of all processes, in every process."""
+"""Collective function that returns the JSON values of all processes in every process."""
 
 
 def learn_messages(
     stages: Mapping[int, Stage], count: int, microbatch: Tree, target: Tree, gather: Gather = lambda value: [value]
 ) -> list[Spec]:
-    """The spec of the message at each boundary of a model of `count` stages, of which this process has `stages`.
+    """Determine the spec of the message at each boundary of a model of `count` stages; this process has `stages`.
 
-    Runs each stage forward once, the first on a microbatch of the size that all will have, the others on zeros.
-    Called by all processes together, those without the first stage too. Raises TrainingError where a stage returns
-    what cannot be a message.
+    Runs each stage forward once, the first on `microbatch`, which has the shape of all microbatches, the others on
+    zeros. Collective: all processes call it. Raises TrainingError if a stage's output cannot be a message.
     """
     specs: list[Spec] = []
     received = microbatch
     for s in range(count - 1):
-        mine = _to_data(_output(stages[s], received, target)) if s in stages else None
-        [found] = [data for data in gather(mine) if data is not None]
-        specs.append(_from_data(found))
-        received = map_leaves(_zeros_on(stages[s + 1].device), specs[-1]) if s + 1 in stages else None
+        own = None
+        if s in stages:
+            with evaluating([stages[s].module]):
+                own = _to_data(message_spec(stages[s].evaluate(0, received, target)))
+        [spec] = [data for data in gather(own) if data is not None]
+        specs.append(_from_data(spec))
+        received = None
+        if s + 1 in stages:
+            empty = map_leaves(partial(MessageSpec.empty, device=stages[s + 1].device), specs[-1])
+            received = map_leaves(Tensor.zero_, empty)
     return specs
 
 
-def _output(stage: Stage, received: Tree, target: Tree) -> Spec:
-    with evaluating([stage.module]):
-        return message_spec(stage.evaluate(0, received, target))
-
-
-def _zeros_on(device: torch.device) -> Callable[[MessageSpec], Tensor]:
-    return lambda spec: spec.empty(device).zero_()
-
-
 def _to_data(spec: Spec) -> Any:
-    """A spec as JSON, in which a named tuple would lose its names."""
+    """Convert a spec to JSON. Raises TrainingError for a named tuple, whose names JSON would lose."""
     if hasattr(spec, "_fields"):
         raise TrainingError(
             f"a stage returned the named tuple {type(spec).__name__}, whose names other processes do not know. "

@@ -1,22 +1,22 @@
 """Recorders of one step: times and memory of each action, on the host and on CUDA.
 
-The interpreter calls a `Recorder` around every action, where it is given one::
+The executor calls a `Recorder`, if given, around every action::
 
-    recorder.begin(device, action)  # the action's turn has come
-    ...                             # whatever it waits for: a message, the event of a copy
-    recorder.waited()               # only where it may have waited: its time counts from here
+    recorder.begin(device, action)  # the action is next
+    ...                             # its waits: for a message, or the event of a copy
+    recorder.waited()               # only if it may have waited: its time counts from here
     ...                             # its work
     recorder.end()
 
-Actions do not nest: one thread issues them, one after the other. Time and memory are recorded in two steps of equal
-work, because counting memory slows each operator many times over (`MemoryMeter`): `HostRecorder` (or `CudaRecorder`
-on a GPU) in the one, `MemoryRecorder` in the other.
+Actions do not nest: one thread issues them in sequence. Time and memory are recorded in two steps of equal work,
+because counting memory slows each operator many times over (`MemoryMeter`): `HostRecorder` (or `CudaRecorder` on a GPU)
+in the one, `MemoryRecorder` in the other.
 
 Written against torch 2.13 and not yet run: no GPU was at hand.
 
 Every storage that an operator returns while the meter is open is counted on the current device from then until it is
-freed, wherever it was meanwhile: nothing is inferred from what the runtime believes it holds. What existed before
-(weights, gradients, the batch) is not counted, nor is scratch memory within one operator's kernel.
+freed: nothing is inferred from the runtime's own records. Storages that existed before (weights, gradients, the batch)
+are not counted, nor is scratch memory within one operator's kernel.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from optpipe.compile.program import Action
 
 
 class Recorder(Protocol):
-    """Told by the interpreter about every action of the devices of this process."""
+    """Observer of every action of the devices of this process."""
 
     def begin(self, device: int, action: Action, stream: torch.Stream | None = None, /) -> None:
-        """The turn of `action` has come on `device`. `stream` gets its work; None: the current stream."""
+        """`action` is next on `device`. Its work goes to `stream`; None: the current stream."""
         ...
 
     def waited(self) -> None:
-        """What the running action waits for is there (on a GPU: its stream has been told to wait for it)."""
+        """The waits of the action have ended (on a GPU: its stream has been made to wait)."""
         ...
 
     def end(self) -> None:
-        """The work of the running action is done (on a GPU: all of it has been issued to its stream)."""
+        """The work of the action has ended (on a GPU: all of it has been issued to its stream)."""
         ...
 
 
 class Timing(NamedTuple):
-    """When an action ran, in nanoseconds of this process's clock (`time.perf_counter_ns`).
+    """Times of an action in nanoseconds of this process's clock (`time.perf_counter_ns`).
 
-    Its turn came at `begin_ns`, what it waits for was there at `start_ns`, its work was done at `end_ns`.
+    `begin_ns`: it is next on its device; `start_ns`: its waits have ended; `end_ns`: its work has ended.
     """
 
     device: int
@@ -66,7 +66,7 @@ class Timing(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Bytes alive on the device of an action: at most while it ran, and after it."""
+    """Bytes alive on the device of an action: peak while it ran, and after it."""
 
     device: int
     action: Action
@@ -75,9 +75,9 @@ class MemoryUse(NamedTuple):
 
 
 class HostRecorder:
-    """Times actions by the clock of the host: right where an action's work is done when its call returns (CPU).
+    """Timing by the host's clock, for devices on which work has ended when its call returns (CPU).
 
-    It costs about a microsecond an action. Times are as exact as the clock: `clock_error_ns` is 0.
+    Costs about a microsecond per action. `clock_error_ns` is 0.
     """
 
     clock_error_ns = 0
@@ -86,16 +86,16 @@ class HostRecorder:
         self._timings: list[Timing] = []
 
     def begin(self, device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
-        """An action's turn has come."""
+        """Note the begin of an action."""
         self._device, self._action = device, action
         self._begin_ns = self._start_ns = perf_counter_ns()
 
     def waited(self) -> None:
-        """What it waited for is there."""
+        """Note the end of its waits."""
         self._start_ns = perf_counter_ns()
 
     def end(self) -> None:
-        """Its work is done: keep its times."""
+        """Note the end of its work."""
         end_ns = perf_counter_ns()
         self._timings.append(Timing(self._device, self._action, self._begin_ns, self._start_ns, end_ns))
 
@@ -105,14 +105,14 @@ class HostRecorder:
 
 
 class MemoryRecorder:
-    """Reads a meter, which must be open and counting, around every action. Restarts the meter's peaks as it goes."""
+    """Memory of every action by an open meter, whose peaks it restarts."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
         self._uses: list[MemoryUse] = []
 
     def begin(self, device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
-        """Measure the peak from what is alive now."""
+        """Restart the peak at the bytes alive now."""
         self._device, self._action = device, action
         self._meter.peak_bytes[device] = self._meter.live_bytes[device]
 
@@ -120,7 +120,7 @@ class MemoryRecorder:
         """Waiting takes no memory."""
 
     def end(self) -> None:
-        """Keep the peak of the action, and what it left alive."""
+        """Record the peak of the action and the bytes alive after it."""
         live, peak = self._meter.live_bytes[self._device], self._meter.peak_bytes[self._device]
         self._uses.append(MemoryUse(self._device, self._action, peak, live))
 
@@ -130,7 +130,7 @@ class MemoryRecorder:
 
 
 class _Marks(NamedTuple):
-    """An action with the events before its waits, after them (the same one where it has none), and at its end."""
+    """An action with the events before its waits, after them (the same event without waits), and at its end."""
 
     device: int
     action: Action
@@ -140,11 +140,11 @@ class _Marks(NamedTuple):
 
 
 class CudaRecorder:
-    """Times actions by events on the stream that does their work, without waiting for any while the step runs.
+    """Timing by CUDA events on the streams of the actions, without waiting while the step runs.
 
-    Events of one GPU share a clock with a resolution of about half a microsecond. It is tied to the host's by one
-    event between two readings of the host's clock, when the recorder is made: `clock_error_ns` is half of what lies
-    between them. Several virtual devices on one GPU are recorded together.
+    Events of one GPU share a clock with a resolution of about half a microsecond. It is aligned with the host's clock
+    by one event between two readings of that clock, when the recorder is made: `clock_error_ns` is half of the
+    interval. Several virtual devices on one GPU are recorded together.
     """
 
     def __init__(self) -> None:
@@ -159,21 +159,21 @@ class CudaRecorder:
         self.clock_error_ns = (after_ns - before_ns + 1) // 2
 
     def begin(self, device: int, action: Action, stream: torch.Stream | None = None, /) -> None:
-        """Mark on the action's stream that its turn has come."""
+        """Record the begin of an action on its stream."""
         self._device, self._action = device, action
         self._stream: torch.Stream = torch.cuda.current_stream() if stream is None else stream
         self._begin = self._start = self._mark()
 
     def waited(self) -> None:
-        """Mark that what it waited for is there."""
+        """Record the end of its waits."""
         self._start = self._mark()
 
     def end(self) -> None:
-        """Mark that its work is done."""
+        """Record the end of its work."""
         self._marks.append(_Marks(self._device, self._action, self._begin, self._start, self._mark()))
 
     def timings(self) -> Sequence[Timing]:
-        """Every action so far, in the order in which they were issued; waits until the GPU is done with them."""
+        """Every action so far, in issue order; blocks until the GPU has finished them."""
         torch.cuda.synchronize()
         return [
             Timing(m.device, m.action, self._time_ns(m.begin), self._time_ns(m.start), self._time_ns(m.end))
@@ -195,11 +195,11 @@ def _timing_event() -> torch.cuda.Event:
 
 
 class CudaMemoryRecorder:
-    """Reads the allocator around every action.
+    """Memory of every action by the statistics of CUDA's allocator.
 
-    Tensors are allocated and freed when the host says so, in the order in which it issues the actions; on the stream
-    of the compute actions that is also the order in which their memory is used. Where several virtual devices share a
-    GPU, each is charged with what changes during its own actions.
+    Tensors are allocated and freed in the order in which the host issues actions, which is the order in which the
+    compute stream uses their memory. If several virtual devices share a GPU, each is charged with the changes during
+    its own actions.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class CudaMemoryRecorder:
         self._held_bytes: dict[int, int] = defaultdict(int)
 
     def begin(self, device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
-        """Have the allocator's peak begin anew."""
+        """Reset the allocator's peak."""
         self._device, self._action = device, action
         torch.cuda.reset_peak_memory_stats()
         self._before_bytes = torch.cuda.memory_allocated()
@@ -216,7 +216,7 @@ class CudaMemoryRecorder:
         """Waiting takes no memory."""
 
     def end(self) -> None:
-        """Keep the allocator's peak during the action, and what it left."""
+        """Record the allocator's peak during the action and its level after it."""
         held = self._held_bytes[self._device]
         peak = held + torch.cuda.max_memory_allocated() - self._before_bytes
         after = held + torch.cuda.memory_allocated() - self._before_bytes
@@ -229,7 +229,7 @@ class CudaMemoryRecorder:
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Open it as a context around the work to measure, and say with `on` which device works."""
+    """Context that counts live and peak bytes of storages by device; `on` sets the current device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -240,7 +240,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on(self, device: int | None) -> Iterator[None]:
-        """Count what is allocated within on `device`; on None it is not counted."""
+        """Count allocations within as those of `device`; None: do not count them."""
         outer, self._device = self._device, device
         try:
             yield
@@ -248,7 +248,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._device = outer
 
     def restart_peak(self) -> None:
-        """Let peaks count from now: each becomes what is alive."""
+        """Reset each peak to the bytes alive now."""
         self.peak_bytes = self.live_bytes.copy()
 
     def __torch_dispatch__(

@@ -1,6 +1,6 @@
-"""Parameters that several stages share, as a model's builder made them: one tensor object in several places.
+"""Shared (tied) parameters: one tensor object in several stages of a model.
 
-Such a parameter stays one. A process holds it once: its stages on one device hold the very same parameter, those on
+A process holds such a parameter once: its stages on one device hold the very same parameter, those on
 another of its devices an alias, which has the same memory but a gradient of its own, because two devices of one GPU
 compute on two streams. Between processes `GradientSync` sums its gradients, and each process updates what it holds.
 """

@@ -1,9 +1,9 @@
 """Recording of one step by all processes, with aligned clocks.
 
-Rank 0 sends its time to and fro (Cristian's algorithm): what another process reads between rank 0's sending and the
-reply's arrival was read between these two times of rank 0. Every round trip so gives an interval for the offset; all of
-them intersected are the estimate, and half of its width the error. Between processes on one host the error is 0 where
-the kernel's clock, which they share, agrees with that interval.
+Clocks are aligned by Cristian's algorithm: a clock that another process reads between rank 0's send and the arrival of
+the reply was read between these two times of rank 0. So every round trip gives an interval for the offset; the estimate
+is the middle of their intersection, with half of its width as error. Between processes on one host the error is 0 if
+the interval agrees with the kernel's clock, which they share.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Clock:
 
 
 def align_clocks() -> Clock:
-    """Called by all processes of the default group (one that sends tensors of the CPU); they end it together.
+    """Align the clocks of all processes of the default group, which must send CPU tensors. Collective.
 
-    Raises RunFailedError where one of them has ended.
+    Raises RunFailedError if one of them has ended.
     """
     rank = dist.get_rank()
     clock = Clock()
@@ -61,9 +61,9 @@ def align_clocks() -> Clock:
 
 
 def estimate(rounds: list[tuple[int, int, int]], same_host: bool) -> Clock:
-    """The clock from round trips (sent by rank 0, read here, back at rank 0), each by the clock of where it was read.
+    """Estimate the clock from round trips (sent by rank 0, read here, back at rank 0), each time by its own clock.
 
-    Where a clock drifted in between, so that no offset suits all rounds, the quickest round counts.
+    If a clock drifted, so that no offset fits all rounds, the fastest round counts.
     """
     least = max(here - back for _, here, back in rounds)
     most = min(here - sent for sent, here, _ in rounds)
@@ -76,7 +76,7 @@ def estimate(rounds: list[tuple[int, int, int]], same_host: bool) -> Clock:
 
 
 def _answer_of(other: int) -> None:
-    """Rank 0's part: its times of each round trip, and its host, to the other process."""
+    """Run the round trips on rank 0, and send their times and the host's identity to the other process."""
     here, rounds = torch.zeros(1, dtype=torch.int64), []
     for _ in range(ROUNDS):
         sent_ns = perf_counter_ns()
@@ -100,7 +100,7 @@ def _ask_rank_0() -> Clock:
 
 
 def _host() -> torch.Tensor:
-    """The running kernel's identity, 36 bytes; zeros where it has none."""
+    """Identity of the running kernel, 36 bytes; zeros if it has none."""
     name = _BOOT_ID.read_bytes().strip() if _BOOT_ID.exists() else b""
     return torch.frombuffer(bytearray(name.ljust(36, b"\0")[:36]), dtype=torch.uint8)
 
@@ -116,10 +116,10 @@ def record_step(
     process: int = 0,
     device: torch.device = CPU,
 ) -> Part:
-    """Run a batch twice, and return what this process's devices did; changes no weight, but sets gradients.
+    """Run a batch twice and return the actions of this process's devices; changes gradients, but no weight.
 
-    Called in every process of the run, each with its own number and the hardware that it works on. Warm up before:
-    the first steps of a process take longer.
+    Collective: every process passes its own number and hardware. Warm up before: the first steps of a process are
+    slower.
     """
     with _on(device):
         uses = _memory(pipeline, inputs, targets, device)
@@ -148,7 +148,7 @@ def _memory(
 
 
 def _rows(timings: Sequence[Timing], uses: Sequence[MemoryUse], clock: Clock) -> dict[int, list[ActionRow]]:
-    """Each device's actions in its order, the same in both runs."""
+    """Actions of each device in order, which is the same in both runs."""
     rows: dict[int, list[ActionRow]] = {}
     memory = {(use.device, use.action.key): use for use in uses}
     for timing in timings:

@@ -1,15 +1,15 @@
 """Transport protocol, mailboxes, and the transport between devices of one process.
 
-Tensors carry no names: between two devices they arrive in the order in which they are sent, which is all that NCCL
-promises, and the program is checked to need no more. What a transport holds for itself is not counted by the memory
-meter; a received tensor is, from the moment its receive is posted.
+Tensors carry no names: between two devices they arrive in the order in which they are sent, the only guarantee of NCCL,
+and the program is checked to need no more. The memory meter does not count the transport's own buffers; it counts a
+received tensor from the moment its receive is posted.
 
-In one process each directed pair of devices has a stream of its own. A copy on it waits for the event of the sender's
-compute stream behind which the message is made, and for that of the receiver's behind which the room for it is free;
-the receiver's compute stream waits for the copy. So messages overlap compute, and their order is that of the program.
+In one process each directed pair of devices has a stream of its own. A copy on it waits for an event on the sender's
+compute stream, after which the message is complete, and for one on the receiver's, after which its memory is free; the
+receiver's compute stream waits for the copy. So messages overlap compute, and their order is that of the program.
 
-The sender's memory is given back to its own stream only when the host has seen that the copy is over; until then the
-transport holds it.
+The transport holds the sender's memory until the host has seen the copy complete; only then is it free for the sender's
+own stream.
 
 Written against torch 2.13 and not yet run: no GPU was at hand.
 """
@@ -30,10 +30,10 @@ from optpipe.runtime.messages import MessageSpec
 
 
 class Receipt(Protocol):
-    """A tensor on its way."""
+    """Pending receive of a tensor."""
 
     def ready(self) -> bool:
-        """Whether `wait` may be called now. Only devices that share a process ever need to say no."""
+        """True if `wait` may be called now. False only between devices that share a process."""
         ...
 
     def wait(self) -> Tensor:
@@ -45,19 +45,19 @@ class Transport(Protocol):
     """Moves tensors between devices, first in, first out for each directed pair of devices."""
 
     def send(self, source: int, target: int, message: Tensor) -> None:
-        """Send without waiting for the receiver. The message may be freed when this returns."""
+        """Send without waiting for the receiver. The caller may free the message afterwards."""
         ...
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
-        """Allocate room on `device` for the next tensor from `source` that no receive is posted for."""
+        """Allocate memory on `device` and post a receive for the next tensor from `source`."""
         ...
 
     def finish(self) -> None:
-        """Return when every send has arrived; on streams, when the current stream will wait for it."""
+        """Wait until every send has arrived; with streams, make the current stream wait."""
         ...
 
     def close_step(self) -> None:
-        """A step has sent all it has to, and does not wait for it: `finish_closed` or `finish` will."""
+        """Mark the end of a step's sends, without waiting: `finish_closed` or `finish` will."""
         ...
 
     def finish_closed(self) -> None:
@@ -65,7 +65,7 @@ class Transport(Protocol):
         ...
 
     def clear(self) -> None:
-        """Drop what is on its way: after an error."""
+        """Drop pending messages, after an error."""
         ...
 
 
@@ -77,7 +77,7 @@ class Mailbox:
         self._posted: dict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
 
     def send(self, source: int, target: int, message: Tensor) -> None:
-        """Fill the room that waits for the message, or keep a copy of it."""
+        """Fill the posted receive, or keep a copy of the message."""
         posted = self._posted[source, target]
         if posted:
             posted.popleft().deliver(message)
@@ -85,7 +85,7 @@ class Mailbox:
             self._sent[source, target].append(message.clone())
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
-        """Room for a message, full already if that was sent."""
+        """Post a receive; it is filled at once if the message has been sent."""
         letter = _Letter(spec.empty(device))
         sent = self._sent[source, target]
         if sent:
@@ -95,7 +95,7 @@ class Mailbox:
         return letter
 
     def finish(self) -> None:
-        """Check that all was received: a message that nobody received is an error."""
+        """Check that every message has a receive."""
         left = {pair: len(sent) for pair, sent in self._sent.items() if sent}
         assert not left, f"messages that nobody received: {left}"
 
@@ -136,18 +136,18 @@ class LocalStreams:
         self._pairs: dict[tuple[int, int], _Pair] = defaultdict(_Pair)
 
     def send(self, source: int, target: int, message: Tensor) -> None:
-        """Hand the message to its pair, with the event after which it is whole."""
+        """Queue the message with the event after which it is complete."""
         self._pairs[source, target].send(_Sent(message, _event_of_current_stream(message.device)))
 
     def post_receive(self, source: int, target: int, spec: MessageSpec, device: torch.device) -> Receipt:
-        """Room for a message, filled as soon as both sides have come."""
+        """Post a receive, filled by a copy once the message has been sent."""
         room = spec.empty(device)
         incoming = _Incoming(room, _event_of_current_stream(device))
         self._pairs[source, target].post(incoming)
         return incoming
 
     def finish(self) -> None:
-        """Have the host wait for all copies; a message that nobody received is an error."""
+        """Block the host until all copies have ended; a message without a receive is an error."""
         left = {pair: len(lane.sent) for pair, lane in self._pairs.items() if lane.sent}
         assert not left, f"messages that nobody received: {left}"
         for lane in self._pairs.values():
@@ -161,7 +161,7 @@ class LocalStreams:
         """Nothing: `close_step` has done it."""
 
     def clear(self) -> None:
-        """Wait for the copies under way and drop the rest."""
+        """Wait for running copies and drop all other messages."""
         for lane in self._pairs.values():
             lane.synchronize()
         self._pairs.clear()
@@ -180,7 +180,7 @@ class _Sent:
 
 @dataclass
 class _Incoming:
-    """A receipt: `arrived` is there once the copy is issued."""
+    """A receipt; `arrived` is set when the copy is issued."""
 
     room: Tensor
     free: torch.cuda.Event
@@ -197,7 +197,7 @@ class _Incoming:
 
 @dataclass
 class _Pair:
-    """What is sent but not posted for, posted for but not sent, and being copied."""
+    """Sends without a receive, receives without a send, and running copies of a pair of devices."""
 
     sent: deque[_Sent] = field(default_factory=deque)
     posted: deque[_Incoming] = field(default_factory=deque)
@@ -246,7 +246,7 @@ def _event_of_current_stream(device: torch.device) -> torch.cuda.Event:
 
 @contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Within, processes exchange `what`. Raises RunFailedError where one has ended or does not answer in time."""
+    """Context in which processes exchange `what`; raises RunFailedError if one has ended or does not answer in time."""
     try:
         yield
     except RuntimeError as error:
