@@ -100,7 +100,7 @@ class GPTSize(NamedTuple):
 
 
 SIZES = {"tiny": GPTSize(32, 2, 32), "small": GPTSize(256, 8, 128), "medium": GPTSize(384, 6, 256)}
-"""In one layer 13 thousand, 0.8 million and 1.8 million parameters."""
+"""Sizes of the GPT, of 13 thousand, 0.8 million and 1.8 million parameters a layer."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ModelConfig(Group):
 
     @property
     def own(self) -> bool:
-        """Whether the stages are the user's own."""
+        """True if the stages are the user's own."""
         return ":" in self.name
 
     @property
@@ -196,7 +196,7 @@ class OptimizerConfig(Group):
     learning_rate: StrictFloat = Field(default=1e-3, gt=0, le=MAX_NUMBER)
     """of the optimizer, after warm-up"""
     weight_decay: StrictFloat = Field(default=0.01, ge=0, le=1)
-    """how strongly weights are drawn towards zero"""
+    """decoupled weight decay of AdamW, L2 penalty of SGD"""
     beta1: StrictFloat = Field(default=0.9, ge=0, le=0.999999)
     """of AdamW's first moment; of SGD its momentum"""
     beta2: StrictFloat = Field(default=0.999, ge=0, le=0.999999)
@@ -208,9 +208,9 @@ class OptimizerConfig(Group):
     clip_norm: StrictFloat | None = Field(default=None, gt=0, le=MAX_NUMBER)
     """the largest norm of all gradients together; default: not clipped"""
     optimistic: StrictBool = True
-    """under torchrun each stage steps at once, and back where the norm of all then says so, instead of waiting"""
+    """under torchrun update weights before the global norm is known, and roll back if clipping or a NaN requires it"""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """what to do at a loss or gradient that is no number: stop, or skip the update"""
+    """what to do if a loss or gradient is infinite or NaN: stop the run, or skip the update"""
 
     def conflicts(self) -> Iterator[Issue]:
         """SGD has one moment."""
@@ -220,7 +220,7 @@ class OptimizerConfig(Group):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Group):
-    """Where the state of a run is kept, how often, and whether to go on from it; without a folder nothing is kept."""
+    """Folder and interval of checkpoints, and resuming from them; without a folder nothing is kept."""
 
     folder: InputPath | None = None
     """where checkpoints are kept; under torchrun on a file system that all hosts share"""
@@ -240,11 +240,11 @@ class CheckpointConfig(Group):
 
 @dataclass(frozen=True)
 class OnlineConfig(Group):
-    """Where the schedule comes from if none is given, and whether better ones are sought while training."""
+    """Profiling and solving: before training if no schedule is given, and re-solving while training."""
 
     mode: Literal["off", "first", "online"] = "off"
-    """off: train as a given schedule says; first: profile and solve, then train; online: train at once, profile and
-    solve beside it, and change to a better schedule between two steps"""
+    """off: train as a given schedule says; first: profile and solve, then train; online: start training immediately,
+    re-solve in the background and switch schedules between two steps"""
     devices: StrictInt | None = Field(default=None, ge=1, le=4096)
     """devices of the pipeline, where no schedule says so"""
     placement: StrictStr = "linear"
@@ -278,7 +278,7 @@ class OnlineConfig(Group):
 
     @property
     def on(self) -> bool:
-        """Whether anything is measured or solved."""
+        """True if anything is measured or solved."""
         return self.mode != "off"
 
     def placed(self, prefix: str = "--") -> tuple[int, ...]:
@@ -344,17 +344,17 @@ class TrainingConfig(Group):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients of a stage come together from several processes."""
+        """True if gradients of a stage are summed over replicas."""
         return self.data_parallel > 1
 
     def recorded_step(self, first_step: int) -> int | None:
-        """Before which step of a run that begins with `first_step` to record one, if at all."""
+        """Step before which to record one, in a run that begins with `first_step`; None: none is recorded."""
         if self.output.trace_step is None and self.output.trace is not None:
             return min(first_step + WARM_UP_STEPS, self.steps - 1)
         return self.output.trace_step
 
     def conflicts(self) -> Iterator[Issue]:
-        """Those of the groups. A schedule is given or sought; its stages get layers; the run has the step to record."""
+        """Conflicts of every group, then between groups: schedule and layers, steps and the step to record."""
         for table in filter(None, GROUPS):
             for issue in getattr(self, table).conflicts():
                 yield Issue((table, *issue.loc), issue.code, issue.detail)
@@ -493,7 +493,7 @@ def read_config(path: Path | None, flags: Mapping[str, Any]) -> TrainingConfig:
 
 @contextmanager
 def _named_as_given(path: Path | None, flags: Mapping[str, Any]) -> Iterator[None]:
-    """Within: errors name settings given by a flag (or, without a file, by nobody) by the flag, and else the file."""
+    """Name settings in errors by the flag that gave them (without a file: that could), otherwise by the file."""
     names = {name: setting.flag for name, setting in SETTINGS.items()} | {"schedule": "--schedule"}
     try:
         yield
@@ -545,7 +545,7 @@ def _issue(group: type[Group], error: ErrorDetails) -> Issue:
 
 
 def _did_you_mean(group: type[Group], key: str) -> str:
-    """What to say about a key that is no setting of the group: it may be misspelt, or in the wrong table."""
+    """Hint for an unknown key of a group, which may be misspelt or in the wrong table."""
     if close := get_close_matches(key, group.__pydantic_fields__, n=1):
         return f" Maybe you meant {close[0]}."
     for table, other in GROUPS.items():

@@ -1,10 +1,10 @@
 """Outputs of a run: step reports, metrics as JSON lines, TensorBoard scalars.
 
-Waiting is what the step took beyond the time for which the operating system let this process's thread compute
-(`time.thread_time`): gloo blocks while nothing comes, and on the CPU operators and their backward run in the thread
-that issues them. Two clock reads a step, and no action is slowed. Where other programs take the cores, waiting for
-them counts as well. It says nothing where devices take turns in one thread, or on a GPU, which works beside the host:
-there `optpipe train --trace` measures.
+The bubble of a step is the share of its wall time in which this process's thread got no CPU time (`time.thread_time`):
+gloo blocks while it waits for a message, and on the CPU operators and their backward run in the thread that issues
+them. That costs two clock reads a step and slows no action. Time in which other programs have the core counts too. It
+is not measured where devices take turns in one thread, nor on a GPU, which runs beside the host: there
+`optpipe train --trace` measures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""The unit of `ru_maxrss`."""
+"""Unit of `ru_maxrss`."""
 
 
 class _Begun(NamedTuple):
@@ -45,10 +45,10 @@ class _Begun(NamedTuple):
 
 
 class Watch(Callback):
-    """Reports steps to `report`, once there is one, and after the last gathers what each device has waited.
+    """Reports steps to `report`, once it is set, and measures bubbles.
 
-    Made when the model is at the step that the run begins with. `bubbles`: the mean bubble of each device of the first
-    replica, in every process; empty where it is not measured.
+    Created when the model is at the first step of the run. `bubbles`: mean bubble of each device of the first replica,
+    in every process and after the last step; empty if it is not measured.
     """
 
     def __init__(self, model: Model, steps: int, events: Events) -> None:
@@ -57,22 +57,22 @@ class Watch(Callback):
         self.report: Callable[[StepReport], None] | None = None
         self._measures = model.launch.distributed and model.hardware.type == "cpu"
         self._tokens = model.task.tokens * model.program.microbatches * model.launch.replicas
-        self._told = 0
+        self._reported = 0
         self._begun: _Begun | None = None
         self._bubbles: dict[int, float] = {}
         self._all: list[float] = []
         self.bubbles: Sequence[float] = ()
 
     def is_due(self, step: int) -> bool:
-        """After the last step, if there was any."""
+        """True after the last step, if there was one."""
         return self._measures and self._first < step == self._steps
 
     def on_step_boundary(self, step: int) -> None:  # noqa: ARG002
-        """Tell all processes what this one's device has waited."""
+        """Gather the mean bubble of every device."""
         self.bubbles = self._model.launch.gather_pipeline(sum(self._all) / len(self._all))
 
     def recorder(self, step: int) -> Recorder | None:
-        """A step begins; no action is watched."""
+        """Start the clocks of a step; no action is recorded."""
         if self._measures:
             self._finish()
             self._begun = _Begun(step, perf_counter(), thread_time())
@@ -84,8 +84,8 @@ class Watch(Callback):
         bubble = self._bubbles.pop(outcome.step, None)
         if self.report is None:
             return
-        new = self._events.all[self._told :]
-        self._told += len(new)
+        new = self._events.all[self._reported :]
+        self._reported += len(new)
         self.report(
             StepReport(
                 outcome.step,
@@ -105,7 +105,7 @@ class Watch(Callback):
         )
 
     def _finish(self) -> None:
-        """The step that was begun has ended: with post-validation its outcome comes with the next."""
+        """Stop the clocks of the step under way. With post-validation its outcome comes one step later."""
         if self._begun is not None:
             step, wall_s, computed_s = self._begun
             computed, took = thread_time() - computed_s, perf_counter() - wall_s
@@ -115,14 +115,14 @@ class Watch(Callback):
 
 
 def _peak_memory_bytes(hardware: torch.device) -> int:
-    """The most that this process has held: on its GPU, or in all."""
+    """Peak memory of this process: on its GPU, or resident."""
     if hardware.type == "cuda":
         return torch.cuda.max_memory_allocated(hardware)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
 
 
 class Metrics:
-    """Writes the steps of a run to a file. A resumed run goes on after the step before its first; others begin anew."""
+    """Writes steps to a JSON lines file. A resumed run appends after the step before its first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -136,21 +136,21 @@ class Metrics:
         self._file.flush()
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
 def record(report: StepReport) -> dict[str, Any]:
-    """A step as JSON values; numbers that are not finite are null."""
+    """Step as JSON values; numbers that are not finite are null."""
     values = asdict(report) | {"tokens_per_second": report.tokens_per_second}
     del values["steps"]
-    found: dict[str, Any] = finite(values)
-    return found
+    json_values: dict[str, Any] = finite(values)
+    return json_values
 
 
 def finite(value: Any) -> Any:
-    """The same value, with None in place of each number in it that is not finite: JSON has none."""
+    """Copy of a value in which numbers that are not finite are None: JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -159,35 +159,29 @@ def finite(value: Any) -> Any:
 
 
 def _opened_before(path: Path, step: int) -> IO[bytes]:
-    """The file with what it says of earlier steps, cut off there: a run that was ended may have gone further."""
-    kept = 0
+    """Open the file truncated to the steps before `step`: an interrupted run may have gone beyond its checkpoint."""
+    kept_bytes = 0
     opened = path.open("a+b")
     opened.seek(0)
     for line in opened:
-        found = _step_of(line)
-        if found is None or found >= step:
+        try:
+            line_step = json.loads(line)["step"] if line.endswith(b"\n") else None
+        except (ValueError, KeyError, TypeError):
             break
-        kept += len(line)
-    opened.truncate(kept)
+        if not isinstance(line_step, int) or line_step >= step:
+            break
+        kept_bytes += len(line)
+    opened.truncate(kept_bytes)
     return opened
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a whole line of ours."""
-    try:
-        found = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, int) else None
 
 
 FLUSH_SECONDS = 10
 
 
 class Scalars:
-    """Writes the steps of a run to a folder. A resumed run hides what was written from its first step on.
+    """Writes TensorBoard scalars to a folder. A resumed run hides what was written from its first step on.
 
-    Raises MissingExtraError at once where TensorBoard is not installed.
+    Raises MissingExtraError at once if TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -217,7 +211,7 @@ class Scalars:
             self._writer.add_text("events", event.text, report.step)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the writer."""
         if self._writer is not None:
             self._writer.close()
 
@@ -227,10 +221,10 @@ Report = Callable[[StepReport], None]
 
 @contextmanager
 def open_sinks(output: OutputConfig, title: str, report: Report | None, *, leads: bool) -> Iterator[Report | None]:
-    """Reports each step to `report` and into the files, in the process that leads; None in others.
+    """Open the configured outputs of a run; yields a function that reports a step to all of them, None off rank 0.
 
-    Files are whole at the end, however the run ends. Raises MissingExtraError where a file needs a package that is not
-    installed.
+    Files are closed, and the picture is drawn, however the run ends. Raises MissingExtraError if an output needs a
+    package that is not installed.
     """
     if not leads:
         yield None
@@ -251,9 +245,9 @@ def open_sinks(output: OutputConfig, title: str, report: Report | None, *, leads
             picture = RunPlot(output.plot, title)
             files.callback(picture.draw)
             sinks.append(picture)
-        yield lambda step: _tell(sinks, step)
 
+        def report_to_all(step: StepReport) -> None:
+            for sink in sinks:
+                sink(step)
 
-def _tell(sinks: list[Report], step: StepReport) -> None:
-    for sink in sinks:
-        sink(step)
+        yield report_to_all

@@ -23,13 +23,13 @@ SWAPS = ("swapped", "back")
 SWAP_COLOUR, ROLL_BACK_COLOUR = OP_LOOKS["W"].colour, BUDGET
 LOSS_COLOUR, SPEED_COLOUR, TIME_COLOUR = (OP_LOOKS[kind].colour for kind in ("F", "BW", "O"))
 MANY_STEPS = 50
-"""From so many on every step is a thin line, and the strong one a median over the steps around it."""
+"""From this many steps on, single steps are a thin line and a running median is the strong one."""
 WINDOWS = 40
-"""So many windows of that median fit side by side into the chart."""
+"""Windows of that median that fit side by side into the chart."""
 MEDIANS = 1000
-"""At most about so many are computed, each of a window that grows with the run: the chart has no more pixels."""
+"""Most medians to compute, about as many as the chart has pixels."""
 MARKED_STEPS = 25
-"""Up to so many have a dot each."""
+"""Up to this many steps have a dot each."""
 
 
 class RunPlot:
@@ -45,7 +45,7 @@ class RunPlot:
         self._steps.append(report)
 
     def draw(self) -> None:
-        """Draw what there is; nothing where no step was done."""
+        """Write the picture; nothing if no step was done."""
         if self._steps:
             with settings():
                 write_atomically(
@@ -54,7 +54,7 @@ class RunPlot:
 
 
 def run_grid(steps: Sequence[StepReport], title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
+    """Picture on its figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(3, HEIGHT_INCHES)
     loss, speed, seconds = grid.axes
     _draw(loss, steps, [s.loss for s in steps], LOSS_COLOUR)
@@ -83,37 +83,37 @@ def _draw_seconds(axes: Axes, steps: Sequence[StepReport]) -> None:
 
 
 def _draw(axes: Axes, steps: Sequence[StepReport], values: Sequence[float], colour: str) -> None:
-    """Every step, and where there are many the median of those around it."""
-    places = [s.step for s in steps]
+    """Draw every step and, if there are many, a running median."""
+    numbers = [s.step for s in steps]
     if len(steps) < MANY_STEPS:
-        axes.plot(places, values, color=colour, linewidth=1.8, marker="o" if len(steps) <= MARKED_STEPS else "")
+        axes.plot(numbers, values, color=colour, linewidth=1.8, marker="o" if len(steps) <= MARKED_STEPS else "")
         axes.lines[-1].set_markersize(3.5)
         return
     reach = _window(steps) // 2
     chosen = sorted({*range(0, len(values), math.ceil(len(values) / MEDIANS)), len(values) - 1})
     smooth = [_median(values[max(0, k - reach) : k + reach + 1]) for k in chosen]
-    axes.plot(places, values, color=colour, linewidth=0.8, alpha=0.4)
-    axes.plot([places[k] for k in chosen], smooth, color=colour, linewidth=1.8)
+    axes.plot(numbers, values, color=colour, linewidth=0.8, alpha=0.4)
+    axes.plot([numbers[k] for k in chosen], smooth, color=colour, linewidth=1.8)
 
 
 def _median(values: Sequence[float]) -> float:
-    """Of those that are finite: a step that was skipped may have no loss."""
-    known = [value for value in values if math.isfinite(value)]
-    return median(known) if known else math.nan
+    """Median of the finite values: the loss of a skipped step may be NaN."""
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else math.nan
 
 
 def _from_zero(axes: Axes) -> None:
-    """So that what is half as high is half as much."""
+    """The y axis starts at zero, so that heights can be compared."""
     axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
 
 
 def _window(steps: Sequence[StepReport]) -> int:
-    """Steps of a median, an odd number."""
+    """Number of steps in the window of a median, odd."""
     return max(2, len(steps) // WINDOWS) // 2 * 2 + 1
 
 
 def _mark(axes: Axes, steps: Sequence[StepReport]) -> None:
-    """A line at each swap and a tick below at each update that was undone."""
+    """Draw a line at each switch of schedules and a mark at each update that was rolled back."""
     for step in _swaps(steps):
         axes.axvline(step, color=SWAP_COLOUR, linewidth=1.2, linestyle=(0, (4, 2)))
     undone = [s.step for s in steps if s.rolled_back]

@@ -1,7 +1,12 @@
 """Re-solving callback: updated costs, background search, and switching when the prediction gains.
 
-Every process times its own ops. Rank 0 alone asks the solver, whose search runs in a process of its own; what it finds
-goes to all, who change together. Nobody waits for a search.
+Every process times its own ops. Rank 0 alone searches, in a process beside the training; no rank waits for a search.
+Its result is broadcast and all ranks switch together.
+
+When to switch: a found schedule must save at least `least_gain` of the step that the schedule in use predicts, both
+simulated with the newest costs, so that errors of the model largely cancel; its memory, waiting messages included, must
+fit; and every stage must be able to run it. The steps that follow are a trial: if they turn out longer than the steps
+before the switch, all ranks switch back.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 
 from optpipe.ops import KINDS
 from optpipe.problem import Problem
-from optpipe.profile.measured import Gather, Measured, StageFigures
+from optpipe.profile.measured import Gather, Measured
 from optpipe.profile.ops import Spread, spread_of
 from optpipe.runtime.recorder import CudaRecorder, HostRecorder, Recorder, Timing
 from optpipe.schedule import Schedule
@@ -29,18 +34,18 @@ from optpipe.train.result import Events
 from optpipe.train.update import StepOutcome
 
 STEPS_BEFORE = 20
-"""The last steps before a swap, against which it is judged, at most."""
+"""Most steps before a switch that a trial compares with."""
 
 FIRST_STEPS = 2
-"""After a swap these do not count: host buffers take on their sizes, memory is got."""
+"""Steps after a switch that do not count: host buffers get their sizes, memory is allocated."""
 
 STEPS_AFTER = 5
-"""Then so many decide."""
+"""Steps after those that decide a trial."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The step that both schedules predict with the newest times, in microseconds."""
+    """Step times that both schedules predict with the newest costs."""
 
     in_use_us: float
     found_us: float
@@ -48,47 +53,48 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """The share of the step in use that the found one saves; negative if it takes longer."""
+        """Share of the step in use that the found schedule saves; negative if it takes longer."""
         return 1 - self.found_us / self.in_use_us if self.in_use_us else 0.0
 
     @property
     def better(self) -> bool:
-        """Whether it saves something, and enough."""
+        """True if it saves something, and at least `least_gain`."""
         return self.gain > 0 and self.gain >= self.least_gain
 
 
 def choose(problem: Problem, in_use: Schedule, found: Schedule, least_gain: float) -> Choice:
-    """Time both schedules' orders with the costs of a problem."""
+    """Simulate both schedules' orders with the costs of a problem."""
     in_use_us, found_us = (simulate(problem, schedule.orders).value_us for schedule in (in_use, found))
     return Choice(in_use_us, found_us, least_gain)
 
 
 class Trial:
-    """The first steps with a new schedule, against the last with the one before: seconds of each."""
+    """First steps with a new schedule, compared with the last steps of the one before."""
 
     def __init__(self, before_seconds: Sequence[float]) -> None:
         self._before = list(before_seconds)[-STEPS_BEFORE:]
         self._after: list[float] = []
 
     def add(self, seconds: float) -> None:
-        """One more step with the new schedule."""
+        """Count a step with the new schedule."""
         self._after.append(seconds)
 
     @property
     def over(self) -> bool:
-        """Whether enough steps are known."""
+        """True once enough steps have been counted."""
         return len(self._counted) >= STEPS_AFTER
 
     @property
     def figures(self) -> str:
-        """The medians of both, in words."""
+        """Medians of both, as text."""
         after = f"{median(self._counted):.3f} s after the change"
         return f"steps take {after}, {median(self._before):.3f} s before it" if self._before else f"steps take {after}"
 
     @property
     def worse(self) -> bool:
-        """Whether steps became longer, beyond what they differed by before: more than half of the new ones take longer
-        than three quarters of the old ones.
+        """True if the median of the new steps is above the upper quartile of the old ones.
+
+        Comparing with the median alone would switch back in half of all trials of an equally fast schedule.
         """
         if len(self._before) < STEPS_AFTER:
             return False
@@ -104,9 +110,9 @@ OpTimes = Mapping[int, Mapping[str, Spread]]
 
 
 def op_times(timings: Iterable[Timing], gather: Gather) -> OpTimes:
-    """The spread of every kind of op of every stage over all microbatches of the steps that were timed.
+    """Spread of every kind of op of every stage over all microbatches of the timed steps.
 
-    Of replicas, the slowest counts, for which the others wait. Called by all processes together.
+    The slowest replica counts, because the others wait for it. Called by all processes together.
     """
     samples: dict[str, dict[str, list[float]]] = {}
     for timing in timings:
@@ -114,60 +120,54 @@ def op_times(timings: Iterable[Timing], gather: Gather) -> OpTimes:
         if action.kind in KINDS:
             kinds = samples.setdefault(str(action.stage), {})
             kinds.setdefault(action.kind, []).append((timing.end_ns - timing.start_ns) / 1000)
-    mine = {s: {kind: asdict(spread_of(us)) for kind, us in kinds.items()} for s, kinds in samples.items()}
-    found: dict[int, dict[str, Spread]] = {}
-    for part in gather(mine):
-        for s, kinds in part.items():
-            times = found.setdefault(int(s), {})
+    own = {s: {kind: asdict(spread_of(us)) for kind, us in kinds.items()} for s, kinds in samples.items()}
+    slowest: dict[int, dict[str, Spread]] = {}
+    for rank in gather(own):
+        for s, kinds in rank.items():
+            times = slowest.setdefault(int(s), {})
             for kind, data in kinds.items():
-                times[kind] = max((Spread(**data), *_known(times, kind)), key=lambda spread: spread.median_us)
-    return found
+                spread = Spread(**data)
+                times[kind] = max(times.get(kind, spread), spread, key=lambda spread: spread.median_us)
+    return slowest
 
 
 def retimed(measured: Measured, times: OpTimes) -> Measured:
-    """The same model with the times of ops in training.
+    """Measurements with the times of ops replaced by those in training.
 
-    A kind that no step had keeps its share of the stage: it is scaled as those that were timed.
+    A kind of op that no timed step had (BW where B and W are apart, copies) is scaled like the timed ones of its stage.
     """
-    return replace(measured, stages=[_retimed(f, times.get(s, {})) for s, f in enumerate(measured.stages)])
+    stages = []
+    for s, figures in enumerate(measured.stages):
+        timed = {kind: spread for kind, spread in times.get(s, {}).items() if kind in figures.times}
+        before_us = sum(figures.times[kind].median_us for kind in timed)
+        scale = sum(spread.median_us for spread in timed.values()) / before_us if before_us else 1.0
+        scaled = {
+            kind: Spread(spread.median_us * scale, spread.lower_us * scale, spread.upper_us * scale, spread.count)
+            for kind, spread in figures.times.items()
+        }
+        stages.append(replace(figures, times=scaled | timed))
+    return replace(measured, stages=stages)
 
 
 def drift(before: Problem, after: Problem) -> float:
-    """How much op times have changed: of the device where most did, the changes over the times before.
+    """Relative change of op times, of the device where it is largest.
 
-    It is the sum over the device's stages and kinds of |after - before|, over the sum of before.
+    For a device: the sum over its stages and kinds of |after - before|, divided by the sum of before.
     """
-    return max(_drift(before, after, stages) for stages in before.stages_of)
-
-
-def _known(times: Mapping[str, Spread], kind: str) -> Sequence[Spread]:
-    return [times[kind]] if kind in times else []
-
-
-def _retimed(figures: StageFigures, times: Mapping[str, Spread]) -> StageFigures:
-    timed = times.keys() & figures.times.keys()
-    was = sum(figures.times[kind].median_us for kind in timed)
-    scale = sum(times[kind].median_us for kind in timed) / was if was else 1.0
-    others = {kind: _scaled(spread, scale) for kind, spread in figures.times.items() if kind not in timed}
-    return replace(figures, times=others | {kind: times[kind] for kind in timed})
-
-
-def _scaled(spread: Spread, scale: float) -> Spread:
-    return Spread(spread.median_us * scale, spread.lower_us * scale, spread.upper_us * scale, spread.count)
-
-
-def _drift(before: Problem, after: Problem, stages: Sequence[int]) -> float:
-    pairs = [
-        (before.stages[s].duration_us(kind), after.stages[s].duration_us(kind))
-        for s in stages
-        for kind in ("F", "B", "W", *(("O", "R") if before.stages[s].offload and after.stages[s].offload else ()))
-    ]
-    total = sum(was for was, _ in pairs)
-    return sum(abs(now - was) for was, now in pairs) / total if total else 0.0
+    drifts = []
+    for stages in before.stages_of:
+        pairs = [
+            (before.stages[s].duration_us(kind), after.stages[s].duration_us(kind))
+            for s in stages
+            for kind in ("F", "B", "W", *(("O", "R") if before.stages[s].offload and after.stages[s].offload else ()))
+        ]
+        total_us = sum(was for was, _ in pairs)
+        drifts.append(sum(abs(now - was) for was, now in pairs) / total_us if total_us else 0.0)
+    return max(drifts)
 
 
 class ResolveCallback(Callback):
-    """The loop around training, from the model's step on. `solver` is rank 0's, None elsewhere."""
+    """Times ops, re-solves and switches, from the model's step on. `solver`: rank 0's, None on other ranks."""
 
     def __init__(
         self, config: OnlineConfig, model: Model, first: InitialSchedule, solver: Solver | None, events: Events
@@ -186,9 +186,9 @@ class ResolveCallback(Callback):
         self._before = model.schedule
 
     def recorder(self, step: int) -> Recorder | None:
-        """Times the ops of a few steps in every so many."""
-        place = (step - self._begin) % self._config.every_steps
-        if step < self._begin or place >= self._config.record_steps:
+        """Recorder of op times in `record_steps` out of every `every_steps` steps."""
+        position = (step - self._begin) % self._config.every_steps
+        if step < self._begin or position >= self._config.record_steps:
             return None
         if self._recorder is None:
             self._recorder = CudaRecorder() if self._model.hardware.type == "cuda" else HostRecorder()
@@ -196,27 +196,27 @@ class ResolveCallback(Callback):
         return self._recorder
 
     def is_due(self, step: int) -> bool:
-        """Whether the steps just done were the last to be timed together."""
+        """True after the last of the steps that are timed together."""
         since = step - self._begin - self._config.record_steps
         return since >= 0 and since % self._config.every_steps == 0
 
     def requests(self) -> bool:
-        """Whether rank 0 has something for all: a schedule to change to, or the one before to go back to."""
+        """True on rank 0 when a search or a trial is over."""
         if self._trial is not None:
             return self._trial.over
         return self._search is not None and self._search.over
 
     def on_step_boundary(self, step: int) -> None:
-        """Learn from the steps that were timed; change the schedule where rank 0 says so; have solved what changed."""
+        """Update costs from timed steps, switch schedules if rank 0 offers one, and re-solve if costs have drifted."""
         if self._recorder is not None and self.is_due(step):
             self._learn(step, self._recorder)
             self._recorder, self._recorded = None, {}
-        self._follow(step, self._model.launch.broadcast(self._offer() if self._model.launch.rank == 0 else None))
+        self._apply(step, self._model.launch.broadcast(self._offer() if self._model.launch.rank == 0 else None))
         if self._stale and self._trial is None and self._search is not None and not self._search.running:
             self._solve(step, self._search)
 
     def done(self, outcome: StepOutcome) -> None:
-        """Remember what a step took, unless it was timed op by op."""
+        """Record the duration of a step. Steps timed op by op are slower and judge no schedule."""
         if outcome.step in self._recorded:
             self._recorded[outcome.step] = outcome.seconds
         elif self._trial is not None:
@@ -225,37 +225,43 @@ class ResolveCallback(Callback):
             self._seconds.append(outcome.seconds)
 
     def end(self) -> None:
-        """Nothing is searched for any more."""
+        """End the search."""
         if self._search is not None:
             self._search.cancel()
 
     def _learn(self, step: int, recorder: HostRecorder | CudaRecorder) -> None:
-        """Put the times of the steps into the problem. It is stale if it is not any more what was solved."""
+        """Put the timed ops into the problem, which is stale if it has drifted from the one that was solved."""
         begin = perf_counter()
         self._measured = retimed(self._measured, op_times(recorder.timings(), self._model.launch.gather))
         self._problem, before = self._setting.problem(self._measured), self._solved_for or self._problem
         changed = drift(before, self._problem)
         self._stale = self._solved_for is None or changed > self._config.drift
         seconds = perf_counter() - begin
-        text = f"{self._cost()}, gathered in {seconds:.3f} s; {changed:.1%} from what was solved"
+        cost = f"timed every op in {len(self._recorded)} steps of {median(self._recorded.values()):.3f} s"
+        if self._seconds:
+            cost += f" ({median(self._seconds):.3f} s when not)"
+        text = f"{cost}, gathered in {seconds:.3f} s; {changed:.1%} from what was solved"
         self._events.add(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
 
     def _solve(self, step: int, search: Search) -> None:
-        """Rank 0: begin a search for the newest times, within the memory that messages leave."""
+        """Start a search with the newest costs, within the memory that messages leave. Rank 0 alone."""
         self._problem = self._setting.problem(self._measured)
         search.begin(self._problem, self._model.schedule)
         self._solved_for, self._stale = self._problem, False
         self._events.add(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
 
-    def _cost(self) -> str:
-        """What the timing of ops took, in words."""
-        timed = f"timed every op in {len(self._recorded)} steps of {median(self._recorded.values()):.3f} s"
-        return f"{timed} ({median(self._seconds):.3f} s when not)" if self._seconds else timed
-
     def _offer(self) -> dict[str, Any] | None:
-        """Rank 0: what all are to do; None: nothing."""
+        """Decision of rank 0 for all ranks, as JSON values; None if there is none."""
         if self._trial is not None:
-            return self._verdict(self._trial) if self._trial.over else None
+            if not self._trial.over:
+                return None
+            figures = self._trial.figures
+            if self._model.launch.world == 1:  # no step of one process can confirm or refute a prediction
+                figures += "; devices take turns in this one process, so a step is the sum of all ops"
+                return {"kind": "kept", "text": figures}
+            if self._trial.worse:
+                return {"kind": "back", "text": f"{figures}: back to the schedule before", "schedule": None}
+            return {"kind": "kept", "text": f"{figures}: kept"}
         if self._search is None or not self._search.over:
             return None
         found = self._search.take()
@@ -276,32 +282,20 @@ class ResolveCallback(Callback):
         text = f"{figures}, {choice.gain:.1%} less (at most {1 - found.bound_us / choice.in_use_us:.1%} is possible)"
         return {"kind": "swapped", "text": text, "schedule": found.to_data()}
 
-    def _verdict(self, trial: Trial) -> dict[str, Any]:
-        """Of a trial that is over."""
-        figures = trial.figures
-        if self._model.launch.world == 1:
-            return {
-                "kind": "kept",
-                "text": f"{figures}; devices take turns in this one process, so a step is the sum of all ops",
-            }
-        if trial.worse:
-            return {"kind": "back", "text": f"{figures}: back to the schedule before", "schedule": None}
-        return {"kind": "kept", "text": f"{figures}: kept"}
-
-    def _follow(self, step: int, order: dict[str, Any] | None) -> None:
-        """Do what rank 0 says."""
-        if order is None:
+    def _apply(self, step: int, decision: dict[str, Any] | None) -> None:
+        """Carry out the decision of rank 0."""
+        if decision is None:
             return
         begin = perf_counter()
         self._trial = None
-        if "schedule" in order:
-            data = order["schedule"]
+        if "schedule" in decision:
+            data = decision["schedule"]
             new = self._before if data is None else Schedule.from_data(data)
             before = self._model.schedule
             self._model.swap(new)
             self._before = before
-            self._trial = Trial(self._seconds) if order["kind"] == "swapped" else None
+            self._trial = Trial(self._seconds) if decision["kind"] == "swapped" else None
             self._seconds.clear()
         seconds = perf_counter() - begin
-        took = f"; the change took {seconds:.3f} s" if "schedule" in order else ""
-        self._events.add(step, order["kind"], order["text"] + took, seconds)
+        took = f"; the change took {seconds:.3f} s" if "schedule" in decision else ""
+        self._events.add(step, decision["kind"], decision["text"] + took, seconds)

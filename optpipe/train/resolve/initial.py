@@ -27,14 +27,22 @@ from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Task
 from optpipe.worst_case_memory import worst_case_peak_bytes
 
+LOG = logging.getLogger("optpipe.train.resolve")
+
+HEARTBEAT_S = 1.0
+"""Interval in which rank 0 signals that it still searches: a collective times out, a search may take longer."""
+
+ADVISED_MESSAGES = 4
+"""Messages for which the advised memory has room: two each way, more than one microbatch at a time has waiting."""
+
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a schedule has to fit: everything about a problem but what ops cost.
+    """Constraints of every schedule of the run: everything about a problem except the costs of ops.
 
-    `limits_bytes` are what a device may hold of activations, workspaces and messages; None: what `memory_bytes`
-    leaves, its share `memory_margin` free, or no limit. A budget of the problem counts no messages, so it is less
-    by `reserved_bytes`.
+    `limits_bytes`: most that a device may hold of activations, workspaces and messages; None: what `memory_bytes`
+    leaves after weights and optimizer, with the share `memory_margin` free, or no limit. Budgets of a problem do not
+    count messages, so each is less by `reserved_bytes`.
     """
 
     placement: Sequence[int]
@@ -46,7 +54,7 @@ class Setting:
     reserved_bytes: Sequence[int] = ()
 
     def problem(self, measured: Measured) -> Problem:
-        """The scheduling problem. Raises InputError where weights alone take more than the memory."""
+        """Scheduling problem with measured costs. Raises InputError if weights alone exceed the memory."""
         problem = measured.problem(self.microbatches, self.memory_bytes, self.memory_margin)
         data = problem.to_data() | {"objective": self.objective}
         if self.limits_bytes is not None:
@@ -57,23 +65,19 @@ class Setting:
         return Problem.from_data(data)
 
     def excess_bytes(self, schedule: Schedule, measured: Measured) -> list[int]:
-        """By how much each device would exceed its limit with this schedule, messages that wait for their ops included.
+        """Bytes by which each device would exceed its limit with this schedule, waiting messages included.
 
-        The list of a program alone decides what a device holds when, so this is the same under any timing.
+        Memory is taken and freed in the order of a device's program, so this holds under any timing.
         """
-        whole = replace(self, reserved_bytes=()).problem(measured)
-        limits, held = [device.memory_bytes for device in whole.devices], held_bytes(schedule, whole, measured)
-        return [0 if limit is None else max(0, h - limit) for h, limit in zip(held, limits, strict=True)]
+        unreserved = replace(self, reserved_bytes=()).problem(measured)
+        peaks = planned_peaks_bytes(compile_schedule(schedule), unreserved, measured.message_bytes)
+        limits = [device.memory_bytes for device in unreserved.devices]
+        return [0 if limit is None else max(0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
 
     def reserving(self, bytes_: Sequence[int]) -> Setting:
-        """The same with so much more of each device kept for messages."""
+        """Setting with this many more bytes of each device reserved for messages."""
         before = self.reserved_bytes or [0] * len(bytes_)
         return replace(self, reserved_bytes=[old + more for old, more in zip(before, bytes_, strict=True)])
-
-
-def held_bytes(schedule: Schedule, problem: Problem, measured: Measured) -> list[int]:
-    """The most that each device holds with this schedule and the sizes of a problem, messages included."""
-    return planned_peaks_bytes(compile_schedule(schedule), problem, measured.message_bytes)
 
 
 def build_setting(config: OnlineConfig, schedule: Schedule | None, objective: Objective) -> Setting:
@@ -87,23 +91,26 @@ def build_setting(config: OnlineConfig, schedule: Schedule | None, objective: Ob
     return Setting(placement, microbatches, objective, config.memory_bytes, config.memory_margin)
 
 
-def within_what_is_taken(setting: Setting, schedule: Schedule, measured: Measured) -> Setting:
-    """Where nobody says what memory there is: no device may take more than with this schedule, whatever the timing."""
+def limited_to_peaks(setting: Setting, schedule: Schedule, measured: Measured) -> Setting:
+    """Setting in which no device may take more than with this schedule under any timing, unless memory is given.
+
+    Without `--memory` the given schedule is the only evidence of how much memory there is.
+    """
     if setting.memory_bytes is not None:
         return setting
     problem, orders = setting.problem(measured), schedule.orders
     peaks = [worst_case_peak_bytes(problem, (d.compute, d.offload, d.reload), orders.waits) for d in orders.devices]
-    held = held_bytes(schedule, problem, measured)
-    limits = [max(pair) for pair in zip(peaks, held, strict=True)]
+    with_messages = planned_peaks_bytes(compile_schedule(schedule), problem, measured.message_bytes)
+    limits = [max(pair) for pair in zip(peaks, with_messages, strict=True)]
     return replace(setting, limits_bytes=limits, reserved_bytes=[a - b for a, b in zip(limits, peaks, strict=True)])
 
 
 def measure_before(
     config: TrainingConfig, task: Task, setting: Setting, launch: Launch, on_round: OnRound
 ) -> tuple[Measured, float]:
-    """Measure the task's stages as the config has them run, built for this alone; with it the seconds that it took.
+    """Measure new copies of the task's stages as the config runs them; also returns the seconds that it took.
 
-    Called by all processes together, with the same answer but for the seconds. Raises InputError where stages do not
+    Called by all processes together, with the same result except for the seconds. Raises InputError where stages do not
     fit one another, TrainingError where training would begin with B and W apart on a compiled stage, and what
     `on_round` raises.
     """
@@ -120,8 +127,8 @@ def measure_before(
                 "1f1b's, or use --solve, or compile less of the module."
             )
     subject = sampled(Subject(task.name, stages, *batch[0], task.loss), batch)
-    mine = {s for s, device in enumerate(setting.placement) if device in launch.own_devices}
-    chain = build_chain(subject, launch.hardware, setting.microbatches, mine, config.model.torch_autocast)
+    own_stages = {s for s, device in enumerate(setting.placement) if device in launch.own_devices}
+    chain = build_chain(subject, launch.hardware, setting.microbatches, own_stages, config.model.torch_autocast)
     measured = measure(
         subject,
         chain,
@@ -134,18 +141,9 @@ def measure_before(
     return measured, perf_counter() - begin
 
 
-LOG = logging.getLogger("optpipe.train.resolve")
-
-NEWS_S = 1.0
-"""Rank 0 says so often that it still searches: a wait of other processes has an end, however long a search may be."""
-
-MESSAGES = 4
-"""What is advised leaves room for so many messages: two each way, more than one microbatch at a time has waiting."""
-
-
 @dataclass(frozen=True)
 class InitialSchedule:
-    """What training begins with: the schedule, where later ones have to fit, and what was measured of the task."""
+    """Schedule that training begins with, constraints of later ones, and measurements of the task."""
 
     schedule: Schedule
     setting: Setting
@@ -156,23 +154,28 @@ class InitialSchedule:
 def initial_schedule(
     config: TrainingConfig, launch: Launch, solver: Solver | None, events: Events, interrupted: Callable[[], bool]
 ) -> InitialSchedule:
-    """Measure, and find the schedule to begin with; called by all processes together, with the same answer.
+    """Measure, and find the schedule to begin with; called by all processes together, with the same result.
 
-    `solver` is rank 0's. Raises OptPipeError in every process where there is no schedule. Where a process was
-    `interrupted` while ops were measured, KeyboardInterrupt in all of them; while rank 0 searches, in rank 0.
+    `solver` is rank 0's. Raises OptPipeError in every process if there is no schedule. If a process was `interrupted`
+    while ops were measured, KeyboardInterrupt in all of them; while rank 0 searches, in rank 0.
     """
     online, given = config.online, config.schedule
-    setting = build_setting(online, given, _objective(config, launch))
+    # Devices that update without a barrier start their next step as soon as they are done with this one: then the
+    # longest span of a device is what a step costs (Zero Bubble, section 4).
+    optimistic = config.optimizer.optimistic and launch.distributed
+    setting = build_setting(online, given, "device_span" if optimistic else "makespan")
     task = build_task(config, len(setting.placement), setting.microbatches)
-    measured, seconds = measure_before(config, task, setting, launch, _heeding(interrupted, launch))
+    measured, seconds = measure_before(config, task, setting, launch, _ending_on_interrupt(interrupted, launch))
     if any(launch.gather(interrupted())):
         raise KeyboardInterrupt
     events.add(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
     if given is not None:
-        return InitialSchedule(given, within_what_is_taken(setting, given, measured), measured, task)
+        return InitialSchedule(given, limited_to_peaks(setting, given, measured), measured, task)
     begin = perf_counter()
     largest = max(measured.message_bytes, default=0)
     schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
+    # Only the program of a schedule shows how many messages wait at its peak. A search that left too little room for
+    # them is repeated with as much reserved; the reserve grows each time, so this ends, at worst with NoSolutionError.
     while any(excess := setting.excess_bytes(schedule, measured)):
         setting = setting.reserving(excess)
         schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
@@ -182,29 +185,24 @@ def initial_schedule(
     return InitialSchedule(schedule, setting, measured, task)
 
 
-def _heeding(interrupted: Callable[[], bool], launch: Launch) -> OnRound:
-    """Ends the measuring of one process that was interrupted before its next round.
+def _ending_on_interrupt(interrupted: Callable[[], bool], launch: Launch) -> OnRound:
+    """Callback that ends the measuring of a single process at its next round after an interrupt.
 
-    One of many says so and goes on: the others would wait for what it has measured, so all end together after it.
+    One process of many goes on, because the others would wait for its measurements: all end together afterwards.
     """
-    said = False
+    announced = False
 
-    def look(_round: int, _rounds: int) -> None:
-        nonlocal said
-        if said or not interrupted():
+    def end_if_interrupted(_round: int, _rounds: int) -> None:
+        nonlocal announced
+        if announced or not interrupted():
             return
         if not launch.distributed:
             raise KeyboardInterrupt
-        said = True
+        announced = True
         if launch.rank == 0:
             LOG.warning("interrupted: ending when all ops are measured; Ctrl-C again ends at once")
 
-    return look
-
-
-def _objective(config: TrainingConfig, launch: Launch) -> Objective:
-    """What a step takes: a device's span where each updates its weights without waiting for the others."""
-    return "device_span" if config.optimizer.optimistic and launch.distributed else "makespan"
+    return end_if_interrupted
 
 
 def _from_rank_0(
@@ -215,16 +213,16 @@ def _from_rank_0(
     solver: Solver | None,
     interrupted: Callable[[], bool],
 ) -> Schedule:
-    """The schedule that rank 0 finds; the others wait for it, or for the reason why there is none.
+    """Schedule that rank 0 finds; other ranks wait for it, or for the reason why there is none.
 
-    `message_bytes` is the size of the largest message.
+    `message_bytes`: size of the largest message.
     """
     if launch.rank:
-        while (news := launch.broadcast(None)) is None:
+        while (answer := launch.broadcast(None)) is None:  # a heartbeat
             pass
-        if "error" in news:
-            raise TrainingError(f"rank 0 found no schedule: {news['error']}")
-        return Schedule.from_data(news["schedule"])
+        if "error" in answer:
+            raise TrainingError(f"rank 0 found no schedule: {answer['error']}")
+        return Schedule.from_data(answer["schedule"])
     try:
         if solver is None:
             raise TrainingError("a schedule is to be found, but no solver was given. Maybe use optpipe train --solve.")
@@ -232,7 +230,7 @@ def _from_rank_0(
         if config.mode == "first":
             schedule = _searched(config, problem, schedule, launch, solver, interrupted)
     except BaseException as error:
-        with suppress(RunFailedError):  # if the others are gone, nobody is left to be told
+        with suppress(RunFailedError):  # the other ranks may have ended: the error to raise is this one
             launch.broadcast({"error": str(error) or type(error).__name__})
         raise
     launch.broadcast({"schedule": schedule.to_data()})
@@ -240,7 +238,7 @@ def _from_rank_0(
 
 
 def _quick(problem: Problem, config: OnlineConfig, message_bytes: int, solver: Solver) -> Schedule:
-    """Raises NoSolutionError that speaks of the memory that the user gave, not of what it leaves for activations."""
+    """Heuristic schedule. Raises NoSolutionError that advises a total memory, as the user gave it, not a budget."""
     try:
         return solver.quick(problem)
     except MethodError as error:
@@ -248,14 +246,14 @@ def _quick(problem: Problem, config: OnlineConfig, message_bytes: int, solver: S
             raise
         memory_bytes = without_margin(config.memory_bytes, config.memory_margin)
         budgets = [device.memory_bytes for device in problem.devices]
-        least = [
-            need + memory_bytes - budget + MESSAGES * message_bytes
+        needs = [
+            need + memory_bytes - budget + ADVISED_MESSAGES * message_bytes
             for need, budget in zip(solver.least_budgets_bytes(problem), budgets, strict=True)
             if budget is not None
         ]
         raise NoSolutionError(
             f"memory is {config.memory_bytes:,} bytes a device, which leaves {budgets} for activations: too few for "
-            f"one microbatch at a time. Maybe {math.ceil(max(least) / (1 - config.memory_margin)):,} bytes, or more "
+            f"one microbatch at a time. Maybe {math.ceil(max(needs) / (1 - config.memory_margin)):,} bytes, or more "
             "devices, or smaller microbatches."
         ) from error
 
@@ -268,17 +266,17 @@ def _searched(
     solver: Solver,
     interrupted: Callable[[], bool],
 ) -> Schedule:
-    """The best of a whole search, which begins at `start`."""
-    search, said = Search(solver, config), perf_counter()
+    """Best schedule of a whole search that begins at `start`, which is returned if it finds nothing."""
+    search, last_heartbeat_s = Search(solver, config), perf_counter()
     search.begin(problem, start)
     try:
         while not search.over:
             sleep(0.02)
             if interrupted():
                 raise KeyboardInterrupt
-            if perf_counter() - said > NEWS_S:
+            if perf_counter() - last_heartbeat_s > HEARTBEAT_S:
                 launch.broadcast(None)
-                said = perf_counter()
+                last_heartbeat_s = perf_counter()
         found = search.take()
         if found is None:
             LOG.warning("training begins with %s: %s", start.method, search.why_nothing)

@@ -1,4 +1,4 @@
-"""Background search of rank 0, and the solver protocol. Training imports no solver: the caller brings one."""
+"""Background search of rank 0, and the solver protocol. Training imports no solver: the caller passes one in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optpipe.train.config import OnlineConfig
 
 
 class Search:
-    """Asks a solver, and holds its answer until somebody takes it."""
+    """One search at a time by a solver, and its result until it is taken."""
 
     def __init__(self, solver: Solver, config: OnlineConfig) -> None:
         self._solver, self._config = solver, config
@@ -20,48 +20,48 @@ class Search:
         self.why_nothing = ""
 
     def begin(self, problem: Problem, start: Schedule) -> None:
-        """Search for something better than `start` for a problem. Returns at once."""
+        """Start a search for a schedule better than `start`. Returns at once."""
         assert self._solve is None, "one search at a time"
         self._solve = self._solver.begin(problem, start, self._config.time_limit_s, self._config.workers)
 
     @property
     def running(self) -> bool:
-        """Whether a search was begun whose answer nobody took."""
+        """True from `begin` until the result is taken."""
         return self._solve is not None
 
     @property
     def over(self) -> bool:
-        """Whether there is an answer to take."""
+        """True if there is a result to take."""
         return self._solve is not None and self._solve.poll()
 
     def take(self) -> Schedule | None:
-        """The answer; None where there is none, for the reason in `why_nothing`. Training goes on in any case."""
+        """Take the result; None if there is none, for the reason in `why_nothing`: a failed search ends no training."""
         assert self._solve is not None, "a search was begun"
         solve, self._solve = self._solve, None
         try:
-            found = solve.result()
+            schedule = solve.result()
         except OptPipeError as error:
             self.why_nothing = f"the search failed: {error}"
             return None
-        self.why_nothing = "" if found else "the search found nothing."
-        return found
+        self.why_nothing = "" if schedule else "the search found nothing."
+        return schedule
 
     def cancel(self) -> None:
-        """End what is under way."""
+        """End the search, if one is running."""
         if self._solve is not None:
             self._solve.cancel()
             self._solve = None
 
 
 class Solve(Protocol):
-    """A search that runs beside the training, in a process of its own."""
+    """Search that runs beside the training, in a process of its own."""
 
     def poll(self) -> bool:
-        """Whether it is over. Returns at once."""
+        """Return True if the search is over. Returns at once."""
         ...
 
     def result(self) -> Schedule | None:
-        """What it found, verified; None where nothing was. Waits until it is over. Raises OptPipeError."""
+        """Wait for the end; return the verified schedule, None if nothing was found. Raises OptPipeError."""
         ...
 
     def cancel(self) -> None:
@@ -73,13 +73,13 @@ class Solver(Protocol):
     """Finds schedules of a problem."""
 
     def quick(self, problem: Problem) -> Schedule:
-        """A schedule within the budgets in milliseconds (`ada-offload`). Raises MethodError where there is none."""
+        """Heuristic schedule within the budgets, in milliseconds (`ada-offload`). Raises MethodError without one."""
         ...
 
     def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
-        """For each device a budget with which `quick` finds something."""
+        """Budget of each device with which `quick` finds a schedule."""
         ...
 
     def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> Solve:
-        """Search for a better one than `start`, beside whatever this process does. Returns at once."""
+        """Start a search for a schedule better than `start` in a process of its own. Returns at once."""
         ...

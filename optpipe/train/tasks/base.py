@@ -1,4 +1,4 @@
-"""What is trained: a model cut into stages, its loss and its batches."""
+"""Task protocol: a model cut into stages, its loss and its batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """In a line, for people."""
+        """Name for people, on one line."""
         ...
 
     @property
@@ -40,5 +40,5 @@ class Task(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal in all processes and when a checkpoint is resumed, as JSON."""
+        """JSON values that must be equal in all processes, and in a checkpoint that is resumed."""
         ...

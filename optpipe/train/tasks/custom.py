@@ -21,11 +21,12 @@ LOG = logging.getLogger("optpipe.train")
 
 
 class OwnStages:
-    """What the callable of `config.model.name` returns, in batches of `microbatches`, those of all replicas.
+    """Stages that the callable of `config.model.name` returns; `microbatches` are those of all replicas.
 
-    It is called anew for each set of stages, with torch's generator seeded, so that all are equal. Raises InputError
-    where it does not return `stages` stages, where its loss has parameters to train, or `config.model.data` returns no
-    such batches, and TrainingError where stages share what cannot be kept one.
+    The callable is called anew for each set of stages, with torch's generator seeded, so that all sets are equal.
+    Raises InputError if it does not return `stages` stages, if its loss has parameters to train, or if
+    `config.model.data` returns other batches than these stages take; TrainingError if stages share what cannot be kept
+    one.
     """
 
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
@@ -42,17 +43,17 @@ class OwnStages:
 
     @property
     def name(self) -> str:
-        """That of the callable."""
+        """Name of the callable."""
         return self._model.name
 
     @property
     def loss(self) -> Loss:
-        """As the callable returned it."""
+        """Loss that the callable returned."""
         return self._loss
 
     @property
     def tokens(self) -> int:
-        """Of the first input: its integers, its positions where it is (N, T, C), else its rows."""
+        """Tokens of the first input: its integers, N * T of floats of shape (N, T, C), otherwise its rows."""
         first: Tensor = leaves(self._inputs)[0]
         if not first.dim() or not first.is_floating_point():
             return first.numel()
@@ -64,7 +65,7 @@ class OwnStages:
         return unused or list(self._load().stages)
 
     def batch(self, step: int) -> Batch:
-        """What the data callable says of the step; without one the same microbatch again and again."""
+        """Batch of the step from the data callable; without one, the same microbatch every time."""
         if self._data is None:
             return [self._inputs] * self._microbatches, [self._targets] * self._microbatches
         return batch_of(self._data, step, self._model.name, (self._inputs, self._targets), self._microbatches)

@@ -186,7 +186,7 @@ class GPTTask:
 
     @property
     def loss(self) -> Loss:
-        """In nats a byte."""
+        """Cross entropy in nats a byte."""
         return byte_loss
 
     @property
@@ -195,7 +195,7 @@ class GPTTask:
         return self._model.microbatch_size * self.shape.sequence
 
     def build_stages(self) -> list[nn.Module]:
-        """As drawn from the seed."""
+        """Stages with the weights drawn from the seed."""
         model = self._model
         return build_stages(self.shape, self._stages, self._seed, model.torch_dtype, tied=model.tied)
 

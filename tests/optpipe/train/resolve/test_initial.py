@@ -14,7 +14,7 @@ from optpipe.runtime.probe import measure_stage
 from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
-from optpipe.train.resolve.initial import _heeding, initial_schedule
+from optpipe.train.resolve.initial import _ending_on_interrupt, initial_schedule
 from optpipe.train.result import Events
 from tests.optpipe.train.resolve.solvers import Scripted
 
@@ -34,7 +34,7 @@ def test_an_interrupt_ends_the_measuring_before_the_next_round_or_after_the_last
 def test_one_of_many_processes_says_so_once_and_goes_on_until_all_can_end(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for rank in range(2):
-            look = _heeding(lambda: True, Launch(2, rank=rank, distributed=True))
+            look = _ending_on_interrupt(lambda: True, Launch(2, rank=rank, distributed=True))
             look(0, ROUNDS)
             look(1, ROUNDS)
     assert caplog.messages == ["interrupted: ending when all ops are measured; Ctrl-C again ends at once"]
