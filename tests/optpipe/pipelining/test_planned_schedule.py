@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -22,6 +23,7 @@ from optpipe.errors import InputError, TrainingError
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.pipelining import PlannedSchedule
 from optpipe.problem import Problem
+from optpipe.runtime.weight_gradients.split import Deferred
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from tests.optpipe.runtime.schedules import random_schedule
@@ -255,6 +257,17 @@ def test_gathered_parameters_never_leave_to_the_host(reshard: bool) -> None:
     (plain_bytes, plain), (sharded_bytes, found) = moved
     assert sharded_bytes == plain_bytes > 0
     torch.testing.assert_close(found, plain)
+
+
+def test_replicate() -> None:
+    mine, expected, mesh = blocks(), blocks(), init_device_mesh("cpu", (1,))
+    for stage in mine:
+        for layer in (stage.submod[1], stage.submod):
+            replicate(layer, mesh=mesh)
+    for found in (mine, expected):
+        PlannedSchedule(found, offloading(), loss_fn=nn.functional.mse_loss).step(X, target=X)
+    assert isinstance(mine[0].submod[1], Deferred)
+    torch.testing.assert_close(gradients(mine), gradients(expected))
 
 
 def test_after_a_failure_under_fsdp_nothing_of_the_failed_step_is_left() -> None:
