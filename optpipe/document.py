@@ -48,13 +48,16 @@ class Document(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            entries = error.errors(include_url=False)
-            issues = [_issue(cls, entry, source) for entry in entries[:MOST_ISSUES]]
-            if (more := len(entries) - MOST_ISSUES) > 0:
-                issues.append(
-                    Issue("", "more", f"and {more:,} more are wrong. Maybe this is another kind of document.")
-                )
-            raise InputError(issues, source) from None
+            raise cls.input_error(error, source) from None
+
+    @classmethod
+    def input_error(cls, error: ValidationError, source: str = "", most: int = MOST_ISSUES) -> InputError:
+        """Build the error for a failed validation: its first `most` issues and the number of further ones."""
+        entries = error.errors(include_url=False)
+        issues = [_issue(cls, entry, source) for entry in entries[:most]]
+        if (more := len(entries) - most) > 0:
+            issues.append(Issue("", "more", f"and {more:,} more are wrong. Maybe this is another kind of document."))
+        return InputError(issues, source)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "") -> Self:
