@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -19,7 +18,7 @@ from uuid import UUID
 import structlog
 
 from api.errors import Fault, HttpError, retry_later, unprocessable
-from solver.process import import_path
+from solver.process import child_environment, module_command
 
 MOST_SECONDS = 30.0
 """Time of one task, once there is a process for it. A process that takes longer is killed."""
@@ -107,10 +106,10 @@ class HeavyProcess:
     async def start(cls) -> HeavyProcess:
         """Start one, and return when it has loaded what is slow to load. Raises ProcessDiedError."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "api.process_pool_child", str(os.getpid())),
+            *module_command("api.process_pool_child", str(os.getpid())),
             stdin=PIPE,
             stdout=PIPE,
-            env=os.environ | {"PYTHONPATH": import_path()},
+            env=child_environment(),
             start_new_session=True,
         )
         started = cls(process)

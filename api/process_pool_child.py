@@ -7,11 +7,8 @@ that all modules are loaded. Started by `api.process_pool.HeavyProcess` as
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -24,6 +21,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.export.chrome_trace import chrome_trace
 from optpipe.export.torch_csv import torch_csv
 from optpipe.schedule import Schedule
+from solver.process import claim_stdout, end_with_parent
 from solver.process.parent import load_verifier
 
 
@@ -74,20 +72,12 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
 MOST_MEMORY_BYTES = 2 * 2**30
 """Memory limit of one process: beyond it a task fails, not the machine."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Run tasks until stdin ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(sys.argv[1]):
-            os._exit(1)  # the parent died before the line above
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    end_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
-    # Answers go to a duplicate of stdout; what a library prints goes to stderr and cannot corrupt them.
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    out = claim_stdout()
     load_verifier()
     _send(out, HTTPStatus.OK, b"")  # ready
     while line := sys.stdin.buffer.readline():

@@ -20,7 +20,7 @@ from typing import Any
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from solver.kernels import WARM, are_being_compiled, compiler_lock, forget_stale, is_marked, mark
-from solver.process import import_path
+from solver.process import child_environment, module_command
 
 WORK = 0.02
 """Units of work that each search gets on each toy: every kernel is called, nothing is solved."""
@@ -29,6 +29,7 @@ NICENESS = 10
 """How far a compiler in the background stands back behind the solve that begins meanwhile."""
 
 _BACKGROUND = "--background"
+_COMMAND = module_command("solver.warm_up")
 
 
 def is_warm() -> bool:
@@ -68,7 +69,7 @@ def warm_up() -> None:
 
 def warm_up_in_child(start_new_session: bool = False) -> None:
     """`warm_up` in a process of its own, which a caller can leave behind or end; a failure is only printed there."""
-    subprocess.run(_command(), env=_environment(), check=False, start_new_session=start_new_session)
+    subprocess.run(_COMMAND, env=child_environment(), check=False, start_new_session=start_new_session)
 
 
 def warm_up_in_background() -> bool:
@@ -83,8 +84,8 @@ def warm_up_in_background() -> bool:
     if lock is not None:
         with lock:
             process = subprocess.Popen(
-                [*_command(), _BACKGROUND],
-                env=_environment(),
+                [*_COMMAND, _BACKGROUND],
+                env=child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -93,14 +94,6 @@ def warm_up_in_background() -> bool:
             )
         Thread(target=process.wait, name="compiler", daemon=True).start()
     return are_being_compiled()
-
-
-def _command() -> list[str]:
-    return [sys.executable, "-P", "-m", "solver.warm_up"]
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": import_path()}
 
 
 def _toys() -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from api.jobs.migrate import check_revision
 from api.jobs.run import ChildSolver, Solve
 from api.jobs.worker import STOP_S, Worker
 from api.settings import Settings
-from solver.process import import_path
+from solver.process import child_environment, module_command
 from solver.process.parent import load_verifier
 from solver.warm_up import warm_up_in_background
 
@@ -99,9 +99,9 @@ def _keep(database_url: str, stopping: Event) -> None:
 def _run_one(database_url: str, stopping: Event) -> int:
     """Run one worker process until it ends or is to stop; its exit code."""
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "optpipe", "worker", "--until-stdin-ends"],
+        module_command("optpipe", "worker", "--until-stdin-ends"),
         stdin=subprocess.PIPE,  # its end tells the worker that we have gone, however that was
-        env=os.environ | {"OPTPIPE_DATABASE_URL": database_url, "PYTHONPATH": import_path()},
+        env=child_environment(OPTPIPE_DATABASE_URL=database_url),
         start_new_session=True,  # Ctrl-C in a terminal is for us: we stop it in our time
     ) as worker:
         while worker.poll() is None and not stopping.wait(0.1):

@@ -6,8 +6,9 @@ answer itself.
 """
 
 from solver.process.cached import cpu_seconds_given, solve_cached
-from solver.process.channel import Child, Heartbeat, Limit, available_bytes, import_path
+from solver.process.channel import Child, Heartbeat, Limit, available_bytes
 from solver.process.parent import ChildResult, SolverDiedError, solve_in_child
+from solver.process.start import child_environment, claim_stdout, end_with_parent, module_command
 
 __all__ = [
     "Child",
@@ -16,8 +17,11 @@ __all__ = [
     "Limit",
     "SolverDiedError",
     "available_bytes",
+    "child_environment",
+    "claim_stdout",
     "cpu_seconds_given",
-    "import_path",
+    "end_with_parent",
+    "module_command",
     "solve_cached",
     "solve_in_child",
 ]

@@ -8,7 +8,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from optpipe.errors import Issue, OptPipeError
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from solver.limits import Limits
+from solver.process.start import child_environment, module_command
 from solver.solution import Progress, Solution
 
 Message = dict[str, Any]
@@ -138,13 +138,13 @@ class Child:
     def _started(self, module: str) -> subprocess.Popen[bytes]:
         with self._errors.open("wb") as errors:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(os.getpid())],
+                module_command(module, str(os.getpid())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,
                 cwd=self.folder,
-                env=os.environ | {"TMPDIR": self.folder, "PYTHONPATH": import_path()},
+                env=child_environment(TMPDIR=self.folder),
                 start_new_session=True,
             )
 
@@ -225,11 +225,6 @@ class Child:
         for pipe in (self._process.stdin, self._process.stdout):
             self._pipe(pipe).close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def import_path() -> str:
-    """What this process imports from, as PYTHONPATH for a child that may have another working folder."""
-    return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
 
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

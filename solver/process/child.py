@@ -5,17 +5,12 @@ Started by `solver.process.Child` as ``python -m solver.process.child PARENT_PID
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import resource
 import select
-import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Condition, Lock, Thread
 from typing import BinaryIO
 
@@ -27,6 +22,7 @@ from solver.limits import Limits
 from solver.process import channel
 from solver.process.channel import Limit, Message
 from solver.process.parent import load_uncompiled, load_verifier
+from solver.process.start import claim_stdout, end_with_parent
 from solver.solution import Progress, Solution
 
 LEAST_SEARCH_S = 0.25
@@ -42,14 +38,11 @@ MOST_PAUSE_S = 0.7
 EARLY = 0.95
 """A search that ends before this share of its time was not ended by the clock."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Answer one request, then end."""
-    _die_with_parent(int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the image of a process that exploded would fill the disk
-    outbox = Outbox(_own_stdout())
+    end_with_parent(int(sys.argv[1]))
+    outbox = Outbox(claim_stdout())
     compiled = are_ready(WARM)
     if compiled:
         _load()
@@ -163,32 +156,12 @@ class Outbox:
             self._out.flush()
 
 
-def _own_stdout() -> BinaryIO:
-    """The pipe to the parent; whatever else prints goes to stderr from now on."""
-    pipe = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return pipe
-
-
 def _obey(limits: Limits) -> None:
     """Cancel on request; end at once where the parent has gone."""
     for text in sys.stdin.buffer:
         if json.loads(text) == channel.CANCEL:
             limits.cancel.request()
     os._exit(1)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends, where it can (Linux).
-
-    The end of stdin says the same everywhere, but is not heard while a solver keeps Python's lock.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with suppress(OSError):  # where memory is short, this process goes first, not its parent
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent:
-        sys.exit("the parent has gone")
 
 
 if __name__ == "__main__":
