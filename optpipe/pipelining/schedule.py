@@ -133,7 +133,7 @@ class PlannedSchedule:
 
     @property
     def program(self) -> Program:
-        """What the devices execute."""
+        """The compiled schedule: one list of actions per device."""
         return self._program
 
     @property

@@ -26,7 +26,7 @@ LossFunction = Callable[..., Tensor]
 
 @dataclass
 class Microbatches:
-    """What a step or an evaluation works on, and what it leaves: one entry for each microbatch.
+    """Inputs and results of a step or an evaluation: one entry per microbatch.
 
     `targets` is None where no loss is wanted. `outputs` are kept if `keeps_outputs`; they and the losses hold no graph.
     """
@@ -73,7 +73,7 @@ class SubmoduleStage(Stage):
         self._gathered = fsdp.gathered_parameters(self.module)
 
     def begin_step(self) -> None:
-        """As every stage; wrappers only add gradients up until REDUCE."""
+        """Begin a step; until REDUCE, wrappers only add gradients up."""
         super().begin_step()
         self._kept = None
         fsdp.begin_step(self.module)

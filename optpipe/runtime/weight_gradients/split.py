@@ -131,7 +131,7 @@ class SplitBackward(ABC, Generic[Layer]):
     """
 
     distributed: ClassVar[bool] = False
-    """Whether the two halves are right for DTensors, as matrix products are; else such layers are left to autograd."""
+    """True where both halves are right for DTensors, as matrix products are; else autograd handles such layers."""
 
     lower_precision: ClassVar[bool] = False
     """Whether autocast computes the layer in its own dtype, as it does matrix products: then x comes in that dtype."""
@@ -167,7 +167,7 @@ def accumulate(parameter: Tensor | None, gradient: Tensor) -> None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: tensor parallelism has cut it."""
+    """True for a DTensor, which tensor parallelism or FSDP has cut."""
     return type(tensor) is not Tensor and hasattr(tensor, "placements")
 
 
