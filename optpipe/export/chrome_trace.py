@@ -1,13 +1,11 @@
 """Chrome Trace Event JSON of planned and measured steps, for Perfetto and chrome://tracing.
 
-One process a device with a thread for each stream, complete events for ops, a counter for memory, and flow arrows
-where one device hands over to another. Times are microseconds, as both the format and the schedule have them.
+One process per device with a thread per stream, complete events for ops, a counter for memory, and flow arrows for
+messages between devices. Times are microseconds, in the format ("Trace Event Format" of the Chromium project) as in the
+schedule.
 
-A process stands for a device, a thread for one of its streams. Times are microseconds. The format:
-"Trace Event Format" of the Chromium project, as read by Perfetto and chrome://tracing.
-
-The same processes, threads and names, so that both can be read side by side. Beside the three streams a fourth thread
-holds what the runtime does itself; arrows leave from its sends.
+Planned and measured traces have the same processes, threads and names, so that they can be compared. A measured trace
+has a fourth thread for the actions of the runtime; arrows start at its sends.
 """
 
 from __future__ import annotations
@@ -31,32 +29,24 @@ def write_chrome_trace(schedule: Schedule, path: Path) -> None:
 
 
 def chrome_trace(schedule: Schedule) -> dict[str, Any]:
-    """The trace as plain JSON values.
+    """Trace of a schedule as plain JSON values.
 
-    Events carry the schedule's own times. Only where a time is negative, which viewers drop, are all times moved by
-    `otherData.shift_us`.
+    Events have the schedule's times, shifted by `otherData.shift_us` if some are negative, which viewers drop.
     """
-    shift_us = _shift_us(schedule)
+    starts = (op.start_us for device in schedule.devices for _, ops in device.streams() for op in ops)
+    shift_us = max(0, -min(starts, default=0))
+    fields = ("method", "status", "objective", "value_us", "bound_us", "gap", "solve_seconds", "bubble")
+    figures = {field: getattr(schedule, field) for field in fields}
     return {
         "displayTimeUnit": "ms",
-        "otherData": {**_figures(schedule), "shift_us": shift_us},
+        "otherData": {"problem": schedule.problem.name, **figures, "shift_us": shift_us},
         "traceEvents": [
             *_names(schedule),
             *_ops(schedule, shift_us),
-            *_memory(schedule, shift_us),
+            *(e for d in range(len(schedule.devices)) for e in memory_events(d, planned_memory(schedule, d), shift_us)),
             *_flows(schedule, shift_us),
         ],
     }
-
-
-def _shift_us(schedule: Schedule) -> float:
-    starts = (op.start_us for device in schedule.devices for _, ops in device.streams() for op in ops)
-    return max(0, -min(starts, default=0))
-
-
-def _figures(schedule: Schedule) -> dict[str, Any]:
-    fields = ("method", "status", "objective", "value_us", "bound_us", "gap", "solve_seconds", "bubble")
-    return {"problem": schedule.problem.name, **{field: getattr(schedule, field) for field in fields}}
 
 
 def _names(schedule: Schedule) -> Iterator[Event]:
@@ -82,11 +72,6 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
                 }
 
 
-def _memory(schedule: Schedule, shift_us: float) -> Iterator[Event]:
-    for d in range(len(schedule.devices)):
-        yield from memory_events(d, planned_memory(schedule, d), shift_us)
-
-
 def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     """Arrows for activations and gradients that pass from one device to another."""
     for number, (sender, before, receiver, after) in enumerate(_transfers(schedule)):
@@ -96,7 +81,7 @@ def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, ScheduledOp]]:
-    """Each hand-over between devices: sender, its op, receiver, its op."""
+    """Messages between devices: sender, its op, receiver, its op."""
     stages = schedule.problem.stages
     at: dict[tuple[str, int, int], tuple[int, ScheduledOp]] = {}
     for d, device in enumerate(schedule.devices):
@@ -114,11 +99,11 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, Sche
 Event = dict[str, Any]
 
 FLOW_LEAD_US = 0.001
-"""Arrows leave this long before an op ends: viewers tie an arrow to the op that is running at its time."""
+"""Arrows start this long before an op ends: viewers attach an arrow to the op that is running at its time."""
 
 
 def name_events(process: int, name: str, labels: str, threads: Sequence[str]) -> Iterator[Event]:
-    """Name and place of a process, what is said beside it, and its threads."""
+    """Metadata of a process: name, position, labels and threads."""
     yield _metadata("process_name", process, 0, name=name)
     yield _metadata("process_sort_index", process, 0, sort_index=process)
     yield _metadata("process_labels", process, 0, labels=labels)
@@ -132,7 +117,7 @@ def _metadata(kind: str, process: int, thread: int, **args: Any) -> Event:
 
 
 def memory_events(process: int, curve: Curve, shift_us: float) -> Iterator[Event]:
-    """A counter of the bytes alive."""
+    """Counter events of the bytes alive."""
     for time_us, level in zip(curve.times_us.tolist(), curve.bytes.tolist(), strict=True):
         yield {
             "ph": "C",
@@ -147,14 +132,14 @@ def memory_events(process: int, curve: Curve, shift_us: float) -> Iterator[Event
 def flow_events(
     number: int, name: str, leaves: tuple[int, int, float], arrives: tuple[int, int, float]
 ) -> Iterator[Event]:
-    """A message from the event that is running at one place to the one at the other: (process, thread, time)."""
+    """Flow events of a message between two (process, thread, time) positions."""
     common = {"name": name, "cat": "transfer", "id": number}
     for phase, (process, thread, time_us) in (({"ph": "s"}, leaves), ({"ph": "f", "bp": "e"}, arrives)):
         yield {**phase, **common, "tid": thread, "pid": process, "ts": time_us}
 
 
 def measured_chrome_trace(trace: Trace) -> dict[str, Any]:
-    """The trace as plain JSON values, at the trace's own times."""
+    """Trace of a measured step as plain JSON values."""
     return {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -165,7 +150,12 @@ def measured_chrome_trace(trace: Trace) -> dict[str, Any]:
             "step_us": trace.step_us,
             "clock_error_us": trace.clock_error_us,
         },
-        "traceEvents": [*_measured_names(trace), *_actions(trace), *_measured_memory(trace), *_measured_flows(trace)],
+        "traceEvents": [
+            *_measured_names(trace),
+            *_actions(trace),
+            *(e for d, device in enumerate(trace.devices) for e in memory_events(d, device.memory.curve, 0.0)),
+            *_measured_flows(trace),
+        ],
     }
 
 
@@ -195,11 +185,6 @@ def _actions(trace: Trace) -> Iterator[Event]:
                     **peer,
                 },
             }
-
-
-def _measured_memory(trace: Trace) -> Iterator[Event]:
-    for d, device in enumerate(trace.devices):
-        yield from memory_events(d, device.memory.curve, 0.0)
 
 
 def _measured_flows(trace: Trace) -> Iterator[Event]:

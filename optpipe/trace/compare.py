@@ -1,17 +1,17 @@
-"""Comparison of a measured step with its plan: figures, re-timed plan, deciding path.
+"""Comparison of a measured step with its plan: figures, re-timed plan, critical path.
 
-Where each device had a process of its own, the measured times are compared as they are. Devices that shared a process
-took turns, so when anything happened there says nothing about a pipeline; then the schedule is *re-timed*: its orders,
-waits and transfer delays, each op with the median duration that was measured for its kind on its stage. Medians,
-because devices that take turns on one processor also share it with everything else on the machine.
+If each device had a process of its own, the measured times are compared directly. Devices that share a process
+alternate, so their times do not show a pipeline; then the schedule is *re-timed*: its orders, waits and transfer
+delays, each op with the median measured duration of its kind on its stage. Medians, because devices that alternate on
+one processor share it with everything else on the machine.
 
-`optpipe.simulate` times a schedule with one duration for each kind and stage. Here every op has its own, as measured.
+`optpipe.simulate` has one duration for each kind and stage; here every op has its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -30,26 +30,26 @@ from optpipe.trace.document import Trace
 
 
 class Span(NamedTuple):
-    """From when to when an op ran, or is to run."""
+    """Measured or planned interval of an op."""
 
     start_us: float
     end_us: float
 
     @property
     def duration_us(self) -> float:
-        """From start to end."""
+        """Length of the interval."""
         return self.end_us - self.start_us
 
 
 class Need(NamedTuple):
-    """An op starts no sooner than `delay_us` after the end of `op`."""
+    """Precedence: an op starts no sooner than `delay_us` after the end of `op`."""
 
     op: Op
     delay_us: float
 
 
 class PathStep(NamedTuple):
-    """An op on the path that decides the end: it followed `gap_us` after the end of the one before it."""
+    """An op on the critical path, which started `gap_us` after the end of the one before it."""
 
     op: Op
     gap_us: float
@@ -60,15 +60,15 @@ Needs = Mapping[Op, Sequence[Need]]
 
 
 def planned_spans(schedule: Schedule) -> dict[Op, Span]:
-    """Each op's predicted times."""
+    """Predicted interval of each op."""
     streams = [ops for device in schedule.devices for _, ops in device.streams()]
     return {op: Span(*times) for ops in streams for op, *times in zip(ops.ops, ops.starts, ops.ends, strict=True)}
 
 
 def find_precedences(schedule: Schedule) -> Needs:
-    """For each op the ends that it waits for: rules of the model, order of its stream or channel, waits.
+    """Precedences of each op: rules of the model, order of its stream or channel, waits.
 
-    Raises OrderError where a wait is for no op of the schedule, DeadlockError where ops wait in a cycle.
+    Raises OrderError if a wait names no op of the schedule, DeadlockError if ops wait in a cycle.
     """
     problem, orders = schedule.problem, schedule.orders
     rules = Rules([stage.device for stage in problem.stages], frozenset(orders.ops()))
@@ -87,7 +87,7 @@ def find_precedences(schedule: Schedule) -> Needs:
 
 
 def _in_order(needs: Needs) -> Sequence[Op]:
-    """All ops, each after those that it needs. Raises DeadlockError."""
+    """All ops in topological order. Raises DeadlockError."""
     sorter = TopologicalSorter({op: [need.op for need in before] for op, before in needs.items()})
     try:
         return [*sorter.static_order()]
@@ -97,27 +97,25 @@ def _in_order(needs: Needs) -> Sequence[Op]:
 
 
 def _by_rule(rules: Rules, problem: Problem, op: Op) -> Iterator[Need]:
-    """The ops of the schedule that must be over; a message counts as its delay, other actions between as nothing."""
+    """Precedences by the rules, with messages replaced by their delays and other actions left out."""
     for before in (Op(*key) for key in rules.needs(op)):
         if before in rules.present:
             yield Need(before, 0.0)
         else:
-            delay_us = _delay_us(problem, before) if before.kind in RECEIVES else 0.0
+            delay_us = 0.0
+            if before.kind in RECEIVES:
+                message = message_of(before)
+                delay_us = planned_delay_us(problem, message.direction, message.boundary)
             yield from (Need(need.op, need.delay_us + delay_us) for need in _by_rule(rules, problem, before))
 
 
-def _delay_us(problem: Problem, receive: Op) -> float:
-    message = message_of(receive)
-    return planned_delay_us(problem, message.direction, message.boundary)
-
-
 def planned_delay_us(problem: Problem, direction: str, boundary: int) -> float:
-    """How long a message takes over a boundary: an activation (F) or a gradient (B)."""
+    """Planned transfer delay of an activation (F) or a gradient (B) over a boundary."""
     return (problem.forward_delay_us if direction == "F" else problem.backward_delay_us)[boundary]
 
 
 def retimed(needs: Needs, duration_us: Mapping[Op, float]) -> dict[Op, Span]:
-    """The times at which every op starts as soon as what it needs allows."""
+    """Earliest interval of every op with the given durations."""
     spans: dict[Op, Span] = {}
     for op in _in_order(needs):
         start = max((spans[need.op].end_us + need.delay_us for need in needs[op]), default=0.0)
@@ -126,7 +124,7 @@ def retimed(needs: Needs, duration_us: Mapping[Op, float]) -> dict[Op, Span]:
 
 
 def deciding_path(needs: Needs, spans: Mapping[Op, Span]) -> list[PathStep]:
-    """From the op that ended last back to a first one, each time by the need that was met last; in order of time."""
+    """Critical path in order of time: back from the op that ended last, each time by the precedence met last."""
     if not spans:
         return []
     op = max(spans, key=lambda op: spans[op].end_us)
@@ -145,13 +143,18 @@ Spans = Mapping[Op, Span]
 
 
 def compare(trace: Trace) -> Comparison:
-    """Every figure of the trace against those of the schedule within it."""
+    """Compare a trace with the schedule that it contains."""
     needs, planned = find_precedences(trace.schedule), planned_spans(trace.schedule)
     measured = {op: Span(action.start_us, action.end_us) for op, action in trace.ops.items()}
     kinds = tuple(_kinds(planned, measured))
     at_once = trace.devices_ran_at_once
-    spans = measured if at_once else retimed(needs, _median_durations(measured, kinds))
-    path, on_path = _path(needs, planned, spans)
+    medians = {(kind.kind, kind.stage): kind.median_us for kind in kinds}
+    spans = measured if at_once else retimed(needs, {op: medians[op.kind, op.stage] for op in measured})
+    path = deciding_path(needs, spans)
+    path_ops = frozenset(step.op for step in path)
+    ops_us = sum(spans[step.op].duration_us - planned[step.op].duration_us for step in path)
+    gaps_us = sum(step.gap_us - step.planned_gap_us for step in path)
+    slack_us = _length(spans) - _length(planned) - ops_us - gaps_us
     return Comparison(
         basis="measured" if at_once else "re-timed",
         planned_step_us=_length(planned),
@@ -159,13 +162,13 @@ def compare(trace: Trace) -> Comparison:
         measured_step_us=trace.step_us,
         work_ratio=_ratio(_work(measured), _work(planned)),
         devices=tuple(_devices(trace, planned, measured, spans)),
-        path=path,
-        differences=tuple(_differences(trace, planned, measured, on_path)),
+        path=PathFigures(len(path), ops_us, gaps_us, slack_us),
+        differences=tuple(_differences(trace, planned, measured, path_ops)),
         kinds=kinds,
         transfers=tuple(_transfers(trace)),
         planned_spans=planned,
         spans=spans,
-        path_ops=frozenset(on_path),
+        path_ops=path_ops,
     )
 
 
@@ -182,18 +185,10 @@ def _ratio(measured: float, planned: float) -> float:
     return measured / planned if planned else 1.0
 
 
-def _path(needs: Needs, planned: Spans, spans: Spans) -> tuple[PathFigures, set[Op]]:
-    path = deciding_path(needs, spans)
-    ops_us = sum(spans[step.op].duration_us - planned[step.op].duration_us for step in path)
-    gaps_us = sum(step.gap_us - step.planned_gap_us for step in path)
-    slack_us = _length(spans) - _length(planned) - ops_us - gaps_us
-    return PathFigures(len(path), ops_us, gaps_us, slack_us), {step.op for step in path}
-
-
 def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Iterator[DeviceFigures]:
     planned_step_us, step_us = _length(planned), _length(spans)
     for device, plan in zip(trace.devices, trace.schedule.devices, strict=True):
-        before, after = ({op: known[op] for op in device.ops} for known in (planned, spans))
+        before, after = ({op: times[op] for op in device.ops} for times in (planned, spans))
         beside = [op for other in trace.devices if other.process == device.process for op in other.ops]
         yield DeviceFigures(
             planned_bubble=1 - _ratio(_work(before), planned_step_us),
@@ -209,7 +204,7 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
 
 
 def _hidden(spans: Spans, moved: Iterable[Op], beside: Iterable[Op]) -> float | None:
-    """The share of the time of the copies among `moved` in which compute of `beside` runs; None without copies."""
+    """Share of the time of the copies among `moved` during which compute of `beside` runs; None without copies."""
     copies = [spans[op] for op in moved if op.stream != "compute"]
     total_us = sum(copy.duration_us for copy in copies)
     if not total_us:
@@ -224,7 +219,7 @@ def _hidden(spans: Spans, moved: Iterable[Op], beside: Iterable[Op]) -> float | 
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time without overlaps: devices of one process may compute side by side."""
+    """Union of the intervals: devices of one process may compute concurrently."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.start_us <= merged[-1].end_us:
@@ -234,14 +229,14 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _differences(trace: Trace, planned: Spans, measured: Spans, on_path: set[Op]) -> list[Difference]:
+def _differences(trace: Trace, planned: Spans, measured: Spans, on_path: Set[Op]) -> list[Difference]:
     stages = trace.schedule.problem.stages
-    found = []
+    differences = []
     for op, span in measured.items():
         times_us = planned[op].duration_us, span.duration_us
         device = stages[op.stage].device
-        found.append(Difference(str(op), device, *times_us, times_us[1] - times_us[0], op in on_path))
-    return sorted(found, key=lambda difference: -abs(difference.difference_us))[:MOST_DIFFERENCES]
+        differences.append(Difference(str(op), device, *times_us, times_us[1] - times_us[0], op in on_path))
+    return sorted(differences, key=lambda difference: -abs(difference.difference_us))[:MOST_DIFFERENCES]
 
 
 def _kinds(planned: Spans, measured: Spans) -> Iterator[KindFigures]:
@@ -253,36 +248,31 @@ def _kinds(planned: Spans, measured: Spans) -> Iterator[KindFigures]:
         yield KindFigures(KINDS[kind], stage, len(ops), before, after)
 
 
-def _median_durations(ops: Iterable[Op], kinds: Iterable[KindFigures]) -> dict[Op, float]:
-    medians = {(kind.kind, kind.stage): kind.median_us for kind in kinds}
-    return {op: medians[op.kind, op.stage] for op in ops}
-
-
 def _transfers(trace: Trace) -> Iterator[TransferFigures]:
     groups: dict[tuple[str, int], list[float | None]] = defaultdict(list)
     for send, user in trace.messages():
         message = message_of(send.key)
         awaited = user.turn_us <= send.start_us
         groups[message.direction, message.boundary].append(user.start_us - send.start_us if awaited else None)
-    for (direction, boundary), found in sorted(groups.items()):
-        timed = [time_us for time_us in found if time_us is not None]
+    for (direction, boundary), times_us in sorted(groups.items()):
+        timed = [time_us for time_us in times_us if time_us is not None]
         delay_us = planned_delay_us(trace.schedule.problem, direction, boundary)
         middle = median(timed) if timed else None
-        yield TransferFigures(direction, boundary, len(found), len(timed), delay_us, middle)
+        yield TransferFigures(direction, boundary, len(times_us), len(timed), delay_us, middle)
 
 
 Basis = Literal["measured", "re-timed"]
 
 LEAST_LIKE, MOST_LIKE = 0.5, 2.0
-"""Work beyond these times the planned is hardly of the model and machine that the plan was made for."""
+"""Beyond these ratios of measured to planned work, the plan was probably made for another model or machine."""
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """One device. Bubbles are shares of the step.
+    """Figures of one device. Bubbles are shares of the step.
 
-    `hidden` is the share of its copies' time during which its process computed, always as it happened; None without
-    copies. `schedule_peak_bytes` is the schedule's figure, the other two are the trace's.
+    `hidden` is the measured share of its copies' time during which its process computed; None without copies.
+    `schedule_peak_bytes` is the schedule's figure, the other two are the trace's.
     """
 
     planned_bubble: float
@@ -297,13 +287,13 @@ class DeviceFigures:
 
     @property
     def expected_peak_bytes(self) -> int:
-        """What `peak_bytes` is to be held against: the plan with the model's own sizes, where they were measured."""
+        """Peak to compare `peak_bytes` with: the plan with measured sizes if there are any."""
         return self.schedule_peak_bytes if self.planned_peak_bytes is None else self.planned_peak_bytes
 
 
 @dataclass(frozen=True)
 class KindFigures:
-    """The ops of one kind on one stage: planned duration and the median of the measured ones."""
+    """Ops of one kind on one stage: planned duration and median of the measured ones."""
 
     kind: str
     stage: int
@@ -316,8 +306,8 @@ class KindFigures:
 class TransferFigures:
     """Messages over a boundary (F: from stage b to b+1, B: back).
 
-    Only a message that its receiver was already waiting for shows how long it took: `timed` of `messages`, and from
-    the begin of its send to the begin of the op that used it `median_us`, None where no message was waited for.
+    Only a message for which its receiver was already waiting shows its duration: `timed` of `messages` did. `median_us`
+    is the median from the start of the send to the start of the op that used the message; None if none was waited for.
     """
 
     direction: str
@@ -330,7 +320,7 @@ class TransferFigures:
 
 @dataclass(frozen=True)
 class Difference:
-    """An op that took longer (above 0) or shorter than planned; `on_path`: whether it is among those of PathFigures."""
+    """An op that took longer (above 0) or shorter than planned; `on_path`: it is on the critical path."""
 
     op: str
     device: int
@@ -342,11 +332,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class PathFigures:
-    """The chain of ops that decided when the step ended, each begun when the one before it let it.
+    """Critical path: the chain of ops that determined the end of the step, each started by the one before it.
 
     Along it, ops took `op_difference_us` longer than planned and the gaps between them (transfers, the host's work)
-    `gap_difference_us`. The rest of the difference between the steps, `slack_us`, is what the plan had to spare along
-    this chain, since another one decided its end.
+    `gap_difference_us`. The rest of the difference between the steps, `slack_us`, is the plan's slack on this chain,
+    since another chain was critical in the plan.
     """
 
     ops: int
@@ -357,9 +347,9 @@ class PathFigures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All figures of a trace. A step is from the first start of an op to the last end, whatever the objective.
+    """All figures of a trace. A step lasts from the first start of an op to the last end, for either objective.
 
-    `step_us` is by `basis`, `measured_step_us` always as it happened. `work_ratio` is the measured time of all compute
+    `step_us` is by `basis`, `measured_step_us` always measured. `work_ratio` is the measured time of all compute
     ops over the planned one.
     """
 
@@ -374,13 +364,13 @@ class Comparison:
     kinds: tuple[KindFigures, ...]
     transfers: tuple[TransferFigures, ...]
     planned_spans: Mapping[Op, Span]
-    """when each op was to run"""
+    """Planned interval of each op."""
     spans: Mapping[Op, Span]
-    """when each op ran, by `basis`"""
+    """Interval of each op, by `basis`."""
     path_ops: frozenset[Op]
-    """the ops of `path`"""
+    """Ops of `path`."""
 
     @property
     def plan_fits(self) -> bool:
-        """Whether the plan's durations are about those of what ran, so that times can be compared one to one."""
+        """True if planned and measured work are similar enough to compare times."""
         return LEAST_LIKE <= self.work_ratio <= MOST_LIKE
