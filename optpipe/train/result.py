@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import count
 from statistics import median
 from typing import Literal
 
@@ -51,13 +50,12 @@ class Events:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step done, counted from 0 of `steps`. `loss` is the mean over the batch, of the GPT in nats a byte.
+    """Report of a step, counted from 0 of `steps`. `loss`: mean over the batch, of the GPT in nats a byte.
 
-    `tokens` of all replicas; `seconds` from the step's begin to its end in the leading process. `gradient_norm` and
-    what follows it are those of `StepOutcome`. `bubble`: the share of the step in
-    which the leading process's device waited; None where devices take turns in one process or work apart from the
-    host (CUDA). `peak_memory_bytes`: the most that the leading process has held, on its GPU or in all. `events`: what
-    happened between steps since the last report.
+    `tokens`: of all replicas. `seconds`: duration in the leading process. `gradient_norm` to `rolled_back`: as in
+    `StepOutcome`. `bubble`: share of the step in which the leading process's device waited; None where devices take
+    turns in one process or run apart from the host (CUDA). `peak_memory_bytes`: most that the leading process has
+    held, on its GPU or resident. `events`: events since the last report.
     """
 
     step: int
@@ -119,14 +117,13 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class TrainingResult(Displayed):
-    """A run that is over: loss (mean over the batch, before the step's update) and seconds of each step.
+    """Result of a run: loss (mean over the batch, before the step's update) and seconds of each step.
 
-    Both are empty where the check failed (`check.failures`): nothing was trained.
-    The first of them is step `first_step`, above 0 where a checkpoint was resumed. `trace` is there where a step was
-    to be recorded. `stopped`: where a signal ended the run, what it was and how to go on. `events` are those of
-    profiling and solving (as this process saw them), `schedule` is the one in use at the end. `bubbles`: the share of
-    its steps that each device has waited, empty where that is not measured. `evaluation_loss`: the mean over the
-    batches that were evaluated at the end, if any.
+    The first step is `first_step`, above 0 if a checkpoint was resumed. Losses are empty if the check failed
+    (`check.failures`): nothing was trained. `trace`: the recorded step, if one was asked for. `stopped`: the signal
+    that ended the run, and how to resume. `events`: profiling and solving, as this process saw them. `schedule`: the
+    one in use at the end. `bubbles`: share of its steps that each device has waited, empty if not measured.
+    `evaluation_loss`: mean over the batches evaluated at the end, if any.
     """
 
     losses: tuple[float, ...]
@@ -152,10 +149,9 @@ class TrainingResult(Displayed):
             return Summary("A training run", facts)
         facts.append(("largest gradient error", f"{self.check.max_gradient_error:.2e}"))
         head = ("device", "peak bytes", "planned", "host bytes", "left after a step")
-        return Summary("A training run, checked", facts, head, [*map(_row, self.check.devices, count())])
-
-
-def _row(memory: DeviceMemory, device: int) -> tuple[str, ...]:
-    left_bytes = max(memory.live_bytes, default=0)
-    sizes = (memory.peak_bytes, memory.planned_peak_bytes, memory.host_peak_bytes, left_bytes)
-    return (f"device {device}", *(f"{size:,}" for size in sizes))
+        rows = []
+        for d, memory in enumerate(self.check.devices):
+            left_bytes = max(memory.live_bytes, default=0)
+            sizes = (memory.peak_bytes, memory.planned_peak_bytes, memory.host_peak_bytes, left_bytes)
+            rows.append((f"device {d}", *(f"{size:,}" for size in sizes)))
+        return Summary("A training run, checked", facts, head, rows)

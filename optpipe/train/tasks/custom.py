@@ -32,14 +32,29 @@ class OwnStages:
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
         self._model, self._seed, self._microbatches = config.model, config.seed, microbatches
         first = self._load()
-        self._check_count(len(first.stages), stages)
+        if len(first.stages) != stages:
+            detail = (
+                f"is {self._model.name}, which returns {len(first.stages)} stage(s), but the schedule has {stages}. "
+                "Maybe profile and solve for this model, or return as many stages."
+            )
+            raise InputError([Issue(("model", "name"), "wrong_count", detail)])
         self._inputs, self._targets, self._loss = first.inputs, first.targets, first.loss
-        self._check_loss()
+        # No stage would own a parameter of the loss: no optimizer would have it, or only another process's.
+        in_loss = self._loss.named_parameters() if isinstance(self._loss, nn.Module) else ()
+        if trained := [name for name, parameter in in_loss if parameter.requires_grad]:
+            detail = (
+                f"is {self._model.name}, whose loss has parameters to train ({', '.join(trained[:4])}), which no stage "
+                "has. Maybe compute what needs them in the last stage."
+            )
+            raise InputError([Issue("model.name", "loss_has_parameters", detail)])
         self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in first.stages]
         self._shared = [[list(place) for place in shared.places] for shared in shared_parameters(first.stages)]
         self._unused: list[nn.Module] | None = list(first.stages)
         self._data = Named("data", config.model.data) if config.model.data else None
-        self._look_at_data()
+        if self._data is not None:
+            self.batch(0)  # refuses batches that do not fit before a step is run
+        elif leads():
+            LOG.warning("no --data: every step trains on the one microbatch that %s returns", self._model.name)
 
     @property
     def name(self) -> str:
@@ -71,7 +86,7 @@ class OwnStages:
         return batch_of(self._data, step, self._model.name, (self._inputs, self._targets), self._microbatches)
 
     def identity(self) -> dict[str, Any]:
-        """The two names, the seed, the shapes of all parameters, and which of them are one, if any are."""
+        """Names of model and data, the seed, the shapes of all parameters, and which of them stages share."""
         identity = {
             "model": self._model.name,
             "data": self._model.data,
@@ -85,29 +100,3 @@ class OwnStages:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
             return load_subject(self._model.name)
-
-    def _check_count(self, found: int, stages: int) -> None:
-        if found != stages:
-            detail = (
-                f"is {self._model.name}, which returns {found} stage(s), but the schedule has {stages}. Maybe profile "
-                "and solve for this model, or return as many stages."
-            )
-            raise InputError([Issue(("model", "name"), "wrong_count", detail)])
-
-    def _check_loss(self) -> None:
-        """Its parameters would belong to no stage: no optimizer would have them, or only that of another process."""
-        parameters = dict(self._loss.named_parameters()) if isinstance(self._loss, nn.Module) else {}
-        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        if trained:
-            detail = (
-                f"is {self._model.name}, whose loss has parameters to train ({', '.join(trained[:4])}), which no stage "
-                "has. Maybe compute what needs them in the last stage."
-            )
-            raise InputError([Issue("model.name", "loss_has_parameters", detail)])
-
-    def _look_at_data(self) -> None:
-        """Before a step is run: whether batches fit, or that there are none."""
-        if self._data is not None:
-            self.batch(0)
-        elif leads():
-            LOG.warning("no --data: every step trains on the one microbatch that %s returns", self._model.name)
