@@ -24,7 +24,7 @@ GROUPS = (1, 2, 3, 4)
 """Sizes of the groups of microbatches that are tried as one period of a steady state, besides one for each device."""
 
 PLACES = (0.5, 0.4, 0.65)
-"""Where in the schedule a period is sought, as shares of its microbatches."""
+"""Positions at which a period is sought, as shares of the microbatches."""
 
 
 def adapt_orders(problem: Problem, orders: Orders, microbatches: int) -> Orders | None:

@@ -1,4 +1,4 @@
-"""Schedules from orders or from times: simulated, verified and wrapped. Nothing leaves the solvers by another way."""
+"""Schedules from orders or from times: simulated, verified and wrapped. Every result of a solver is built here."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
 
 
 def within_budgets(problem: Problem, orders: Orders, simulation: Simulation) -> bool:
-    """Whether simulated orders keep every device's budget under any timing, and the host's at the simulated times.
+    """True if simulated orders keep every device's budget under any timing, and the host's at the simulated times.
 
     Plans of exact models keep the host's budget at their own times. An op may start earlier when simulated, and no
     wait reaches from one device's offload to another's reload (docs/adr/0003), so it is asked for again here.

@@ -91,7 +91,7 @@ def _channels(problem: Problem) -> Data:
 
 
 def _units(budget_bytes: int | None, unit_bytes: int) -> int | None:
-    """How many units fit; None where any number does, or units have no size."""
+    """Units that fit; None if any number does, or units have no size."""
     return budget_bytes // unit_bytes if budget_bytes is not None and unit_bytes else None
 
 
@@ -120,7 +120,7 @@ _NO_ORDERS = (ValueError, TypeError, LookupError, AttributeError)
 
 
 def default_folder() -> Path:
-    """Where caches of this user belong."""
+    """The user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe"
 
 
@@ -133,12 +133,12 @@ class CachedSchedule:
     cpu_seconds: float
 
     def answers(self, method: str, limits: Limits) -> bool:
-        """Whether it was solved at least as well as a new solve is asked to."""
+        """True if it was solved at least as well as a new solve is asked to."""
         return solved_well_enough(self.schedule.gap, self.requested_method, self.cpu_seconds, method, limits)
 
 
 def solved_well_enough(gap: float, requested_method: str, cpu_seconds: float, method: str, limits: Limits) -> bool:
-    """Whether a known schedule answers a new solve with `method` and `limits`: its gap is small enough, or it was
+    """True if a known schedule answers a new solve with `method` and `limits`: its gap is small enough, or it was
     requested of the same method with no less time times threads.
 
     Where work is counted instead of time, only a new solve gives the same answer on every machine.

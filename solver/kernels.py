@@ -1,8 +1,8 @@
-"""What numba keeps of compiled kernels on disk, and whether that is of their present sources.
+"""Validity of numba's on-disk kernel cache, and marks of how far an installation is compiled.
 
-Numba compiles a function anew where its own file has changed. What it takes in from other files (functions, constants,
-the fields of a table) it does not look at: after an upgrade old machine code could run on new tables. So everything
-that is kept is forgotten together where any of these files has changed.
+Numba recompiles a function if its own file has changed. It does not track what the function uses from other files
+(functions, constants, the fields of a table): after an upgrade, old machine code could run on new tables. So the whole
+cache is invalidated if any of these files has changed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ROOT = Path(solver.__path__[0]).parent
 
 
 def is_marked(stage: str) -> bool:
-    """Whether `mark` was called with this stage for the present state of the kernels, of Python and of numba."""
+    """True if `mark` was called with this stage for the present state of the kernels, of Python and of numba."""
     return any((folder / _name(stage)).exists() for folder in _folders())
 
 
 def mark(stage: str) -> None:
-    """Leave a file in the first folder that can be written; where none can be, nothing is known of it later."""
+    """Record a stage as a file in the first writable folder; without one, nothing is recorded."""
     for folder in _folders():
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def mark(stage: str) -> None:
 
 
 def compiler_lock(*, wait: bool) -> IO[str] | None:
-    """The lock of whoever compiles, held until it is closed here and in every process that it was passed to.
+    """The compiler lock, held until it is closed here and in every process that it was passed to.
 
     None where another process holds it and is not to be waited for, or where no folder can be written.
     """
@@ -66,12 +66,12 @@ def compiler_lock(*, wait: bool) -> IO[str] | None:
 
 
 def are_ready(stage: str) -> bool:
-    """Whether the kernels of a stage are compiled, or nobody is about to: then they are at their first use."""
+    """True if the kernels of a stage are compiled, or no process is compiling: then they are at their first use."""
     return is_marked(WARM) or is_marked(stage) or not are_being_compiled()
 
 
 def are_being_compiled() -> bool:
-    """Whether some process holds the lock of whoever compiles."""
+    """True if some process holds the compiler lock."""
     for path in (folder / _name("lock") for folder in _folders()):
         with suppress(OSError), path.open() as lock:
             try:
@@ -83,7 +83,7 @@ def are_being_compiled() -> bool:
 
 @cache
 def forget_stale() -> None:
-    """Forget what is kept on disk where it may be of other sources; once for each state of these."""
+    """Invalidate cached kernels that may be of other sources; once for each state of these."""
     if is_marked("fresh"):
         return
     for path in map(_path, sorted(_modules_with_kernels())):
@@ -95,7 +95,7 @@ def forget_stale() -> None:
 
 
 def _forget_other_marks() -> None:
-    """Forget what was marked for other sources: who goes back to these finds nothing kept of them."""
+    """Remove marks of other sources: their cached kernels are gone."""
     for path in _folders()[0].glob("*-" + 16 * "[0-9a-f]"):
         stage, _, state = path.name.rpartition("-")
         if stage != "lock" and not _name(stage).endswith(state):
@@ -104,7 +104,7 @@ def _forget_other_marks() -> None:
 
 
 def _indexes(source: Path) -> Iterator[Path]:
-    """The files in which numba tells what it keeps of the kernels of a module, without loading that."""
+    """Index files of numba's cache for a module, found without importing it."""
     for locator in (UserProvidedCacheLocator, InTreeCacheLocator, UserWideCacheLocator):
         found = locator.from_function(_indexes, str(source))  # type: ignore[no-untyped-call]
         if found is not None:
@@ -112,7 +112,7 @@ def _indexes(source: Path) -> Iterator[Path]:
 
 
 def _folders() -> list[Path]:
-    """Where marks may be: beside what numba keeps, so that both are lost together, or with the user's caches."""
+    """Folders of marks: beside numba's cache, so that both are lost together, or with the user's caches."""
     own = os.environ.get("NUMBA_CACHE_DIR")
     return [Path(own) if own else Path(__file__).parent / "__pycache__", default_folder()]
 
@@ -139,7 +139,7 @@ def _modules_with_kernels() -> frozenset[str]:
 
 
 def _used_by(module: str) -> Iterator[str]:
-    """What a module imports constants from, or anything in its own room."""
+    """Modules that a module imports constants from, or anything from its own room."""
     room = module.split(".")[:2]
     for used, names in _IMPORT.findall(_path(module).read_text()):
         if used.split(".")[:2] == room or any(name.isupper() for name in re.findall(r"\w+", names)):

@@ -25,7 +25,7 @@ class Cancel:
 
     @property
     def requested(self) -> bool:
-        """Whether a request was made."""
+        """True once a request was made."""
         return self._requested
 
     def request(self) -> None:
@@ -86,5 +86,5 @@ class Limits:
         return max(self.time_limit_s - self.seconds, 0.01)
 
     def reached(self, value_us: float, bound_us: float) -> bool:
-        """Whether the gap asked for is reached."""
+        """True if the requested gap is reached."""
         return value_us < float("inf") and value_us - bound_us <= max(self.gap, 1e-15) * value_us

@@ -48,7 +48,7 @@ def count_ops(problem: Problem) -> int:
 
 
 MAX_STEPS = 2**45
-"""How many steps of a grid of time are told apart: floats keep them, and sums in solvers stay far from 64 bits."""
+"""Most steps of a time grid: floats represent them exactly, and sums in solvers stay far from 64 bits."""
 
 
 def value_step_us(problem: Problem) -> float:
@@ -69,7 +69,7 @@ def time_unit_us(problem: Problem) -> Fraction:
 
 
 def stage_times_us(stage: Stage) -> list[float]:
-    """How long F, B and W take, and O and R where the stage may offload."""
+    """Durations of F, B and W, and of O and R where the stage may offload."""
     moves = [stage.offload.offload_us, stage.offload.reload_us] if stage.offload else []
     return [stage.forward_us, stage.backward_input_us, stage.backward_weight_us, *moves]
 

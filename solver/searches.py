@@ -1,4 +1,4 @@
-"""The searches, each loaded when it begins.
+"""Lazy entry points of the searches, each loaded when it begins.
 
 OR-Tools and HiGHS take longer to load than a published schedule takes to be made, and who only names methods, as the
 service does, needs neither. So what chooses a search takes it from here, and a process that waits for its problem
@@ -61,7 +61,7 @@ KERNELS = {modulo: "pattern", lns: "windows", annealing: "search"}
 
 
 def is_ready(search: Callable[..., Solution]) -> bool:
-    """Whether a search can begin, or has to wait until another process has compiled its kernels."""
+    """True if a search can begin; False while another process compiles its kernels."""
     from solver.kernels import are_ready
 
     return search not in KERNELS or are_ready(KERNELS[search])

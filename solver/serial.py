@@ -60,7 +60,7 @@ def _alone_bytes(stage: Stage) -> int:
 
 
 def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
-    """What a backward needs beside the activation, and its ops: split, unless fused needs less."""
+    """Memory of a backward beside the activation, and its ops: split, unless fused needs less."""
     work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
     split = max(work.B, grows, grows + work.W)
     return (work.BW, ["BW"]) if split > work.BW else (split, ["B", "W"])
@@ -156,7 +156,7 @@ class _Serial:
         return True
 
     def _may_leave(self, s: int) -> bool:
-        """Whether the activation can be offloaded and the host has room for it."""
+        """True if the activation can be offloaded and the host has room for it."""
         limit = self.problem.host_memory_bytes
         if self.problem.stages[s].offload is None:
             return False

@@ -30,7 +30,7 @@ class Solution:
 
     @property
     def infeasible(self) -> bool:
-        """Whether it is proved that no schedule keeps the budgets."""
+        """True if it is proved that no schedule keeps the budgets."""
         return self.orders is None and self.bound_us == float("inf")
 
     def to_schedule(self, problem: Problem, seconds: float) -> Schedule:

@@ -50,7 +50,7 @@ PAUSE_S = 0.05
 """Between two looks whether the kernels of a search are compiled by now; until then others have its turn."""
 
 SEEDS = 2**31
-"""As many seeds do solvers know: theirs are integers of 32 bits, not negative."""
+"""Seeds are taken modulo 2**31, the solvers' range."""
 
 _THREAD_NAME = "subsolver"
 
@@ -89,7 +89,7 @@ def wait_for_outlived(seconds: float) -> None:
 
 
 def _patience_s(shared: SharedIncumbent) -> float | None:
-    """How long to wait for a subsolver; as long as it takes where work is counted and not time."""
+    """Seconds to wait for a subsolver; None (no limit) if work is counted instead of time."""
     limits = shared.limits
     return None if limits.deterministic_limit is not None else limits.time_left_s + GRACE_S
 

@@ -33,11 +33,11 @@ ROUNDS = 4
 """Microbatches a device of the few: a warm-up, a cool-down and a steady state between them."""
 
 MANY = 2
-"""So many times the few are many: with less there is nothing to save."""
+"""Least ratio of all microbatches to the few: below it repeating saves nothing."""
 
 
 def repeated_published(make: Callable[[Problem], Orders], problem: Problem) -> Orders:
-    """What `make` plans for a few microbatches, with its steady state repeated for all of the problem.
+    """Orders that `make` plans for a few microbatches, with the steady state repeated for the whole problem.
 
     Whether the orders keep the budgets is for the caller to find out by simulation. Raises MethodError where `make`
     does, where there are too few microbatches for this, or where nothing is periodic.

@@ -26,14 +26,14 @@ WORK = 0.02
 """Units of work that each search gets on each toy: every kernel is called, nothing is solved."""
 
 NICENESS = 10
-"""How far a compiler in the background stands back behind the solve that begins meanwhile."""
+"""Niceness of a background compiler, so that it yields to the solve beside it."""
 
 _BACKGROUND = "--background"
 _COMMAND = module_command("solver.warm_up")
 
 
 def is_warm() -> bool:
-    """Whether `warm_up` has run for this state of the kernels, of Python and of numba."""
+    """True if `warm_up` has run for this state of the kernels, of Python and of numba."""
     return is_marked(WARM)
 
 

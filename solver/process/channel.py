@@ -26,7 +26,7 @@ from solver.solution import Progress, Solution
 Message = dict[str, Any]
 
 Limit = Literal["time", "gap", "memory", "interrupted"]
-"""What ended a search before it was done."""
+"""Reason why a search ended early."""
 
 CANCEL: Message = {"type": "cancel"}
 SEARCHING: Message = {"type": "searching"}
@@ -50,7 +50,7 @@ def to_line(message: Message) -> bytes:
 
 
 def request_message(problem: Problem, method: str, limits: Limits, starts: Sequence[Orders] = ()) -> Message:
-    """What the child is asked to do, and from which known orders; how to cancel it stays here."""
+    """The request to a child: problem, method, limits and known orders. `limits.cancel` stays in the parent."""
     return {
         "type": "request",
         "problem": problem.to_data(),
@@ -160,12 +160,12 @@ class Child:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What it holds now."""
+        """Resident memory now."""
         return resident_bytes(self.pid)
 
     @property
     def kept_waiting_s(self) -> float:
-        """How long its main thread, which loads and makes published schedules, found no free processor."""
+        """Seconds for which its main thread, which loads and makes published schedules, found no free processor."""
         return kept_waiting_s(self.pid)
 
     def say(self, message: Message) -> None:
@@ -228,7 +228,7 @@ class Child:
 
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where a container's own limit stands (cgroup 2 and 1); "max" or a huge number where there is none."""
+"""Files with a container's memory limit (cgroup 2 and 1); "max" or a huge number without one."""
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -241,7 +241,7 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def kept_waiting_s(pid: int) -> float:
-    """How long the main thread of a process was ready to run while no processor was free; 0 where nothing tells."""
+    """Seconds for which the main thread of a process was ready to run while no processor was free; 0 if unknown."""
     try:
         waited_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
     except (OSError, IndexError):
@@ -250,7 +250,7 @@ def kept_waiting_s(pid: int) -> float:
 
 
 def available_bytes() -> int | None:
-    """What new processes can take without swapping, or a container's limit where that is less; None if unknown."""
+    """Memory that new processes can take without swapping, or a container's limit if that is less; None if unknown."""
     limits = [_cgroup_limit(Path(path)) for path in _CGROUP_LIMITS]
     known = [limit for limit in (*limits, _machine_available()) if limit is not None]
     return min(known, default=None)

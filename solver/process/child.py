@@ -1,4 +1,4 @@
-"""What runs inside a child process: one problem in on stdin, incumbents and one answer out on stdout.
+"""Child process of a solve: reads one problem from stdin, writes incumbents and one answer to stdout.
 
 Started by `solver.process.Child` as ``python -m solver.process.child PARENT_PID``.
 """
@@ -26,7 +26,7 @@ from solver.process.start import claim_stdout, end_with_parent
 from solver.solution import Progress, Solution
 
 LEAST_SEARCH_S = 0.25
-"""However long the start took, a search gets this much time, or its whole limit: enough for a published schedule.
+"""Least time of a search, however long the start took (or its whole limit, if less): enough for a published schedule.
 
 For one of a large problem it may not be; then the parent has one (`solver.process.parent`).
 """
@@ -70,7 +70,7 @@ def _load() -> None:
 
 
 def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox) -> Message:
-    """What was found; the parent verifies it."""
+    """The result message; the parent verifies it."""
     from solver.solve import search
 
     try:
@@ -84,7 +84,7 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
 
 
 def _limit(solution: Solution, method: str, limits: Limits) -> Limit | None:
-    """What ended the search; None where it was done."""
+    """Reason why the search ended early; None if it was done."""
     from solver.methods import METHODS
 
     if solution.gap == 0:

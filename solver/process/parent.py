@@ -28,7 +28,7 @@ from solver.scale import count_ops
 from solver.solution import Progress, Solution
 
 TICK_S = 0.02
-"""How often limits are looked at."""
+"""Seconds between two checks of the limits."""
 
 HEARTBEAT_S = 0.5
 """Seconds between two heartbeats."""
@@ -46,7 +46,7 @@ MOST_WAITED_S = 5.0
 """Seconds, besides the time limit itself, for which a child that finds no free processor is waited for at most."""
 
 VERIFY_S_PER_OP = 5e-6
-"""What reading, timing and verifying an answer takes (4 us an op measured on one core). It is part of the limit."""
+"""Seconds to read, time and verify an answer, per op (4 us measured on one core). Part of the limit."""
 
 OnEvent = Callable[[Progress | Heartbeat], None]
 
@@ -61,7 +61,7 @@ class SolverDiedError(OptPipeError):
 
 @dataclass(frozen=True)
 class ChildResult:
-    """How a solve ended: the best schedule, verified, or the error that says why there is none.
+    """Outcome of a solve: the best schedule, verified, or the error that says why there is none.
 
     `limit` is what stopped the search; None where it was done. `from_cache`: nothing was searched.
     """
