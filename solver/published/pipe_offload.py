@@ -15,17 +15,14 @@ from itertools import accumulate, count
 from math import ceil, gcd, inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optpipe.errors import MethodError
-from optpipe.ops import KINDS, OpArray, Orders
+from optpipe.ops import KINDS, Ints, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import over_budget, peak_budgets
 from solver.published.passes import require_interleaved
 from solver.published.transfers import Activation, TransferPlanner, Wish
-
-Ints = NDArray[np.int64]
 
 Slots = Callable[[int], Ints]
 """The slots of the F of a device's chunk (counted from 0), one for each microbatch."""

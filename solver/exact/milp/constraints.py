@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-from optpipe.ops import Op
-from solver.exact.milp.variables import Bools, Floats, Ints, Options, Table, Variables
+from optpipe.ops import Bools, Floats, Ints, Op
+from solver.exact.milp.variables import Options, Table, Variables
 from solver.exact.rules import least_work_around, like_pairs
 
 

@@ -9,14 +9,14 @@ import highspy
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from optpipe.ops import Op, Orders
+from optpipe.ops import Bools, Floats, Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds.device import split_backward_suffices
 from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
 from solver.exact.milp.constraints import Constraints, Rows, add_cuts
-from solver.exact.milp.variables import DEFAULT, TOLERANCE, Bools, Floats, Ints, Options, Table, Variables
+from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables
 from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits

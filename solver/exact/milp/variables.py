@@ -13,9 +13,8 @@ from itertools import combinations
 from math import floor, log10
 
 import numpy as np
-from numpy.typing import NDArray
 
-from optpipe.ops import Op
+from optpipe.ops import Bools, Floats, Ints, Op
 from optpipe.problem import Problem, Stage
 from solver.exact.rules import Edge, rule_edges
 
@@ -236,10 +235,6 @@ def _effect(stage: Stage, kind: str) -> tuple[int, int, int]:
     free = {"F": work.F, "B": take - kept + held, "W": kept + work.W}[kind]
     return take, free, 0
 
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 TOLERANCE = 1e-6
 """In units of the model: what HiGHS calls feasible."""

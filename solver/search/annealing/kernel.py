@@ -18,22 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from solver.search.annealing.sequence import (
-    MARKS,
-    NONE,
-    Codes,
-    Floats,
-    Ints,
-    Merged,
-    O,
-    R,
-    Table,
-    W,
-    copy,
-    equal,
-    fill,
-    size,
-)
+from optpipe.ops import Floats, Ints
+from solver.search.annealing.sequence import MARKS, NONE, Codes, Merged, O, R, Table, W, copy, equal, fill, size
 
 NEVER_US = 1e300
 

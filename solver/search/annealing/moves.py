@@ -10,23 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from optpipe.ops import Floats, Ints
 from solver.search.annealing.kernel import Latest, Times
-from solver.search.annealing.sequence import (
-    NONE,
-    B,
-    Floats,
-    Ints,
-    Merged,
-    O,
-    R,
-    Table,
-    W,
-    Word,
-    below,
-    fill,
-    size,
-    unit,
-)
+from solver.search.annealing.sequence import NONE, B, Merged, O, R, Table, W, Word, below, fill, size, unit
 
 UNTOUCHED = 1 << 40
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from optpipe.ops import Orders
+from optpipe.ops import Floats, Ints, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
@@ -44,8 +44,6 @@ from solver.search.annealing.moves import (
 from solver.search.annealing.sequence import (
     MARKS,
     NONE,
-    Floats,
-    Ints,
     Merged,
     Table,
     Word,

@@ -24,13 +24,11 @@ from numpy.typing import NDArray
 
 from optpipe.memory import device_effect
 from optpipe.ops import KINDS as ORDER_KINDS
-from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Codes = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 Records = NDArray[Any]

@@ -10,11 +10,11 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.memory import derive_waits
-from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.ops import DeviceOrders, Ints, Op, Orders
 from optpipe.schedule import shared_channels
 from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables
-from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Ints, Surroundings, Window
+from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Surroundings, Window
 
 
 class WindowModel:

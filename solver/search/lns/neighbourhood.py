@@ -10,14 +10,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.ops import STREAMS, Op, Orders
+from optpipe.ops import STREAMS, Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from solver.build import orders_from_times, within_budgets
 from solver.exact.rules import in_weight_order, rule_edges
 from solver.exact.ticks import TimeGrid
-
-Ints = NDArray[np.int64]
 
 NEVER = -(2**60)
 """The length of a path that does not exist."""
