@@ -21,7 +21,7 @@ from math import inf
 import numpy as np
 
 from optpipe.memory import device_effect, effect_table
-from optpipe.ops import KINDS, DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import KINDS, DeviceOrders, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.published.transfer_kernel import (
@@ -33,21 +33,15 @@ from solver.published.transfer_kernel import (
     HOST,
     MEMBER,
     NEXT,
-    NO_LIMIT,
-    NONE,
     RELEASED,
     ROOM,
     STAYS,
     WAITED,
-    B,
     Course,
-    F,
-    Ints,
-    O,
-    R,
     State,
     play,
 )
+from solver.timeline import NO_LIMIT, NONE, B, F, O, R
 
 Activation = tuple[int, int]
 """Stage and microbatch."""
