@@ -13,11 +13,13 @@ from benchmarks.markdown import conditions, seconds_text, table, time_text
 from benchmarks.runs import run, warm_up
 from benchmarks.section import Section, Size, main
 from instances import INSTANCES, instance
-from optpipe.cli.bench_curves import Run, build_curves
+from optpipe.cli.bench import build_curves
 from optpipe.plot.value_over_time import draw_value_over_time
 from optpipe.units import share_text
 from solver.methods import METHODS
 from solver.regression.run import Case, MeasuredRun, load_public
+
+Run = tuple[Case, MeasuredRun]
 
 MARKS_S: dict[Size, tuple[float, ...]] = {"quick": (1, 2), "full": (1, 3, 10, 30)}
 """The seconds at which values are shown; the last is the time limit."""

@@ -18,7 +18,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     demo.main()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
     shown = capsys.readouterr().out
-    assert "largest gradient error against the plain step" in shown
+    assert "largest gradient error against the reference step" in shown
     assert shown.count("optpipe (") == 2
 
 

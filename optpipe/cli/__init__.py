@@ -1,24 +1,38 @@
-"""The command line: one file per command. The only place that knows all three packages.
+"""Command line: one file per command. The only package that imports all three others.
 
-Exit codes: 0 done; 1 it ran and the answer is no; 2 bad usage or bad input; 3 proved infeasible; 4 time ran out with
-nothing found; 130 interrupted.
+Exit codes: 0 success; 1 the run completed with a negative result; 2 bad usage or bad input; 3 proved infeasible; 4 no
+schedule found within the time limit; 130 interrupted.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import NoReturn
 
-from optpipe.cli.streams import make_ready
-
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit with the code of its outcome; errors become one message, never a traceback."""
-    make_ready()
+    """Run the command line and exit with its code; errors become one message, never a traceback."""
+    prepare_streams()
     try:
-        from optpipe.cli.app import run  # which takes a moment, in which the user may change their mind
+        from optpipe.cli.app import run  # a second or more, in which Ctrl-C must not print a traceback
 
         code = run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def prepare_streams() -> None:
+    """Open closed standard streams on /dev/null, and escape characters that a stream's encoding lacks.
+
+    The descriptors of closed streams would be reused for the next files opened, and a solver's library could print
+    into one of those.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")

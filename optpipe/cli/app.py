@@ -1,4 +1,4 @@
-"""The commands put together, their exit codes, and one message per error."""
+"""Application of all commands: exit codes, and one message per error."""
 
 from __future__ import annotations
 
@@ -32,44 +32,45 @@ def run(arguments: list[str]) -> int:
     """Run a command line; returns its exit code (see `optpipe.cli`)."""
     try:
         result = app(args=arguments, standalone_mode=False, prog_name="optpipe")
-        sys.stdout.flush()  # what cannot be written is said here, and not as Python ends
+        sys.stdout.flush()  # a failed write is reported here, not by Python at exit
         return result if isinstance(result, int) else 0
     except (TyperException, OptPipeError, OSError, KeyboardInterrupt, typer.Abort) as error:
-        _say(error, as_json="--json" in arguments)  # which may not have been parsed
-        return _exit_code(error)
+        _print_error(error, as_json="--json" in arguments)  # the options may not have been parsed
+        match error:
+            case InfeasibleError():
+                return EXIT_INFEASIBLE
+            case NoSolutionError():
+                return EXIT_NOTHING_FOUND
+            case InputError() | MissingExtraError() | TrainingError() | TyperException():
+                return EXIT_BAD_INPUT
+            case KeyboardInterrupt() | typer.Abort():
+                return EXIT_INTERRUPTED
+            case _:
+                return EXIT_NO
 
 
-def _exit_code(error: Failure) -> int:
-    match error:
-        case InfeasibleError():
-            return EXIT_INFEASIBLE
-        case NoSolutionError():
-            return EXIT_NOTHING_FOUND
-        case InputError() | MissingExtraError() | TrainingError() | TyperException():
-            return EXIT_BAD_INPUT
-        case KeyboardInterrupt() | typer.Abort():
-            return EXIT_INTERRUPTED
-        case _:
-            return EXIT_NO
-
-
-def _say(error: Failure, as_json: bool) -> None:
-    """Print what went wrong, under torchrun by rank 0 alone; nothing where nobody reads it any more."""
+def _print_error(error: Failure, as_json: bool) -> None:
+    """Print an error to stderr and, for JSON, to stdout: under torchrun on rank 0 only, nothing if stdout is closed."""
     kind, text = _kind_and_text(error)
+    details: dict[str, Any] = {}
+    if isinstance(error, InputError):
+        details["issues"] = [{"pointer": i.pointer, "code": i.code, "detail": i.detail} for i in error.issues]
+    elif isinstance(error, InfeasibleError):
+        details["budgets_bytes"] = error.budgets_bytes
     with suppress(OSError):
         if text and os.environ.get("RANK", "0") == "0":
             for line in text.splitlines():
                 print(f"error: {line}", file=sys.stderr)
             if as_json:
-                print_json({"error": {"type": kind, "message": text} | _particulars(error)})
+                print_json({"error": {"type": kind, "message": text} | details})
         sys.stdout.flush()
         return
-    # Stdout is unread or full: Python would try the rest once more as it ends, and complain.
+    # Stdout is closed or full. Python flushes it once more at exit and would print a traceback.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _kind_and_text(error: Failure) -> tuple[str, str]:
-    """The type that JSON names and the message; none where typer has printed the help instead, or nobody reads."""
+    """Return the type for JSON and the message; the message is empty if help was printed, or if stdout is closed."""
     match error:
         case TyperException():
             return "UsageError", _usage_text(error)
@@ -85,33 +86,23 @@ def _kind_and_text(error: Failure) -> tuple[str, str]:
             return type(error).__name__, "\n".join(lines)
 
 
-def _particulars(error: Failure) -> dict[str, Any]:
-    if isinstance(error, InputError):
-        return {"issues": [{"pointer": i.pointer, "code": i.code, "detail": i.detail} for i in error.issues]}
-    return {"budgets_bytes": error.budgets_bytes} if isinstance(error, InfeasibleError) else {}
-
-
 def _usage_text(error: TyperException) -> str:
-    """What is wrong with the command line, and where to read on."""
+    """The error in a command line, with the refused value, which typer's message lacks, and a hint."""
+    from pydantic import ValidationError
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "optpipe"
     text = " ".join(error.format_message().split()).rstrip(".")
     if not text:
         return ""
-    text = text.replace("Invalid value for", f"Invalid value{_refused_value(error)} for", 1)
+    if isinstance(error.__cause__, ValidationError):
+        refused = shown(error.__cause__.errors()[0]["input"])
+        text = text.replace("Invalid value for", f"Invalid value {refused} for", 1)
     return f"{text}." if "Maybe " in text else f"{text}. Maybe see '{command} --help'."
 
 
-def _refused_value(error: TyperException) -> str:
-    """The value that an option's type refused, which typer's message leaves out; else nothing."""
-    from pydantic import ValidationError
-
-    cause = error.__cause__
-    return f" {shown(cause.errors()[0]['input'])}" if isinstance(cause, ValidationError) else ""
-
-
 class _Commands(TyperGroup):
-    """Typer answers an interrupt with a bare exit code, which leaves nothing to print; an Abort comes through."""
+    """Command group that passes on an interrupt as Abort: typer turns a KeyboardInterrupt into an exit code."""
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         with _interrupt_aborts():
@@ -159,7 +150,7 @@ def _options(
 
 
 def _help(command: Callable[..., int]) -> str:
-    """Its docstring, each paragraph one line for the terminal to break: typer would keep the breaks of the source."""
+    """Return the docstring with each paragraph on one line: typer would keep the line breaks of the source."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
 
 

@@ -1,9 +1,8 @@
-"""`optpipe bench`: regression suites solved and held against their record."""
+"""`optpipe bench`: solves regression suites and compares the results with the recorded ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ import typer
 
 from optpipe.cli.console import (
     AsJson,
+    check_picture,
     compile_once,
     doing,
     names_in,
@@ -25,20 +25,17 @@ from optpipe.files import check_writable, write_atomically
 from optpipe.units import number_text, share_text, us_text
 
 if TYPE_CHECKING:
+    from optpipe.plot.value_over_time import InstanceCurves
     from solver.limits import Limits
     from solver.regression.judge import Result
-    from solver.regression.run import Case, Suite
+    from solver.regression.run import Case, MeasuredRun
 
 
 DEFAULT_TIME_LIMIT_S = 30.0
 
-
-@dataclass(frozen=True)
-class SuiteRun:
-    """The cases that were run, and whether the user stopped before the last."""
-
-    results: Sequence[Result]
-    interrupted: bool
+COLUMNS = (
+    "instance", "method", "value us", "recorded us", "change", "bound us", "gap", "bubble", "best public us", "seconds"
+)  # fmt: skip
 
 
 def command(
@@ -50,60 +47,77 @@ def command(
     ] = "small",
     time_limit: Annotated[
         float | None,
-        typer.Option(min=0.01, max=1e6, help=f"Seconds for each; default: the suite's, or {DEFAULT_TIME_LIMIT_S:g}."),
+        typer.Option(
+            min=0.01,
+            max=1e6,
+            help=f"Seconds per run; default: the suite's, else {DEFAULT_TIME_LIMIT_S:g}.",
+        ),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Run these on every instance, not the recorded method.", metavar="a,b")
+        str | None,
+        typer.Option(help="Run these methods on every instance instead of the recorded one.", metavar="a,b"),
     ] = None,
-    only: Annotated[str, typer.Option(help="Only instances whose name matches; * and ? stand for anything.")] = "*",
+    only: Annotated[str, typer.Option(help="Run only instances whose name matches this pattern (*, ?).")] = "*",
     workers: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads; default: all cores.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the search.")] = 0,
     seconds_ratio: Annotated[
-        float | None, typer.Option(min=1.0, help="Fail where a run takes this many times the recorded seconds.")
+        float | None,
+        typer.Option(min=1.0, help="Fail if a run takes more than this many times the recorded seconds."),
     ] = None,
-    record: Annotated[bool, typer.Option("--record", help="Write results that are better into the suite.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Write better results to the suite file.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --record: write worse results too.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw value over time (png, svg, html).")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Solve a suite of regression instances and compare value, bound and seconds with the recorded ones.
 
-    Exit code 1 if a value is above the recorded one, a bound below it, or a proof lost. Progress goes to stderr.
-    Ctrl-C stops and keeps what is done.
+    Exit code 1 if a value is above the recorded one, a bound is below it, or a proof is lost. Progress goes to stderr.
+    Ctrl-C stops the suite and reports the runs completed so far.
     """
     from solver.limits import Limits, available_cores
-    from solver.regression.run import Suite, expand_cases
+    from solver.regression.judge import with_records
+    from solver.regression.run import INSTALLED, Suite, expand_cases
 
     if force and not record:
         raise InputError([Issue("--force", "no_record", "is given without --record. Maybe add --record.")])
     path = _suite_path(suite)
-    if record:
-        _check_not_installed(path)
+    if record and path.resolve().is_relative_to(INSTALLED):  # the next installation would overwrite the records
+        detail = (
+            f"would change the installed suite {path}. Maybe copy the folder {INSTALLED} and give the path of the "
+            "suite in the copy."
+        )
+        raise InputError([Issue("--record", "installed_suite", detail)])
     loaded = Suite.load(path)
-    names = names_in(methods) if methods else None
-    cases = expand_cases(path, loaded, names, only)
-    _check_files(path if record else None, plot)
+    cases = expand_cases(path, loaded, names_in(methods) if methods else None, only)
+    if record:
+        check_writable(path)
+    if plot:
+        check_picture(plot)
     seconds = time_limit or loaded.time_limit_s or DEFAULT_TIME_LIMIT_S
 
     def limits() -> Limits:
         return Limits(seconds, 0.0, workers or available_cores(), seed)
 
     compile_once()
-    outcome = _run(cases, limits, seconds_ratio)
-    recorded = _record(path, loaded, outcome.results, limits(), force) if record else None
+    results, interrupted = _run(cases, limits, seconds_ratio)
+    recorded = None
+    if record:
+        changed, recorded = with_records(loaded, results, limits(), force)
+        if recorded:
+            write_atomically(path, changed.to_text())
     if plot:
-        _draw(outcome.results, seconds, plot, f"{path.stem}: best value over time, {limits().workers} cores")
+        _draw(results, seconds, plot, f"{path.stem}: best value over time, {limits().workers} cores")
     if as_json:
-        print_json(document(path, outcome.results, limits(), outcome.interrupted, recorded))
+        print_json(document(path, results, limits(), interrupted, recorded))
     else:
-        print_report(outcome.results, recorded)
-    if outcome.interrupted:
+        _print_report(results, recorded)
+    if interrupted:
         return 130
-    return 1 if any(result.verdict.change == "regression" for result in outcome.results) else 0
+    return 1 if any(result.verdict.change == "regression" for result in results) else 0
 
 
 def _suite_path(suite: str) -> Path:
-    """The file itself, or the suite of that name. Raises InputError where there is none of that name."""
+    """Path of a suite given by file or by name. Raises InputError for an unknown name."""
     if suite.endswith(".json"):
         return Path(suite)
     from solver.regression.run import suites_folder
@@ -117,62 +131,34 @@ def _suite_path(suite: str) -> Path:
     return path
 
 
-def _check_not_installed(path: Path) -> None:
-    """Refuse to record into the installed suites: the next installation would overwrite the records."""
-    from solver.regression.run import INSTALLED
-
-    if path.resolve().is_relative_to(INSTALLED):
-        detail = (
-            f"would change the installed suite {path}. Maybe copy the folder {INSTALLED} and give the path of the "
-            "suite in the copy."
-        )
-        raise InputError([Issue("--record", "installed_suite", detail)])
-
-
-def _check_files(suite: Path | None, plot: Path | None) -> None:
-    """Refuse now what could not be written after all the runs."""
-    if suite:
-        check_writable(suite)
-    if plot:
-        from optpipe.plot.figure import format_of
-
-        format_of(plot)
-        check_writable(plot)
-
-
-def _run(cases: Sequence[Case], limits: Callable[[], Limits], seconds_ratio: float | None) -> SuiteRun:
-    """Run the cases one after another; Ctrl-C ends the one that runs, and the rest is left out."""
+def _run(
+    cases: Sequence[Case], limits: Callable[[], Limits], seconds_ratio: float | None
+) -> tuple[Sequence[Result], bool]:
+    """Run the cases one after another; returns the results and whether Ctrl-C ended the suite early."""
     from solver.regression.judge import Result, judge
     from solver.regression.run import measure
 
     results: list[Result] = []
     try:
         for index, case in enumerate(cases, start=1):
-            head, these = f"{index}/{len(cases)}", limits()
-            with doing(f"{head} {case.instance} with {case.method}, up to {these.time_limit_s:g} s"):
-                measured = measure(case.problem, case.method, these)
-            result = Result(case, measured, judge(case, measured, these, seconds_ratio))
+            head, case_limits = f"{index}/{len(cases)}", limits()
+            with doing(f"{head} {case.instance} with {case.method}, up to {case_limits.time_limit_s:g} s"):
+                measured = measure(case.problem, case.method, case_limits)
+            result = Result(case, measured, judge(case, measured, case_limits, seconds_ratio))
             results.append(result)
-            stderr().print(f"{head:>7}  {result_line(result)}")
+            figures, text = measured.figures, f"{result.verdict.change}: {measured.why_not}"
+            if figures is not None:
+                shown = f"{us_text(figures.value_us, 1)}, gap {share_text(figures.gap)}, {figures.seconds:.2f} s"
+                text = f"{shown}  {_verdict_text(result)}"
+            stderr().print(f"{head:>7}  {case.instance}  {case.method}  {text}")
             if measured.interrupted:
-                return SuiteRun(results, True)
+                return results, True
     except KeyboardInterrupt:
-        return SuiteRun(results, True)
-    return SuiteRun(results, False)
-
-
-def _record(path: Path, suite: Suite, results: Sequence[Result], limits: Limits, force: bool) -> int:
-    """Write the new records, and return how many there are."""
-    from solver.regression.judge import with_records
-
-    changed, count = with_records(suite, results, limits, force)
-    if count:
-        write_atomically(path, changed.to_text())
-    return count
+        return results, True
+    return results, False
 
 
 def _draw(results: Sequence[Result], time_limit_s: float, path: Path, title: str) -> None:
-    from optpipe.cli.bench_curves import build_curves
     from optpipe.plot.value_over_time import draw_value_over_time
 
     curves = build_curves([(result.case, result.measured) for result in results])
@@ -182,23 +168,33 @@ def _draw(results: Sequence[Result], time_limit_s: float, path: Path, title: str
         stderr().print(f"{path} is not drawn: no schedule was found.")
 
 
-COLUMNS = (
-    "instance", "method", "value us", "recorded us", "change", "bound us", "gap", "bubble", "best public us", "seconds"
-)  # fmt: skip
+def build_curves(runs: Sequence[tuple[Case, MeasuredRun]]) -> list[InstanceCurves]:
+    """One chart per instance for which a run found a schedule, in the order of the runs.
+
+    The chart's bound is the best one proved by any of its runs.
+    """
+    from optpipe.plot.value_over_time import Curve, InstanceCurves
+
+    by_instance: dict[str, list[tuple[Case, MeasuredRun]]] = {}
+    for case, measured in runs:
+        if measured.figures is not None:
+            by_instance.setdefault(case.instance, []).append((case, measured))
+    charts = []
+    for instance, instance_runs in by_instance.items():
+        curves = [
+            Curve(case.method, [(p.seconds, p.value_us) for p in measured.curve], figures.seconds, figures.optimal)
+            for case, measured in instance_runs
+            if (figures := measured.figures)
+        ]
+        case = instance_runs[0][0]
+        bound_us = max(measured.curve[-1].bound_us for _, measured in instance_runs)
+        public_us = case.public.value_us if case.public else None
+        charts.append(InstanceCurves(instance, case.problem.objective, curves, bound_us, public_us))
+    return charts
 
 
-def result_line(result: Result) -> str:
-    """One run on one line, as it ends."""
-    figures, case = result.measured.figures, result.case
-    head = f"{case.instance}  {case.method}"
-    if figures is None:
-        return f"{head}  {result.verdict.change}: {result.measured.why_not}"
-    text = f"{us_text(figures.value_us, 1)}, gap {share_text(figures.gap)}, {figures.seconds:.2f} s"
-    return f"{head}  {text}  {_verdict_text(result)}"
-
-
-def print_report(results: Sequence[Result], recorded: int | None) -> None:
-    """The table, what makes regressions of them, and the summary."""
+def _print_report(results: Sequence[Result], recorded: int | None) -> None:
+    """Print the table of results, the findings behind each regression, and a summary."""
     rows = table(*COLUMNS, "")
     for column in (rows.columns[1], rows.columns[-1]):
         column.justify = "left"
@@ -209,27 +205,31 @@ def print_report(results: Sequence[Result], recorded: int | None) -> None:
     for result in results:
         for finding in result.verdict.findings:
             console.print(f"regression: {result.case.instance} with {result.case.method}: {finding}")
-    for line in _summary(results, recorded):
-        console.print(line)
+    changes = [result.verdict.change for result in results]
+    counts = ", ".join(f"{changes.count(change)} {change}" for change in dict.fromkeys(changes))
+    console.print(f"{len(results)} runs: {counts}" if results else "nothing was run")
+    for method in dict.fromkeys(result.case.method for result in results):
+        _print_against_public([result for result in results if result.case.method == method], method)
+    if recorded is not None:
+        console.print(f"{recorded} results recorded")
 
 
 def _cells(result: Result) -> list[str]:
     case, figures, recorded = result.case, result.measured.figures, result.case.recorded
-    values = [number_text(recorded.value_us, 1) if recorded else "-", "-"]
+    value, change, bound, gap, bubble, seconds = "-", "-", "-", "-", "-", result.measured.seconds
+    if figures is not None:
+        value, bound = number_text(figures.value_us, 1), number_text(figures.bound_us, 1)
+        gap, bubble, seconds = share_text(figures.gap), share_text(figures.bubble), figures.seconds
+        if (share := _change(result)) is not None:
+            change = "0" if share == 0 else f"{100 * share:+.2f} %"
+    recorded_value = number_text(recorded.value_us, 1) if recorded else "-"
     public = number_text(case.public.value_us, 1) if case.public else "-"
-    seconds = f"{figures.seconds if figures else result.measured.seconds:.2f}"
-    if figures is None:
-        return [case.instance, case.method, "-", *values, "-", "-", "-", public, seconds, _verdict_text(result)]
-    change = _change(result)
-    if change is not None:
-        values[1] = "0" if change == 0 else f"{100 * change:+.2f} %"
-    value, bound = number_text(figures.value_us, 1), number_text(figures.bound_us, 1)
-    found = [value, *values, bound, share_text(figures.gap), share_text(figures.bubble), public, seconds]
-    return [case.instance, case.method, *found, _verdict_text(result)]
+    cells = [value, recorded_value, change, bound, gap, bubble, public, f"{seconds:.2f}"]
+    return [case.instance, case.method, *cells, _verdict_text(result)]
 
 
 def _change(result: Result) -> float | None:
-    """How far the value is above the recorded one, as a share of it."""
+    """Relative difference of the value from the recorded one; positive is worse."""
     figures, recorded = result.measured.figures, result.case.recorded
     if figures is None or recorded is None or not recorded.value_us:
         return None
@@ -243,45 +243,50 @@ def _verdict_text(result: Result) -> str:
     return text + (", proved" if proved else "") + (", slow" if result.verdict.slow else "")
 
 
-def _summary(results: Sequence[Result], recorded: int | None) -> list[str]:
-    """How many of each verdict, how ours compare with the public ones, and what was written."""
-    changes = [result.verdict.change for result in results]
-    counts = ", ".join(f"{changes.count(change)} {change}" for change in dict.fromkeys(changes))
-    lines = [f"{len(results)} runs: {counts}" if results else "nothing was run"]
-    for method in dict.fromkeys(result.case.method for result in results):
-        lines += _against_public([result for result in results if result.case.method == method], method)
-    if recorded is not None:
-        lines.append(f"{recorded} results recorded")
-    return lines
-
-
-def _against_public(results: Sequence[Result], method: str) -> list[str]:
-    """Values and mean bubbles of a method against the best public ones, and again where stages may offload."""
-    known = [
+def _print_against_public(results: Sequence[Result], method: str) -> None:
+    """Compare values and mean bubbles with the best public ones: over all instances, and over those with offload."""
+    compared = [
         (result.case, figures, public)
         for result in results
         if (figures := result.measured.figures) and (public := result.case.public)
     ]
-    offloading = [entry for entry in known if any(stage.offload for stage in entry[0].problem.stages)]
-    lines = []
-    for group, where in ((known, ""), (offloading, " that may offload")):
+    offloading = [entry for entry in compared if any(stage.offload for stage in entry[0].problem.stages)]
+    for group, where in ((compared, ""), (offloading, " that may offload")):
         if group:
             above = sum(figures.value_us > public.value_us for _, figures, public in group)
             ours = mean(figures.bubble for _, figures, _ in group)
             theirs = mean(public.bubble(figures) for _, figures, public in group)
-            lines.append(
+            stdout().print(
                 f"{method}: above the best public value on {above} of {len(group)} instances{where}; "
                 f"mean bubble {share_text(ours)} against {share_text(theirs)}"
             )
-    return lines
 
 
 def document(
     path: Path, results: Sequence[Result], limits: Limits, interrupted: bool, recorded: int | None
 ) -> dict[str, Any]:
-    """Everything as one JSON document; a curve is a list of [seconds, value_us, bound_us, method]."""
+    """All results as one JSON document; a curve is a list of [seconds, value_us, bound_us, method]."""
     from importlib.metadata import version
 
+    entries = []
+    for result in results:
+        case, measured, figures = result.case, result.measured, result.measured.figures
+        entry: dict[str, Any] = {
+            "instance": case.instance,
+            "method": case.method,
+            "verdict": result.verdict.change,
+            "findings": list(result.verdict.findings),
+            "slow": result.verdict.slow,
+            "seconds": round(measured.seconds, 3),
+            "recorded": case.recorded.to_data() if case.recorded else None,
+            "public": vars(case.public) if case.public else None,
+        }
+        if figures is None:
+            entries.append(entry | {"why_not": measured.why_not})
+            continue
+        values = {key: getattr(figures, key) for key in ("value_us", "bound_us", "gap", "bubble")}
+        values["status"] = "optimal" if figures.optimal else "feasible"
+        entries.append(entry | values | {"change": _change(result), "curve": [list(point) for point in measured.curve]})
     return {
         "suite": str(path),
         "time_limit_s": limits.time_limit_s,
@@ -291,24 +296,5 @@ def document(
         "interrupted": interrupted,
         "recorded": recorded,
         "regressions": sum(result.verdict.change == "regression" for result in results),
-        "results": [_result_document(result) for result in results],
+        "results": entries,
     }
-
-
-def _result_document(result: Result) -> dict[str, Any]:
-    case, measured, figures = result.case, result.measured, result.measured.figures
-    entry: dict[str, Any] = {
-        "instance": case.instance,
-        "method": case.method,
-        "verdict": result.verdict.change,
-        "findings": list(result.verdict.findings),
-        "slow": result.verdict.slow,
-        "seconds": round(measured.seconds, 3),
-        "recorded": case.recorded.to_data() if case.recorded else None,
-        "public": vars(case.public) if case.public else None,
-    }
-    if figures is None:
-        return entry | {"why_not": measured.why_not}
-    values = {key: getattr(figures, key) for key in ("value_us", "bound_us", "gap", "bubble")}
-    values["status"] = "optimal" if figures.optimal else "feasible"
-    return entry | values | {"change": _change(result), "curve": [list(point) for point in measured.curve]}

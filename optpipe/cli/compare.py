@@ -1,4 +1,4 @@
-"""`optpipe compare`: every method on one problem, side by side."""
+"""`optpipe compare`: runs every method on one problem and shows the results side by side."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from optpipe.cli.console import (
     AsJson,
+    check_picture,
     compile_once,
     ctrl_c_cancels,
     doing,
@@ -22,7 +23,6 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.solve import TimeLimit, free_memory_bytes
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
-from optpipe.files import check_writable
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's outcome: a schedule, or why there is none; both where a search died after it found one."""
+    """Outcome of one method: a schedule, or why there is none; both if a search died after finding one."""
 
     method: str
     schedule: Schedule | None
@@ -52,9 +52,10 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Run every method on a problem: value, bubble, peak and seconds, or why not. Each search gets the time limit.
+    """Run every method on a problem and show value, bubble, peak and seconds, or why a method has no schedule.
 
-    Ctrl-C stops the search that runs, keeps its best schedule so far, and shows what is done.
+    Each search has the whole time limit. Ctrl-C stops the running search, keeps its best schedule so far, and shows the
+    results up to then.
     """
     from optpipe.problem import Problem
     from solver.limits import Cancel, Limits
@@ -64,10 +65,7 @@ def command(
     for name in names:
         method_named(name)
     if plot:
-        from optpipe.plot.figure import format_of
-
-        format_of(plot)
-        check_writable(plot)
+        check_picture(plot)
     loaded = Problem.load(problem)
     compile_once()
     rows = []
@@ -88,12 +86,18 @@ def command(
 
 
 def _run(problem: Problem, name: str, limits: Limits) -> Row:
-    from solver.process import SolverDiedError
+    """Make a published schedule in this process; run a search in a child, whose limits hold even if it hangs."""
+    from solver.methods import METHODS
+    from solver.process import SolverDiedError, solve_in_child
+    from solver.solve import solve
 
     schedule: Schedule | None = None
     why_not = ""
     try:
-        schedule = _schedule(problem, name, limits)
+        if METHODS[name].kind == "published":
+            schedule = solve(problem, name, limits)
+        else:
+            schedule = solve_in_child(problem, name, limits, free_memory_bytes()).schedule_or_error()
     except (MethodError, InfeasibleError, NoSolutionError) as error:
         why_not = str(error)
     except SolverDiedError as error:
@@ -101,23 +105,12 @@ def _run(problem: Problem, name: str, limits: Limits) -> Row:
     return Row(name, schedule, why_not, limits.seconds)
 
 
-def _schedule(problem: Problem, name: str, limits: Limits) -> Schedule:
-    """A published schedule is made here; a search runs in a process of its own, whose limits hold whatever it does."""
-    from solver.methods import METHODS
-    from solver.process import solve_in_child
-    from solver.solve import solve
-
-    if METHODS[name].kind == "published":
-        return solve(problem, name, limits)
-    return solve_in_child(problem, name, limits, free_memory_bytes()).schedule_or_error()
-
-
 def _draw(rows: Sequence[Row], path: Path) -> None:
     from optpipe.plot import draw_comparison
 
-    found = [(row.method, row.schedule) for row in rows if row.schedule]
-    if found:
-        draw_comparison(found, path)
+    labelled = [(row.method, row.schedule) for row in rows if row.schedule]
+    if labelled:
+        draw_comparison(labelled, path)
     else:
         stderr().print(f"{path} is not drawn: no schedule was found.")
 
@@ -134,11 +127,10 @@ def _print(rows: Sequence[Row]) -> None:
     result.columns[-1].justify = "left"
     result.columns[-1].no_wrap = False
     for row in sorted(rows, key=lambda row: row.schedule.value_us if row.schedule else float("inf")):
-        found = row.schedule
-        if found is None:
-            result.add_row(row.method, "-", "-", "-", "-", f"{row.seconds:.2f}", row.why_not)
-        else:
-            times, peak = (us_text(found.value_us), us_text(found.bound_us)), f"{found.largest_peak_bytes:,}"
-            cells = (*times, share_text(found.bubble), peak)
-            result.add_row(row.method, *cells, f"{row.seconds:.2f}", row.why_not or found.status)
+        figures, comment = ["-"] * 4, row.why_not
+        if (best := row.schedule) is not None:
+            figures = [us_text(best.value_us), us_text(best.bound_us), share_text(best.bubble)]
+            figures.append(f"{best.largest_peak_bytes:,}")
+            comment = row.why_not or best.status
+        result.add_row(row.method, *figures, f"{row.seconds:.2f}", comment)
     stdout().print(result)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,16 +18,18 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from optpipe.files import check_writable
+
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from solver.limits import Cancel
 
 
 FILE_WIDTH = 160
-"""Characters of a line where no terminal sets the width."""
+"""Characters in a line when no terminal sets the width."""
 
-MOST_WIDTH = 10_000
-"""More than any table needs."""
+MAX_WIDTH = 10_000
+"""Wider than any table."""
 
 COLUMN_GAP = 2
 
@@ -34,57 +37,61 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on
 
 
 def stdout() -> Console:
-    """Where results go; wide enough for every table where no terminal sets the width."""
+    """Console for results; wide enough for every table when no terminal sets the width."""
     return _console(stderr=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 def stderr() -> Console:
-    """Where progress goes."""
+    """Console for progress."""
     return _console(stderr=True, width=None)
 
 
 def doing(what: str) -> Status:
-    """As a context: says on a terminal what takes its time."""
+    """Context manager that shows a spinner with a text on a terminal."""
     return stderr().status(Text(what))
 
 
 def _console(*, stderr: bool, width: int | None) -> Console:
-    """Prints text as it is: names may look like rich's markup, such as ``[/gpu]`` or ``:b:``."""
+    """Console without markup: names may look like rich's, such as ``[/gpu]`` or ``:b:``."""
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
 class _Table(Table):
-    """Cuts no figure off: where the screen is too narrow for its columns, the screen breaks the lines."""
+    """Table that never truncates a cell: on a narrow screen the terminal wraps the lines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        least = max(options.max_width, self._least_width(console))
-        return super().__rich_console__(console, options.update(max_width=least))
-
-    def _least_width(self, console: Console) -> int:
-        """Columns that may wrap count with their longest word."""
-        wide = console.options.update(max_width=MOST_WIDTH)
+        wide = console.options.update(max_width=MAX_WIDTH)
         width = 0
         for column in self.columns:
             sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+            # a column that may wrap needs its longest word
             width += max(size.maximum if column.no_wrap else size.minimum for size in sizes) + COLUMN_GAP
-        return width
+        return super().__rich_console__(console, options.update(max_width=max(options.max_width, width)))
 
 
 def table(*columns: str) -> Table:
-    """A plain table: the first column to the left, numbers to the right."""
+    """Plain table: the first column left-aligned, the others, for numbers, right-aligned."""
     result = _Table(box=None, pad_edge=False, header_style="bold")
     for k, column in enumerate(columns):
         result.add_column(column, justify="left" if k == 0 else "right", no_wrap=True)
     return result
 
 
+def check_picture(path: Path) -> None:
+    """Raise InputError if no picture can be written to `path`: an unknown suffix, or no permission."""
+    from optpipe.plot.figure import format_of
+
+    format_of(path)
+    check_writable(path)
+
+
 def names_in(text: str) -> list[str]:
-    """The names in a list such as ``a, b``, each once."""
+    """Split a list such as ``a, b`` into names, without repetitions."""
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
@@ -121,9 +128,9 @@ def parse_share(text: str) -> float:
 
 @contextmanager
 def ctrl_c_cancels(cancel: Cancel) -> Iterator[None]:
-    """Within this context the first Ctrl-C requests `cancel`; the next one is a KeyboardInterrupt.
+    """Let the first Ctrl-C request `cancel`; the next one raises KeyboardInterrupt.
 
-    Where SIGINT is ignored, as in what a script runs in the background, it stays ignored.
+    An ignored SIGINT stays ignored, as in a script's background jobs.
     """
 
     def handle(_number: int, _frame: object) -> None:
@@ -142,9 +149,9 @@ def ctrl_c_cancels(cancel: Cancel) -> Iterator[None]:
 
 
 def compile_once() -> None:
-    """Compile all kernels where that has not been done for this installation.
+    """Compile all kernels unless this installation has them compiled already.
 
-    In a process of its own, and out of reach of Ctrl-C: on an interrupt this process ends it, which says so itself.
+    The compiler runs in a session of its own: a terminal's Ctrl-C reaches only this process, which then ends it.
     """
     from solver.warm_up import is_warm, warm_up_in_child
 
@@ -155,10 +162,10 @@ def compile_once() -> None:
 
 
 def compile_meanwhile(problem: Problem) -> None:
-    """Have the kernels compiled while a solve makes published schedules; its searches join as theirs are ready."""
+    """Compile kernels in the background while a solve makes published schedules; a search starts once its are ready."""
     from solver.process.parent import load_uncompiled
     from solver.warm_up import warm_up_in_background
 
     if warm_up_in_background():
-        stderr().print("compiling kernels meanwhile, once for an installation: searches join as theirs are ready")
+        stderr().print("compiling kernels in the background, once for an installation: searches join as they are ready")
         load_uncompiled(problem, "optpipe.simulate", "optpipe.worst_case_memory")

@@ -1,4 +1,4 @@
-"""`optpipe export`: a schedule, a measured step, or the model of a problem, for other tools."""
+"""`optpipe export`: writes a schedule, a measured step, or the model of a problem for other tools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,21 +21,12 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What can be exported to."""
+    """Export formats."""
 
     CHROME_TRACE = "chrome-trace"
     TORCH_CSV = "torch-csv"
     LP = "lp"
     MPS = "mps"
-
-
-DropOffload = Annotated[
-    bool,
-    typer.Option(
-        "--drop-offload",
-        help="torch-csv: leave out offloads and reloads, which torch cannot run; says which memory that needs.",
-    ),
-]
 
 
 def command(
@@ -56,34 +47,61 @@ def command(
             "lp, mps: the problem as a mixed-integer model, for other solvers.",
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
-    drop_offload: DropOffload = False,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file.")],
+    drop_offload: Annotated[
+        bool,
+        typer.Option(
+            "--drop-offload",
+            help="torch-csv: leave out offloads and reloads, which torch cannot run, and report the memory needed "
+            "without them.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Write a schedule, a measured step of it, or the model of its problem, in the format of another tool."""
+    """Export a schedule, a measured step, or the mixed-integer model of a problem to the format of another tool."""
+    from optpipe.trace import Trace
+
     if drop_offload and to is not Format.TORCH_CSV:
         detail = f"is given with --to {to}, which shows offloads. Maybe leave it out."
         raise InputError([Issue("--drop-offload", "nothing_to_drop", detail)])
     check_writable(output)
-    written: dict[str, object] = {"output": str(output), "to": str(to)}
+    result: dict[str, object] = {"output": str(output), "to": str(to)}
     summary = f"wrote {output}"
     if to is Format.LP or to is Format.MPS:
-        figures = _write_model(_load_problem(document), to, output)
-        written |= figures
-        summary += ": {rows:,} rows, {columns:,} columns, {integer_columns:,} of them integer".format(**figures)
+        from solver.model_export import export_model
+
+        problem = _load_problem(document)
+        compile_once()
+        with doing("stating the model"):
+            statement = export_model(problem)
+        write_atomically(output, statement.to_text("lp" if to is Format.LP else "mps"))
+        result |= {name: getattr(statement, name) for name in ("rows", "columns", "integer_columns", "time_unit_us")}
+        size = f"{statement.rows:,} rows, {statement.columns:,} columns"
+        summary += f": {size}, {statement.integer_columns:,} of them integer"
     elif to is Format.CHROME_TRACE:
-        write_atomically(output, _chrome_trace_text(_load(document)))
+        from optpipe.export.chrome_trace import chrome_trace, measured_chrome_trace
+
+        loaded = _load(document)
+        events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
+        write_atomically(output, json.dumps(events, allow_nan=False))
     else:
-        schedule = _load_schedule(document)
-        write_atomically(output, _torch_csv_text(schedule, drop_offload))
+        from optpipe.export.torch_csv import torch_csv
+
+        loaded = _load(document)
+        if isinstance(loaded, Trace):
+            detail = (
+                "is torch-csv, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
+            )
+            raise InputError([Issue("--to", "not_a_schedule", detail)], str(document))
+        write_atomically(output, torch_csv(loaded, drop_offload=drop_offload))
         if drop_offload:
-            written["devices"] = _memory_without_offload(schedule)
-    print_json(written) if as_json else stdout().print(summary)
+            result["devices"] = _report_memory_without_offload(loaded)
+    print_json(result) if as_json else stdout().print(summary)
     return 0
 
 
 def _load(path: Path) -> Schedule | Trace:
-    """The document that the file says it is. Raises InputError."""
+    """Load a schedule or a measured step, as the file's format says. Raises InputError."""
     from optpipe.document import read_document
     from optpipe.schedule import Schedule
     from optpipe.trace import Trace
@@ -95,20 +113,8 @@ def _load(path: Path) -> Schedule | Trace:
     return (Trace if measured else Schedule).from_data(data, str(path))
 
 
-def _load_schedule(path: Path) -> Schedule:
-    from optpipe.trace import Trace
-
-    loaded = _load(path)
-    if isinstance(loaded, Trace):
-        detail = (
-            "is torch-csv, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
-        )
-        raise InputError([Issue("--to", "not_a_schedule", detail)], str(path))
-    return loaded
-
-
 def _load_problem(path: Path) -> Problem:
-    """Load a problem, or that of a schedule. Raises InputError."""
+    """Load a problem, or the problem of a schedule. Raises InputError."""
     from optpipe.document import read_document
     from optpipe.problem import Problem
     from optpipe.schedule import MAX_SCHEDULE_BYTES, Schedule
@@ -120,38 +126,8 @@ def _load_problem(path: Path) -> Problem:
     return Problem.from_data(data, str(path))
 
 
-def _write_model(problem: Problem, to: Literal[Format.LP, Format.MPS], output: Path) -> dict[str, float]:
-    """Write the mixed-integer model, and return its size and the unit of its times."""
-    from solver.model_export import export_model
-
-    compile_once()
-    with doing("stating the model"):
-        statement = export_model(problem)
-        write_atomically(output, statement.to_text("lp" if to is Format.LP else "mps"))
-    return {
-        "rows": statement.rows,
-        "columns": statement.columns,
-        "integer_columns": statement.integer_columns,
-        "time_unit_us": statement.time_unit_us,
-    }
-
-
-def _chrome_trace_text(loaded: Schedule | Trace) -> str:
-    from optpipe.export.chrome_trace import chrome_trace, measured_chrome_trace
-    from optpipe.trace import Trace
-
-    events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
-    return json.dumps(events, allow_nan=False)
-
-
-def _torch_csv_text(schedule: Schedule, drop_offload: bool) -> str:
-    from optpipe.export.torch_csv import torch_csv
-
-    return torch_csv(schedule, drop_offload=drop_offload)
-
-
-def _memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None]]:
-    """What each device needs when nothing leaves it, also said on stderr, and what it has."""
+def _report_memory_without_offload(schedule: Schedule) -> Sequence[dict[str, int | None]]:
+    """Print on stderr, and return, each device's worst-case peak without offload and its budget, in bytes."""
     from optpipe.export.torch_csv import peak_bytes_without_offload
 
     needs = peak_bytes_without_offload(schedule)

@@ -1,4 +1,4 @@
-"""`optpipe profile`: costs of a model, by formula from a table of sizes or measured on this hardware."""
+"""`optpipe profile`: costs of a model, computed from a table of sizes or measured on this hardware."""
 
 from __future__ import annotations
 
@@ -30,28 +30,25 @@ from optpipe.partition import devices_of_stages
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
-    import torch
-
     from optpipe.layers import LayerProfile
     from optpipe.problem import Problem
     from optpipe.profile.check import Check
-    from optpipe.profile.cost_model import SizeTable
     from optpipe.profile.measured import Measured, StageFigures
     from optpipe.profile.ops import Spread
-    from optpipe.profile.subject import Chain, Subject
+    from optpipe.profile.subject import Subject
     from optpipe.schedule import Schedule
 
 
 QUICK_METHODS = ("1f1b", "interleaved-1f1b", "zb-v", "ada-offload")
-"""Tried for --check, the best of those that can handle the problem taken: each takes milliseconds."""
+"""Methods tried for --check: each takes milliseconds, and the best schedule that the stages can run is used."""
 
 TIMEOUT_SECONDS = 600.0
-"""Under torchrun: how long to wait for another process."""
+"""Timeout of collective operations under torchrun."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; `layers` and what follows up to `dtype` are about our own models."""
+    """Options of a measured profile; `layers` to `dtype` apply only to the built-in GPT."""
 
     devices: int | None
     stages: int | None
@@ -71,14 +68,18 @@ class Options:
 
 
 def profile_model(model: str, options: Options, output: Path, as_json: bool) -> int:
-    """Measure, write, and say what was found; under torchrun rank 0 alone writes and prints."""
+    """Measure a model, write the profile and print its figures; under torchrun only rank 0 writes and prints."""
     with needs_extra("train", "measuring"):
         from optpipe.profile.subject import build_chain
     from optpipe.profile.measured import measure
     from optpipe.train.launch import launched, leads, one_core_left
 
-    _refuse_what_does_not_go_together(options)
-    device = _device()
+    _check_options(options)
+    import torch
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     subject, placed = _subject_and_placement(model, options)
     count = max(placed) + 1
     microbatches = options.microbatches or 2 * count
@@ -102,31 +103,37 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
         if not leads():
             return 0
         write_atomically(output, document.to_json() + "\n")
-        check = _check(measured, chain, problem, device, options.memory_margin) if options.check and problem else None
+        check = None
+        if options.check and problem:
+            from optpipe.profile.check import check_prediction
+
+            schedule = _quick_schedule(measured, problem)
+            with doing(f"running steps of {schedule.method}"):
+                check = check_prediction(measured, chain, schedule, device, options.memory_margin)
     if as_json:
-        print_json(figures(measured, check, output, document.format))
+        print_json(_measured_document(measured, check, output, document.format))
     else:
-        print_figures(measured, check, output, document.format)
+        console = stdout()
+        console.print(measured.name)
+        console.print(f"{measured.source}\n")
+        _print_stages(measured)
+        if check:
+            _print_check(check)
+        console.print(f"wrote {output} ({document.format})")
     failures = check.failures if check else ()
     for failure in failures:
         print(f"error: memory is not as predicted: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def _check(measured: Measured, chain: Chain, problem: Problem, device: torch.device, margin: float) -> Check:
-    from optpipe.profile.check import check_prediction
-
-    schedule = _quick_schedule(measured, problem)
-    with doing(f"running steps of {schedule.method}"):
-        return check_prediction(measured, chain, schedule, device, margin)
-
-
-def _refuse_what_does_not_go_together(options: Options) -> None:
+def _check_options(options: Options) -> None:
+    """Raise InputError for options that exclude each other."""
     from optpipe.train.launch import under_torchrun
 
     issues = []
     if options.check and options.as_layers:
-        issues.append(Issue("--check", "no_problem", "needs a problem to schedule, but --format is layers."))
+        detail = "needs a problem to schedule, but --format is layers. Maybe leave one of them out."
+        issues.append(Issue("--check", "no_problem", detail))
     if options.check and under_torchrun():
         detail = "runs steps in one process. Maybe leave torchrun out, or use 'optpipe train --trace' under it."
         issues.append(Issue("--check", "many_processes", detail))
@@ -137,17 +144,8 @@ def _refuse_what_does_not_go_together(options: Options) -> None:
         raise InputError(issues)
 
 
-def _device() -> torch.device:
-    """This process's GPU where torch can use one, else the CPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
 def _subject_and_placement(model: str, options: Options) -> tuple[Subject, Sequence[int]]:
-    """The model, and the device of each of its stages; for a layer profile each layer has one of its own."""
+    """Build the model and the device of each of its stages; in a layer profile each layer has its own device."""
     from optpipe.profile.subject import load_subject, with_samples
 
     if ":" in model:
@@ -163,19 +161,18 @@ def _subject_and_placement(model: str, options: Options) -> tuple[Subject, Seque
         return subject, devices_of_stages(options.placement, options.devices, stages)
     if options.as_layers:
         if options.layers is None:
-            raise InputError([Issue("--layers", "missing", "is missing: a layer profile needs to know how many.")])
-        return _our_gpt(model, options, options.layers), range(options.layers)
-    placed = devices_of_stages(options.placement, options.devices or _world(options.stages), options.stages)
-    return _our_gpt(model, options, len(placed)), placed
+            detail = "is missing, but a layer profile needs the number of layers. Maybe --layers 12."
+            raise InputError([Issue("--layers", "missing", detail)])
+        return _build_gpt(model, options, options.layers), range(options.layers)
+    devices = options.devices
+    if devices is None and options.stages is None and "WORLD_SIZE" in os.environ:
+        devices = int(os.environ["WORLD_SIZE"])  # under torchrun one device per process by default
+    placed = devices_of_stages(options.placement, devices, options.stages)
+    return _build_gpt(model, options, len(placed)), placed
 
 
-def _world(stages: int | None) -> int | None:
-    """Under torchrun there are as many devices as processes, unless something else is said."""
-    return int(os.environ["WORLD_SIZE"]) if stages is None and "WORLD_SIZE" in os.environ else None
-
-
-def _our_gpt(model: str, options: Options, stages: int) -> Subject:
-    """Our GPT of that size, on a microbatch of text."""
+def _build_gpt(model: str, options: Options, stages: int) -> Subject:
+    """Build the GPT of a size, with a microbatch of text. Raises InputError for an unknown size or wrong options."""
     from optpipe.profile.subject import Subject
     from optpipe.train.config import SIZES, GPTShape, ModelConfig
     from optpipe.train.tasks.gpt import Batches, build_stages, byte_loss, gpt_name, standard_library_text
@@ -186,11 +183,13 @@ def _our_gpt(model: str, options: Options, stages: int) -> Subject:
         detail = f"is {model!r} but must be one of {', '.join(SIZES)}, or package.module:callable."
         raise InputError([Issue("--model", "unknown", detail)])
     if layers < stages:
-        issues.append(Issue("--layers", "too_few", f"is {layers}, but there are {stages} stages, and each needs one."))
+        detail = f"is {layers}, but there are {stages} stages, and each needs one. Maybe --layers {stages}."
+        issues.append(Issue("--layers", "too_few", detail))
     longest = SIZES[model].sequence
     sequence = options.sequence or longest
     if sequence > longest:
-        issues.append(Issue("--sequence", "too_long", f"is {sequence}, but the {model} model takes at most {longest}."))
+        detail = f"is {sequence}, but the {model} model takes at most {longest}. Maybe --sequence {longest}."
+        issues.append(Issue("--sequence", "too_long", detail))
     if issues:
         raise InputError(issues)
     shape = GPTShape(SIZES[model].width, SIZES[model].heads, sequence, layers)
@@ -203,11 +202,11 @@ def _our_gpt(model: str, options: Options, stages: int) -> Subject:
 
 
 def _quick_schedule(measured: Measured, problem: Problem) -> Schedule:
-    """The best of the published schedules that the stages can run."""
+    """Return the best published schedule that the stages can run. Raises NoSolutionError."""
     from solver.solve import solve
 
     fused = {s for s, stage in enumerate(measured.stages) if not stage.splits}
-    found, reasons = [], []
+    schedules, reasons = [], []
     for method in QUICK_METHODS:
         try:
             schedule = solve(problem, method)
@@ -216,29 +215,29 @@ def _quick_schedule(measured: Measured, problem: Problem) -> Schedule:
             continue
         ops = (op for device in schedule.devices for op in device.compute.ops)
         if any(op.kind in ("B", "W") and op.stage in fused for op in ops):
-            reasons.append(f"{method}: has B and W apart on a compiled stage")
+            reasons.append(f"{method}: splits B and W of a compiled stage")
         else:
-            found.append(schedule)
-    if not found:
+            schedules.append(schedule)
+    if not schedules:
         raise NoSolutionError("no quick schedule for --check:\n" + "\n".join(reasons))
-    return min(found, key=lambda schedule: schedule.value_us)
+    return min(schedules, key=lambda schedule: schedule.value_us)
 
 
 @contextmanager
 def _progress(name: str, leads: bool) -> Iterator[Callable[[int, int], None]]:
-    """Says on stderr which round runs: a changing line on a terminal, about five lines elsewhere."""
+    """Show the current round on stderr: a spinner on a terminal, else about five lines. Only rank 0 shows it."""
     if not leads:
         yield lambda _round, _rounds: None
     elif sys.stderr.isatty():
         with doing(f"measuring {name}") as status:
             yield lambda number, rounds: status.update(Text(f"measuring {name}: round {number + 1} of {rounds}"))
     else:
-        yield _print_round
 
+        def print_round(number: int, rounds: int) -> None:
+            if number % max(1, rounds // 5) == 0:
+                stderr().print(f"round {number + 1:>4} of {rounds}")
 
-def _print_round(number: int, rounds: int) -> None:
-    if number % max(1, rounds // 5) == 0:
-        stderr().print(f"round {number + 1:>4} of {rounds}")
+        yield print_round
 
 
 class Precision(StrEnum):
@@ -249,43 +248,53 @@ class Precision(StrEnum):
 
 
 class Format(StrEnum):
-    """The document that is written."""
+    """Document to write."""
 
     PROBLEM = "problem"
     LAYERS = "layers"
 
 
 class ClockChoice(StrEnum):
-    """What times the ops on the CPU."""
+    """Clock that times ops on the CPU."""
 
     WALL = "wall"
     CPU = "cpu"
 
 
 def command(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile goes.", metavar="FILE.json")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file.", metavar="FILE.json")],
     from_table: Annotated[
-        Path | None, typer.Option(help="Nothing is measured: sizes and rates are read here.", metavar="TABLE.toml")
+        Path | None,
+        typer.Option(
+            help="Compute the costs from this table of sizes and rates instead of measuring.", metavar="TABLE.toml"
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="tiny, small or medium (our GPT), or your own as module:callable.", metavar="MODEL"),
+        typer.Option(
+            help="Model to measure: tiny, small or medium (a GPT), or your own as module:callable.", metavar="MODEL"
+        ),
     ] = None,
     form: Annotated[
-        Format | None, typer.Option("--format", help="Default: a problem where it is known how many stages there are.")
+        Format | None,
+        typer.Option(
+            "--format", help="Document to write; default: a problem if the number of stages is known, else layers."
+        ),
     ] = None,
     devices: Annotated[int | None, typer.Option(min=1, max=4096, help="Devices of the pipeline.")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, max=4096, help="Stages, instead of devices.")] = None,
-    placement: Annotated[str, typer.Option(help="linear, interleaved-N, v or v-N.")] = "linear",
+    stages: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Stages of the pipeline, instead of --devices.")
+    ] = None,
+    placement: Annotated[str, typer.Option(help="Placement of stages: linear, interleaved-N, v or v-N.")] = "linear",
     microbatches: Annotated[
-        int | None, typer.Option(min=1, max=10**6, help="In a step; default: two a device.")
+        int | None, typer.Option(min=1, max=10**6, help="Microbatches in a step; default: two per device.")
     ] = None,
     memory: Annotated[
         int | None,
         typer.Option(
             parser=parse_size,
-            help="Of a device: parameters with gradients and Adam's moments are taken off and the rest is the budget; "
-            "messages that wait for their op come on top. Default: no limit.",
+            help="Memory of a device. Parameters, gradients and Adam's moments are subtracted, the rest is the budget; "
+            "buffers of received messages come on top. Default: no limit.",
             metavar="SIZE",
         ),
     ] = None,
@@ -293,42 +302,52 @@ def command(
         float | None,
         typer.Option(
             parser=parse_share,
-            help="Share of --memory to leave free, for sizes that depend on the data; default: 0%.",
+            help="Share of --memory to keep free, for sizes that depend on the data; default: 0%.",
             metavar="10%",
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Called with 0, returns microbatches to measure with, as 'train' has it.", metavar="module:callable"
+            help="Callable that returns microbatches to measure, as for 'optpipe train'; called with step 0.",
+            metavar="module:callable",
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, max=2000, help="Blocks of our GPT; default: one a stage.")
+        int | None, typer.Option(min=1, max=2000, help="Transformer layers of the GPT; default: one per stage.")
     ] = None,
-    microbatch_size: Annotated[int | None, typer.Option(min=1, max=4096, help="Sequences; default: 4.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, help="Bytes of text in one; default: the longest.")] = None,
-    dtype: Annotated[Precision | None, typer.Option(help="Precision of our GPT; default: float32.")] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Sequences in a microbatch; default: 4.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of text in a sequence; default: the model's maximum.")
+    ] = None,
+    dtype: Annotated[Precision | None, typer.Option(help="Precision of the GPT; default: float32.")] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="How often each op is timed, after warm-up; default: 10.")
+        int | None, typer.Option(min=1, max=10_000, help="Timed rounds after the warm-up; default: 10.")
     ] = None,
     clock: Annotated[
         ClockChoice | None,
-        typer.Option(help="cpu: the computing thread's time, which a busy machine does not lengthen; default: wall."),
+        typer.Option(
+            help="wall: elapsed time; cpu: CPU time of the computing thread, unaffected by other load. Default: wall."
+        ),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Run steps and compare with what is predicted; exit code 1 if peaks differ."),
+        typer.Option(
+            "--check", help="Run steps and compare them with the prediction; exit code 1 if memory peaks differ."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Find out what a model's stages cost: times, memory, transfers. Writes a problem to solve, or layers to plan.
+    """Determine the costs of a model's stages: times, memory, transfers. Writes a problem to solve, or layers to plan.
 
-    From a table of sizes (--from-table) by formula, for machines that are not at hand; or measured here (--model), with
-    the code that runs in training. Under torchrun each process measures the stages of its device.
+    With --model the stages are measured on this machine, by the code that runs in training; under torchrun each process
+    measures the stages of its device. With --from-table costs are computed from sizes and rates, for hardware that is
+    not available here.
     """
     check_writable(output)
-    our_gpt: dict[str, object] = {
+    gpt: dict[str, object] = {
         "--layers": layers,
         "--microbatch-size": microbatch_size,
         "--sequence": sequence,
@@ -343,12 +362,12 @@ def command(
         "--check": check or None,
     }
     if from_table is not None:
-        _refuse("--from-table", "measures nothing and has all from its table", {"--model": model} | our_gpt | measuring)
+        _refuse("--from-table", "takes everything from its table", {"--model": model} | gpt | measuring)
         return profile_table(from_table, output, form, devices, stages, placement, microbatches, as_json)
     if model is None:
         raise InputError([Issue("--model", "missing", "is missing. Maybe --model small, or --from-table TABLE.toml.")])
     if ":" in model:
-        _refuse("--model", f"is {model}, whose callable decides that", our_gpt)
+        _refuse("--model", f"is {model}, whose callable decides it", gpt)
     else:
         _refuse("--model", f"is {model}, which has its own text", {"--data": data})
     if memory is None:
@@ -374,7 +393,7 @@ def command(
 
 
 def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:
-    """Raise InputError about the options that were given but mean nothing beside `option`."""
+    """Raise InputError for the options that have no effect together with `option`."""
     issues = [
         Issue(name, "meaningless", f"has no meaning here: {option} {why}. Maybe leave it out.")
         for name, value in others.items()
@@ -394,33 +413,52 @@ def profile_table(
     microbatches: int | None,
     as_json: bool,
 ) -> int:
-    """Write the layers of a table, or the problem of a placement, and say what they rest on."""
-    from optpipe.profile.cost_model import SizeTable, build_profile
+    """Write the layer profile of a table, or the problem of a placement, and print costs and assumptions."""
+    from optpipe.profile.cost_model import SizeTable, assumptions, build_profile, copy_to_compute_ratio
 
     sizes = SizeTable.load(path)
     profile = build_profile(sizes)
-    problem = None
-    wants_problem = form == "problem" or (form is None and not (devices is None and stages is None))
-    if wants_problem:
-        problem = _problem(profile, devices, stages, placement, microbatches)
-    written = problem or profile
-    write_atomically(output, written.to_json() + "\n")
+    document: Problem | LayerProfile = profile
+    if form == "problem" or (form is None and not (devices is None and stages is None)):
+        document = _problem(profile, devices, stages, placement, microbatches)
+    write_atomically(output, document.to_json() + "\n")
+    ratio = None if sizes.machine.copy_gb_per_s is None else copy_to_compute_ratio(sizes)
     if as_json:
-        print_json(_document(sizes, profile, output, written.format))
-    else:
-        _print(sizes, profile)
-        stdout().print(f"wrote {output} ({written.format})")
+        print_json(
+            {
+                "output": str(output),
+                "format": document.format,
+                "layers": [layer.model_dump(mode="json") for layer in profile.layers],
+                "copy_to_compute_ratio": ratio,
+                "assumptions": assumptions(sizes),
+            }
+        )
+        return 0
+    rows = table("layer", "times", "F", "B", "W", "activation bytes", "kept for W", "may leave", "parameter bytes")
+    for layer in profile.layers:
+        times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
+        held = (layer.activation_bytes, layer.backward_weight_bytes, layer.offload_bytes, layer.parameter_bytes)
+        rows.add_row(layer.name, str(layer.repeat), *map(us_text, times), *(f"{size:,}" for size in held))
+    console = stdout()
+    console.print(rows)
+    if ratio is not None:
+        verdict = "copies can hide behind compute" if ratio <= 1 else "copies take longer than compute"
+        console.print(f"\nk = {ratio:.2f}: a layer's offload and reload over its F, B and W; {verdict} (PipeOffload)")
+    console.print("\nassumed:")
+    for sentence in assumptions(sizes):
+        console.print(f"- {sentence}")
+    console.print(f"wrote {output} ({document.format})")
     return 0
 
 
 def _problem(
     profile: LayerProfile, devices: int | None, stages: int | None, placement_name: str, microbatches: int | None
 ) -> Problem:
-    """Layers cut so that the busiest device has least to do; whatever may leave to the host can.
+    """Build the problem with the layers cut so that the busiest device has the least work, and offload allowed.
 
-    Cut evenly where no balanced cut is found.
+    Falls back to an even cut if no balanced one is found. Raises InputError if the layers do not fit.
     """
-    from optpipe.partition import Batching, Partition, build_problem, devices_of_stages
+    from optpipe.partition import Batching, Partition, build_problem
     from solver.layout.candidates import balanced_sizes, even_sizes
 
     placed = devices_of_stages(placement_name, devices, stages)
@@ -440,49 +478,12 @@ def _problem(
     return problem
 
 
-def _document(sizes: SizeTable, profile: LayerProfile, output: Path, written: str) -> dict[str, Any]:
-    from optpipe.profile.cost_model import assumptions
-
-    return {
-        "output": str(output),
-        "format": written,
-        "layers": [layer.model_dump(mode="json") for layer in profile.layers],
-        "copy_to_compute_ratio": _ratio(sizes),
-        "assumptions": assumptions(sizes),
-    }
-
-
-def _ratio(sizes: SizeTable) -> float | None:
-    from optpipe.profile.cost_model import copy_to_compute_ratio
-
-    return None if sizes.machine.copy_gb_per_s is None else copy_to_compute_ratio(sizes)
-
-
-def _print(sizes: SizeTable, profile: LayerProfile) -> None:
-    from optpipe.profile.cost_model import assumptions
-
-    rows = table("layer", "times", "F", "B", "W", "activation bytes", "kept for W", "may leave", "parameter bytes")
-    for layer in profile.layers:
-        times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
-        held = (layer.activation_bytes, layer.backward_weight_bytes, layer.offload_bytes, layer.parameter_bytes)
-        rows.add_row(layer.name, str(layer.repeat), *map(us_text, times), *(f"{size:,}" for size in held))
-    console = stdout()
-    console.print(rows)
-    ratio = _ratio(sizes)
-    if ratio is not None:
-        verdict = "copies can hide behind compute" if ratio <= 1 else "copies take longer than compute"
-        console.print(f"\nk = {ratio:.2f}: a layer's offload and reload over its F, B and W; {verdict} (PipeOffload)")
-    console.print("\nassumed:")
-    for sentence in assumptions(sizes):
-        console.print(f"- {sentence}")
-
-
 KINDS = ("F", "B", "W", "BW", "O", "R")
 
 
-def figures(measured: Measured, check: Check | None, output: Path, written: str) -> dict[str, Any]:
-    """Everything that was measured, as JSON values."""
-    return {
+def _measured_document(measured: Measured, check: Check | None, output: Path, written: str) -> dict[str, Any]:
+    """All measurements as JSON values."""
+    document: dict[str, Any] = {
         "output": str(output),
         "format": written,
         "name": measured.name,
@@ -496,72 +497,60 @@ def figures(measured: Measured, check: Check | None, output: Path, written: str)
         "copy_to_compute_ratio": measured.copy_to_compute_ratio,
         "fused_over_split": measured.fused_over_split,
         "varying_stages": list(measured.varying),
-        "check": _check_figures(check) if check else None,
+        "check": None,
     }
-
-
-def _check_figures(check: Check) -> dict[str, Any]:
-    from optpipe.cli.trace import document
-
-    return {
-        "method": check.method,
-        "predicted_serial_us": check.serial_us,
-        "step": asdict(check.step),
-        "measured_over_predicted": check.ratio,
-        "shares": [asdict(share) for share in check.shares],
-        "trace": document(check.comparison),
-        "failures": list(check.failures),
-    }
-
-
-def print_figures(measured: Measured, check: Check | None, output: Path, written: str) -> None:
-    """Times and memory of the stages, messages, copies, and how the prediction compares with real steps."""
-    console = stdout()
-    console.print(measured.name)
-    console.print(f"{measured.source}\n")
-    _print_times(measured)
-    _print_memory(measured)
-    _print_copies(measured)
     if check:
-        _print_check(check)
-    console.print(f"wrote {output} ({written})")
+        from optpipe.cli.trace import document as trace_document
+
+        document["check"] = {
+            "method": check.method,
+            "predicted_serial_us": check.serial_us,
+            "step": asdict(check.step),
+            "measured_over_predicted": check.ratio,
+            "shares": [asdict(share) for share in check.shares],
+            "trace": trace_document(check.comparison),
+            "failures": list(check.failures),
+        }
+    return document
 
 
-def _print_times(measured: Measured) -> None:
-    rows = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next stage")
+def _print_stages(measured: Measured) -> None:
+    """Print two tables, times and memory of the stages, and the cost of copies."""
+    console = stdout()
+    times = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next stage")
     boundaries = [*measured.transfers.spreads, None]
     for s, stage in enumerate(measured.stages):
         cells = [_spread_text(stage.times.get(kind)) for kind in KINDS]
-        rows.add_row(str(s), str(measured.placement[s]), *cells, _spread_text(boundaries[s]))
-    stdout().print(rows)
-    stdout().print("each: median, and from quartile to quartile in per cent of it\n")
-    for one in [one for stage in measured.stages for one in stage.undeferred]:
-        stdout().print(f"{one}\n", markup=False)
+        times.add_row(str(s), str(measured.placement[s]), *cells, _spread_text(boundaries[s]))
+    console.print(times)
+    console.print("each: median, and interquartile range in per cent of it\n")
+    for undeferred in [undeferred for stage in measured.stages for undeferred in stage.undeferred]:
+        console.print(f"{undeferred}\n")
+    workspaces = ("F", "B", "W", "BW")
+    columns = ("activation bytes", "kept for W", "may leave", *(f"workspace {kind}" for kind in workspaces))
+    memory = table("stage", *columns, "parameter bytes")
+    for s, stage in enumerate(measured.stages):
+        sizes = stage.sizes
+        held = (sizes.activation_bytes, sizes.backward_weight_bytes, sizes.offload_bytes)
+        work = [sizes.workspace_bytes.get(kind) for kind in workspaces]
+        cells = ["-" if size is None else f"{size:,}" for size in (*held, *work, stage.parameter_bytes)]
+        memory.add_row(str(s), *cells)
+    console.print(memory)
+    for s in measured.varying:
+        console.print(_varying_sizes_text(s, measured.stages[s]))
+    if measured.varying:
+        console.print("the largest sizes are used; --memory-margin keeps memory free for other data")
+    console.print(f"\nk = {measured.copy_to_compute_ratio:.3f}: offload and reload over F, B and W (PipeOffload)")
+    if measured.fused_over_split is not None:
+        console.print(f"BW takes {measured.fused_over_split:.3f} times as long as B and W together; plans assume 1")
 
 
 def _spread_text(spread: Spread | None) -> str:
     return f"{spread.median_us:,.1f} ({100 * spread.relative:.0f} %)" if spread else "-"
 
 
-def _print_memory(measured: Measured) -> None:
-    workspaces = ("F", "B", "W", "BW")
-    columns = ("activation bytes", "kept for W", "may leave", *(f"workspace {kind}" for kind in workspaces))
-    rows = table("stage", *columns, "parameter bytes")
-    for s, stage in enumerate(measured.stages):
-        sizes = stage.sizes
-        held = (sizes.activation_bytes, sizes.backward_weight_bytes, sizes.offload_bytes)
-        work = [sizes.workspace_bytes.get(kind) for kind in workspaces]
-        cells = ["-" if size is None else f"{size:,}" for size in (*held, *work, stage.parameter_bytes)]
-        rows.add_row(str(s), *cells)
-    stdout().print(rows)
-    for s in measured.varying:
-        stdout().print(_spread_of_sizes(s, measured.stages[s]))
-    if measured.varying:
-        stdout().print("the largest counts; --memory-margin leaves room for what other data may need")
-
-
-def _spread_of_sizes(number: int, stage: StageFigures) -> str:
-    """What of a stage's memory differed between microbatches, from the smallest to the largest."""
+def _varying_sizes_text(number: int, stage: StageFigures) -> str:
+    """Smallest and largest sizes of a stage over its microbatches, for those that differ."""
     assert stage.smallest is not None, "its sizes differ"
     kinds = stage.sizes.workspace_bytes
     pairs = {
@@ -573,40 +562,29 @@ def _spread_of_sizes(number: int, stage: StageFigures) -> str:
     return f"stage {number}: bytes depend on the data, over {stage.samples} microbatches: {spread}"
 
 
-def _print_copies(measured: Measured) -> None:
-    console = stdout()
-    console.print(f"\nk = {measured.copy_to_compute_ratio:.3f}: offload and reload over F, B and W (PipeOffload)")
-    if measured.fused_over_split is not None:
-        console.print(f"BW takes {measured.fused_over_split:.3f} times B and W together, which a plan takes it to be")
-
-
 def _print_check(check: Check) -> None:
-    comparison, console = check.comparison, stdout()
+    """Print predicted and measured step times, their breakdown by action, and peaks."""
+    comparison, console, step_us = check.comparison, stdout(), check.step.median_us
     console.print(
-        f"\nstep of {check.method}, all devices in one process, one after the other:\n"
+        f"\nstep of {check.method}, all devices in one process, in turns:\n"
         f"  predicted {us_text(round(check.serial_us))} (the sum of all its ops and messages), measured "
-        f"{us_text(round(check.step.median_us))} ({100 * check.step.relative:.0f} % from quartile to quartile), "
+        f"{us_text(round(step_us))} (interquartile range {100 * check.step.relative:.0f} %), "
         f"ratio {check.ratio:.3f}\n"
-        f"  it is made of, in one recorded step:"
+        f"  breakdown of one recorded step:"
     )
-    _print_shares(check)
+    rows = table("action", "times", "predicted", "recorded", "difference, of the step")
+    for share in check.shares:
+        predicted_us = share.predicted_us or 0.0
+        predicted = "-" if share.predicted_us is None else us_text(round(predicted_us))
+        difference = share_text((share.recorded_us - predicted_us) / step_us)
+        rows.add_row(share.kind, str(share.actions), predicted, us_text(round(share.recorded_us)), difference)
+    between_us = step_us - sum(share.recorded_us for share in check.shares)
+    rows.add_row("the rest of a step", "", "-", us_text(round(between_us)), share_text(between_us / step_us))
+    console.print(rows)
     console.print(
-        f"as a pipeline, each device on hardware of its own:\n"
+        f"as a pipeline, each device on its own hardware:\n"
         f"  predicted {us_text(round(comparison.planned_step_us))}, re-timed with the durations of a recorded step "
         f"{us_text(round(comparison.step_us))}, ratio {comparison.step_us / comparison.planned_step_us:.3f}"
     )
     for d, device in enumerate(comparison.devices):
         console.print(f"  device {d}: peak {device.peak_bytes:,} bytes, predicted {device.expected_peak_bytes:,}")
-
-
-def _print_shares(check: Check) -> None:
-    rows = table("action", "times", "predicted", "recorded", "difference, of the step")
-    for share in check.shares:
-        predicted_us = share.predicted_us or 0.0
-        predicted = "-" if share.predicted_us is None else us_text(round(predicted_us))
-        difference = share_text((share.recorded_us - predicted_us) / check.step.median_us)
-        rows.add_row(share.kind, str(share.actions), predicted, us_text(round(share.recorded_us)), difference)
-    between_us = check.step.median_us - sum(share.recorded_us for share in check.shares)
-    difference = share_text(between_us / check.step.median_us)
-    rows.add_row("the rest of a step", "", "-", us_text(round(between_us)), difference)
-    stdout().print(rows)

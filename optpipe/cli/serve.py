@@ -1,4 +1,4 @@
-"""`optpipe serve`, `optpipe worker` and `optpipe keys`: the HTTP service, its workers and its keys."""
+"""`optpipe serve`, `optpipe worker` and `optpipe keys`: runs the HTTP service and its workers, manages API keys."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option(help="A PostgreSQL, as postgresql://host/name; default: OPTPIPE_DATABASE_URL.", metavar="URL"),
+    typer.Option(help="PostgreSQL database, postgresql://host/name; default: OPTPIPE_DATABASE_URL.", metavar="URL"),
 ]
 
-OPEN_STREAMS_S = 3
-"""How long those who follow a job are let go on when the service stops: they come back to the next one."""
+SHUTDOWN_TIMEOUT_S = 3
+"""Time that open event streams have to end when the service stops; their clients reconnect to the next one."""
 
 
 def command(
@@ -37,14 +37,14 @@ def command(
     database_url: DatabaseUrl = None,
     worker: Annotated[
         bool | None,
-        typer.Option("--worker/--no-worker", help="Run a worker beside the API, or only elsewhere (optpipe worker)."),
+        typer.Option("--worker/--no-worker", help="Run a worker beside the API; else run 'optpipe worker'."),
     ] = None,
 ) -> int:
     """Run the HTTP service with its page and a worker.
 
-    Without a database URL it starts a PostgreSQL of its own, which keeps its files in a folder of this user. On any
-    address but a loopback one every caller needs a key (`optpipe keys create`). Settings: OPTPIPE_* in the
-    environment, or a TOML file that OPTPIPE_CONFIG_FILE names.
+    Without a database URL it starts its own PostgreSQL, with data in a folder of this user. On any address but a
+    loopback one every client needs a key (`optpipe keys create`). Settings are OPTPIPE_* environment variables, or a
+    TOML file named by OPTPIPE_CONFIG_FILE.
     """
     with needs_extra("serve", "the service"):
         from api.settings import Settings
@@ -68,17 +68,17 @@ def command(
         configure_logging(settings.log_json)
         log = structlog.get_logger("optpipe.serve")
         if settings.database_url is None:
-            log.info("starting a PostgreSQL of its own", data_folder=str(settings.data_folder))
+            log.info("starting an embedded PostgreSQL", data_folder=str(settings.data_folder))
         settings = parts.enter_context(with_database(settings))
         assert settings.database_url is not None
         url = settings.database_url.get_secret_value()
         migrate(url)
         if settings.keys_required:
-            log.info("every caller needs a key; 'optpipe keys create NAME' makes one")
+            log.info("every client needs a key; 'optpipe keys create NAME' creates one")
         if settings.serve_worker:
             parts.enter_context(kept_worker(url))
         config = uvicorn.Config(
-            create_app(settings), log_config=None, server_header=False, timeout_graceful_shutdown=OPEN_STREAMS_S
+            create_app(settings), log_config=None, server_header=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S
         )
         server = uvicorn.Server(config)
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -119,9 +119,9 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
 
 @contextmanager
 def with_database(settings: Settings, shared: bool = False) -> Iterator[Settings]:
-    """Settings with a database URL: the given one, or that of a PostgreSQL that runs within this context.
+    """Yield settings with a database URL: the given one, or that of an embedded PostgreSQL started for this context.
 
-    `shared`: one that runs already will do. Raises InputError, DatabaseGoneError.
+    `shared`: use an embedded PostgreSQL that is already running. Raises InputError, DatabaseGoneError.
     """
     if settings.database_url is not None:
         yield settings
@@ -137,16 +137,16 @@ def with_database(settings: Settings, shared: bool = False) -> Iterator[Settings
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and the end of the terminal stop the service like Ctrl-C, with all that it has started.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, so that both stop the service with all its processes.
 
-    What is ignored stays ignored, such as the end of the terminal under nohup.
+    An ignored signal stays ignored, such as SIGHUP under nohup.
     """
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     finally:
@@ -160,9 +160,9 @@ def worker(
         bool, typer.Option("--until-stdin-ends", hidden=True, help="Stop with the process that started this one.")
     ] = False,
 ) -> int:
-    """Solve jobs of a service, beside its other workers. Ctrl-C or SIGTERM gives back what is not done.
+    """Run a worker of a service: it solves jobs from the queue. Ctrl-C or SIGTERM returns unfinished jobs to the queue.
 
-    How many jobs at a time: OPTPIPE_SOLVES; their memory: OPTPIPE_JOB_MEMORY_BYTES; metrics: OPTPIPE_METRICS_PORT.
+    Settings: OPTPIPE_SOLVES (jobs at a time), OPTPIPE_JOB_MEMORY_BYTES (memory per job), OPTPIPE_METRICS_PORT.
     """
     with needs_extra("serve", "a worker"):
         from api.jobs.worker_process import run_worker
@@ -180,18 +180,16 @@ def worker(
 
 T = TypeVar("T")
 
-keys = typer.Typer(
-    help="Keys of the service's callers: create, list, revoke. Only hashes are stored.", no_args_is_help=True
-)
+keys = typer.Typer(help="API keys of the service: create, list, revoke. Only hashes are stored.", no_args_is_help=True)
 
 
 @keys.command()
 def create(
-    name: Annotated[str, typer.Argument(help="Who or what it is for.")],
+    name: Annotated[str, typer.Argument(help="User or program that the key is for.")],
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> int:
-    """Make a key and print its secret, now and never again."""
+    """Create a key and print its secret, which cannot be shown again."""
     made = _with_store(database_url, lambda store: store.create_key(name))
     if as_json:
         print_json(_data(made.key) | {"secret": made.secret})
@@ -202,7 +200,7 @@ def create(
 
 @keys.command("list")
 def list_keys(database_url: DatabaseUrl = None, as_json: AsJson = False) -> int:
-    """All keys, revoked ones too."""
+    """List all keys, including revoked ones."""
     keys = _with_store(database_url, lambda store: store.list_keys())
     if as_json:
         print_json([_data(key) for key in keys])
@@ -216,11 +214,11 @@ def list_keys(database_url: DatabaseUrl = None, as_json: AsJson = False) -> int:
 
 @keys.command()
 def revoke(
-    key: Annotated[UUID, typer.Argument(help="Its id, as `optpipe keys list` shows it.")],
+    key: Annotated[UUID, typer.Argument(help="Id of the key, as shown by `optpipe keys list`.")],
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> int:
-    """Make a key useless from now on. Its jobs stay."""
+    """Revoke a key. Its jobs are kept."""
     revoked = _with_store(database_url, lambda store: store.revoke_key(key))
     if as_json:
         print_json(_data(revoked))
@@ -229,21 +227,21 @@ def revoke(
     return 0
 
 
-def _with_store(database_url: str | None, ask: Callable[[Store], Awaitable[T]]) -> T:
-    """What a store answers: on the given database, or the service's own one, whether it runs or not."""
+def _with_store(database_url: str | None, query: Callable[[Store], Awaitable[T]]) -> T:
+    """Run a query on the store of the given database, or of the embedded one, which is started if it is not running."""
     with needs_extra("serve", "a store of keys"):
         from api.jobs.migrate import migrate
         from api.jobs.store import Store
         from api.settings import Settings
 
-    async def answer(settings: Settings) -> T:
+    async def run(settings: Settings) -> T:
         async with Store(settings) as store:
-            return await ask(store)
+            return await query(store)
 
     with with_database(Settings.load(database_url=database_url), shared=True) as settings:
         assert settings.database_url is not None
         migrate(settings.database_url.get_secret_value())
-        return asyncio.run(answer(settings))
+        return asyncio.run(run(settings))
 
 
 def _data(key: ApiKey) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""`optpipe train`: runs a schedule in PyTorch; its settings as options, and its background solver."""
+"""`optpipe train`: trains with a schedule in PyTorch. Options from the settings, and the background solver."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import Parameter, Signature, signature
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import AsJson, parse_share, parse_size, print_json, stderr
+from optpipe.cli.console import AsJson, compile_once, parse_share, parse_size, print_json, stderr
 from optpipe.errors import InputError, Issue, OptPipeError, needs_extra
 from optpipe.files import check_writable, write_atomically
 from optpipe.ops import Orders
@@ -26,7 +26,7 @@ from solver.serial import known_budgets_bytes
 from solver.solve import solve
 
 if TYPE_CHECKING:
-    from optpipe.train import OutputConfig, TrainingConfig
+    from optpipe.train import TrainingConfig
 
 
 PANELS = {
@@ -35,41 +35,36 @@ PANELS = {
     "optimizer": r"Optimizer \[optimizer]",
     "checkpoints": r"Checkpoints \[checkpoints]",
     "online": r"Solving and profiling \[online]",
-    "output": r"What is left \[output]",
+    "output": r"Outputs \[output]",
 }
 
 MODE = "online.mode"
-"""Has two flags of its own, --solve and --online."""
+"""Set by two flags, --solve and --online, instead of one option."""
 
 
 def with_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command that takes `**given` an option for every setting."""
-    own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    options = [*own, *(_parameter(setting) for setting in SETTINGS.values() if setting.name != MODE)]
+    """Add an option for every setting to the signature of a command that takes `**given`."""
+    options = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    for setting in SETTINGS.values():
+        if setting.name == MODE:
+            continue
+        names = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.type is bool else setting.flag
+        panel = PANELS[setting.table]
+        option = typer.Option(names, help=_help(setting), rich_help_panel=panel, **_parsing(setting))
+        annotation = Annotated[setting.type | None, option]  # type: ignore[name-defined]
+        parameter = Parameter(_variable(setting.name), Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        options.append(parameter)
     options.sort(key=lambda option: [None, *PANELS.values()].index(option.annotation.__metadata__[0].rich_help_panel))
     command.__signature__ = Signature(options, return_annotation=int)  # type: ignore[attr-defined]
     return command
-
-
-def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among the values of options by their names, those that were given."""
-    names = {_variable(name): name for name in SETTINGS}
-    return {names[variable]: value for variable, value in given.items() if value is not None}
 
 
 def _variable(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _parameter(setting: Setting) -> Parameter:
-    names = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if setting.type is bool else setting.flag
-    option = typer.Option(names, help=_help(setting), rich_help_panel=PANELS[setting.table], **_reading(setting))
-    annotation = Annotated[setting.type | None, option]  # type: ignore[name-defined]
-    return Parameter(_variable(setting.name), Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _reading(setting: Setting) -> dict[str, Any]:
-    """How the option's text is read and what stands for it in the help; limits are checked with the file's."""
+def _parsing(setting: Setting) -> dict[str, Any]:
+    """Parser and metavar of an option. Limits are checked later, together with those of the settings file."""
     if setting.name.endswith("_bytes"):
         return {"parser": parse_size, "metavar": "SIZE"}
     if setting.name.endswith("_margin"):
@@ -81,7 +76,7 @@ def _reading(setting: Setting) -> dict[str, Any]:
 
 
 def _help(setting: Setting) -> str:
-    """The text with the default, where the text does not tell it and there is one."""
+    """Help text of a setting, with its default unless the text already states it."""
     text, default = setting.text, setting.default
     first = text.split(maxsplit=1)[0]
     if "." not in first and first.rstrip(":") not in setting.choices:
@@ -96,47 +91,50 @@ def command(
     *,
     config: Annotated[
         Path | None,
-        typer.Option(help="A file with the settings below by their table; flags win over it.", metavar="TRAIN.toml"),
+        typer.Option(help="Settings file (TOML) with the tables named below; flags override it.", metavar="TRAIN.toml"),
     ] = None,
     schedule: Annotated[
         Path | None,
-        typer.Option(help="The schedule to run.", metavar="SCHEDULE.json", rich_help_panel=PANELS[""]),
+        typer.Option(help="Schedule to run.", metavar="SCHEDULE.json", rich_help_panel=PANELS[""]),
     ] = None,
     solve: Annotated[
         bool,
-        typer.Option("--solve", help="Profile and solve first, then train.", rich_help_panel=PANELS["online"]),
+        typer.Option(
+            "--solve", help="Profile the model and solve for a schedule, then train.", rich_help_panel=PANELS["online"]
+        ),
     ] = False,
     online: Annotated[
         bool,
         typer.Option(
             "--online",
-            help="Train at once, profile and solve beside it, and change to better schedules on the way.",
+            help="Start training immediately; profile and re-solve in the background and switch schedules between "
+            "steps.",
             rich_help_panel=PANELS["online"],
         ),
     ] = False,
     as_json: AsJson = False,
     **given: Any,
 ) -> int:
-    """Train a model as a schedule says: our small GPT, or stages of your own.
+    """Train a model with a pipeline schedule: a small GPT, or stages of your own.
 
-    Under torchrun one process, and on CUDA one GPU, a device of each replica; otherwise all devices in this process.
-    With --check nothing is trained and the exit code is 1 if a gradient differs from the plain step's by more than
-    rounding (1e-5 of the largest, 1e-12 in float64, 2^-7 with autocast on a GPU), a peak exceeds plan or budget, or
-    memory is left alive after a step. With --trace one step is run a few times more and compared with the plan. What
-    settings mean: docs/train.md.
+    Under torchrun each process runs one device of one replica, on CUDA with its own GPU; otherwise all devices run in
+    this process. With --check nothing is trained, and the exit code is 1 if a gradient differs from the reference
+    step's by more than rounding (1e-5 of the largest, 1e-12 in float64, 2^-7 with autocast on a GPU), if a memory peak
+    exceeds plan or budget, or if memory is still allocated after a step. With --trace one step is repeated a few times
+    and compared with the plan. All settings are explained in docs/train.md.
     """
     from optpipe.train.config import read_config
 
-    settings = given_settings(given) | _mode(solve, online)
+    setting_names = {_variable(name): name for name in SETTINGS}
+    settings = {setting_names[variable]: value for variable, value in given.items() if value is not None}
+    if solve and online:
+        detail = "solves during the training, but --solve before it. Maybe leave one of them out."
+        raise InputError([Issue("--online", "conflict", detail)])
+    if solve or online:
+        settings[MODE] = "online" if online else "first"
     if schedule is not None:
         settings["schedule"] = schedule
     return _train(read_config(config, settings), as_json)
-
-
-def _mode(solve: bool, online: bool) -> dict[str, str]:
-    if solve and online:
-        raise InputError([Issue("--online", "conflict", "solves beside the training, but --solve before it.")])
-    return {MODE: "online" if online else "first"} if solve or online else {}
 
 
 def _train(config: TrainingConfig, as_json: bool) -> int:
@@ -146,14 +144,16 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
     from optpipe.schedule import schedule_text
 
     if config.output.trace is None and config.output.trace_step is not None:
-        detail = f"is {config.output.trace_step}, but no --trace says where to write it."
+        detail = f"is {config.output.trace_step}, but --trace is missing. Maybe --trace trace.json."
         raise InputError([Issue("--trace-step", "no_trace", detail)])
     if leads():
-        _check_outputs(config.output)
-        if config.online.save is not None:
-            check_writable(config.online.save)
+        _check_outputs(config)
+    solver = None
+    if leads() and config.online.on:
+        compile_once()
+        solver = ChildSolver()
     with log_to_stderr(), progress(config.steps, leads()) as report:
-        result = train(config, report, _solver(config) if leads() else None)
+        result = train(config, report, solver)
     failures = result.check.failures if result.check else ()
     if leads():
         if config.output.trace and result.trace:
@@ -172,49 +172,42 @@ def _train(config: TrainingConfig, as_json: bool) -> int:
     return 1 if failures else 0
 
 
-def _solver(config: TrainingConfig) -> ChildSolver | None:
-    """What finds schedules, where that is asked for."""
-    if not config.online.on:
-        return None
-    from optpipe.cli.console import compile_once
-
-    compile_once()
-    return ChildSolver()
-
-
-def _check_outputs(output: OutputConfig) -> None:
-    """Better now than after an hour of training. Folders of files are made, as that of checkpoints is."""
+def _check_outputs(config: TrainingConfig) -> None:
+    """Raise InputError before the training if an output could not be written; missing folders are created."""
+    output = config.output
     for path in (output.trace, output.metrics, output.plot):
         if path is not None:
-            with suppress(OSError):  # what is wrong is said next
+            with suppress(OSError):  # check_writable reports it
                 path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path)
+    if config.online.save is not None:
+        check_writable(config.online.save)
 
 
 class ChildSolver:
-    """`optpipe.train.resolve.search.Solver` by the portfolio."""
+    """Solver of `optpipe.train.resolve.search` that runs `auto` in child processes."""
 
     def quick(self, problem: Problem) -> Schedule:
-        """By `ada-offload`, in this process."""
+        """Solve by `ada-offload` in this process: milliseconds."""
         return solve(problem, "ada-offload")
 
     def least_budgets_bytes(self, problem: Problem) -> Sequence[int]:
-        """Those of the floor, which `ada-offload` tries too."""
+        """Return the least known budgets: those of one microbatch at a time, which `ada-offload` tries too."""
         return known_budgets_bytes(problem)
 
     def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> ChildSolve:
-        """By `auto`, which begins where the schedule in use is."""
+        """Start a search by `auto` from the schedule in use."""
         return ChildSolve(problem, Limits(time_limit_s, 0.0, workers), [start.orders] if start else [])
 
 
 @dataclass
 class ChildSolve:
-    """One search, from its begin."""
+    """Search in a child process, started at construction and watched by a daemon thread."""
 
     problem: Problem
     limits: Limits
     starts: list[Orders]
-    _found: ChildResult | None = None
+    _result: ChildResult | None = None
     _error: OptPipeError | None = None
     _thread: Thread = field(init=False)
 
@@ -223,15 +216,15 @@ class ChildSolve:
         self._thread.start()
 
     def poll(self) -> bool:
-        """Whether it is over."""
+        """Return whether the search has ended."""
         return not self._thread.is_alive()
 
     def result(self) -> Schedule | None:
-        """The schedule, None where there is none. Waits. Raises what ended the search otherwise."""
+        """Wait for the schedule; None if none was found. Raises the error that ended the search."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._found.schedule if self._found else None
+        return self._result.schedule if self._result else None
 
     def cancel(self) -> None:
         """End the search within a second."""
@@ -239,8 +232,8 @@ class ChildSolve:
         self._thread.join()
 
     def _run(self) -> None:
-        """In the thread that makes the child, which must outlive it."""
+        # The kernel ends the child with the thread that started it (PR_SET_PDEATHSIG), so this thread waits for it.
         try:
-            self._found = solve_in_child(self.problem, "auto", self.limits, starts=self.starts)
+            self._result = solve_in_child(self.problem, "auto", self.limits, starts=self.starts)
         except OptPipeError as error:
             self._error = error

@@ -20,14 +20,13 @@ from optpipe.units import share_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.trace import Trace
     from optpipe.train import CheckResult, StepReport, TrainingResult
 
 
 def document(result: TrainingResult) -> dict[str, Any]:
-    """The result as JSON values; of a trace its figures, for its ops are in the file, and of a schedule its method.
+    """The result as JSON values, with the figures of a trace but not its ops, and the method of a schedule.
 
-    Numbers that are none are null: the loss of a step that was skipped, an infinite error.
+    Numbers that are not finite are null: the loss of a skipped step, an infinite error.
     """
     from optpipe.train.output import finite
 
@@ -39,42 +38,35 @@ def document(result: TrainingResult) -> dict[str, Any]:
         from optpipe.trace.compare import compare
 
         values["trace"] = trace_document(compare(result.trace))
-    found: dict[str, Any] = finite(values)
-    return found
+    document: dict[str, Any] = finite(values)
+    return document
 
 
 def print_result(result: TrainingResult, trace_path: Path | None = None) -> None:
-    """Loss, what was measured on the way, and of a check the gradient error and each device's memory.
-
-    Of a trace, which has been written to `trace_path`, how it compares.
-    """
+    """Print loss, speed and bubbles; gradient error and memory of a check; the figures of a trace at `trace_path`."""
     console = stdout()
-    console.print(_steps_text(result))
+    begun = f", from step {result.first_step} on" if result.first_step else ""
+    text = f"{len(result.losses)} steps{begun} of {result.parameters:,} parameters in {result.processes} process(es)"
+    if result.losses:
+        took = f"median {median(result.step_seconds):.2f} s a step"
+        text += f": loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {took}"
+    console.print(text)
     if result.evaluation_loss is not None:
-        console.print(f"loss of the batches evaluated at the end: {result.evaluation_loss:.4f}")
+        console.print(f"evaluation loss: {result.evaluation_loss:.4f}")
     if result.bubbles:
-        waited = ", ".join(f"device {d} {share_text(share)}" for d, share in enumerate(result.bubbles))
+        bubbles = ", ".join(f"device {d} {share_text(share)}" for d, share in enumerate(result.bubbles))
         planned = f"; planned {share_text(result.schedule.bubble)}" if result.schedule else ""
-        console.print(f"bubble measured: {waited}{planned}{_shared_cores()}")
+        processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
+        shared = f" ({processes} processes share {cores} cores: waiting for a core counts as bubble)"
+        console.print(f"bubble measured: {bubbles}{planned}{shared if processes > cores else ''}")
     if result.check is not None:
         _print_check(result.check)
     if result.trace is not None and trace_path is not None:
-        _print_trace(result.trace, trace_path)
+        from optpipe.cli.trace import print_short
+        from optpipe.trace.compare import compare
 
-
-def _shared_cores() -> str:
-    """Processes that have no core each wait for one another's, which is no bubble of the schedule."""
-    processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
-    return f" ({processes} processes share {cores} cores: waits for a core count too)" if processes > cores else ""
-
-
-def _steps_text(result: TrainingResult) -> str:
-    begun = f", from step {result.first_step} on" if result.first_step else ""
-    text = f"{len(result.losses)} steps{begun} of {result.parameters:,} parameters in {result.processes} process(es)"
-    if not result.losses:
-        return text
-    took = f"median {median(result.step_seconds):.2f} s a step"
-    return f"{text}: loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {took}"
+        print_short(result.trace, compare(result.trace))
+        console.print(f"wrote {trace_path}; see 'optpipe trace {trace_path}' for every difference")
 
 
 def _print_check(check: CheckResult) -> None:
@@ -88,19 +80,11 @@ def _print_check(check: CheckResult) -> None:
         budget = "-" if device.budget_bytes is None else f"{device.budget_bytes:,}"
         rows.add_row(str(d), *sizes, f"{device.host_peak_bytes:,}", f"{left:,}", *([budget] if budgets else []))
     stdout().print(rows)
-    stdout().print(f"largest gradient error against the plain step: {check.max_gradient_error:.2e}")
-
-
-def _print_trace(trace: Trace, path: Path) -> None:
-    from optpipe.cli.trace import print_short
-    from optpipe.trace.compare import compare
-
-    print_short(trace, compare(trace))
-    stdout().print(f"wrote {path}; see 'optpipe trace {path}' for every difference", markup=False)
+    stdout().print(f"largest gradient error against the reference step: {check.max_gradient_error:.2e}")
 
 
 class _Lines(logging.Handler):
-    """A line a message; warnings say so."""
+    """Log handler that prints a line per message on stderr, with the level of warnings and errors."""
 
     def emit(self, record: logging.LogRecord) -> None:
         name = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
@@ -109,7 +93,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Within: what `optpipe.train` logs is shown, in the processes that log it."""
+    """Show the log of `optpipe.train` on stderr within this context."""
     log, handler = logging.getLogger("optpipe.train"), _Lines()
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
@@ -119,13 +103,13 @@ def log_to_stderr() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(level)  # which also forgets what loggers below it remember
+        log.setLevel(level)  # also clears the levels that child loggers have cached
         log.propagate = propagate
 
 
 @contextmanager
 def progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] | None]:
-    """Reports steps; nothing in other processes than the first."""
+    """Yield a callback that shows each step: a bar on a terminal, else about ten lines; None except on rank 0."""
     if not leads:
         yield None
     elif not sys.stderr.isatty():
@@ -139,7 +123,7 @@ def progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] |
 
 
 def figures_text(step: StepReport) -> str:
-    """Loss, tokens a second, bubble and memory, as far as they are known."""
+    """Loss, tokens per second, and bubble and memory if they were measured."""
     parts = [f"loss {step.loss:.4f}", f"{step.tokens_per_second:,.0f} tokens/s"]
     if step.bubble is not None:
         parts.append(f"bubble {100 * step.bubble:.0f} %")
@@ -149,6 +133,6 @@ def figures_text(step: StepReport) -> str:
 
 
 def print_step(step: StepReport, every: int) -> None:
-    """A line on stderr for every so many steps, and for the last."""
+    """Print a line on stderr for every `every` steps, and for the last."""
     if step.step % every == 0 or step.step + 1 == step.steps:
         stderr().print(f"step {step.step + 1:>4} of {step.steps}  {figures_text(step)}  {step.seconds:.2f} s")

@@ -1,20 +1,14 @@
-"""`optpipe verify` and `optpipe plot`: a schedule judged from scratch, and drawn."""
+"""`optpipe verify` and `optpipe plot`: checks a schedule from its document alone, and draws it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, print_json, stdout, table
-from optpipe.files import check_writable
+from optpipe.cli.console import AsJson, check_picture, print_json, stdout, table
 from optpipe.units import share_text, us_text
-
-if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
-    from optpipe.verify import Verdict
-
 
 ScheduleFile = Annotated[Path, typer.Argument(help="A schedule file (optpipe.schedule/1).", metavar="SCHEDULE.json")]
 
@@ -22,38 +16,30 @@ SHOWN_VIOLATIONS = 20
 
 
 def command(schedule: ScheduleFile, as_json: AsJson = False) -> int:
-    """Check every rule, budget and figure of a schedule. Exit code 1 if any is broken."""
+    """Check every rule, budget and figure of a schedule. Exit code 1 if any is violated."""
     from optpipe.schedule import Schedule
     from optpipe.verify import verify
 
     loaded = Schedule.load(schedule)
     verdict = verify(loaded)
     if as_json:
-        print_json(_document(verdict))
-    else:
-        _print(loaded, verdict)
-    return 0 if verdict.ok else 1
-
-
-def _document(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "ok": verdict.ok,
-        "violations": [vars(violation) for violation in verdict.violations],
-        "value_us": verdict.value_us,
-        "makespan_us": verdict.makespan_us,
-        "device_span_us": verdict.device_span_us,
-        "host_peak_bytes": verdict.host_peak_bytes,
-        "devices": [vars(facts) for facts in verdict.devices],
-    }
-
-
-def _print(schedule: Schedule, verdict: Verdict) -> None:
+        document = {
+            "ok": verdict.ok,
+            "violations": [vars(violation) for violation in verdict.violations],
+            "value_us": verdict.value_us,
+            "makespan_us": verdict.makespan_us,
+            "device_span_us": verdict.device_span_us,
+            "host_peak_bytes": verdict.host_peak_bytes,
+            "devices": [vars(facts) for facts in verdict.devices],
+        }
+        print_json(document)
+        return 0 if verdict.ok else 1
     console = stdout()
     rows = table("device", "peak bytes", "under any timing", "budget", "span", "bubble")
-    for d, (facts, device) in enumerate(zip(verdict.devices, schedule.problem.devices, strict=True)):
-        anyhow = "deadlock" if facts.peak_bytes_any_timing is None else f"{facts.peak_bytes_any_timing:,}"
+    for d, (facts, device) in enumerate(zip(verdict.devices, loaded.problem.devices, strict=True)):
+        worst_case = "deadlock" if facts.peak_bytes_any_timing is None else f"{facts.peak_bytes_any_timing:,}"
         budget = "none" if device.memory_bytes is None else f"{device.memory_bytes:,}"
-        figures = f"{facts.peak_bytes:,}", anyhow, budget, us_text(facts.span_us), share_text(facts.bubble)
+        figures = f"{facts.peak_bytes:,}", worst_case, budget, us_text(facts.span_us), share_text(facts.bubble)
         rows.add_row(str(d), *figures)
     console.print(rows)
     console.print(f"makespan {us_text(verdict.makespan_us)}, device span {us_text(verdict.device_span_us)}")
@@ -64,18 +50,19 @@ def _print(schedule: Schedule, verdict: Verdict) -> None:
     console.print(
         "valid: every rule and every figure holds" if verdict.ok else f"INVALID: {len(verdict.violations)} broken"
     )
+    return 0 if verdict.ok else 1
 
 
 def plot(
     schedule: ScheduleFile,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .html.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Output file: .png, .svg or .html.")],
     as_json: AsJson = False,
 ) -> int:
     """Draw a schedule: a Gantt chart with each device's memory and its budget."""
     from optpipe.plot import draw_schedule
     from optpipe.schedule import Schedule
 
-    check_writable(output)
+    check_picture(output)
     draw_schedule(Schedule.load(schedule), output)
     print_json({"output": str(output)}) if as_json else stdout().print(f"wrote {output}")
     return 0

@@ -49,7 +49,10 @@ def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
         (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),
         (("--placements", "zigzag"), "--placements is wrong: 'zigzag' is not a placement. Maybe one of linear"),
         (("--objective", "time"), "--objective is 'time' but must be makespan or device_span."),
-        (("--offload", "yes"), "--offload is yes, but the profile says of no layer that it may leave"),
+        (
+            ("--offload", "yes"),
+            "--offload is yes, but the profile lacks offload_bytes of its layers or the rate of copies.",
+        ),
     ],
 )
 def test_bad_options(cli: Cli, layers: Path, options: tuple[str, ...], message: str) -> None:
@@ -67,7 +70,7 @@ def test_nothing_fits(cli: Cli, layers: Path) -> None:
 def test_a_margin_needs_a_memory(cli: Cli, layers: Path) -> None:
     run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory-margin", "10%", "--time-limit", "1")
     assert run.code == 2
-    assert "--memory-margin has no meaning here: neither --memory nor the profile says" in run.err
+    assert "--memory-margin has no meaning here: neither --memory nor the profile gives a device's memory." in run.err
     memory = ("--memory", "1KB", "--memory-margin", "50%")
     run = cli("plan", layers, "--devices", "2", "--global-batch", "4", *memory, "--time-limit", "1")
     assert run.code == 4

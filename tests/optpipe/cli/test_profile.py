@@ -99,18 +99,27 @@ def test_layers_of_a_model(cli: Cli, tmp_path: Path) -> None:
 
 
 BAD = [
-    (("--from-table", TABLE, "--model", "small"), "--model has no meaning here: --from-table measures nothing"),
+    (
+        ("--from-table", TABLE, "--model", "small"),
+        "--model has no meaning here: --from-table takes everything from its table",
+    ),
     ((), "--model is missing. Maybe --model small"),
     (("--model", "smal", "--devices", 2), "--model is 'smal' but must be one of tiny, small, medium, or package"),
     (("--model", "a:b", "--layers", 3), "--layers has no meaning here: --model is a:b, whose callable decides"),
     (("--model", "no_such_module:b"), "model no_such_module:b: cannot be imported"),
     (("--model", "tiny"), "--devices is missing. Maybe --devices 4"),
-    (("--model", "tiny", "--devices", 4, "--layers", 3), "--layers is 3, but there are 4 stages, and each needs one"),
+    (
+        ("--model", "tiny", "--devices", 4, "--layers", 3),
+        "--layers is 3, but there are 4 stages, and each needs one. Maybe",
+    ),
     (("--model", "tiny", "--devices", 2, "--sequence", 33), "--sequence is 33, but the tiny model takes at most 32"),
     (("--model", "tiny", "--stages", 3, "--placement", "v"), "--stages is 3, but placement v puts 2 on each device"),
     (("--model", "tiny", "--stages", 3, "--devices", 2), "--stages is 3, but placement linear puts 1 on each of 2 dev"),
     (("--model", "tiny", "--stages", 2, "--placement", "x"), "--placement 'x' is not a placement. Maybe one of linear"),
-    (("--model", "tiny", "--format", "layers"), "--layers is missing: a layer profile needs to know how many"),
+    (
+        ("--model", "tiny", "--format", "layers"),
+        "--layers is missing, but a layer profile needs the number of layers. Maybe",
+    ),
     (("--model", "tiny", "--format", "layers", "--layers", 2, "--check"), "--check needs a problem to schedule"),
     (("--from-table", TABLE, "--stages", 200), "--placement gives 200 stages on 200 devices, into which 102 layers"),
     (("--from-table", TABLE, "--stages", 2), "the parameters of a device's stages at most 72,000,000,000 bytes"),

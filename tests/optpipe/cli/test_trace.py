@@ -40,7 +40,7 @@ def test_train_records_a_step_after_warm_up(cli: Cli, schedule_file: Path, tmp_p
     assert run.code == 0
     trace = Trace.load(out)
     assert trace.step == 3
-    assert "re-timed: the devices shared a process and took turns" in run.out
+    assert "re-timed: the devices ran in one process, in turns" in run.out
     assert f"wrote {out}; see 'optpipe trace {out}'" in run.out
     again = cli("trace", out)
     assert again.code == 0
@@ -65,7 +65,7 @@ def test_train_without_trace_has_none(cli: Cli, schedule_file: Path) -> None:
 
 def test_comparison_as_text_and_json(cli: Cli, trace_file: Path) -> None:
     text = cli("trace", trace_file).out
-    assert "measured: each device had a process of its own; their clocks agree to 0.2 us" in text
+    assert "measured: each device ran in its own process; clocks agree to within 0.2 us" in text
     step = f"{pair().value_us:,.0f} us"
     assert f"step: planned {step}, measured {step}, ratio 1.000" in text
     document = cli("trace", trace_file, "--json").document

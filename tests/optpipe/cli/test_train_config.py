@@ -93,7 +93,10 @@ def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, m
         (("--plot", "README.md/run.png"), "README.md is a file, not a folder."),
         (("--config", "missing.toml"), "missing.toml: cannot be read: No such file or directory. Maybe the path is"),
         (("--solve",), "--schedule is given, but --solve has one found before training. Maybe --online, which begins"),
-        (("--solve", "--online"), "--online solves beside the training, but --solve before it."),
+        (
+            ("--solve", "--online"),
+            "--online solves during the training, but --solve before it. Maybe leave one of them out.",
+        ),
         (("--model", "no_such_package:build"), "model no_such_package:build: cannot be imported: ModuleNotFoundError"),
         (("--stepz", "3"), "No such option: --stepz"),
     ],
