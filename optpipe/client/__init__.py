@@ -1,5 +1,4 @@
-"""Schedules from an OptPipe server: `Client(url, key).solve(problem)`. Needs httpx (``pip install
-'optpipe[serve]'``)."""
+"""Client of an OptPipe server: `Client(url, key).solve(problem)`. Requires httpx: ``pip install 'optpipe[serve]'``."""
 
 from optpipe.client.client import Client, JobState, Progress, ServerResult
 

@@ -1,4 +1,4 @@
-"""Client of a server: submit, follow, fetch, across lost connections."""
+"""Client of a server: submits, follows and fetches jobs, and reconnects when the connection is lost."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap
 
 PATIENCE_S = 60.0
-"""How long a server may be out of reach, or busy, before a call fails."""
+"""Default retry timeout: how long a server may be unreachable or overloaded before a call fails."""
 
 CANCEL_S = 10.0
-"""How long a job may take to end after it was cancelled; it should take a second."""
+"""Timeout for a cancelled job to end; it normally takes a second."""
 
 
 class Client:
-    """An OptPipe server. Use it from one thread at a time; as a context it closes its connections.
+    """Client of an OptPipe server, for use from one thread at a time; as a context manager it closes its connections.
 
-    `url` such as ``http://localhost:8000``; `key`: a bearer key, where the server asks for one. Every call is repeated
-    for `patience_s` seconds while the server is out of reach or busy. All raise InputError where the request is wrong,
-    with the server's words, and ServiceError where the server cannot be reached or refuses.
+    `url` such as ``http://localhost:8000``; `key`: a bearer key, if the server requires one. Calls are retried for
+    `patience_s` seconds while the server is unreachable or overloaded. All raise InputError for an invalid request,
+    with the server's message, and ServiceError if the server cannot be reached or refuses.
     """
 
     def __init__(self, url: str, key: str | None = None, patience_s: float = PATIENCE_S) -> None:
@@ -54,12 +54,12 @@ class Client:
         timeout_s: float | None = None,
         **config: Any,
     ) -> Schedule:
-        """The best schedule that the server finds within `time_limit_s` seconds of search.
+        """Solve a problem on the server and return the best schedule found in `time_limit_s` seconds of search.
 
         `config`: gap, workers, seed, priority, name, tags, as in POST /v1/schedules. `on_progress` is called with every
-        better value or bound. After `timeout_s` seconds in all, time in the queue included, the job is cancelled and
-        its best schedule returned; on KeyboardInterrupt it is cancelled and the interrupt goes on. Raises
-        InfeasibleError and NoSolutionError as a solve on this machine would.
+        better value or bound. After `timeout_s` seconds in total, including the time in the queue, the job is cancelled
+        and its best schedule returned. KeyboardInterrupt cancels the job and is re-raised. Raises InfeasibleError and
+        NoSolutionError like a local solve.
         """
         job = self.submit(problem, method, time_limit_s, **config)
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -73,13 +73,13 @@ class Client:
         return self.result(job.id).schedule_or_error()
 
     def submit(self, problem: Problem, method: str = "auto", time_limit_s: float = 30.0, **config: Any) -> JobState:
-        """Queue a job, once however often the connection breaks; it may have ended, if an equal one was solved."""
+        """Submit a job exactly once, even if requests are retried; it may have ended if an equal one was solved."""
         body = {"problem": problem.to_data(), "config": {"method": method, "time_limit_s": time_limit_s, **config}}
         headers = {"Idempotency-Key": str(uuid4())}
-        return JobState.of(self._connection.read("POST", "/v1/schedules", json=body, headers=headers))
+        return JobState.from_data(self._connection.read("POST", "/v1/schedules", json=body, headers=headers))
 
     def follow(self, job_id: str, on_progress: OnProgress | None = None, until: float | None = None) -> None:
-        """Return when the job has ended, and call `on_progress` on the way.
+        """Wait for a job to end, calling `on_progress` for each better value or bound.
 
         Raises TimeoutError when `time.monotonic` is past `until`.
         """
@@ -89,7 +89,7 @@ class Client:
                 on_progress(Progress(data["seconds"] or 0.0, data["value_us"], data["bound_us"], data["method"] or ""))
 
     def events(self, job_id: str, until: float | None = None) -> Iterator[Event]:
-        """Every event of a job once and in order, up to its terminal status, through any number of connections."""
+        """Yield each event of a job once and in order up to its terminal status, reconnecting as needed."""
         seen = 0
         pauses = Pauses(self._connection.patience_s)
         while True:
@@ -110,31 +110,31 @@ class Client:
                 pauses.pause(error)
 
     def job(self, job_id: str) -> JobState:
-        """The job as it stands."""
-        return JobState.of(self._connection.read("GET", f"/v1/schedules/{job_id}"))
+        """Current state of a job."""
+        return JobState.from_data(self._connection.read("GET", f"/v1/schedules/{job_id}"))
 
     def wait(self, job_id: str, seconds: float) -> JobState:
-        """The job once it has ended, or as it stands after some seconds (at most a minute)."""
+        """State of a job once it has ended, or after `seconds` (at most a minute)."""
         options = {"wait": min(seconds, MOST_WAIT_S)}
-        return JobState.of(self._connection.read("GET", f"/v1/schedules/{job_id}", params=options))
+        return JobState.from_data(self._connection.read("GET", f"/v1/schedules/{job_id}", params=options))
 
     def cancel(self, job_id: str) -> JobState:
-        """Stop a job; its best schedule is kept."""
-        return JobState.of(self._connection.read("POST", f"/v1/schedules/{job_id}/cancel"))
+        """Cancel a job; its best schedule is kept."""
+        return JobState.from_data(self._connection.read("POST", f"/v1/schedules/{job_id}/cancel"))
 
     def schedule(self, job_id: str) -> Schedule:
-        """The best schedule of a job so far."""
+        """Best schedule of a job so far."""
         answer = self._connection.request("GET", f"/v1/schedules/{job_id}/schedule")
         return Schedule.from_json(answer.content, str(answer.url))
 
     def result(self, job_id: str) -> ServerResult:
-        """How a job ended, with its best schedule; one that was cancelled just now is given some seconds to end."""
+        """Final state of a job with its best schedule; waits a few seconds for a job that was just cancelled."""
         job = self.wait(job_id, CANCEL_S)
         return ServerResult(job, self.schedule(job_id) if job.value_us is not None else None)
 
 
 def _until(lines: Iterator[str], until: float | None) -> Iterator[str]:
-    """The lines that come in time. Raises TimeoutError."""
+    """Yield lines until `time.monotonic` is past `until`. Raises TimeoutError."""
     for line in lines:
         if until is not None and time.monotonic() > until:
             raise TimeoutError
@@ -146,7 +146,7 @@ ENDED = frozenset({"succeeded", "failed", "cancelled"})
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as it stands. `reason` and `limit` say how it ended; `error` why there is no schedule."""
+    """State of a job. `reason` and `limit`: how it ended; `error`: why there is no schedule."""
 
     id: str
     status: str
@@ -157,10 +157,10 @@ class JobState:
     error: str | None
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Self:
-        """The job in an answer of the server. Raises ServiceError where there is none in it."""
+    def from_data(cls, answer: Mapping[str, Any]) -> Self:
+        """Parse a job from a response. Raises ServiceError if a field is missing."""
         if missing := {"id", "status", "value_us", "bound_us", "termination", "error"} - answer.keys():
-            text = f"an answer lacks {', '.join(sorted(missing))}. Maybe it comes from another server than OptPipe's."
+            text = f"a response lacks {', '.join(sorted(missing))}. Maybe it comes from another server than OptPipe's."
             raise ServiceError(text)
         termination = answer["termination"] or {}
         return cls(
@@ -175,15 +175,15 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether the job is over, however it ended."""
+        """True if the job has succeeded, failed or been cancelled."""
         return self.status in ENDED
 
     @property
     def why_no_schedule(self) -> OptPipeError:
-        """The error that an ended job without a schedule stands for, in the server's words."""
+        """Error for an ended job without a schedule, with the server's message."""
         text = self.error or f"the job {self.id} ended as {self.status} without a schedule."
         if self.reason == "infeasible":
-            # The constructor composes the message from budgets; here the server has composed it.
+            # The constructor would compose the message from budgets; the server has composed it already.
             infeasible = InfeasibleError.__new__(InfeasibleError, text)
             infeasible.budgets_bytes = ()
             return infeasible
@@ -194,18 +194,18 @@ class JobState:
 
 @dataclass(frozen=True)
 class ServerResult:
-    """How a job ended, with its schedule if it has one."""
+    """Final state of a job, with its schedule if it has one."""
 
     job: JobState
     schedule: Schedule | None
 
     @property
     def limit(self) -> str | None:
-        """What stopped the search; None where it was done."""
+        """Limit that stopped the search; None if the search was complete."""
         return self.job.limit
 
     def schedule_or_error(self) -> Schedule:
-        """The schedule. Raises InfeasibleError, NoSolutionError or ServiceError where there is none."""
+        """Return the schedule. Raises InfeasibleError, NoSolutionError or ServiceError if there is none."""
         if self.schedule is None:
             raise self.job.why_no_schedule
         return self.schedule
@@ -213,7 +213,7 @@ class ServerResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """A better value or bound, `seconds` after the solve began; `method` found the schedule."""
+    """Better value or bound, `seconds` after the solve began; `method` found the schedule."""
 
     seconds: float
     value_us: float

@@ -1,4 +1,4 @@
-"""HTTP connection with retries, server-sent events, and server errors as ours."""
+"""HTTP connection with retries, server-sent events, and errors of the server as exceptions of OptPipe."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-"""Pauses between attempts double from one to the other, each shortened by chance: clients do not come back in step."""
+"""Exponential back-off between attempts, with random jitter so that clients do not retry in step."""
 
 SILENCE_S = 30.0
-"""A connection on which nothing comes for so long is broken: streams are never silent for half of it."""
+"""Read timeout: a connection without data for this long is broken. Streams send something at least twice as often."""
 
 MOST_WAIT_S = 60.0
-"""What one request may ask the server to wait."""
+"""Longest wait that one request may ask of the server."""
 
 PASSING = frozenset({429, 502, 503, 504})
-"""Statuses of a server that will answer later."""
+"""Statuses of a server that is temporarily unavailable."""
 
 
 class Pauses:
-    """How long to pause before the next attempt, until patience ends."""
+    """Back-off between attempts until the retry timeout of `patience_s` seconds."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.reset()
 
     def reset(self) -> None:
-        """The server has answered."""
+        """Start over after a response of the server."""
         self._until = time.monotonic() + self.patience_s
         self._pause_s = FIRST_PAUSE_S
 
     def pause(self, error: ServiceError) -> None:
-        """Wait before the next attempt, as long as the server asks. Raises `error` when patience has ended."""
+        """Wait before the next attempt, at least as long as the server asks. Raises `error` after the retry timeout."""
         pause_s = max(self._pause_s * random.uniform(0.5, 1), error.retry_after_s)
         if time.monotonic() + pause_s > self._until:
             raise error
@@ -52,7 +52,7 @@ class Pauses:
 
 
 class Connection:
-    """A server and the key for it. Requests are repeated for `patience_s` seconds: each must be safe to repeat."""
+    """Connection to a server with a key. Requests are retried for `patience_s` seconds, so they must be idempotent."""
 
     def __init__(self, url: str, key: str | None, patience_s: float) -> None:
         httpx = _httpx()
@@ -72,7 +72,7 @@ class Connection:
         self._http.close()
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """An answer that is no error. Raises InputError where the request is wrong, ServiceError."""
+        """Return a successful response. Raises InputError for an invalid request, ServiceError."""
         pauses = Pauses(self.patience_s)
         while True:
             try:
@@ -86,19 +86,19 @@ class Connection:
                 pauses.pause(error)
 
     def read(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """The JSON object in an answer. Raises as `request`; ServiceError also where it is none."""
+        """Return the JSON object of a response. Raises as `request`, and ServiceError for any other body."""
         answer = self.request(method, path, **options)
         with suppress(ValueError):
-            found = answer.json()
-            if isinstance(found, dict):
-                return found
-        raise ServiceError(_no_server(answer), status=answer.status_code)
+            body = answer.json()
+            if isinstance(body, dict):
+                return body
+        raise ServiceError(_foreign_answer(answer), status=answer.status_code)
 
     @contextmanager
     def lines(self, path: str, after: int, silence_s: float) -> Iterator[Iterator[str]]:
-        """The lines of a stream as they come, from the event `after` on, once: whoever reads them resumes.
+        """Yield the lines of an event stream that follow event `after`. There is no retry: the caller resumes.
 
-        Raises as `request`; also after `silence_s` seconds in which nothing comes.
+        Raises as `request`, and after `silence_s` seconds without data.
         """
         headers = {"Last-Event-ID": str(after)}
         with self._errors(), self._http.stream("GET", path, headers=headers, timeout=silence_s) as answer:
@@ -113,7 +113,7 @@ class Connection:
         try:
             yield
         except httpx.UnsupportedProtocol:
-            detail = f"is {self.url!r}, which begins with neither http:// nor https://."
+            detail = f"is {self.url!r}, which begins with neither http:// nor https://. Maybe add http://."
             raise InputError([Issue("server", "bad_url", detail)]) from None
         except httpx.TransportError as error:
             text = f"{self.url} cannot be reached: {error}. Maybe it is not running, or the address is misspelt."
@@ -121,10 +121,15 @@ class Connection:
 
 
 def _raise_for_problem(answer: httpx.Response) -> None:
-    """Raise the error that an answer stands for, if it is one; to be sent elsewhere is one too."""
+    """Raise the error that a response stands for, if it is not a success; a redirect is an error too."""
     if answer.is_success:
         return
-    problem = _problem(answer)
+    try:
+        problem = json.loads(answer.content)
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict) or not isinstance(problem.get("detail"), str):
+        problem = {"detail": _foreign_answer(answer)}  # from a proxy, or from another server
     status = answer.status_code
     if status in (400, 413, 415, 422):
         faults = problem.get("errors") or [{"pointer": "", "code": "refused", "detail": problem["detail"]}]
@@ -138,19 +143,8 @@ def _raise_for_problem(answer: httpx.Response) -> None:
     )
 
 
-def _problem(answer: httpx.Response) -> dict[str, Any]:
-    """The problem document of an error, also of one that a proxy made of its own."""
-    try:
-        problem = json.loads(answer.content)
-    except ValueError:
-        problem = None
-    if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
-        return problem
-    return {"detail": _no_server(answer)}
-
-
-def _no_server(answer: httpx.Response) -> str:
-    """What is said of an answer that no OptPipe server gives."""
+def _foreign_answer(answer: httpx.Response) -> str:
+    """Message for a response that is not from an OptPipe server."""
     moved = answer.headers.get("location")
     maybe = f"its address is {shown(moved)}" if answer.is_redirect and moved else "it is no OptPipe server"
     return f"{answer.url} answered {answer.status_code} {answer.reason_phrase}. Maybe {maybe}."
@@ -164,7 +158,7 @@ def _httpx() -> Any:
 
 @dataclass(frozen=True)
 class Event:
-    """One event: what kind it is, its revision, and its data."""
+    """Server-sent event of a job."""
 
     kind: str
     revision: int
@@ -172,7 +166,7 @@ class Event:
 
 
 def read_events(lines: Iterable[str]) -> Iterator[Event]:
-    """The whole events in a stream; one that was cut off is left out, comments too."""
+    """Parse the complete events of a stream; comments and a truncated last event are skipped."""
     fields: dict[str, str] = {}
     for line in lines:
         if not line:

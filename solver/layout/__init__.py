@@ -1,1 +1,1 @@
-"""Chooses the layout of a model: how its layers are cut into stages, placed, batched, and whether they may offload."""
+"""Layout of a model: how its layers are cut into stages, placed and batched, and whether they may offload."""

@@ -1,7 +1,7 @@
 """Candidate layouts: placements, balanced cuts and microbatch sizes at a fixed global batch; their time slices.
 
-Nothing can be relied on to end in its time, least of all on a busy machine: whoever begins gets a part of what is left
-then, so that what one takes too long is taken from those after it, and the whole ends in time.
+No step is guaranteed to end within its slice, least of all on a busy machine. Each slice is therefore a share of the
+time left when it begins: an overrun shortens the slices after it, and the search as a whole ends in time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Lock
 
 from ortools.sat.python import cp_model
 
-from optpipe.layers import Layer, LayerProfile
+from optpipe.layers import LayerProfile
 from optpipe.partition import (
     DEFAULT_PLACEMENTS,
     Batching,
@@ -32,142 +32,122 @@ from solver.exact.cp_sat.model import configured_solver, solve_unless_cancelled
 from solver.limits import Limits
 
 WORK_LIMIT = 5.0
-"""CP-SAT's deterministic time for one search, about as many seconds on a quiet machine."""
+"""Deterministic time limit of one CP-SAT search, about as many seconds on an idle machine."""
 
 TICKS = 10_000
-"""The whole model's work in ticks of the balance: a device's share is exact to a ten-thousandth of it."""
+"""Ticks in the whole model's work: a device's share is balanced to a ten-thousandth of it."""
 
 
 def even_sizes(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers on each stage, the first ones taking what is left over: what frameworks do by default."""
-    size, more = divmod(layers, stages)
-    return tuple(size + (s < more) for s in range(stages))
+    """Layers per stage, equal up to one; the first stages take the remainder, as in most frameworks."""
+    size, remainder = divmod(layers, stages)
+    return tuple(size + (s < remainder) for s in range(stages))
 
 
 def balanced_sizes(profile: LayerProfile, placement: Sequence[int], scale: float = 1.0) -> tuple[int, ...] | None:
-    """Sizes of stages in layers for which the busiest device has the least work, then the longest stage the least.
+    """Layers per stage that minimise the work of the busiest device, then that of the longest stage.
 
-    On every device the parameters and one microbatch's activations fit into the profile's memory; None where no cut is
-    found that does that. `scale` is the microbatch's size in those of the profile. The busiest device's work bounds
-    every schedule from below (m times it), which is why it comes first; equal stages make short warm-ups.
+    On every device the parameters and one microbatch's activations fit into the profile's memory; None if no such cut
+    is found. `scale` is the microbatch size relative to the profile's. The busiest device's work times m is a lower
+    bound on every schedule, so it comes first; equal stages make short warm-ups.
     """
     return Cutter(profile).sizes(placement, scale, Limits(inf))
 
 
 class Cutter:
-    """Balanced cuts of one profile's layers (see `balanced_sizes`).
+    """Balanced cuts of one profile's layers (see `balanced_sizes`), cached.
 
-    Sizes of microbatches that only lengthen all layers alike have one balance: it is searched once for a placement,
-    and again under the memory limit only where it breaks that.
+    Microbatch sizes that scale all layers alike share a balance. It is computed once per placement without the memory
+    limit, and again under the limit only if it exceeds that.
     """
 
     def __init__(self, profile: LayerProfile) -> None:
         self._profile = profile
-        self._known: dict[tuple[tuple[int, ...], ...], tuple[int, ...] | None] = {}
+        self._cache: dict[tuple[tuple[int, ...], ...], tuple[int, ...] | None] = {}
 
     def sizes(self, placement: Sequence[int], scale: float, limits: Limits) -> tuple[int, ...] | None:
-        """The sizes of stages, or None where there is no cut, or none was found within the limits."""
+        """Layers per stage; None if there is no cut, or none was found within the limits."""
         layers, budget = self._profile.each_layer, self._profile.memory_bytes
         if len(layers) < len(placement):
             return None
-        ticks, places = _prefix_ticks(layers, scale), tuple(placement)
-        if (ticks, places) not in self._known:
-            self._known[ticks, places] = _Cut(ticks, places).sizes(limits)
-        sizes = self._known[ticks, places]
-        held = [layer.parameter_bytes + int(scale * layer.activation_bytes) for layer in layers]
-        if budget is None or (sizes and _most_held(sizes, places, held) <= budget):
+        work = list(accumulate((work_us(layer, scale) for layer in layers), initial=0.0))
+        ticks = tuple(round(TICKS * value / work[-1]) for value in work) if work[-1] else (0,) * len(work)
+        devices = tuple(placement)
+        if (ticks, devices) not in self._cache:
+            self._cache[ticks, devices] = _CutModel(ticks, devices).solve(limits)
+        sizes = self._cache[ticks, devices]
+        if budget is None:
             return sizes
-        return _Cut(ticks, places, (0, *accumulate(held)), budget).sizes(limits)
+        held = (0, *accumulate(layer.parameter_bytes + int(scale * layer.activation_bytes) for layer in layers))
+        if sizes:
+            held_on_device: dict[int, int] = defaultdict(int)
+            for device, (begin, end) in zip(devices, pairwise(accumulate(sizes, initial=0)), strict=True):
+                held_on_device[device] += held[end] - held[begin]
+            if max(held_on_device.values()) <= budget:
+                return sizes
+        return _CutModel(ticks, devices, held, budget).solve(limits)
 
 
-def _most_held(sizes: Sequence[int], placement: Sequence[int], held: Sequence[int]) -> int:
-    """The bytes of the fullest device, where each layer holds as many as `held` says."""
-    ends = list(accumulate(sizes, initial=0))
-    devices: dict[int, int] = defaultdict(int)
-    for device, (begin, end) in zip(placement, pairwise(ends), strict=True):
-        devices[device] += sum(held[begin:end])
-    return max(devices.values())
+class _CutModel:
+    """CP-SAT model of the cuts: one integer per cut, and a stage's total is a difference of prefix sums at two cuts.
 
-
-class _Cut:
-    """The places of the cuts as integers; what a stage sums up is a difference of prefix sums at two of them.
-
-    `ticks` and `held` are such sums over the layers: of work, and of bytes, of which a device has `budget`.
+    `ticks` (work) and `held` (bytes, of which a device has `budget`) are prefix sums over the layers, beginning with 0.
     """
 
     def __init__(
         self, ticks: tuple[int, ...], placement: Sequence[int], held: tuple[int, ...] = (), budget: int = 0
     ) -> None:
-        self.model = cp_model.CpModel()
-        self.placement = placement
+        self.model = model = cp_model.CpModel()
         count, stages = len(ticks) - 1, len(placement)
-        inner = [self.model.new_int_var(s, count - stages + s, f"cut {s}") for s in range(1, stages)]
+        inner = [model.new_int_var(s, count - stages + s, f"cut {s}") for s in range(1, stages)]
         self.cuts: list[cp_model.IntVar | int] = [0, *inner, count]
         for before, after in pairwise(self.cuts):
-            self.model.add(after - before >= 1)
-        self.ticks = ticks
+            model.add(after - before >= 1)
+        stages_of_device: dict[int, list[int]] = defaultdict(list)
+        for s, device in enumerate(placement):
+            stages_of_device[device].append(s)
         if held:
-            self._add_memory(held, budget)
-        self._add_objective()
-        self._hint(even_sizes(count, stages))
+            bytes_of_stage = self._stage_sums(held)
+            for own in stages_of_device.values():
+                model.add(sum(bytes_of_stage[s] for s in own) <= budget)
+        # Lexicographic objective: the busiest device first, the longest stage among equals.
+        total = ticks[-1]
+        busiest = model.new_int_var(0, total, "busiest device")
+        longest = model.new_int_var(0, total, "longest stage")
+        work_of_stage = self._stage_sums(ticks)
+        for own in stages_of_device.values():
+            model.add(sum(work_of_stage[s] for s in own) <= busiest)
+        for work in work_of_stage:
+            model.add(work <= longest)
+        model.minimize((total + 1) * busiest + longest)
+        for cut, begin in zip(inner, accumulate(even_sizes(count, stages)), strict=False):
+            model.add_hint(cut, begin)
 
-    def sizes(self, limits: Limits) -> tuple[int, ...] | None:
+    def solve(self, limits: Limits) -> tuple[int, ...] | None:
+        """Layers per stage; None if no solution was found."""
         solver = configured_solver(replace(limits, workers=1))
         solver.parameters.max_deterministic_time = WORK_LIMIT
-        solver.parameters.cp_model_presolve = False  # measured: on 50 stages it took all of the work and found nothing
+        # Measured on 50 stages: presolve used up the whole work limit without a solution.
+        solver.parameters.cp_model_presolve = False
         status, _ = solve_unless_cancelled(solver, self.model, limits.cancel)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
-        places = [solver.value(cut) for cut in self.cuts]
-        return tuple(after - before for before, after in pairwise(places))
-
-    def _add_objective(self) -> None:
-        total = self.ticks[-1]
-        busiest = self.model.new_int_var(0, total, "busiest device")
-        longest = self.model.new_int_var(0, total, "longest stage")
-        sums = self._stage_sums(self.ticks)
-        for stages in self._stages_of():
-            self.model.add(sum(sums[s] for s in stages) <= busiest)
-        for one in sums:
-            self.model.add(one <= longest)
-        self.model.minimize((total + 1) * busiest + longest)
-
-    def _add_memory(self, held: Sequence[int], budget: int) -> None:
-        sums = self._stage_sums(held)
-        for stages in self._stages_of():
-            self.model.add(sum(sums[s] for s in stages) <= budget)
+        return tuple(after - before for before, after in pairwise(solver.value(cut) for cut in self.cuts))
 
     def _stage_sums(self, prefix: Sequence[int]) -> list[cp_model.LinearExprT]:
-        """For each stage, the sum over its layers of what `prefix` accumulates."""
-        at: list[cp_model.IntVar | int] = [prefix[0]]
+        """Per stage, the sum over its layers of the values that `prefix` accumulates."""
+        at_cut: list[cp_model.IntVar | int] = [prefix[0]]
         for cut in self.cuts[1:-1]:
             value = self.model.new_int_var(0, prefix[-1], "")
             self.model.add_element(cut, prefix, value)
-            at.append(value)
-        at.append(prefix[-1])
-        return [after - before for before, after in pairwise(at)]
-
-    def _stages_of(self) -> list[list[int]]:
-        found: dict[int, list[int]] = defaultdict(list)
-        for s, device in enumerate(self.placement):
-            found[device].append(s)
-        return list(found.values())
-
-    def _hint(self, sizes: Sequence[int]) -> None:
-        for cut, place in zip(self.cuts[1:-1], accumulate(sizes), strict=False):
-            assert not isinstance(cut, int)
-            self.model.add_hint(cut, place)
-
-
-def _prefix_ticks(layers: Sequence[Layer], scale: float) -> tuple[int, ...]:
-    """The work of all layers before each place, in ticks."""
-    work = list(accumulate((work_us(layer, scale) for layer in layers), initial=0.0))
-    return tuple(round(TICKS * value / work[-1]) for value in work) if work[-1] else (0,) * len(work)
+            at_cut.append(value)
+        at_cut.append(prefix[-1])
+        return [after - before for before, after in pairwise(at_cut)]
 
 
 @dataclass(frozen=True)
 class Search:
-    """What to choose from. `microbatch_sizes` must divide `global_batch` (both in sequences)."""
+    """Search space of layouts. `microbatch_sizes` must divide `global_batch` (both in sequences)."""
 
     devices: int
     global_batch: int
@@ -179,7 +159,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with its problem, or why there is none. `cut` is `even` or `balanced`."""
+    """Layout with its problem, or why it has none. `cut` is `even` or `balanced`."""
 
     placement: str
     cut: str
@@ -191,59 +171,55 @@ class Candidate:
 
     @property
     def sequences(self) -> int:
-        """Sequences of one training step: microbatches times the size of each."""
+        """Sequences in one training step: microbatches times microbatch size."""
         return self.batching.microbatches * self.batching.microbatch_size
 
     @property
     def name(self) -> str:
-        """The choices in words."""
-        moved = ", offload" if self.offload else ""
-        return f"{self.placement}, {self.cut} cut, microbatch {self.batching.microbatch_size}{moved}"
+        """Description of the layout, for users."""
+        offload = ", offload" if self.offload else ""
+        return f"{self.placement}, {self.cut} cut, microbatch {self.batching.microbatch_size}{offload}"
 
 
 def candidates(profile: LayerProfile, search: Search, limits: Limits | None = None) -> Iterator[Candidate]:
-    """Every combination once; where cuts come out equal, as `even`. Those for which `limits` leave no time say so."""
+    """Every combination once; a balanced cut equal to the even one is left out.
+
+    Balanced cuts that `limits` leave no time for have no problem and say so.
+    """
     limits = limits or Limits(inf)
     cutter = Cutter(profile)
+    may_offload = profile.copies is not None and any(layer.offload_bytes for layer in profile.layers)
+    offloads = tuple(dict.fromkeys(offload and may_offload for offload in search.offload))
     for name in search.placements:
         kind, chunks = parse_placement(name)
-        places = placement(kind, search.devices, chunks)
+        devices = placement(kind, search.devices, chunks)
         for size in search.microbatch_sizes:
             batching = Batching(size, search.global_batch // size)
-            for cut, layout, why_not in _layouts(cutter, profile, places, size / profile.microbatch_size, limits):
-                choices = (placement_name(kind, chunks), cut, layout, batching)
-                yield from _with_and_without_offload(profile, search, choices, why_not)
+            for cut, layout, why_not in _layouts(cutter, profile, devices, size / profile.microbatch_size, limits):
+                for offload in offloads:
+                    problem, reason = None, why_not
+                    if layout is not None:
+                        problem = build_problem(profile, layout, batching, offload=offload, objective=search.objective)
+                        reason = "" if problem else _overfull(profile, layout)
+                    yield Candidate(placement_name(kind, chunks), cut, layout, batching, offload, problem, reason)
 
 
 def _layouts(
-    cutter: Cutter, profile: LayerProfile, places: tuple[int, ...], scale: float, limits: Limits
+    cutter: Cutter, profile: LayerProfile, devices: tuple[int, ...], scale: float, limits: Limits
 ) -> Iterator[tuple[str, Partition | None, str]]:
-    """Cuts with their layouts, or why there is none."""
+    """Yield each cut by name with its layout, or with the reason why it has none."""
     count = len(profile.each_layer)
-    if count < len(places):
+    if count < len(devices):
         yield "even", None, f"{count} layers are too few for its stages"
         return
-    even = even_sizes(count, len(places))
-    yield "even", Partition(even, places), ""
+    even = even_sizes(count, len(devices))
+    yield "even", Partition(even, devices), ""
     if late(limits):
         yield "balanced", None, "there was no time to cut it"
         return
-    balanced = cutter.sizes(places, scale, limits.part(CUT_SHARE))
+    balanced = cutter.sizes(devices, scale, limits.part(CUT_SHARE))
     if balanced is not None and balanced != even:
-        yield "balanced", Partition(balanced, places), ""
-
-
-def _with_and_without_offload(
-    profile: LayerProfile, search: Search, choices: tuple[str, str, Partition | None, Batching], why_not: str
-) -> Iterator[Candidate]:
-    _, _, layout, batching = choices
-    may_leave = profile.copies is not None and any(layer.offload_bytes for layer in profile.layers)
-    for offload in dict.fromkeys(chosen and may_leave for chosen in search.offload):
-        problem, reason = None, why_not
-        if layout is not None:
-            problem = build_problem(profile, layout, batching, offload=offload, objective=search.objective)
-            reason = "" if problem else _overfull(profile, layout)
-        yield Candidate(*choices, offload, problem, reason)
+        yield "balanced", Partition(balanced, devices), ""
 
 
 def _overfull(profile: LayerProfile, layout: Partition) -> str:
@@ -252,30 +228,30 @@ def _overfull(profile: LayerProfile, layout: Partition) -> str:
     return f"parameters alone take {held[device]:,} of {profile.memory_bytes:,} bytes on device {device}"
 
 
-AT_ONCE = 0.4
-"""No candidate is cut or looked at after this share of the time."""
+RATING_SHARE = 0.4
+"""Share of the time limit after which no further candidate is cut or rated."""
 
 CUT_SHARE = 0.1
-"""Of the time that is left: what cutting the layers for one placement may take."""
+"""Share of the time left for cutting the layers for one placement."""
 
 PUBLISHED_SHARE = 0.1
-"""Of the time that is left: what the published schedules of one candidate may take."""
+"""Share of the time left for the published schedules of one candidate."""
 
 LEAST_S = 2.0
-"""The shortest turn: a child process takes about a second to begin."""
+"""Shortest slice worth a solve: a child process takes about a second to start."""
 
 MOST_RESERVE_S = 1.0
 RESERVE = 0.1
-"""Time kept for what comes after the last turn: at most this many seconds, or this share of a short limit."""
+"""Time reserved after the last slice: at most this many seconds, or this share of a short limit."""
 
 
 def late(limits: Limits) -> bool:
-    """Whether the time for looking at further candidates is over."""
-    return limits.cancel.requested or limits.seconds > AT_ONCE * limits.time_limit_s
+    """Return whether the time for rating further candidates is over."""
+    return limits.cancel.requested or limits.seconds > RATING_SHARE * limits.time_limit_s
 
 
 class TimeSlices:
-    """The turns of one round, which has a share of the time that is left: `count` of them, on so many cores at once."""
+    """Slices of one round for `count` solves on `cores` cores; the round has a share of the time left. Thread-safe."""
 
     def __init__(self, limits: Limits, share: float, count: int, cores: int) -> None:
         self._limits = limits
@@ -286,16 +262,16 @@ class TimeSlices:
         self._lock = Lock()
 
     def worthwhile(self) -> bool:
-        """Whether the turns that wait are long enough for a solve."""
+        """Return whether the next slices are long enough for a solve."""
         return self._length_s(self._waiting) >= LEAST_S
 
     def begin(self) -> float | None:
-        """Begin one turn: its seconds, or None where no time is left for a solve."""
+        """Begin a slice and return its seconds, or None if too little time is left for a solve."""
         with self._lock:
             seconds = self._length_s(self._waiting)
             self._waiting -= 1
         return seconds if seconds >= LEAST_S else None
 
     def _length_s(self, waiting: int) -> float:
-        one_after_another = -(-waiting // self._cores)
-        return (self._end_s - self._limits.seconds) / max(1, one_after_another)
+        in_sequence = -(-waiting // self._cores)
+        return (self._end_s - self._limits.seconds) / max(1, in_sequence)

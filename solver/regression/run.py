@@ -1,11 +1,11 @@
-"""Regression suites (document `optpipe.suite/1`): cases, measured runs and public values."""
+"""Regression suites (document `optpipe.suite/1`), measured runs of their cases, and public reference values."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -29,13 +29,13 @@ from solver.strategy import wait_for_outlived
 MAX_SUITE_BYTES = 4 * 2**20
 
 INSTALLED = Path(__file__).parents[1] / "instances"
-"""The instances and suites that a wheel brings with it."""
+"""Instances and suites installed with a wheel."""
 
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
 class Recorded(Document):
-    """What a run of one method on one instance gave, and how it was run."""
+    """Recorded run of one method on one instance: its result and its limits."""
 
     value_us: Instant
     bound_us: Instant
@@ -55,16 +55,16 @@ class Recorded(Document):
 
     @property
     def proved(self) -> bool:
-        """Whether the value was proved optimal."""
+        """True if the value was proved optimal."""
         return snapped_bound(self.value_us, self.bound_us) == self.value_us
 
 
 class Entry(Document):
-    """One method on one instance.
+    """One method on one instance, with its record.
 
-    The instance is the file `problem` (relative to the suite's own), with `microbatches` in place of its own and
-    `memory_share` times its budgets where they are given. A value may be `tolerance` (a share) above the recorded one
-    before it counts as a regression, a bound as much below.
+    The instance is the file `problem` (relative to the suite's folder), changed to `microbatches` and to `memory_share`
+    times its budgets if these are given. A value may exceed the recorded one by the share `tolerance`, and a bound fall
+    below it by as much, before it counts as a regression.
     """
 
     problem: str = Field(min_length=1, max_length=500)
@@ -75,41 +75,35 @@ class Entry(Document):
     recorded: Recorded | None = None
 
     @property
-    def derived(self) -> bool:
-        """Whether the instance is not the file as it stands."""
-        return self.microbatches is not None or self.memory_share is not None
-
-    @property
     def instance(self) -> str:
-        """The instance's name: that of the file, and what is changed."""
+        """Name of the instance: that of the file and the changes to it."""
         changes = [f"m {self.microbatches}"] if self.microbatches is not None else []
         changes += [f"memory x {self.memory_share:g}"] if self.memory_share is not None else []
         return ", ".join([Path(self.problem).name.removesuffix(".json"), *changes])
 
     def load_problem(self, folder: Path) -> Problem:
-        """The instance; `folder` is the suite's. Raises InputError."""
+        """Load the instance; `folder` is the suite's. Raises InputError."""
         path = folder / self.problem
         problem = Problem.load(path)
-        return self._changed(problem, str(path)) if self.derived else problem
-
-    def _changed(self, problem: Problem, source: str) -> Problem:
+        if self.microbatches is None and self.memory_share is None:
+            return problem
         data = problem.to_data() | {"name": self.instance}
         if self.microbatches is not None:
             data["microbatches"] = self.microbatches
         if self.memory_share is not None:
             limited = [device for device in data["devices"] if device["memory_bytes"] is not None]
             if not limited:
-                detail = f"is {self.memory_share:g}, but no device of {source} has a budget. Maybe leave it out."
+                detail = f"is {self.memory_share:g}, but no device of {path} has a budget. Maybe leave it out."
                 raise InputError([Issue("memory_share", "no_budget", detail)])
             for device in limited:
                 device["memory_bytes"] = math.floor(self.memory_share * device["memory_bytes"])
-        return Problem.from_data(data, source)
+        return Problem.from_data(data, str(path))
 
 
 class Suite(Document):
-    """Entries, and the file with what public schedulers reach on the instances (`reference`, relative to the suite).
+    """Entries, and `reference`, the file with the values of public schedulers (relative to the suite's folder).
 
-    With `never_above_public` a value above the best public one is a regression, whatever was recorded.
+    With `never_above_public` a value above the best public one is a regression, regardless of the record.
     """
 
     format: Literal["optpipe.suite/1"]
@@ -121,7 +115,7 @@ class Suite(Document):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a suite. Raises InputError naming the field, the value and the limit."""
+        """Load a suite. Raises InputError naming the field, the value and the limit."""
         problem = "is a problem but a suite is needed. Maybe use the command 'optpipe solve' or 'compare'."
         schedule = "is a schedule but a suite is needed. Maybe use the command 'optpipe verify' or 'plot'."
         hints = {"optpipe.problem/": problem, "optpipe.schedule/": schedule}
@@ -130,56 +124,49 @@ class Suite(Document):
     @model_validator(mode="after")
     def _entries_differ(self) -> Self:
         seen: dict[tuple[str, str], int] = {}
-        for place, entry in enumerate(self.entries):
+        for index, entry in enumerate(self.entries):
             key = entry.instance, entry.method
             if key in seen:
                 raise reject(
                     "repeated_entry",
-                    f"entries[{place}] is {entry.instance} with {entry.method}, as is entries[{seen[key]}]. "
+                    f"entries[{index}] is {entry.instance} with {entry.method}, as is entries[{seen[key]}]. "
                     "Maybe one was meant for another method",
                 )
-            seen[key] = place
+            seen[key] = index
         return self
 
     @cached_property
     def by_instance(self) -> dict[str, dict[str, Entry]]:
-        """The entries of each instance by their method, in the order of the file."""
+        """Entries by instance and method, in the order of the file."""
         result: dict[str, dict[str, Entry]] = {}
         for entry in self.entries:
             result.setdefault(entry.instance, {})[entry.method] = entry
         return result
 
     def to_text(self) -> str:
-        """The document as text that `load` reads back, one entry a line, so that records can be compared by line."""
-        return "\n".join(self._lines()) + "\n"
+        """The document as text that `load` reads back, with one line per entry for readable diffs."""
 
-    def _lines(self) -> Iterator[str]:
+        def one_line(value: Any) -> str:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
         data = self.to_data()
-        entries = data.pop("entries")
-        yield "{"
-        yield from (f"  {json.dumps(key)}: {_one_line(value)}," for key, value in data.items())
-        yield '  "entries": ['
-        yield ",\n".join(f"    {_one_line(entry)}" for entry in entries)
-        yield "  ]"
-        yield "}"
+        entries = ",\n".join(f"    {one_line(entry)}" for entry in data.pop("entries"))
+        fields = [f"  {json.dumps(key)}: {one_line(value)}," for key, value in data.items()]
+        return "\n".join(["{", *fields, '  "entries": [', entries, "  ]", "}"]) + "\n"
 
 
 def suites_folder() -> Path:
-    """Return the folder of the named suites: the installed one, or that of the checkout this module lies in."""
+    """Return the folder of the named suites: the installed one, or that of this module's checkout."""
     instances = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "instances"
     return instances / "suites"
 
 
-def _one_line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
 MOST_OUTLIVED_S = 60.0
-"""How long the next run waits for a search that outlives its limit: HiGHS, or the building of a large model."""
+"""Longest wait of the next run for a search that exceeds its limit, such as HiGHS or the build of a large model."""
 
 
 class Point(NamedTuple):
-    """What was known `seconds` after the start, and the method that had found the value."""
+    """Best value and bound `seconds` after the start, and the method that found the value."""
 
     seconds: float
     value_us: float
@@ -189,7 +176,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a verified schedule. The schedule itself is let go: a suite has hundreds of MB of them."""
+    """Figures of a verified schedule. The schedule itself is dropped: those of a suite take hundreds of MB."""
 
     value_us: float
     bound_us: float
@@ -208,10 +195,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run: the figures of its schedule, or `why_not` there is none; `failed` where the reason is a bug.
+    """Run of a method: the figures of its schedule, or `why_not` there is none; `failed` if the reason is a bug.
 
     `curve` begins with the first schedule; its values fall and its bounds rise. An `interrupted` run was stopped by
-    the user before its time.
+    the user.
     """
 
     figures: Figures | None
@@ -222,9 +209,9 @@ class MeasuredRun:
     curve: tuple[Point, ...]
 
     def at(self, seconds: float) -> Point | None:
-        """What was known `seconds` after the start; None before the first schedule."""
-        known = [point for point in self.curve if point.seconds <= seconds]
-        return known[-1] if known else None
+        """Last point of the curve at most `seconds` after the start; None before the first schedule."""
+        points = [point for point in self.curve if point.seconds <= seconds]
+        return points[-1] if points else None
 
     @property
     def proof_seconds(self) -> float | None:
@@ -232,16 +219,16 @@ class MeasuredRun:
         return self.curve[-1].seconds if self.figures and self.figures.optimal else None
 
     def seconds_to(self, value_us: float) -> float | None:
-        """Seconds until a schedule at least as good as `value_us` was known; None if it never was."""
+        """Seconds until a schedule at least as good as `value_us` was found; None if none was."""
         return next((point.seconds for point in self.curve if point.value_us <= value_us), None)
 
 
 def measure(problem: Problem, method: str, limits: Limits) -> MeasuredRun:
-    """Run a method; Ctrl-C stops it and keeps what it has. A bug in a method is an outcome too, never an exception.
+    """Run a method; Ctrl-C stops it and keeps its result. An exception in a method is an outcome, and is not raised.
 
-    The clock begins when all searches are loaded. The run is in this process: the start of a child, and the pauses that
-    it makes between two incumbents, would be measured as well. The figures are those at the limit, whatever the search
-    does. One that goes on all the same is waited for before this returns, so that it does not slow the next run.
+    The clock starts once all searches are loaded. The run is in this process, because the start of a child and its
+    pauses between incumbents would be measured as well. The figures are those at the time limit. A search that exceeds
+    the limit is waited for before this returns, so that it does not slow down the next run.
     """
     searches.load_searches()
     limits = replace(limits, began=time.perf_counter())
@@ -264,38 +251,33 @@ def measure(problem: Problem, method: str, limits: Limits) -> MeasuredRun:
         why_not, failed = f"{type(error).__name__}: {error}", True
     seconds = limits.seconds
     if not limits.cancel.requested:
-        _let_end(limits)
+        try:
+            wait_for_outlived(MOST_OUTLIVED_S)
+        except KeyboardInterrupt:
+            limits.cancel.request()
     return MeasuredRun(figures, why_not, failed, seconds, limits.cancel.requested, tuple(curve))
-
-
-def _let_end(limits: Limits) -> None:
-    """Wait for searches that outlive their limit; Ctrl-C ends this as well."""
-    try:
-        wait_for_outlived(MOST_OUTLIVED_S)
-    except KeyboardInterrupt:
-        limits.cancel.request()
 
 
 MAX_REFERENCE_BYTES = 4 * 2**20
 
 PRINTED_BUBBLE_ERROR = 0.5e-4
-"""Bubbles are published with four digits; the value is taken at the upper end of what was rounded."""
+"""Rounding error of published bubbles, which have four digits; values are computed from the upper end."""
 
 
 @dataclass(frozen=True)
 class Public:
-    """The best public schedule of an instance: its objective's value and whose it is."""
+    """Best public schedule of an instance: value of its objective and name of its scheduler."""
 
     value_us: float
     scheduler: str
 
     def bubble(self, ours: Figures) -> float:
-        """The bubble rate of the public schedule, which does the same work as a schedule of ours."""
+        """Bubble of the public schedule, which does the same work as ours."""
         return 1 - (1 - ours.bubble) * ours.value_us / self.value_us
 
 
 class _Part(Document):
-    """A part of the reference; it has more fields than are read here."""
+    """Part of the reference, with more fields than are read here."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -306,7 +288,7 @@ class _BestPublic(_Part):
 
 
 class _Entry(_Part):
-    """What is known of one instance; `best_public` is None where no public scheduler found anything."""
+    """Public results for one instance; `best_public` is None if no public scheduler found a schedule."""
 
     best_public: _BestPublic | None = None
     zero_bubble_heuristic_us: TimeUs | None = None
@@ -315,8 +297,8 @@ class _Entry(_Part):
     work_us: TimeUs | None = None
 
     def public(self) -> Public | None:
-        """The best value that is known exactly, else the best that follows from a printed bubble."""
-        known = [
+        """The best exact value, else the best value computed from a published bubble."""
+        candidates = [
             Public(value_us, scheduler)
             for value_us, scheduler in (
                 (self.zero_bubble_heuristic_us, "Zero Bubble heuristic"),
@@ -325,26 +307,27 @@ class _Entry(_Part):
             )
             if value_us is not None
         ]
-        if not known and self.work_us is not None:
-            known = [
+        if not candidates and self.work_us is not None:
+            candidates = [
                 Public(self.work_us / (1 - bubble - PRINTED_BUBBLE_ERROR), scheduler)
                 for scheduler, bubble in self.public_bubble.items()
             ]
-        return min(known, key=lambda public: public.value_us, default=None)
+        return min(candidates, key=lambda public: public.value_us, default=None)
 
 
 def load_public(path: Path) -> dict[str, Public]:
-    """The best public value of each instance in a reference file that has one. Raises InputError."""
+    """Load the best public value of each instance in a reference file. Raises InputError."""
     reference = read_document(path, MAX_REFERENCE_BYTES, {})
     if not isinstance(reference, dict):
-        raise InputError([Issue("", "not_an_object", "must be an object with an entry for each instance.")], str(path))
-    found = {name: _Entry.from_data(entry, f"{path}: {name}").public() for name, entry in reference.items()}
-    return {name: public for name, public in found.items() if public is not None}
+        detail = "must be an object with an entry for each instance. Maybe it is another file than a reference."
+        raise InputError([Issue("", "not_an_object", detail)], str(path))
+    entries = {name: _Entry.from_data(entry, f"{path}: {name}") for name, entry in reference.items()}
+    return {name: public for name, entry in entries.items() if (public := entry.public()) is not None}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One method on one instance; where the suite has no `entry` for the method, nothing is promised of it."""
+    """One method on one instance; without an `entry` of the suite there is no record to compare with."""
 
     instance: str
     problem: Problem
@@ -355,27 +338,27 @@ class Case:
 
     @property
     def recorded(self) -> Recorded | None:
-        """What an earlier run reached; None where the case is new."""
+        """Record of an earlier run; None for a new case."""
         return self.entry.recorded if self.entry else None
 
     @property
     def tolerance(self) -> float:
-        """The share by which a value may be above its record."""
+        """Share by which a value may exceed its record."""
         return self.entry.tolerance if self.entry else 0.0
 
 
 def expand_cases(path: Path, suite: Suite, methods: Sequence[str] | None = None, only: str = "*") -> list[Case]:
-    """The cases of the suite at `path`: its entries, or each of its instances with every one of `methods`.
+    """Cases of the suite at `path`: its entries, or each of its instances with each of `methods`.
 
-    `only` is a pattern with * and ? that an instance's name must match. All problems are read and all methods looked
-    up here, before anything runs. Raises InputError.
+    `only` is a pattern with * and ? for the names of instances. All problems and methods are loaded here, before the
+    first run. Raises InputError.
     """
     for name in methods or [entry.method for entry in suite.entries]:
         method_named(name)
     public = load_public(path.parent / suite.reference) if suite.reference else {}
     chosen = {name: entries for name, entries in suite.by_instance.items() if fnmatchcase(name, only)}
     if not chosen:
-        detail = f"{only!r} matches none of the suite's instances, such as {suite.entries[0].instance!r}."
+        detail = f"is {only!r}, which matches no instance. Maybe one such as {suite.entries[0].instance!r}."
         raise InputError([Issue("only", "no_match", detail)], str(path))
     cases = []
     for name, entries in chosen.items():

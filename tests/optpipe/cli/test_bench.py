@@ -110,7 +110,7 @@ def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
         ((tmp_path / "two.json",), "is a problem but a suite is needed. Maybe"),
         ((tmp_path / "none.json",), "cannot be read: No such file"),
         ((suite, "--methods", "zb-9"), "method is 'zb-9'; the methods are auto"),
-        ((suite, "--only", "x*"), "only 'x*' matches none of the suite's instances, such as 'two'"),
+        ((suite, "--only", "x*"), "only is 'x*', which matches no instance. Maybe one such as 'two'"),
         ((suite, "--plot", tmp_path / "p.bmp"), ".bmp"),
         ((suite, "--plot", tmp_path / "no" / "p.png"), "is not a folder"),
         ((suite, "--force"), "--force is given without --record"),

@@ -114,7 +114,9 @@ def test_bad_input_is_named(
     assert "has the suffix '.gif'" in _refused(cli("trace", trace_file, "--plot", tmp_path / "step.gif"))
     assert not out.exists()
     train = ("train", "--schedule", schedule_file, "--model", "tiny", "--steps", "2")
-    assert "--trace-step is 1, but no --trace says where" in _refused(cli(*train, "--trace-step", "1"))
+    assert "--trace-step is 1, but --trace is missing. Maybe --trace trace.json." in _refused(
+        cli(*train, "--trace-step", "1")
+    )
     assert "--trace-step is 2 but must be from 0 to 1" in _refused(cli(*train, "--trace", out, "--trace-step", "2"))
     nowhere = schedule_file / "trace.json"
     assert "cannot be written" in _refused(cli(*train, "--trace", nowhere))
