@@ -1,8 +1,8 @@
-"""A profile's prediction against real steps: a schedule of the measured problem, run with the stages measured.
+"""Check of a profile's prediction: runs steps of a schedule of the measured problem, with the stages measured.
 
-Devices of one process run one after the other, so their step is predicted as the sum of what all ops and messages take.
-Whether the times are those of a pipeline's is told by the trace: re-timed, the schedule's makespan with the durations
-measured in a step, beside the makespan that the profile predicted.
+Devices of one process run in turns, so the predicted step time is the sum of the times of all ops and messages. The
+pipeline itself is compared by the trace: the makespan re-timed with the durations measured in a step, beside the
+makespan that the profile predicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optpipe.compile.memory import PlannedMemory, planned_memory
 from optpipe.compile.program import SENDS, message_of
 from optpipe.ops import KINDS, Op
 from optpipe.profile.measured import Measured
-from optpipe.profile.ops import Key, Spread, Stopwatch, spread_of, stopwatch_for
+from optpipe.profile.ops import Key, Spread, spread_of, stopwatch_for
 from optpipe.profile.subject import Chain
 from optpipe.runtime.messages import Tree
 from optpipe.runtime.pipeline import Pipeline
@@ -39,7 +39,7 @@ STEPS = 7
 
 @dataclass(frozen=True)
 class Share:
-    """What a step spends on one kind of action: predicted (None: it is taken to be nothing), and in a recorded step."""
+    """Time of a step in one kind of action: predicted (None: not part of the cost model), and in a recorded step."""
 
     kind: str
     actions: int
@@ -49,10 +49,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Check:
-    """`serial_us` was predicted for a step in one process, `step` is what steps took.
+    """Comparison of a prediction with real steps.
 
-    `shares` and `comparison` are of one more step, which was recorded. `failures`: a sentence for each device whose
-    peak is not as predicted; empty where all are.
+    `serial_us` is the predicted time of a step in one process, `step` the measured one. `shares` and `comparison`
+    describe one further step, which was recorded. `failures`: a sentence for each device with another peak than
+    predicted.
     """
 
     method: str
@@ -65,23 +66,30 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted."""
+        """Measured over predicted step time."""
         return self.step.median_us / self.serial_us
 
 
 def check_prediction(
     measured: Measured, chain: Chain, schedule: Schedule, device: torch.device, margin: float = 0.0
 ) -> Check:
-    """Run the schedule, whose stages are all in `chain`, on the subject's microbatches, in turns.
+    """Run the schedule, whose stages are all in `chain`, on the subject's microbatches, reused in turns.
 
-    Peaks may exceed the prediction by the `margin` that devices had left free. Sets the gradients of the stages, and no
-    weight.
+    Peaks may exceed the prediction by the share `margin` that devices kept free. Changes the gradients of the stages,
+    but no weight.
     """
     program = compile_schedule(schedule)
-    pipeline = _pipeline(measured, chain, program, device)
+    offload_bytes = {s: figures.sizes.offload_bytes for s, figures in enumerate(measured.stages)}
+    devices, transport = range(len(program.devices)), local_transport(device)
+    pipeline = Pipeline(program, chain.stages, devices, transport, chain.messages, offload_bytes=offload_bytes)
     samples = [chain.batch[i % len(chain.batch)] for i in range(program.microbatches)]
     batch = [inputs for inputs, _ in samples], [targets for _, targets in samples]
-    step = _step_times(pipeline, batch, stopwatch_for(device, measured.clock))
+    for _ in range(WARM_UP_STEPS):
+        pipeline.run(*batch)
+    watch, key = stopwatch_for(device, measured.clock), Key("step", 0)
+    for _ in range(STEPS):
+        watch.time(key, partial(pipeline.run, *batch))
+    step = spread_of(watch.samples_us()[key])
     part = record_step(pipeline, *batch, device=device)
     if measured.clock == "cpu":
         part = _on_thread_clock(part, pipeline, batch)
@@ -91,19 +99,19 @@ def check_prediction(
         schedule,
         program=program.digest,
         step=0,
-        planned_peak_bytes=[device.peak_bytes for device in planned],
+        planned_peak_bytes=[plan.peak_bytes for plan in planned],
         source=f"{measured.name}, {measured.hardware}",
     )
     exact = device.type == "cpu" and not measured.varying
-    failures = _peaks_that_differ([d.peak_bytes for d in trace.devices], planned, margin, exact=exact)
+    failures = _wrong_peaks([d.peak_bytes for d in trace.devices], planned, margin, exact=exact)
     serial, shares = serial_us(measured, program), _shares(measured, trace)
     return Check(schedule.method, serial, step, shares, trace, compare(trace), [*failures])
 
 
-def _peaks_that_differ(
+def _wrong_peaks(
     peaks_bytes: Sequence[int], planned: Sequence[PlannedMemory], margin: float, *, exact: bool
 ) -> Iterator[str]:
-    """With `exact` a peak may not be below the prediction either: sizes are the same for all data, and not rounded."""
+    """Yield a sentence per wrong peak. With `exact`, where sizes neither vary nor are rounded, lower ones are wrong."""
     for d, (peak_bytes, plan) in enumerate(zip(peaks_bytes, planned, strict=True)):
         if excess := plan.excess(d, peak_bytes, margin):
             yield excess
@@ -115,12 +123,12 @@ def _peaks_that_differ(
 
 
 def serial_us(measured: Measured, program: Program) -> float:
-    """The time of all ops and messages of a program, one after the other."""
+    """Sum of the times of all ops and messages of a program."""
     return sum(_predicted_us(measured, action.key) or 0.0 for action in program.actions())
 
 
 def _predicted_us(measured: Measured, action: Op) -> float | None:
-    """What the profile says of an action; of a message as a whole at its send; None of what it takes to be nothing."""
+    """Predicted time of an action; a message counts at its send. None for actions outside the cost model."""
     if action.kind in KINDS:
         return measured.stages[action.stage].times[action.kind].median_us
     if action.kind in SENDS:
@@ -130,37 +138,22 @@ def _predicted_us(measured: Measured, action: Op) -> float | None:
 
 
 def _shares(measured: Measured, trace: Trace) -> Sequence[Share]:
-    """The recorded step by kind of action, in the order of a microbatch's life."""
-    found: dict[str, list[tuple[float | None, float]]] = defaultdict(list)
+    """Times of the recorded step by kind of action, in the order of a microbatch's ops."""
+    times_us: dict[str, list[tuple[float | None, float]]] = defaultdict(list)
     for device in trace.devices:
         for action in device.actions:
-            found[action.action].append((_predicted_us(measured, action.key), action.duration_us))
-    order = [*KINDS, *sorted(found.keys() - set(KINDS))]
-    return [
-        Share(
-            kind,
-            len(found[kind]),
-            _sum_or_none([predicted for predicted, _ in found[kind]]),
-            sum(us for _, us in found[kind]),
-        )
-        for kind in order
-        if kind in found
-    ]
-
-
-def _sum_or_none(times_us: Sequence[float | None]) -> float | None:
-    known = [time_us for time_us in times_us if time_us is not None]
-    return sum(known) if known else None
-
-
-def _pipeline(measured: Measured, chain: Chain, program: Program, device: torch.device) -> Pipeline:
-    sizes = {s: figures.sizes.offload_bytes for s, figures in enumerate(measured.stages)}
-    devices = range(len(program.devices))
-    return Pipeline(program, chain.stages, devices, local_transport(device), chain.messages, offload_bytes=sizes)
+            times_us[action.action].append((_predicted_us(measured, action.key), action.duration_us))
+    shares = []
+    for kind in [*KINDS, *sorted(times_us.keys() - set(KINDS))]:
+        if kind in times_us:
+            predicted = [predicted_us for predicted_us, _ in times_us[kind] if predicted_us is not None]
+            recorded_us = sum(recorded_us for _, recorded_us in times_us[kind])
+            shares.append(Share(kind, len(times_us[kind]), sum(predicted) if predicted else None, recorded_us))
+    return shares
 
 
 class _ThreadRecorder:
-    """Times actions by the time that the computing thread gets (`optpipe.runtime.recorder.Recorder`)."""
+    """Recorder (`optpipe.runtime.recorder.Recorder`) that times actions by the CPU time of the computing thread."""
 
     def __init__(self) -> None:
         self.times_ns: dict[Op, tuple[int, int, int]] = {}
@@ -177,22 +170,12 @@ class _ThreadRecorder:
 
 
 def _on_thread_clock(part: Part, pipeline: Pipeline, batch: Batch) -> Part:
-    """The same part with the times of another step, by the thread's clock. One thread plays all devices."""
+    """Replace the times of a part by those of another step on the thread's clock. One thread runs all devices."""
     recorder = _ThreadRecorder()
     pipeline.run(*batch, recorder=recorder)
-    devices = {d: [_retimed(row, recorder) for row in rows] for d, rows in part.devices.items()}
-    return part._replace(devices=devices)
 
+    def retimed(row: ActionRow) -> ActionRow:
+        turn_ns, start_ns, end_ns = recorder.times_ns[Op(row.kind, row.stage, row.microbatch)]
+        return row._replace(turn_ns=turn_ns, start_ns=start_ns, end_ns=end_ns)
 
-def _retimed(row: ActionRow, recorder: _ThreadRecorder) -> ActionRow:
-    turn_ns, start_ns, end_ns = recorder.times_ns[Op(row.kind, row.stage, row.microbatch)]
-    return row._replace(turn_ns=turn_ns, start_ns=start_ns, end_ns=end_ns)
-
-
-def _step_times(pipeline: Pipeline, batch: Batch, watch: Stopwatch) -> Spread:
-    key = Key("step", 0)
-    for _ in range(WARM_UP_STEPS):
-        pipeline.run(*batch)
-    for _ in range(STEPS):
-        watch.time(key, partial(pipeline.run, *batch))
-    return spread_of(watch.samples_us()[key])
+    return part._replace(devices={d: [retimed(row) for row in rows] for d, rows in part.devices.items()})

@@ -5,15 +5,15 @@ a transformer layer takes (Zero Bubble, table 1, where f = 4h; a multiply and an
 
     F: bs (8h^2 + 4hf + 4sh)    B: bs (8h^2 + 4hf + 8sh)    W: bs (8h^2 + 4hf)
 
-operations, and the output head 2bshV for each of F, B and W. Operations that are no matrix products are taken as free,
-as is the embedding but for its memory. Attention is counted in full (no gain from the causal mask).
+operations, and the output head 2bshV for each of F, B and W. Operations other than matrix products count as free, and
+so does the embedding except for its memory. Attention is counted in full (no gain from the causal mask).
 
 Memory for 16-bit activations (Zero Bubble, section 2; PipeOffload, section 3): F takes bs(34h + 5as), without the
-5as where attention is fused, and 20h in place of 34h where norms, GeLU and dropout are recomputed; W still needs
-bs(32h) of it, or the same share of what is left after recomputing; 20bsh of it may leave to the host. Other element
-sizes scale these. The head keeps its input and the float32 logits, 4bsV bytes, until B, and the input and the gradient
-of the logits until W. Tensor parallelism with sequence parallelism divides all of this but the messages' shape, whose
-bytes it divides too. A microbatch's message is its activation, bsh elements.
+5as where attention is fused, and 20h instead of 34h where norms, GeLU and dropout are recomputed; W still needs
+bs(32h) of it, or the same share of the rest after recomputing; 20bsh of it can be offloaded. Other element sizes scale
+these. The head keeps its input and the float32 logits, 4bsV bytes, until B, and the input and the gradient of the
+logits until W. Tensor parallelism with sequence parallelism divides all of this, including the bytes of messages. The
+message of a microbatch is its activation, bsh elements.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from optpipe.layers import HostCopies, Layer, LayerProfile, Link
 from optpipe.problem import CopyChannels, Count, reject
 
 HELD, HELD_RECOMPUTED, HELD_FOR_WEIGHT, MOVED = 34, 20, 32, 20
-"""Bytes a token and hidden unit with 16-bit activations: kept, kept with recomputing, kept from B to W, offloadable."""
+"""Bytes per token and hidden unit with 16-bit activations: kept, kept with recomputing, kept until W, offloadable."""
 
 SCORES = 5
-"""Bytes a token, head and token of the sequence, where the attention matrix is kept."""
+"""Bytes of the attention matrix per token, head and token of the sequence, where it is kept."""
 
 
 def build_profile(table: SizeTable) -> LayerProfile:
-    """The profile of a transformer: an embedding, its layers, and the output head with its loss.
+    """Compute the profile of a transformer: an embedding, its layers, and the output head with the loss.
 
-    Raises InputError where a time or a size comes out larger than a profile can hold.
+    Raises InputError if a time or a size exceeds the limits of a profile.
     """
     costs = _Costs(table)
     machine = table.machine
@@ -62,12 +62,18 @@ def build_profile(table: SizeTable) -> LayerProfile:
 
 
 def assumptions(table: SizeTable) -> list[str]:
-    """What the figures of a table rest on, a sentence each, with its numbers."""
+    """Assumptions behind the figures of a table, a sentence each, with the table's numbers."""
     machine, precision, parallel, kept = table.machine, table.precision, table.parallel, table.kept
     optimizer_bytes = precision.optimizer_bytes / (parallel.data if parallel.sharded_optimizer else 1)
     scores = (
         "with the attention matrix" if kept.attention_scores else "attention fused, so that no matrix of it is kept"
     )
+    copies = "No copy_gb_per_s is given, so nothing can be offloaded."
+    if machine.copy_gb_per_s is not None:
+        copies = (
+            f"Copies to and from the host run at {machine.copy_gb_per_s:g} GB/s each way and do not slow compute; "
+            f"{MOVED} of the bytes of a token and hidden unit may leave."
+        )
     units = f"{HELD_RECOMPUTED if kept.recomputed else HELD} bytes at 16 bit a token and hidden unit"
     return [
         f"Matrix products run at {machine.teraflops:g} TFLOP/s, the same for every layer; nothing else takes time but "
@@ -79,23 +85,14 @@ def assumptions(table: SizeTable) -> list[str]:
         f"and {optimizer_bytes:g} for the optimizer.",
         f"All of a layer is divided by {parallel.tensor} (tensor and sequence parallelism), whose communication is "
         "free unless teraflops says otherwise.",
-        _copies_text(table),
+        copies,
     ]
 
 
-def _copies_text(table: SizeTable) -> str:
-    if table.machine.copy_gb_per_s is None:
-        return "No copy_gb_per_s is given, so nothing leaves to the host."
-    return (
-        f"Copies to and from the host run at {table.machine.copy_gb_per_s:g} GB/s each way and do not slow compute; "
-        f"{MOVED} of the bytes of a token and hidden unit may leave."
-    )
-
-
 def copy_to_compute_ratio(table: SizeTable) -> float:
-    """k of PipeOffload (section 3): a layer's round trip to the host over its F, B and W; at most 1 is nearly free.
+    """k of PipeOffload (section 3): time of a layer's offload and reload over its F, B and W. Up to 1 it can be hidden.
 
-    Raises ValueError where the table has no `copy_gb_per_s`.
+    Raises ValueError if the table has no `copy_gb_per_s`.
     """
     if table.machine.copy_gb_per_s is None:
         raise ValueError("machine.copy_gb_per_s is missing")
@@ -105,7 +102,7 @@ def copy_to_compute_ratio(table: SizeTable) -> float:
 
 
 class _Costs:
-    """Layers of a table; all that tensor parallelism divides is divided here."""
+    """Costs of the layers of a table, divided by tensor parallelism."""
 
     def __init__(self, table: SizeTable) -> None:
         model, self.table = table.model, table
@@ -115,12 +112,12 @@ class _Costs:
         self.elements = table.precision.activation_bytes / 2
 
     def embedding(self) -> Layer:
-        """A lookup: nothing to compute, but the tokens' indices are kept (8 bytes each) and there are parameters."""
+        """Embedding lookup: no compute, but parameters, and the tokens' indices are kept (8 bytes each)."""
         kept = self._bytes(8 * self.tokens)
         return self._layer("embedding", 0, 0, 0, kept, kept, 0, self.model.vocabulary * self.hidden)
 
     def block(self) -> Layer:
-        """A transformer layer, as often as the model has it."""
+        """Transformer layer, repeated as in the model."""
         tokens, h, model, kept = self.tokens, self.hidden, self.model, self.table.kept
         matrices = tokens * (8 * h * h + 4 * h * self.inner)
         scores = tokens * model.sequence * h
@@ -140,7 +137,7 @@ class _Costs:
         )
 
     def head(self) -> Layer:
-        """Output projection and loss: their time grows with the vocabulary."""
+        """Output projection and loss, whose time grows with the vocabulary."""
         products = 2 * self.tokens * self.hidden * self.model.vocabulary
         read = self._bytes(self.elements * 2 * self.tokens * self.hidden)
         logits = self._bytes(4 * self.tokens * self.model.vocabulary)
@@ -159,7 +156,9 @@ class _Costs:
         parameters: int,
         repeat: int = 1,
     ) -> Layer:
-        launch_us = self.table.machine.launch_us
+        precision, parallel, launch_us = self.table.precision, self.table.parallel, self.table.machine.launch_us
+        shared_by = parallel.data if parallel.sharded_optimizer else 1
+        parameter_bytes = precision.weight_bytes + precision.gradient_bytes + precision.optimizer_bytes / shared_by
         return Layer.from_data(
             {
                 "name": name,
@@ -171,7 +170,7 @@ class _Costs:
                 "activation_bytes": activation_bytes,
                 "backward_weight_bytes": backward_weight_bytes,
                 "offload_bytes": min(offload_bytes, activation_bytes),
-                "parameter_bytes": self._parameter_bytes(parameters),
+                "parameter_bytes": self._bytes(parameters * parameter_bytes),
                 "output_bytes": self._bytes(2 * self.elements * self.tokens * self.hidden),
             },
             f"{name}, by formula from {self.table.name or 'the table'}",
@@ -183,12 +182,6 @@ class _Costs:
     def _bytes(self, size: float) -> int:
         return ceil(size / self.table.parallel.tensor)
 
-    def _parameter_bytes(self, parameters: int) -> int:
-        precision, parallel = self.table.precision, self.table.parallel
-        shared_by = parallel.data if parallel.sharded_optimizer else 1
-        each = precision.weight_bytes + precision.gradient_bytes + precision.optimizer_bytes / shared_by
-        return ceil(parameters * each / parallel.tensor)
-
 
 MAX_TABLE_BYTES = 2**16
 
@@ -196,7 +189,7 @@ Positive = Annotated[int | float, Field(gt=0, le=1e12)]
 
 
 class Model(Document):
-    """A decoder-only transformer. `feed_forward`: width of its inner layer, 4 times `hidden` unless given."""
+    """Decoder-only transformer. `feed_forward`: width of the inner layer; default: 4 times `hidden`."""
 
     layers: Count
     hidden: Count
@@ -209,16 +202,17 @@ class Model(Document):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.hidden % self.heads:
-            raise reject("no_divisor", f"has heads {self.heads}, which does not divide hidden {self.hidden}")
+            detail = f"has heads {self.heads}, which does not divide hidden {self.hidden}. Maybe the two are swapped"
+            raise reject("no_divisor", detail)
         return self
 
 
 class Machine(Document):
-    """One device and its links.
+    """Device and its links.
 
-    `teraflops` is what matrix products really reach, not the peak of a data sheet. `memory_gb` counts 1e9 bytes and
-    is what the model may use. `link_gb_per_s` and `copy_gb_per_s` are 1e9 bytes a second between devices and to the
-    host, one way.
+    `teraflops` is the rate that matrix products achieve, not the peak of a data sheet. `memory_gb` is the memory that
+    the model may use, in 1e9 bytes. `link_gb_per_s` and `copy_gb_per_s` are the rates between devices and to the host,
+    one way, in 1e9 bytes per second.
     """
 
     teraflops: Positive
@@ -231,10 +225,10 @@ class Machine(Document):
 
 
 class Precision(Document):
-    """Bytes of what is held: an activation's element, and a parameter with gradient and optimizer state.
+    """Bytes per element of an activation, and per parameter for weight, gradient and optimizer state.
 
-    18 bytes a parameter: 2 for the weight, 4 for its gradient, 12 for a float32 copy and Adam's two moments. The last
-    12 are shared among `data_parallel` devices where `sharded_optimizer` is on.
+    The defaults make 18 bytes per parameter: 2 for the weight, 4 for its gradient, 12 for a float32 copy and Adam's two
+    moments. The last 12 are divided by `parallel.data` if `parallel.sharded_optimizer` is set.
     """
 
     activation_bytes: Annotated[int, Field(ge=1, le=8)] = 2
@@ -244,7 +238,7 @@ class Precision(Document):
 
 
 class Parallel(Document):
-    """What divides a layer beside the pipeline: `tensor` devices (with sequence parallelism), `data` replicas."""
+    """Parallelism beside the pipeline: `tensor` devices (with sequence parallelism) per layer, `data` replicas."""
 
     tensor: Count = 1
     data: Count = 1
@@ -252,10 +246,10 @@ class Parallel(Document):
 
 
 class Kept(Document):
-    """What of a layer's activations is kept from F to B.
+    """Activations of a layer kept from F to B.
 
-    `attention_scores`: whether the attention matrix is (without a fused attention it is). `recomputed`: norms, GeLU
-    and dropout are computed again in B, which leaves 20 of 34 bytes a token and hidden unit (PipeOffload, section 3).
+    `attention_scores`: the attention matrix is kept, as without fused attention. `recomputed`: norms, GeLU and dropout
+    are recomputed in B, which keeps 20 of 34 bytes per token and hidden unit (PipeOffload, section 3).
     """
 
     attention_scores: bool = False
@@ -263,7 +257,7 @@ class Kept(Document):
 
 
 class SizeTable(Document):
-    """A model and a machine in numbers that people have at hand; `source` says where they come from."""
+    """Sizes of a model and rates of a machine, as found in papers and data sheets; `source` names their origin."""
 
     name: str = Field(default="", max_length=200)
     source: str = Field(default="", max_length=1000)
@@ -275,5 +269,5 @@ class SizeTable(Document):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a TOML file. Raises InputError naming the field, the value and the limit."""
+        """Load a TOML file. Raises InputError naming the field, the value and the limit."""
         return cls.from_data(read_toml(Path(path), MAX_TABLE_BYTES), str(path))

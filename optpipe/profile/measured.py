@@ -1,4 +1,4 @@
-"""What was measured of a model, and the documents that say it: a Problem, or a layer profile."""
+"""Measurement of a model, and its documents: a Problem or a layer profile."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from optpipe.profile.subject import Chain, Subject
 from optpipe.profile.transfers import Contention, Transfers, contention_of_all, measure_transfers
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.messages import size_bytes
-from optpipe.runtime.probe import SizeRange, StageSizes
+from optpipe.runtime.probe import StageSizes
 
 COPIES_OF_A_PARAMETER = 4
-"""The weight, its gradient, and the two moments of Adam, all in the parameter's precision."""
+"""Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
 
 
 def without_margin(memory_bytes: int, margin: float) -> int:
-    """What is left of a device's memory where the share `margin` stays free."""
+    """Memory of a device minus the share `margin` that is kept free."""
     return int(memory_bytes * (1 - margin))
 
 
 Gather = Callable[[Any], list[Any]]
-"""Given a JSON value by each process, returns those of all processes, in every process."""
+"""All-gather of JSON values: given one value per process, returns those of all processes, in every process."""
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage: the times of its ops by kind (F, B, W, BW, O, R), what a microbatch takes, and what stays.
+    """Measured stage: times of its ops by kind (F, B, W, BW, O, R), sizes of a microbatch, and bytes of parameters.
 
     A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
-    `smallest` are the smallest, None where they are the same. `undeferred`: whose weight gradients stay in B.
+    `smallest` are the smallest, None if they are equal. `undeferred`: layers whose weight gradients stay in B.
     """
 
     times: Mapping[str, Spread]
@@ -50,12 +50,12 @@ class StageFigures:
 
     @property
     def splits(self) -> bool:
-        """Whether B and W can run apart."""
+        """True if B and W can run separately."""
         return "B" in self.times
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """The figures that `asdict` made these values of."""
+        """Inverse of `dataclasses.asdict`."""
         times = {kind: Spread(**spread) for kind, spread in data["times"].items()}
         smallest = StageSizes(**data["smallest"]) if data["smallest"] else None
         undeferred = tuple(Undeferred(**one | {"layers": tuple(one["layers"])}) for one in data["undeferred"])
@@ -64,7 +64,7 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Measured:
-    """A model on this hardware. `message_bytes[b]` crosses the boundary between stages b and b + 1."""
+    """Measured model. `message_bytes[b]` crosses the boundary between stages b and b + 1."""
 
     name: str
     microbatch_size: int
@@ -78,24 +78,24 @@ class Measured:
 
     @property
     def source(self) -> str:
-        """Where the numbers come from."""
+        """Origin of the numbers, for documents."""
         compiled = [s for s, stage in enumerate(self.stages) if not stage.splits]
         times = f"medians of {min(stage.times['BW'].count for stage in self.stages)} rounds ({self.clock} clock)"
         parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.way}", self.contention.how]
         if compiled:
-            parts.append(f"stages {compiled} are compiled, so their B stands for BW and their W for nothing")
+            parts.append(f"stages {compiled} are compiled, so their B stands for BW and their W is 0")
         if self.varying:
             parts.append(f"sizes of stages {self.varying} depend on the data: the largest of several microbatches")
         return "; ".join(parts)[:2000]
 
     @property
     def varying(self) -> Sequence[int]:
-        """The stages whose sizes differed between microbatches."""
+        """Stages whose sizes differed between microbatches."""
         return [s for s, stage in enumerate(self.stages) if stage.smallest is not None]
 
     @property
     def copy_to_compute_ratio(self) -> float:
-        """k of PipeOffload (section 3): offload and reload over F, B and W, of all stages."""
+        """k of PipeOffload (section 3): offload and reload over F, B and W, over all stages."""
         compute = sum(
             f.times[kind].median_us for f in self.stages for kind in (("F", "B", "W") if f.splits else ("F", "BW"))
         )
@@ -104,16 +104,16 @@ class Measured:
 
     @property
     def fused_over_split(self) -> float | None:
-        """BW over B and W, of the stages that have both; None where none has."""
+        """Ratio of BW to B + W over the stages that have both; None if none has."""
         both = [f.times for f in self.stages if f.splits]
         split = sum(times[kind].median_us for times in both for kind in "BW")
         return sum(times["BW"].median_us for times in both) / split if split else None
 
     def problem(self, microbatches: int, memory_bytes: int | None = None, margin: float = 0.0) -> Problem:
-        """The scheduling problem. `memory_bytes` is a device's whole memory that the model may use, None: no limit.
+        """Build the scheduling problem. `memory_bytes` is the memory of a device for the model; None: no limit.
 
-        `margin` is the share of it that is left free, for sizes that depend on the data. Raises InputError where
-        parameters alone take more.
+        `margin` is the share of it to keep free, for sizes that depend on the data. Raises InputError if the parameters
+        alone exceed the rest.
         """
         return Problem.from_data(
             {
@@ -129,8 +129,16 @@ class Measured:
         )
 
     def layers(self, memory_bytes: int | None = None, margin: float = 0.0) -> LayerProfile:
-        """The same as a layer profile, each stage a layer."""
-        outputs = [*self.message_bytes, 0]
+        """Build the layer profile, with each stage as a layer."""
+        outputs, copies = [*self.message_bytes, 0], None
+        moved_bytes = sum(f.sizes.offload_bytes for f in self.stages)
+        offload_us, reload_us = (sum(f.times[kind].median_us for f in self.stages) for kind in "OR")
+        if moved_bytes and offload_us and reload_us:
+            copies = {
+                "offload_bytes_per_us": moved_bytes / offload_us,
+                "reload_bytes_per_us": moved_bytes / reload_us,
+                "channels": self.contention.channels.to_data(),
+            }
         return LayerProfile.from_data(
             {
                 "format": "optpipe.layers/1",
@@ -139,7 +147,7 @@ class Measured:
                 "layers": [_layer(s, f, outputs[s]) for s, f in enumerate(self.stages)],
                 "memory_bytes": None if memory_bytes is None else without_margin(memory_bytes, margin),
                 "link": {"latency_us": 0, "bytes_per_us": self.transfers.bytes_per_us(self.message_bytes)},
-                "copies": self._copies(),
+                "copies": copies,
                 "source": self.source,
             }
         )
@@ -150,7 +158,7 @@ class Measured:
         for device in range(max(self.placement) + 1):
             held = sum(f.parameter_bytes for d, f in zip(self.placement, self.stages, strict=True) if d == device)
             if left_bytes is not None and held > left_bytes:
-                free = f" of which a margin of {margin:.0%} stays free," if margin else ""
+                free = f" of which a margin of {margin:.0%} is kept free," if margin else ""
                 detail = (
                     f"is {memory_bytes:,} bytes,{free} but parameters, gradients and Adam's moments alone take "
                     f"{held:,} on device {device}. Maybe spread the model over more devices."
@@ -158,16 +166,6 @@ class Measured:
                 raise InputError([Issue("--memory", "too_small", detail)])
             budgets.append(None if left_bytes is None else left_bytes - held)
         return budgets
-
-    def _copies(self) -> dict[str, Any] | None:
-        """Rates over all stages; None where nothing can leave."""
-        moved = sum(f.sizes.offload_bytes for f in self.stages)
-        times_us = [sum(f.times[kind].median_us for f in self.stages) for kind in "OR"]
-        if not moved or not all(times_us):
-            return None
-        channels = self.contention.channels.to_data()
-        rates = {"offload_bytes_per_us": moved / times_us[0], "reload_bytes_per_us": moved / times_us[1]}
-        return rates | {"channels": channels}
 
 
 def measure(
@@ -181,16 +179,20 @@ def measure(
     gather: Gather = lambda value: [value],
     on_round: OnRound = lambda _round, _rounds: None,
 ) -> Measured:
-    """Measure the stages of `chain`; under torchrun called by all processes together, with the same answer."""
+    """Measure the stages of `chain`. Collective under torchrun: all processes call it and get the same result."""
     sizes = measure_op_sizes(chain, device)
     times = measure_op_times(chain, device, rounds, clock, on_round)
     held = _held_bytes(chain, placement)
-    mine = {}
+    own_figures = {}
     for s, stage in chain.stages.items():
         received, gradient = chain.received(s, device), chain.gradient(s, device)
         undeferred = measure_undeferred(s, stage, received, chain.target(s), gradient, clock)
-        mine[str(s)] = asdict(_figures(times[s], sizes[s], held[s], undeferred))
-    figures = {int(s): StageFigures.from_data(data) for part in gather(mine) for s, data in part.items()}
+        smallest = None if sizes[s].smallest == sizes[s].largest else sizes[s].smallest
+        measured = StageFigures(times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, tuple(undeferred))
+        own_figures[str(s)] = asdict(measured)
+    figures = {int(s): StageFigures.from_data(data) for part in gather(own_figures) for s, data in part.items()}
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
     return Measured(
         name=subject.name,
         microbatch_size=subject.microbatch_size,
@@ -199,22 +201,15 @@ def measure(
         message_bytes=[size_bytes(spec) for spec in chain.messages],
         transfers=measure_transfers(placement, chain.messages, device, clock, gather),
         contention=contention_of_all(device, max(placement) + 1, gather),
-        hardware=_hardware(device),
+        hardware=f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} thread(s){load}",
         clock=clock,
     )
 
 
-def _figures(
-    times: Mapping[str, Spread], sizes: SizeRange, held_bytes: int, undeferred: Sequence[Undeferred]
-) -> StageFigures:
-    smallest = None if sizes.smallest == sizes.largest else sizes.smallest
-    return StageFigures(times, sizes.largest, held_bytes, smallest, sizes.samples, tuple(undeferred))
-
-
 def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
-    """What each stage keeps for good: frozen parameters and buffers once.
+    """Bytes that each stage holds throughout; frozen parameters and buffers count once, trained ones with their copies.
 
-    What stages of one device share counts for the first of them.
+    A tensor shared by stages of one device counts for the first of them.
     """
     held, seen = {}, set()
     for s, stage in chain.stages.items():
@@ -225,14 +220,8 @@ def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
     return held
 
 
-def _hardware(device: torch.device) -> str:
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
-    return f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} thread(s){load}"
-
-
 def _us(spread: Spread) -> float:
-    """To a tenth of a microsecond: more digits say nothing."""
+    """Median in tenths of a microsecond, which is finer than the noise."""
     return round(spread.median_us, 1)
 
 

@@ -1,10 +1,10 @@
-"""Measured time and bytes of every op, with the stopwatches that take them.
+"""Measured times and sizes of every op, and the stopwatches.
 
-A round takes a microbatch through all stages forward and then back, as a step does, so that caches find what they would
-find there; once with B and W apart, once with BW, once with O and R between. Forward times come from the first two:
-the third also pays for the hooks through which activations leave.
+A round takes a microbatch through all stages forward and then backward, in the order of a step, so that caches are as
+warm as in a step: once with split B and W, once with fused BW, once with O and R in between. Forward times come from
+the first two, because the third includes the hooks of offloading.
 
-The allocator also sees what kernels take for themselves, and rounds each allocation up to 512 bytes.
+On a GPU sizes come from torch's allocator, which includes temporary buffers of kernels and rounds up to 512 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optpipe.runtime.stage import Stage
 
 
 def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, SizeRange]:
-    """For each stage of this process, what its microbatches take. Leaves gradients behind in the stages."""
+    """Measure the sizes of microbatches in each stage of this process. Changes the gradients of the stages."""
     if device.type == "cuda":
         samples = range(len(chain.batch))
         return {
@@ -41,9 +41,9 @@ def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, SizeRan
 
 
 class _AllocatorProbe:
-    """One microbatch through a stage, twice, as `measure_stage` does it.
+    """Probe that runs a microbatch through a stage twice, like `measure_stage`, and reads the CUDA allocator.
 
-    Written against torch 2.13 and not yet run: no GPU was at hand.
+    Written against torch 2.13, not yet tested on a GPU.
     """
 
     def __init__(self, chain: Chain, stage: int, device: torch.device, sample: int = 0) -> None:
@@ -53,7 +53,7 @@ class _AllocatorProbe:
     def sizes(self) -> StageSizes:
         self._stage.zero_gradients()
         self._forward(fused=True)
-        self._backward()  # libraries take their workspaces the first time, and keep them
+        self._backward()  # first use: libraries allocate workspaces and keep them
         activation, work_f = self._held_and_work(partial(self._forward, fused=True))
         offload = self._offload_and_reload()
         change, work_bw = self._held_and_work(self._backward)
@@ -68,7 +68,7 @@ class _AllocatorProbe:
         return StageSizes(activation, max(activation + change, 0), min(offload, activation), workspace)
 
     def _held_and_work(self, op: Callable[[], object]) -> tuple[int, int]:
-        """How many bytes more are held after an op than before, and how many more at its peak."""
+        """Increase of the allocated bytes by an op, and the increase at its peak."""
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         op()
@@ -100,11 +100,11 @@ class _AllocatorProbe:
 T = TypeVar("T")
 
 ClockName = Literal["wall", "cpu"]
-"""`wall`: time as it passes. `cpu`: what the computing thread gets of it, which other programs do not lengthen."""
+"""`wall`: elapsed time. `cpu`: CPU time of the computing thread, which other programs do not lengthen."""
 
 
 class Key(NamedTuple):
-    """What is timed: an op's kind, or `transfer`, and the number of its stage or boundary."""
+    """Key of a timing: an op's kind, or `transfer`, and the number of its stage or boundary."""
 
     kind: str
     number: int
@@ -121,66 +121,66 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """From quartile to quartile, in medians: half of all measurements lie within it."""
+        """Interquartile range divided by the median."""
         return (self.upper_us - self.lower_us) / self.median_us if self.median_us else 0.0
 
 
 def spread_of(samples_us: Sequence[float]) -> Spread:
-    """The spread of at least one measurement; quartiles between two of them are interpolated."""
+    """Compute the spread of one or more measurements; quartiles are interpolated linearly."""
     lower, middle, upper = np.quantile(np.asarray(samples_us, np.float64), [0.25, 0.5, 0.75]).tolist()
     return Spread(middle, lower, upper, len(samples_us))
 
 
 class Stopwatch(Protocol):
-    """Times pieces of work under keys."""
+    """Stopwatch that collects times by key."""
 
     def time(self, key: Key, work: Callable[[], T]) -> T:
-        """Do the work; what it returns."""
+        """Run `work`, record its time under `key`, and return its result."""
         ...
 
     def restart(self) -> None:
-        """Forget everything so far: it was warm-up."""
+        """Discard all times so far, as warm-up."""
         ...
 
     def samples_us(self) -> Mapping[Key, Sequence[float]]:
-        """Every time since the start, by key, in the order of the work."""
+        """Times since the last restart by key, in order, in microseconds."""
         ...
 
 
 class HostStopwatch:
-    """For work that is done when its call returns."""
+    """Stopwatch for work that is complete when its call returns."""
 
     def __init__(self, clock: ClockName = "wall") -> None:
         self._clock_ns = perf_counter_ns if clock == "wall" else thread_time_ns
         self._samples_us: dict[Key, list[float]] = defaultdict(list)
 
     def time(self, key: Key, work: Callable[[], T]) -> T:
-        """What `work` answers, with its time kept under `key`."""
+        """Run `work`, record its time under `key`, and return its result."""
         begin_ns = self._clock_ns()
         result = work()
         self._samples_us[key].append((self._clock_ns() - begin_ns) / 1000)
         return result
 
     def restart(self) -> None:
-        """Forget all times so far."""
+        """Discard all times so far."""
         self._samples_us.clear()
 
     def samples_us(self) -> Mapping[Key, Sequence[float]]:
-        """All times, by key."""
+        """Times since the last restart by key, in microseconds."""
         return self._samples_us
 
 
 class CudaStopwatch:
-    """For work on the current stream: an event before and one after, read when all is over.
+    """Stopwatch for work on the current CUDA stream: an event before and after, read after a synchronisation.
 
-    Written against torch 2.13 and not yet run: no GPU was at hand.
+    Written against torch 2.13, not yet tested on a GPU.
     """
 
     def __init__(self) -> None:
         self._marks: list[tuple[Key, torch.cuda.Event, torch.cuda.Event]] = []
 
     def time(self, key: Key, work: Callable[[], T]) -> T:
-        """What `work` answers, between two events on the current stream."""
+        """Run `work` between two events on the current stream, and return its result."""
         begin, end = _timing_event(), _timing_event()
         begin.record()
         result = work()
@@ -189,12 +189,12 @@ class CudaStopwatch:
         return result
 
     def restart(self) -> None:
-        """Forget all events so far, when they are done."""
+        """Synchronise, and discard all events so far."""
         torch.cuda.synchronize()
         self._marks.clear()
 
     def samples_us(self) -> Mapping[Key, Sequence[float]]:
-        """All times by key, when the events are done."""
+        """Synchronise; times since the last restart by key, in microseconds."""
         torch.cuda.synchronize()
         samples: dict[Key, list[float]] = defaultdict(list)
         for key, begin, end in self._marks:
@@ -203,10 +203,10 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device, clock: ClockName = "wall") -> Stopwatch:
-    """What times the work of a kind of device. Raises InputError where `cpu` would not count all of it."""
+    """Stopwatch for a device. Raises InputError if the clock `cpu` would miss work of other threads or of a GPU."""
     if clock == "cpu" and (device.type == "cuda" or torch.get_num_threads() > 1):
-        where = f"{torch.get_num_threads()} threads compute" if device.type == "cpu" else "a GPU computes"
-        detail = f"is cpu, which counts one thread's time, but {where}. Maybe set OMP_NUM_THREADS=1, or use wall."
+        computing = f"{torch.get_num_threads()} threads compute" if device.type == "cpu" else "a GPU computes"
+        detail = f"is cpu, which counts one thread's time, but {computing}. Maybe set OMP_NUM_THREADS=1, or use wall."
         raise InputError([Issue("--clock", "not_counted", detail)])
     return CudaStopwatch() if device.type == "cuda" else HostStopwatch(clock)
 
@@ -216,10 +216,10 @@ def _timing_event() -> torch.cuda.Event:
 
 
 WARM_UP_ROUNDS = 2
-"""Rounds that count nothing: threads start, memory is got, slabs take on their sizes."""
+"""Untimed rounds: threads start, memory is allocated, slabs grow to their size."""
 
 OnRound = Callable[[int, int], None]
-"""Told before each round: its number, and how many there are, warm-up included."""
+"""Called before each round with its number and the number of rounds, including the warm-up."""
 
 
 def measure_op_times(
@@ -229,9 +229,9 @@ def measure_op_times(
     clock: ClockName = "wall",
     on_round: OnRound = lambda _round, _rounds: None,
 ) -> Mapping[int, Mapping[str, Spread]]:
-    """For each stage of this process, the times of each kind of op.
+    """Measure the times of each kind of op in each stage of this process.
 
-    A compiled stage has no B and W. Leaves gradients behind in the stages.
+    A compiled stage has no B and W. Changes the gradients of the stages.
     """
     measuring = _Rounds(chain, device, clock)
     total = WARM_UP_ROUNDS + rounds
@@ -247,7 +247,7 @@ def measure_op_times(
 
 
 class _Rounds:
-    """The stages' samples and slabs, and what times them."""
+    """State of the timing rounds: samples, host slabs and the stopwatch."""
 
     def __init__(self, chain: Chain, device: torch.device, clock: ClockName) -> None:
         self.watch = stopwatch_for(device, clock)

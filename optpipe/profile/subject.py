@@ -1,4 +1,4 @@
-"""Subject of a profile: a model named or loaded from a callable, as a chain of stages."""
+"""Subject of a profile: a model from a user's callable, checked, as a chain of stages."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from optpipe.runtime.stage import Loss, Stage, evaluating
 from optpipe.runtime.weight_gradients import compiler_failure
 
 RETURNS = "(stages, inputs, targets, loss)"
-"""What a user's callable returns: a list of modules, one microbatch and its target, and loss(output, target)."""
+"""Return value of a model callable: a list of modules, one microbatch and its target, and loss(output, target)."""
 
 
 DATA_RETURNS = "(inputs, targets), two lists with one entry a microbatch"
-"""What a user's data callable returns for the number of a step."""
+"""Return value of a data callable, which is called with the number of a step."""
 
 SAMPLES = 4
-"""Microbatches that a profile looks at, where it has so many: enough to show sizes that depend on the data."""
+"""Most microbatches measured in a profile: enough to detect sizes that depend on the data."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`stages` are applied one after the other to `inputs`, one microbatch; `loss(output, targets)` is its mean.
+    """Model to profile: `stages` are applied in order to `inputs`, one microbatch; `loss(output, targets)` is its mean.
 
     `more`: inputs and targets of further microbatches, for stages whose sizes depend on the data.
     """
@@ -55,9 +55,9 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """Call `package.module:callable`, found from the current folder too, without arguments, and check what it returns.
+    """Call `package.module:callable` without arguments and check the model that it returns.
 
-    Raises InputError that says what is wrong and where.
+    The current folder is importable. Raises InputError with the place of the error.
     """
     build = Named("model", name)
     return _checked(build, build())
@@ -66,22 +66,24 @@ def load_subject(name: str) -> Subject:
 def batch_of(
     data: Named, step: int, model: str, like: tuple[Tree, Tree], microbatches: int | None = None
 ) -> tuple[list[Tree], list[Tree]]:
-    """What the data callable returns for a step: inputs and targets, one entry a microbatch, each shaped as in `like`.
+    """Call the data callable for a step: inputs and targets, one entry per microbatch, each shaped as in `like`.
 
-    Raises InputError where it does not, or where there are not as many as `microbatches` (None: any number above 0).
+    Raises InputError for another return value, or another number than `microbatches` (None: any number above 0).
     """
     returned = data(step)
     if not isinstance(returned, tuple) or len(returned) != 2:
         data.refuse("wrong_return", f"returns {type(returned).__name__}, but must return {DATA_RETURNS}.")
     inputs, targets = returned
-    for field, found, tree in (("inputs", inputs, like[0]), ("targets", targets, like[1])):
-        if not isinstance(found, list | tuple):
-            data.refuse("wrong_return", f"returns {type(found).__name__} for {field}, but must return {DATA_RETURNS}.")
+    for field, entries, tree in (("inputs", inputs, like[0]), ("targets", targets, like[1])):
+        if not isinstance(entries, list | tuple):
+            data.refuse(
+                "wrong_return", f"returns {type(entries).__name__} for {field}, but must return {DATA_RETURNS}."
+            )
         expected = len(inputs) or 1 if microbatches is None else microbatches
-        if len(found) != expected:
-            detail = f"returns {len(found)} {field} for step {step}, but a step has {expected} microbatches."
+        if len(entries) != expected:
+            detail = f"returns {len(entries)} {field} for step {step}, but a step has {expected} microbatches."
             data.refuse("wrong_count", detail)
-        for i, entry in enumerate(found):
+        for i, entry in enumerate(entries):
             check_tensors(data.name, f"{field}[{i}]", entry, "data")
             shape, wanted = spec_text(message_spec(entry)), spec_text(message_spec(tree))
             if shape != wanted:
@@ -91,13 +93,13 @@ def batch_of(
 
 
 def with_samples(subject: Subject, data: str) -> Subject:
-    """The subject with microbatches of step 0 of the data callable `data`, at most `SAMPLES`, in place of its own."""
+    """Replace the subject's microbatch by those of step 0 of the data callable `data`, at most `SAMPLES`."""
     inputs, targets = batch_of(Named("data", data), 0, subject.name, (subject.inputs, subject.targets))
     return sampled(subject, list(zip(inputs, targets, strict=True)))
 
 
 def sampled(subject: Subject, batch: Sequence[tuple[Tree, Tree]]) -> Subject:
-    """The subject with the first microbatches of a batch, at most `SAMPLES`; one that is repeated counts once."""
+    """Replace the subject's microbatch by the first of a batch, at most `SAMPLES`, without repetitions."""
     different: list[tuple[Tree, Tree]] = []
     for sample in batch[:SAMPLES]:
         if all(sample[0] is not other[0] for other in different):
@@ -108,10 +110,10 @@ def sampled(subject: Subject, batch: Sequence[tuple[Tree, Tree]]) -> Subject:
 
 def _checked(build: Named, returned: Any) -> Subject:
     if not isinstance(returned, tuple) or len(returned) != 4:
-        shape = (
-            f"{type(returned).__name__} of {len(returned)}" if hasattr(returned, "__len__") else type(returned).__name__
-        )
-        build.refuse("wrong_return", f"returns {_article(shape)}, but must return the tuple {RETURNS}.")
+        kind = type(returned).__name__
+        shape = f"{kind} of {len(returned)}" if hasattr(returned, "__len__") else kind
+        article = "an" if kind[0] in "aeiou" else "a"
+        build.refuse("wrong_return", f"returns {article} {shape}, but must return the tuple {RETURNS}.")
     stages, inputs, targets, loss = returned
     if not isinstance(stages, list | tuple | nn.ModuleList | nn.Sequential) or not len(stages):
         build.refuse("no_stages", f"returns {type(stages).__name__} for stages, but must return a list of modules.")
@@ -126,12 +128,8 @@ def _checked(build: Named, returned: Any) -> Subject:
     return Subject(build.name, list(stages), inputs, targets, loss)
 
 
-def _article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
-
-
 class Named:
-    """A callable by its name; `role` says in errors what it is there for, such as "model" or "data"."""
+    """Callable given by name, ``package.module:callable``; `role` names it in errors, such as "model" or "data"."""
 
     def __init__(self, role: str, name: str) -> None:
         self.role, self.name = role, name
@@ -139,7 +137,7 @@ class Named:
             self._call = self._find()
 
     def __call__(self, *arguments: Any) -> Any:
-        """What it returns. Raises InputError with the place in the user's file where it failed."""
+        """Call it. Raises InputError with the place in the user's file that raised an exception."""
         with _current_folder_importable():
             try:
                 return self._call(*arguments)
@@ -148,7 +146,7 @@ class Named:
                 self.refuse("failed", f"raises {_text_of(error)}{given}.")
 
     def refuse(self, code: str, detail: str) -> NoReturn:
-        """Raise InputError about it."""
+        """Raise InputError naming this callable."""
         refuse(self.name, code, detail, self.role)
 
     def _find(self) -> Callable[..., Any]:
@@ -171,12 +169,12 @@ class Named:
 
 
 def refuse(name: str, code: str, detail: str, role: str = "model") -> NoReturn:
-    """Raise InputError about the model, or what else it is, of that name."""
+    """Raise InputError naming a model, or a callable of another role."""
     raise InputError([Issue("", code, detail)], f"{role} {name}")
 
 
 def check_tensors(name: str, field: str, tree: Any, role: str = "model") -> None:
-    """Refuse what is no tensor, nor a tuple, list or dict of them."""
+    """Raise InputError unless `tree` is a tensor, or a tuple, list or dict of them, with at least one."""
     parts = leaves(tree)
     for part in parts:
         if not isinstance(part, Tensor):
@@ -188,17 +186,17 @@ def check_tensors(name: str, field: str, tree: Any, role: str = "model") -> None
 
 @contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
         with suppress(ValueError):  # the user's code may have changed the path itself
-            sys.path.remove(here)
+            sys.path.remove(folder)
 
 
 def _text_of(error: Exception) -> str:
-    """An error with the place in the user's file that raised it."""
+    """Text of an exception, with the place in the user's file that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     outside = last is None or last.filename.startswith("<frozen") or last.filename == __file__
@@ -207,15 +205,15 @@ def _text_of(error: Exception) -> str:
 
 
 GRADIENT_SCALE = 1e-3
-"""Of sampled gradients: far from numbers so small that a CPU computes with them slowly."""
+"""Standard deviation of sampled gradients: far above denormal numbers, which a CPU computes with slowly."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The stages that this process profiles, by number, out of `count`; `messages[b]` crosses from stage b to b + 1.
+    """Stages profiled by this process, by number, out of `count`; `messages[b]` crosses from stage b to b + 1.
 
-    `batch`: the microbatches, with their targets. `samples[s]`: the same as stage s gets them, the first stage from
-    the batch, the others on the CPU as the stages before really compute them.
+    `batch`: the microbatches with their targets. `samples[s]`: the inputs of stage s with the targets, for the first
+    stage those of the batch, for the others the outputs of the preceding stages, kept on the CPU.
     """
 
     stages: Mapping[int, Stage]
@@ -226,33 +224,33 @@ class Chain:
 
     @property
     def inputs(self) -> Tree:
-        """The first microbatch."""
+        """Inputs of the first microbatch."""
         return self.batch[0][0]
 
     @property
     def targets(self) -> Tree:
-        """The target of the first microbatch."""
+        """Targets of the first microbatch."""
         return self.batch[0][1]
 
     def before(self, stage: int) -> Spec | None:
-        """What a stage receives from the one before it; None for the first, which gets the batch."""
+        """Message from the preceding stage; None for the first stage."""
         return self.messages[stage - 1] if stage else None
 
     def after(self, stage: int) -> Spec | None:
-        """What a stage hands on; None for the last, which has the loss."""
+        """Message to the next stage; None for the last stage."""
         return self.messages[stage] if stage < len(self.messages) else None
 
     def received(self, stage: int, device: torch.device, sample: int = 0) -> Tree:
-        """A microbatch as a stage receives it: the batch, or a new copy of what the stage before sends."""
-        found = self.samples[stage][sample][0]
-        return map_leaves(lambda leaf: leaf.to(device, copy=True), found) if stage else found
+        """Input of a stage: the microbatch itself, or a new copy of the preceding stage's message."""
+        inputs = self.samples[stage][sample][0]
+        return map_leaves(lambda leaf: leaf.to(device, copy=True), inputs) if stage else inputs
 
     def target(self, stage: int, sample: int = 0) -> Tree | None:
-        """What the last stage's loss compares with; None for the others."""
+        """Target for the loss of the last stage; None for the others."""
         return self.batch[sample][1] if self.after(stage) is None else None
 
     def gradient(self, stage: int, device: torch.device) -> Any:
-        """A gradient of a stage's output, random; None for the last stage, and for integers."""
+        """Random gradient of a stage's output; None for the last stage, and for integers."""
         after = self.after(stage)
         return None if after is None else map_leaves(lambda spec: random_gradient(spec, device), after)
 
@@ -264,11 +262,11 @@ def build_chain(
     mine: Collection[int],
     autocast: torch.dtype | None = None,
 ) -> Chain:
-    """Put the stages in `mine` on `device`, and learn from all of them what crosses the boundaries.
+    """Place the stages in `mine` on `device`, and run all stages forward to find the messages between them.
 
-    Every stage runs forward on each microbatch of the subject, one of another process only for that.
-    `microbatches` scales the loss's gradient; `autocast` is that of `Stage`. Raises InputError where a stage does not
-    take what the one before returns, or returns another shape for another microbatch.
+    Stages of other processes are on `device` only for that. `microbatches` scales the loss's gradient; `autocast` is
+    that of `Stage`. Raises InputError if a stage fails on the output of the one before, or if the shape of its output
+    depends on the microbatch.
     """
     batch = [
         (map_leaves(lambda x: x.to(device), inputs), map_leaves(lambda x: x.to(device), targets))
@@ -280,7 +278,13 @@ def build_chain(
         for s, module in enumerate(modules):
             module.to(device)
             trees = [_output(subject, s, module, received) for received in trees]
-            messages.append(_spec_of_all(subject, s, trees))
+            spec, *others = map(message_spec, trees)
+            for other in others:
+                if other != spec:  # a runtime allocates buffers of one shape
+                    texts = f"{spec_text(spec)} for one microbatch but {spec_text(other)} for another"
+                    detail = f"stages[{s}] returns {texts}. Maybe pad the microbatches to one shape."
+                    refuse(subject.name, "message_varies", detail)
+            messages.append(spec)
             if s + 1 in mine:
                 sent = [map_leaves(lambda leaf: leaf.to("cpu"), tree) for tree in trees]
                 samples[s + 1] = [(tree, targets) for tree, (_, targets) in zip(sent, batch, strict=True)]
@@ -291,7 +295,7 @@ def build_chain(
     last = len(subject.stages) - 1
     stages = {
         s: Stage(
-            module.to(device),  # again: a stage of another process may have taken along what they share
+            module.to(device),  # again: moving a stage of another process to the CPU also moved tensors shared with it
             first=s == 0,
             loss=subject.loss if s == last else None,
             gradient_scale=1 / microbatches,
@@ -304,16 +308,6 @@ def build_chain(
     for s, stage in stages.items():
         stage.join(s, ())
     return Chain(stages, len(subject.stages), batch, samples, messages[:-1])
-
-
-def _spec_of_all(subject: Subject, s: int, outputs: Sequence[Tree]) -> Spec:
-    """The spec of what a stage returns, which a runtime relies on to be that of every microbatch."""
-    first, *others = map(message_spec, outputs)
-    for other in others:
-        if other != first:
-            detail = f"stages[{s}] returns {spec_text(first)} for one microbatch but {spec_text(other)} for another."
-            refuse(subject.name, "message_varies", detail)
-    return first
 
 
 def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree:
@@ -345,10 +339,10 @@ def _check_loss(subject: Subject, output: Tree, targets: Tree) -> None:
             shown = f"{spec_text(message_spec(output))} and {spec_text(message_spec(targets))}"
             refuse(subject.name, "loss_does_not_fit", f"loss fails on {shown}: {type(error).__name__}: {error}.")
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        found = spec_text(message_spec(loss)) if isinstance(loss, Tensor) else type(loss).__name__
-        refuse(subject.name, "loss_no_scalar", f"loss returns {found}, but must return one number, as a tensor.")
+        shape = spec_text(message_spec(loss)) if isinstance(loss, Tensor) else type(loss).__name__
+        refuse(subject.name, "loss_no_scalar", f"loss returns {shape}, but must return one number, as a tensor.")
 
 
 def random_gradient(spec: MessageSpec, device: torch.device) -> Tensor | None:
-    """A gradient of a message, far from 0; None for integers."""
+    """Random gradient of a message; None for integers."""
     return spec.empty(device).normal_(0, GRADIENT_SCALE) if spec.has_gradient else None

@@ -1,16 +1,15 @@
 """Measured bandwidth and latency of messages and host copies, alone and under contention.
 
-Devices of one process hand over by a copy in memory (mailbox), or on a GPU by copies on streams; processes by gloo, or
-by NCCL between GPUs, where a message is sent there and back and half of that counts.
+Devices of one process exchange messages by a copy in memory (mailbox), or on a GPU by copies on streams; processes by
+gloo, or by NCCL between GPUs, where half of a round trip is the time of a message.
 
-On the CPU there is nothing to find out: the thread that computes copies too.
+Contention of host copies is measured on GPUs only: on the CPU the computing thread copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import combinations
 from statistics import median
 from time import perf_counter
@@ -23,7 +22,7 @@ from torch import Tensor
 from optpipe.problem import CopyChannels
 from optpipe.profile.ops import ClockName, Key, Spread, Stopwatch, spread_of, stopwatch_for
 from optpipe.runtime.messages import Spec, leaves
-from optpipe.runtime.transport import Transport, local_transport, peer_errors
+from optpipe.runtime.transport import local_transport, peer_errors
 
 REPEATS = 20
 WARM_UP = 5
@@ -31,13 +30,13 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Transfers:
-    """The times of the boundaries, None where both stages are on one device, and `way`: what the messages went by."""
+    """Times by boundary, None if both stages are on one device, and `way`, a description of the transport."""
 
     way: str
     spreads: Sequence[Spread | None]
 
     def bytes_per_us(self, message_bytes: Sequence[int]) -> float | None:
-        """The rate over all boundaries that were measured."""
+        """Rate over all measured boundaries, in bytes per microsecond; None if none was measured."""
         timed = [(spread.median_us, size) for spread, size in zip(self.spreads, message_bytes, strict=True) if spread]
         total_us = sum(time_us for time_us, _ in timed)
         return sum(size for _, size in timed) / total_us if total_us else None
@@ -50,39 +49,32 @@ def measure_transfers(
     clock: ClockName = "wall",
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> Transfers:
-    """The time of every boundary's message; between processes always on the wall clock.
+    """Measure the time of every boundary's message; between processes always on the wall clock.
 
-    Under torchrun, where rank = device, called by all processes together. Raises RunFailedError where one has ended.
+    Collective under torchrun, where rank = device. Raises RunFailedError if a process has ended.
     """
-    processes = dist.is_initialized()
-    group = _nccl_group() if processes and device.type == "cuda" else None
-    mine: dict[str, Any] = {}
-    found: Spread | None
+    processes, group = dist.is_initialized(), None
+    way = "copies between streams of one process" if device.type == "cuda" else "mailbox copies within one process"
+    if processes:
+        way = "NCCL between processes" if device.type == "cuda" else "gloo between processes"
+        if device.type == "cuda":
+            with peer_errors("the group in which GPUs send"):
+                group = dist.new_group(backend="nccl")
+    own_spreads: dict[str, Any] = {}
+    spread: Spread | None
     for b, spec in enumerate(messages):
         pair = placement[b], placement[b + 1]
         if pair[0] == pair[1]:
             continue
         if processes:
             with peer_errors(f"the message to be timed between stages {b} and {b + 1}"):
-                found = _between_processes(pair, spec, device, group)
+                spread = _between_processes(pair, spec, device, group)
         else:
-            found = _within_process(pair, spec, device, clock)
-        if found:
-            mine[str(b)] = asdict(found)
-    spreads = {int(b): Spread(**data) for part in gather(mine) for b, data in part.items()}
-    return Transfers(_way(processes, device), [spreads.get(b) for b in range(len(messages))])
-
-
-def _nccl_group() -> dist.ProcessGroup:
-    with peer_errors("the group in which GPUs send"):
-        group: dist.ProcessGroup = dist.new_group(backend="nccl")
-    return group
-
-
-def _way(processes: bool, device: torch.device) -> str:
-    if processes:
-        return "NCCL between processes" if device.type == "cuda" else "gloo between processes"
-    return "copies between streams of one process" if device.type == "cuda" else "mailbox copies within one process"
+            spread = _within_process(pair, spec, device, clock)
+        if spread:
+            own_spreads[str(b)] = asdict(spread)
+    spreads = {int(b): Spread(**data) for part in gather(own_spreads) for b, data in part.items()}
+    return Transfers(way, [spreads.get(b) for b in range(len(messages))])
 
 
 def _within_process(pair: tuple[int, int], spec: Spec, device: torch.device, clock: ClockName) -> Spread:
@@ -91,48 +83,32 @@ def _within_process(pair: tuple[int, int], spec: Spec, device: torch.device, clo
 
     def hand_over() -> None:
         for tensor, part in zip(tensors, leaves(spec), strict=True):
-            _send_and_wait(transport, pair, tensor, part, device)
+            receipt = transport.post_receive(*pair, part, device)
+            transport.send(*pair, tensor)
+            receipt.wait()
 
     return _repeated(watch, hand_over)
-
-
-def _send_and_wait(
-    transport: Transport, pair: tuple[int, int], tensor: Tensor, spec: Any, device: torch.device
-) -> None:
-    receipt = transport.post_receive(*pair, spec, device)
-    transport.send(*pair, tensor)
-    receipt.wait()
 
 
 def _between_processes(
     pair: tuple[int, int], spec: Spec, device: torch.device, group: dist.ProcessGroup | None
 ) -> Spread | None:
-    """None in processes that are not of the pair. Others wait, so that nothing else is on the wire."""
-    found = None
+    """Time a message between a pair of ranks; returns None on all others, which wait to keep the network idle."""
+    spread = None
     if dist.get_rank() in pair:
-        rooms = [part.empty(device).zero_() for part in leaves(spec)]
-        there, back = partial(_send_all, rooms, group=group), partial(_receive_all, rooms, group=group)
-        first, other = (there, back) if dist.get_rank() == pair[0] else (back, there)
-        partner = pair[1] if dist.get_rank() == pair[0] else pair[0]
+        first = dist.get_rank() == pair[0]
+        partner = pair[1] if first else pair[0]
+        tensors = [part.empty(device).zero_() for part in leaves(spec)]
 
         def round_trip() -> None:
-            first(partner)
-            other(partner)
+            for operation in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+                for tensor in tensors:
+                    operation(tensor, partner, group=group)
 
         trip = _repeated(stopwatch_for(device), round_trip)
-        found = Spread(trip.median_us / 2, trip.lower_us / 2, trip.upper_us / 2, trip.count)
+        spread = Spread(trip.median_us / 2, trip.lower_us / 2, trip.upper_us / 2, trip.count)
     dist.barrier()
-    return found
-
-
-def _send_all(tensors: Sequence[Tensor], partner: int, *, group: dist.ProcessGroup | None) -> None:
-    for tensor in tensors:
-        dist.send(tensor, partner, group=group)
-
-
-def _receive_all(tensors: Sequence[Tensor], partner: int, *, group: dist.ProcessGroup | None) -> None:
-    for tensor in tensors:
-        dist.recv(tensor, partner, group=group)
+    return spread
 
 
 def _repeated(watch: Stopwatch, work: Callable[[], None]) -> Spread:
@@ -145,7 +121,7 @@ def _repeated(watch: Stopwatch, work: Callable[[], None]) -> Spread:
 
 
 SLOWDOWN_LIMIT = 1.5
-"""Two copies at once that take longer than so many alone share a channel: independent ones take 1, sharing ones 2."""
+"""Threshold of the slowdown of two simultaneous copies: 1 if they are independent, 2 if they share a channel."""
 
 COPY_BYTES = 256 * 2**20
 CONTENTION_REPEATS = 5
@@ -153,14 +129,14 @@ CONTENTION_REPEATS = 5
 
 @dataclass(frozen=True)
 class Contention:
-    """The channels, and a sentence on how they were found out."""
+    """Copy channels, and a description of how they were measured."""
 
     channels: CopyChannels
     how: str
 
 
 def measure_contention(device: torch.device, devices: int) -> Contention:
-    """Of the GPUs that this process sees, which stand for all hosts; where it sees none, the defaults and why."""
+    """Measure contention between the visible GPUs, taken as typical of all hosts; without GPUs return the defaults."""
     if device.type != "cuda":
         return Contention(CopyChannels(), "copy channels not measured: on the CPU the computing thread copies")
     copies = [_Copies(torch.device("cuda", d)) for d in range(torch.cuda.device_count())]
@@ -177,20 +153,20 @@ def measure_contention(device: torch.device, devices: int) -> Contention:
 
 
 def contention_of_all(device: torch.device, devices: int, gather: Callable[[Any], list[Any]]) -> Contention:
-    """The same, measured by rank 0 while the other processes wait; called by all of them together."""
+    """Measure contention on rank 0 for all processes. Collective under torchrun."""
     leads = not dist.is_initialized() or dist.get_rank() == 0
-    mine = measure_contention(device, devices) if leads else None
-    found = next(data for data in gather(mine and {"channels": mine.channels.to_data(), "how": mine.how}) if data)
-    return Contention(CopyChannels.from_data(found["channels"]), found["how"])
+    own = measure_contention(device, devices) if leads else None
+    shared = next(data for data in gather(own and {"channels": own.channels.to_data(), "how": own.how}) if data)
+    return Contention(CopyChannels.from_data(shared["channels"]), shared["how"])
 
 
 def shares(alone: float, together: float) -> bool:
-    """Whether two copies that take `alone` each, and `together` at once, share a channel."""
+    """Return whether two copies share a channel that take `alone` each and `together` at once."""
     return together > SLOWDOWN_LIMIT * alone
 
 
 def groups_of(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Devices that share, directly or by way of others, each in one group, in ascending order."""
+    """Connected components of the pairs that share a channel, each in ascending order."""
     groups: list[set[int]] = []
     for pair in pairs:
         touched = [group for group in groups if not group.isdisjoint(pair)]
@@ -199,16 +175,16 @@ def groups_of(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def on_all_hosts(groups: Sequence[Sequence[int]], gpus: int, devices: int) -> list[list[int]]:
-    """The groups of a host with so many GPUs, on as many equal hosts as the devices fill, first host first."""
+    """Repeat the groups of a host with `gpus` GPUs for as many equal hosts as `devices` fill."""
     hosts = range(0, devices, gpus)
-    found = [[host + gpu for gpu in group if host + gpu < devices] for host in hosts for group in groups]
-    return [group for group in found if len(group) > 1]
+    on_hosts = [[host + gpu for gpu in group if host + gpu < devices] for host in hosts for group in groups]
+    return [group for group in on_hosts if len(group) > 1]
 
 
 class _Copies:
-    """A copy each way between pinned memory and one GPU, on a stream of its own.
+    """Copies in both directions between pinned memory and one GPU, each on its own stream.
 
-    Written against torch 2.13 and not yet run: no GPU was at hand.
+    Written against torch 2.13, not yet tested on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -234,7 +210,7 @@ class _Copies:
 
 
 def _seconds(copies: Sequence[Callable[[], None]]) -> float:
-    """All at once, until the last is done: the median of a few times, after one that does not count."""
+    """Median time of running all copies at once, after one untimed run."""
     taken = []
     for _ in range(CONTENTION_REPEATS + 1):
         _synchronize_all()

@@ -1,7 +1,7 @@
-"""Layers whose weight gradients stay in B: which they are, and what of the backward's time that is.
+"""Layers whose weight gradients are computed in B, and their share of the backward's time.
 
-B and W are worth their memory where W takes a good part of the backward with it. Layers of kinds that no split is
-registered for are left to autograd, which computes all gradients in B.
+Splitting B and W pays for its memory only if W takes a large part of the backward. Layers of kinds without a registered
+split are left to autograd, which computes all gradients in B.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from optpipe.runtime.stage import Stage
 from optpipe.runtime.weight_gradients import undeferred_layers
 
 LEAST_SHARE = 0.01
-"""Below this share of the backward's time a kind of layers is not worth a word."""
+"""Kinds of layers below this share of the backward's time are not reported."""
 
 ROUNDS = 3
 NAMED = 3
-"""Layers that a sentence names."""
+"""Most layers named in a message."""
 
 
 @dataclass(frozen=True)
 class Undeferred:
-    """The layers of one kind in a stage whose weight gradients are computed in B.
+    """Layers of one kind in a stage whose weight gradients are computed in B.
 
-    `layers` are their names in the stage's module, "" for the module itself; `share` is what these gradients take of
-    the time of B and W together.
+    `layers` are their names in the stage's module, "" for the module itself; `share` is the part of the time of B and W
+    spent on these gradients.
     """
 
     stage: int
@@ -53,15 +53,15 @@ class Undeferred:
 def measure_undeferred(
     number: int, stage: Stage, received: Tree, target: Tree | None, gradient: Gradient, clock: ClockName = "wall"
 ) -> list[Undeferred]:
-    """Time the backward of a microbatch with and without the weight gradients that are not deferred, kind by kind.
+    """Time the backward of a microbatch with and without the undeferred weight gradients, kind by kind.
 
-    Leaves gradients behind in the stage, buffers and random numbers as they were. Nothing for a compiled stage.
+    Changes the gradients of the stage, but neither buffers nor random state. Returns nothing for a compiled stage.
     """
     kinds = undeferred_layers(stage.module) if stage.splits else {}
     if not kinds:
         return []
     if stage.device.type == "cpu" and torch.get_num_threads() == 1:
-        clock = "cpu"  # a difference of two times is worth nothing where other programs lengthen one of them
+        clock = "cpu"  # other programs would distort the difference of two wall times
     watch = stopwatch_for(stage.device, clock)
     forward = partial(stage.forward, 0, received, target, offloads=False)
     with unchanged_stage(stage):
@@ -80,17 +80,17 @@ def measure_undeferred(
                 stage.backward_weight(0)
     least_us = {key.kind: min(samples) for key, samples in watch.samples_us().items()}
     backward_us = least_us["B"] + least_us["W"]
-    found = []
+    undeferred = []
     for kind, layers in kinds.items():
         share = (least_us["B"] - least_us[f"B without {kind}"]) / backward_us
         if share >= LEAST_SHARE:
-            found.append(Undeferred(number, kind, tuple(layers), share))
-    return sorted(found, key=lambda one: -one.share)
+            undeferred.append(Undeferred(number, kind, tuple(layers), share))
+    return sorted(undeferred, key=lambda one: -one.share)
 
 
 @contextmanager
 def _frozen(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Within, autograd computes no gradient of them."""
+    """Exclude parameters from autograd within this context."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

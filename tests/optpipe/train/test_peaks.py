@@ -91,7 +91,7 @@ def test_a_margin_leaves_so_much_of_the_memory_free() -> None:
         assert a.memory_bytes is not None
         assert b.memory_bytes == a.memory_bytes - 10_000
     assert found.layers(100_000, 0.1).memory_bytes == 90_000
-    with pytest.raises(InputError, match=r"of which a margin of 90% stays free"):
+    with pytest.raises(InputError, match=r"of which a margin of 90% is kept free"):
         found.problem(2, 10_000, 0.9)
 
 
