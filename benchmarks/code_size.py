@@ -22,7 +22,7 @@ PACKAGES = ("optpipe", "solver", "api")
 
 @dataclass(frozen=True)
 class CodeSize:
-    """Figures of some packages together.
+    """Figures of a group of packages.
 
     `lines` are all lines of all files. A file that is only a package's `__init__` counts as neither file nor short
     file. `functions` are functions and methods that code calls by name: no decorated ones, which a framework calls, and
@@ -38,7 +38,7 @@ class CodeSize:
 
 
 def measure(folders: Iterable[Path]) -> CodeSize:
-    """The figures of all Python files below the folders."""
+    """Measure all Python files below the folders."""
     sources = {path: path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))}
     lengths = [len(text.splitlines()) for path, text in sources.items() if path.name != "__init__.py"]
     uses: Counter[str] = Counter()
@@ -53,7 +53,7 @@ def measure(folders: Iterable[Path]) -> CodeSize:
         short_files=sum(length < SHORT_FILE_LINES for length in lengths),
         median_lines=median(lengths),
         functions=len(functions),
-        used_once=tuple(place for name, place in functions if uses[name] == 1),
+        used_once=tuple(location for name, location in functions if uses[name] == 1),
     )
 
 
@@ -74,7 +74,7 @@ def _called_by_name(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help=f"default: {', '.join(PACKAGES)}, and all three")
     parser.add_argument("--list", action="store_true", help="name every function that is used exactly once")

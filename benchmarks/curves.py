@@ -1,4 +1,4 @@
-"""Pictures of the benchmarks: the bubble over the memory of a device, and seconds over the size of a problem."""
+"""Pictures of benchmarks: the bubble over the memory of a device, and seconds over the size of a problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAST_S = 0.001
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """The least bubble (0 to 1) with so much memory or more, at rising memory."""
+    """Line of the least bubble (0 to 1) over memory; points are sorted by memory."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -35,7 +35,7 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class Mark:
-    """A schedule of others: its memory, its bubble, and its name."""
+    """Mark of a public schedule: its memory, its bubble, and its name."""
 
     memory: float
     bubble: float
@@ -44,7 +44,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class MemoryChart:
-    """Lines over memory, named with its unit as in "memory in microbatches", and marks to hold them against."""
+    """Chart over memory, whose name has the unit as in "memory in microbatches", with marks for comparison."""
 
     title: str
     subtitle: str
@@ -54,7 +54,7 @@ class MemoryChart:
 
 
 def draw_bubble_over_memory(chart: MemoryChart, path: Path, title: str) -> None:
-    """Draw a chart to a .png, .svg or .html file. Raises InputError for another suffix, and where it has no lines."""
+    """Draw a chart to a .png, .svg or .html file. Raises InputError for another suffix, or without lines."""
     picture_format = format_of(path)
     if not chart.lines:
         raise InputError([Issue("lines", "empty", "is empty. Maybe no pattern fits the budgets.")])
@@ -63,7 +63,7 @@ def draw_bubble_over_memory(chart: MemoryChart, path: Path, title: str) -> None:
 
 
 def bubble_over_memory_grid(chart: MemoryChart, title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
+    """Build the figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(1, MEMORY_HEIGHT_INCHES, MEMORY_WIDTH_INCHES)
     looks = curve_looks(line.label for line in chart.lines)
     _draw_memory_chart(grid.axes[0], chart, looks)
@@ -96,7 +96,7 @@ def _mark_look() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SizeLine:
-    """Seconds at each size; sizes at which that moment never came are left out."""
+    """Line of seconds over size; sizes at which the milestone was not reached are left out."""
 
     label: str
     points: Sequence[tuple[int, float]]
@@ -104,7 +104,7 @@ class SizeLine:
 
 @dataclass(frozen=True)
 class SizeChart:
-    """Lines over one size, such as "microbatches", with what is held fixed in `subtitle`."""
+    """Chart over one size, such as "microbatches"; `subtitle` names the fixed parameters."""
 
     title: str
     subtitle: str
@@ -113,7 +113,7 @@ class SizeChart:
 
 
 def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) -> None:
-    """Draw the charts to a .png, .svg or .html file. Raises InputError for another suffix, and where there are none."""
+    """Draw the charts to a .png, .svg or .html file. Raises InputError for another suffix, or without lines."""
     picture_format = format_of(path)
     if not any(chart.lines for chart in charts):
         raise InputError([Issue("charts", "empty", "is without lines. Maybe no schedule was found.")])
@@ -122,7 +122,7 @@ def draw_seconds_by_size(charts: Sequence[SizeChart], path: Path, title: str) ->
 
 
 def seconds_by_size_grid(charts: Sequence[SizeChart], title: str) -> AxesGrid:
-    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
+    """Build the figure; call within `optpipe.plot.figure.settings`."""
     grid = AxesGrid.of(len(charts), SIZES_HEIGHT_INCHES)
     range_s = _whole_decades([s for chart in charts for line in chart.lines for _, s in line.points])
     looks = curve_looks(line.label for chart in charts for line in chart.lines)
@@ -133,7 +133,7 @@ def seconds_by_size_grid(charts: Sequence[SizeChart], title: str) -> AxesGrid:
 
 
 def _whole_decades(seconds: Sequence[float]) -> tuple[float, float]:
-    """One scale for all charts, so that they can be compared."""
+    """Range of whole decades around all seconds, for one scale on all charts."""
     low = math.floor(math.log10(max(min(seconds), LEAST_S)))
     high = math.ceil(math.log10(max(*seconds, LEAST_S)))
     return 10.0**low, 10.0 ** max(high, low + 1)
@@ -152,7 +152,9 @@ def _draw_size_chart(
     logarithmic_seconds(axes, "y", *range_s)
     for line, width in zip(chart.lines, line_widths(len(chart.lines)), strict=True):
         look = looks[line.label]
-        places = [size for size, _ in line.points]
+        line_sizes = [size for size, _ in line.points]
         seconds = [max(s, LEAST_S) for _, s in line.points]
-        [drawn] = axes.plot(places, seconds, color=look.colour, linestyle=look.dashes, linewidth=width, clip_on=False)
+        [drawn] = axes.plot(
+            line_sizes, seconds, color=look.colour, linestyle=look.dashes, linewidth=width, clip_on=False
+        )
         drawn.set(marker="o", markersize=2.5 * width, zorder=3)

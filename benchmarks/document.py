@@ -1,7 +1,7 @@
-"""Measures sections of docs/benchmarks.md and puts them into it; what is not measured now stays as it was.
+"""Measures sections of docs/benchmarks.md and inserts them; other sections stay unchanged.
 
-`python -m benchmarks.document value-over-time devices --size full`. Without sections the document is only made, or
-brought to the present order of sections.
+`python -m benchmarks.document value-over-time devices --size full`. Without sections the document is only
+created, or its sections are put in their current order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NOT_MEASURED = "Not measured yet."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", help=f"what to measure: all, or some of {', '.join(SECTIONS)}")
     parser.add_argument("--size", choices=SIZES, default="quick")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(f"-- {name}")
         measured = SECTIONS[name].measure(options.size, pictures)
         bodies[name] = _body(SECTIONS[name], " ".join(filter(None, (measured, options.note))), path, pictures)
-        path.write_text(_document(bodies))  # after each, so that hours of measuring are not lost with the last
+        path.write_text(_document(bodies))  # after each section, so that an error loses only one
     path.write_text(_document(bodies))
     say(f"wrote {path}")
 
@@ -90,9 +90,9 @@ def _document(bodies: dict[str, str]) -> str:
 
 
 def _bodies(document: str) -> dict[str, str]:
-    """What the document holds between the marks of each section."""
-    found = {name: between(document, name) for name in SECTIONS}
-    return {name: body for name, body in found.items() if body is not None}
+    """Bodies of the sections that the document has."""
+    bodies = {name: between(document, name) for name in SECTIONS}
+    return {name: body for name, body in bodies.items() if body is not None}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What running a schedule costs the host, beside torch's own pipeline runtime in the same processes.
+"""Host cost of running a schedule, compared with torch's own pipeline runtime in the same processes.
 
 `python -m benchmarks.executor host-cost --size quick` prints the table.
 """
@@ -35,8 +35,8 @@ STEPS = {"quick": 5, "full": 20}
 
 
 class Cost(NamedTuple):
-    """Of one step: the processor time of the issuing thread, averaged over ranks and divided by a rank's compute ops;
-    time on the wall; and the largest peak of a rank."""
+    """Cost of one step: CPU time of the issuing thread per compute op, averaged over ranks; elapsed time; and the
+    largest peak of a rank."""
 
     host_us_per_op: float
     step_us: float
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 def schedules() -> dict[str, Schedule]:
-    """1F1B with fused backwards, ZB-H1 with split ones, and 1F1B that offloads everything but the last stage's."""
+    """Build 1F1B with fused backwards, ZB-H1 with split ones, and 1F1B with offload on all stages but the last."""
     problem = uniform(DEVICES, MICROBATCHES)
     moved = [(s, i) for s in range(DEVICES - 1) for i in range(MICROBATCHES)]
     return {
@@ -55,7 +55,7 @@ def schedules() -> dict[str, Schedule]:
 
 
 def measure(size: Size) -> dict[str, Cost]:
-    """The cost of every contender, named "schedule, runtime"; torch runs what it can: no offload."""
+    """Measure every contender, named "schedule, runtime"; torch runs those without offload."""
     found = schedules()
     names = [f"{name}, {runtime}" for name in found for runtime in _runtimes(name)]
     case = Case(DEVICES, MICROBATCHES, names, ROUNDS[size], STEPS[size])
@@ -75,12 +75,12 @@ def _runtimes(schedule: str) -> tuple[str, ...]:
 
 
 def _ops(schedule: Schedule) -> float:
-    """Compute ops of a device."""
+    """Number of compute ops of a device."""
     return mean(len(device.compute) for device in schedule.devices)
 
 
 def cost_of(ranks: Sequence[dict[str, float]], ops: float) -> Cost:
-    """From what each rank measured; `ops` is how many compute ops a rank has."""
+    """Combine the measurements of all ranks; `ops` is the number of compute ops of a rank."""
     return Cost(
         1e6 * mean(rank["host_s"] for rank in ranks) / ops,
         1e6 * max(rank["step_s"] for rank in ranks),
@@ -108,7 +108,7 @@ def _cells(cost: Cost) -> list[str]:
 
 
 def ratios(name: str, costs: dict[str, Cost]) -> list[str]:
-    """Host cost and peak over torch's with the same schedule; empty cells where there is nothing to compare."""
+    """Host cost and peak relative to torch's with the same schedule; empty without a counterpart."""
     schedule, runtime = name.rsplit(", ", 1)
     theirs = costs.get(f"{schedule}, torch")
     if runtime == "torch" or theirs is None:

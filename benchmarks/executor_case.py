@@ -1,4 +1,4 @@
-"""What the executor's benchmark runs: stages with next to nothing to compute, so that the host's cost remains."""
+"""Case of the executor benchmark: stages with almost no compute, so that the host's cost dominates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 4
 
 @dataclass(frozen=True)
 class Case:
-    """`contenders` are named "schedule, runtime"; each runs `rounds` times `steps` steps."""
+    """Parameters of a run. `contenders` are named "schedule, runtime"; each runs `rounds` times `steps` steps."""
 
     devices: int
     microbatches: int
@@ -24,7 +24,7 @@ class Case:
 
 
 def stage_module(number: int) -> nn.Module:
-    """One linear layer, the same for every runtime."""
+    """Linear layer with the same weights for every runtime."""
     torch.manual_seed(number)
     return nn.Linear(WIDTH, WIDTH)
 

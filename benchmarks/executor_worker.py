@@ -1,4 +1,4 @@
-"""One rank of the executor's benchmark: OptPipe's runtime and torch's on the same stages, in turns.
+"""Rank of the executor benchmark: OptPipe's runtime and torch's on the same stages, in turns.
 
 Usage, under torchrun: executor_worker.py FOLDER. The folder holds ``case.json`` and the schedules that it names; each
 rank writes ``rankN.results``.
@@ -26,13 +26,13 @@ from optpipe.runtime import Gloo, MemoryMeter, MessageSpec, Pipeline, Stage
 from optpipe.schedule import Schedule
 
 Run = Callable[[MemoryMeter | None], None]
-"""One step, its memory counted where there is a meter."""
+"""Function that runs one step, and counts its memory if given a meter."""
 
 WARM_UP = 3
 
 
 def main(folder: Path) -> None:
-    """Run the case of `folder` as one process of several, and leave what was measured there."""
+    """Run the case of `folder` as one rank, and write the measurements there."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     case = Case(**json.loads((folder / "case.json").read_text()))
@@ -103,14 +103,14 @@ def _step(runtime: Any, inputs: Tensor, targets: Tensor, rank: int, last: int) -
 
 
 def _peak_bytes(run: Run) -> int:
-    """Of the first step, with everything that the runtime allocates for itself."""
+    """Peak of the first step, including everything that the runtime allocates for itself."""
     meter = MemoryMeter()
     run(meter)
     return meter.peak_bytes[dist.get_rank()]
 
 
 def _seconds(run: Run, steps: int) -> tuple[float, float]:
-    """Processor time of this thread and time on the wall, of one step on average."""
+    """CPU time of this thread and elapsed time, as averages per step."""
     dist.barrier()
     host, wall = thread_time(), perf_counter()
     for _ in range(steps):
@@ -119,7 +119,7 @@ def _seconds(run: Run, steps: int) -> tuple[float, float]:
 
 
 def _ignore(_: object) -> None:
-    """Losses are not what is measured."""
+    """Discard the loss."""
 
 
 if __name__ == "__main__":

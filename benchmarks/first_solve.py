@@ -1,4 +1,4 @@
-"""How soon a schedule is there: the first `optpipe solve` of an installation, and every later one.
+"""Time to the first schedule: of the first `optpipe solve` of an installation, and of later ones.
 
 `python -m benchmarks.first_solve first-solve` prints a Markdown table. An installation without compiled kernels is an
 empty NUMBA_CACHE_DIR.
@@ -32,7 +32,7 @@ _PROGRESS = re.compile(r" s +([\d,.]+) us  bound ")
 
 @dataclass(frozen=True)
 class Run:
-    """One `optpipe solve`: wall-clock seconds from its start to its first schedule and its end, values in us."""
+    """Run of `optpipe solve`: elapsed seconds to its first schedule and to its end, values in us."""
 
     first_s: float
     first_us: str
@@ -42,7 +42,7 @@ class Run:
 
 
 def measure(size: Size, _pictures: Path) -> str:
-    """Each problem without compiled kernels, and once they are compiled."""
+    """Solve each problem without compiled kernels, and again with them."""
     large = uniform(64, 1024, v_shape=True, budget=256)
     problems = [(Problem.load(EXAMPLE), 3.0)] + ([(large, 5.0)] if size == "full" else [])
     rows: list[Row] = []
@@ -66,7 +66,7 @@ def measure(size: Size, _pictures: Path) -> str:
 
 
 def _run(path: Path, limit_s: float) -> Run:
-    """Solve, and write the schedule."""
+    """Solve the problem and write the schedule."""
     command: list[str | Path] = [
         sys.executable,
         "-m",

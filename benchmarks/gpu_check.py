@@ -1,4 +1,4 @@
-"""What only a GPU can show, as a table: `python -m benchmarks.gpu_check`, or `make gpu-check`.
+"""Checks that need a GPU, as a table: `python -m benchmarks.gpu_check`, or `make gpu-check`.
 
 Virtual devices share one GPU, each with three streams of its own. Without a GPU it says so and ends with code 2; with
 one it ends with 0 where every check passed, and with 1 otherwise.
@@ -27,7 +27,7 @@ from optpipe.train.tasks.gpt import byte_loss
 DEVICES, MICROBATCHES = 4, 8
 SMALL = GPTShape(width=64, heads=2, sequence=32, layers=8)
 LARGE = GPTShape(width=4096, heads=32, sequence=2048, layers=4)
-"""A layer a stage, wide enough for copies to take less time than compute in float32; `slowdown` measures that."""
+"""Layers, one per stage, wide enough for copies to be faster than compute in float32; `slowdown` measures that."""
 
 MAX_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 MIN_HIDDEN, MAX_PEAK_DEVIATION, MAX_SLOWDOWN = 0.9, 0.05, 0.02
@@ -37,7 +37,7 @@ Interval = tuple[float, float]
 
 
 class Finding(NamedTuple):
-    """One row of the table."""
+    """Row of the table."""
 
     check: str
     measured: str
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def main() -> int:
-    """The table, and the exit code."""
+    """Print the table; returns the exit code."""
     if not torch.cuda.is_available():
         print("gpu-check needs a GPU that torch can use, and there is none: nothing was checked.", file=sys.stderr)
         return 2
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def parity(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
-    """Gradients equal those of the plain step on the same hardware, offloaded or not."""
+    """Check that gradients equal those of the reference step on the same hardware, with and without offload."""
     findings = []
     for name, schedule in parity_schedules().items():
         for dtype, limit in MAX_ERROR.items():
@@ -70,7 +70,7 @@ def parity(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
 
 
 def parity_schedules() -> dict[str, Schedule]:
-    """Linear and V placement; with offload, all activations leave but those of the last stage."""
+    """Schedules on linear and V placement; with offload, all activations but those of the last stage are offloaded."""
     return {
         "1F1B": one_f_one_b(DEVICES, MICROBATCHES),
         "1F1B, offload": one_f_one_b(DEVICES, MICROBATCHES, moved=_leaving(DEVICES, every=1)),
@@ -79,7 +79,7 @@ def parity_schedules() -> dict[str, Schedule]:
 
 
 def max_gradient_error(rig: Rig) -> float:
-    """The largest over all parameters, in the second step: the first one has other host memory."""
+    """Largest error over all parameters in the second step, after host slabs have their final size."""
     for _ in range(2):
         rig.pipeline.run(*rig.batch)
     plain = rig.plain_modules()
@@ -94,7 +94,7 @@ def max_gradient_error(rig: Rig) -> float:
 
 
 def hidden_copies(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
-    """While activations are copied, their device computes."""
+    """Check that devices compute while their activations are copied."""
     rig = Rig(one_f_one_b(DEVICES, MICROBATCHES, fused=True, moved=_leaving(DEVICES, every=2)), shape, device)
     _warm_up(rig)
     recorder = CudaRecorder()
@@ -104,7 +104,7 @@ def hidden_copies(device: torch.device, shape: GPTShape = LARGE) -> list[Finding
 
 
 def hidden_share(timings: Sequence[Timing]) -> float:
-    """The share of all copies' time during which their own device computes; 1 where nothing is copied."""
+    """Share of the copy time during which the same device computes; 1 if nothing is copied."""
     copied = hidden = 0.0
     for device in {timing.device for timing in timings}:
         mine = [timing for timing in timings if timing.device == device]
@@ -116,7 +116,7 @@ def hidden_share(timings: Sequence[Timing]) -> float:
 
 
 def allocated_peaks(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
-    """What the allocator gives out stays at the planned peak, on every virtual device."""
+    """Check that allocated memory stays at the planned peak on every virtual device."""
     schedule = one_f_one_b(DEVICES, MICROBATCHES, moved=_leaving(DEVICES, every=2))
     rig = Rig(schedule, shape, device)
     planned = rig.planned_peaks_bytes()
@@ -127,13 +127,13 @@ def allocated_peaks(device: torch.device, shape: GPTShape = LARGE) -> list[Findi
 
 
 def peaks_bytes(uses: Sequence[MemoryUse]) -> list[int]:
-    """The peak of each device over its actions."""
+    """Peak of each device over its actions, in bytes."""
     devices = range(1 + max(use.device for use in uses))
     return [max(use.peak_bytes for use in uses if use.device == d) for d in devices]
 
 
 def peak_finding(device: int, peak: int, planned: int) -> Finding:
-    """A device's peak against its plan."""
+    """Comparison of a device's peak with its plan."""
     deviation = abs(peak - planned) / planned
     measured = f"{peak / 2**20:.1f} MiB of {planned / 2**20:.1f}"
     wanted = f"within {MAX_PEAK_DEVIATION:.0%}"
@@ -141,7 +141,7 @@ def peak_finding(device: int, peak: int, planned: int) -> Finding:
 
 
 def slowdown(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
-    """Offloading every second microbatch costs next to nothing where copies are quicker than compute (k <= 1)."""
+    """Check that offloading every second microbatch is almost free if copies are faster than compute (k <= 1)."""
     resident, offloaded = (
         Rig(one_f_one_b(DEVICES, MICROBATCHES, fused=True, moved=moved), shape, device)
         for moved in ((), _leaving(DEVICES, every=2))
@@ -155,7 +155,7 @@ def slowdown(device: torch.device, shape: GPTShape = LARGE) -> list[Finding]:
 
 
 def copy_ratio(rig: Rig) -> float:
-    """Time of O and R over that of F and BW, on average over those that ran (PipeOffload, section 3)."""
+    """k of PipeOffload (section 3): mean time of O and R over that of F and BW."""
     _warm_up(rig)
     recorder = CudaRecorder()
     rig.pipeline.run(*rig.batch, recorder=recorder)
@@ -173,7 +173,7 @@ def ratio_of(timings: Sequence[Timing]) -> float:
 
 
 def _step_seconds(rig: Rig) -> float:
-    """The median of some steps, each from an idle GPU to an idle GPU."""
+    """Median time of a few steps, each synchronised at both ends."""
     _warm_up(rig)
     times = [perf_counter()]
     for _ in range(STEPS):
@@ -184,13 +184,13 @@ def _step_seconds(rig: Rig) -> float:
 
 
 def _warm_up(rig: Rig) -> None:
-    """Host memory finds its size in the first step, the allocator its blocks in the first ones."""
+    """Run warm-up steps: host slabs get their size in the first, the allocator its blocks in the first few."""
     for _ in range(3):
         rig.pipeline.run(*rig.batch)
 
 
 def _leaving(stages: int, *, every: int) -> list[tuple[int, int]]:
-    """Every second, third, ... microbatch of all stages but the last."""
+    """Offload every second, third, ... microbatch of all stages but the last."""
     return [(s, i) for s in range(stages - 1) for i in range(0, MICROBATCHES, every)]
 
 

@@ -1,4 +1,4 @@
-"""Pipelines of virtual devices on one piece of hardware: a GPU, or the CPU, which can show no more than arithmetic."""
+"""Pipelines of virtual devices on one GPU, or on the CPU for a check of the arithmetic alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from optpipe.train.config import GPTShape
 from optpipe.train.tasks.gpt import VOCABULARY, build_stages, byte_loss
 
 SEQUENCES = 1
-"""In a microbatch."""
+"""Sequences in a microbatch."""
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A small GPT, one stage for each of the schedule's, all on `device`."""
+    """Small GPT with one stage for each of the schedule's, all on `device`."""
 
     schedule: Schedule
     shape: GPTShape
@@ -32,22 +32,22 @@ class Rig:
 
     @cached_property
     def program(self) -> Program:
-        """What the schedule compiles to."""
+        """Compiled program of the schedule."""
         return compile_schedule(self.schedule)
 
     @cached_property
     def modules(self) -> list[nn.Module]:
-        """The plain modules on the device, one a stage."""
+        """Modules of the stages, on the device."""
         return [module.to(self.device) for module in self.plain_modules()]
 
     def plain_modules(self) -> list[nn.Module]:
-        """The same model once more, with equal weights."""
+        """Second copy of the model, with equal weights."""
         modules = build_stages(self.shape, len(self.program.placement), 0, self.dtype)
         return [module.to(self.device) for module in modules]
 
     @cached_property
     def stages(self) -> dict[int, Stage]:
-        """The runtime's stages by number."""
+        """Stages of the runtime, by number."""
         last = len(self.modules) - 1
         scale = 1 / self.program.microbatches
         return {
@@ -57,7 +57,7 @@ class Rig:
 
     @cached_property
     def messages(self) -> list[MessageSpec]:
-        """What crosses each boundary."""
+        """Message of each boundary."""
         shape = (SEQUENCES, self.shape.sequence, self.shape.width)
         return [MessageSpec(shape, self.dtype)] * (len(self.modules) - 1)
 
@@ -71,19 +71,19 @@ class Rig:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """All devices in this process, on one GPU."""
+        """Pipeline with all devices in this process, on one GPU."""
         devices = range(len(self.program.devices))
         transport = local_transport(self.device)
         return Pipeline(self.program, self.stages, devices, transport, self.messages)
 
     @cached_property
     def sizes(self) -> list[StageSizes]:
-        """Of each stage, measured."""
+        """Measured sizes of each stage."""
         first = (self.batch[0][0], self.batch[1][0])
         edges = [None, *self.messages, None]
         return [measure_stage(stage, first, edges[s], edges[s + 1]) for s, stage in self.stages.items()]
 
     def planned_peaks_bytes(self) -> list[int]:
-        """Of each device, by the program's order and the measured sizes."""
+        """Planned memory of each device, by the program's order and the measured sizes."""
         measured = with_measured_sizes(self.schedule.problem, self.sizes)
         return planned_peaks_bytes(self.program, measured, [spec.size_bytes for spec in self.messages])

@@ -1,4 +1,4 @@
-"""Tables and figures of a machine as Markdown."""
+"""Markdown tables, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -14,41 +14,38 @@ Row = Sequence[str]
 
 
 def table(head: Row, rows: Sequence[Row], text_columns: int) -> str:
-    """A table whose first `text_columns` stand to the left, the others to the right."""
-    rule = ["---" if place < text_columns else "---:" for place in range(len(head))]
+    """Format a table with the first `text_columns` aligned left, the others right."""
+    rule = ["---" if column < text_columns else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def time_text(time_us: float) -> str:
-    """Microseconds, with thousands separated."""
+    """Format microseconds, with thousands separated."""
     return number_text(time_us, 1)
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Seconds with two decimals, three where there are few; a dash where a moment never came."""
+    """Format seconds with two decimals, or three below 0.1 s; a dash for None."""
     if seconds is None:
         return "-"
     return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}"
 
 
 def conditions(command: str, time_limit_s: float) -> str:
-    """What every number above was measured with: the command, the machine, the limit of a run."""
+    """Describe how a table was measured: command, machine, time limit of a run."""
     return f"`{command}`: {machine()}, at most {time_limit_s:g} s a run. Values are microseconds."
 
 
 def machine() -> str:
-    """The cores and how busy they are, and the version of what runs on them.
+    """Describe the machine: cores, load, and the version of OptPipe.
 
-    The load is that of the last 15 minutes at the end of the runs; on an idle machine it is about the cores in use.
+    The load is the average of the last 15 minutes after the runs; on an otherwise idle machine it is about the number
+    of cores in use.
     """
     cores = available_cores()
-    several = "s" * (cores != 1)
-    return f"{cores} core{several} of {_processor()} at a load of {getloadavg()[2]:.1f}, version {version('optpipe')}"
-
-
-def _processor() -> str:
-    """The processor's name, as Linux gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "an unnamed processor"
+    processor = names[0] if names else "an unnamed processor"
+    several = "s" * (cores != 1)
+    return f"{cores} core{several} of {processor} at a load of {getloadavg()[2]:.1f}, version {version('optpipe')}"

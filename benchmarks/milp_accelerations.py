@@ -1,4 +1,4 @@
-"""What each acceleration of the mixed-integer program gives: every one switched off alone, and all of them.
+"""Ablation of the accelerations of the mixed-integer program: each switched off alone, and all of them.
 
 `python -m benchmarks.milp_accelerations milp-accelerations --size quick` prints the tables: the size of the first
 model, and what searches with a few seeds find and prove. Each run starts from AdaOffload's schedule.
@@ -28,7 +28,7 @@ NAME = "milp-accelerations"
 COMMAND = f"python -m benchmarks.milp_accelerations {NAME}"
 TIME_LIMIT_S: dict[Size, float] = {"quick": 2, "full": 8}
 SEEDS: dict[Size, range] = {"quick": range(1), "full": range(3)}
-"""HiGHS's seconds vary by some times with its seed: one of them would say little of a switch."""
+"""Seeds of HiGHS, whose run time varies several times over with the seed."""
 QUICK_PROBLEMS, QUICK_VARIANTS = 1, 2
 HEAD = ("changed", "rows", "columns", "nonzeros", "highest value", "lowest bound", "proved", "mean seconds")
 
@@ -42,7 +42,7 @@ SWITCHES = {
     "bound": "the bound as a cut",
     "warm_start": "warm start",
 }
-"""The switches of `Options`, in words."""
+"""Descriptions of the switches of `Options`."""
 
 PROBLEMS: Mapping[str, Problem] = {
     "linear, p = 4, m = 8, the memory of 1F1B": uniform(4, 8, budget=8),
@@ -52,7 +52,7 @@ PROBLEMS: Mapping[str, Problem] = {
 
 
 def variants() -> Iterator[tuple[str, Options]]:
-    """The default; then each switch turned alone; then all off."""
+    """Return the default options, those with one switch changed, and those with all accelerations off."""
     yield "nothing", DEFAULT
     for name, text in SWITCHES.items():
         on = getattr(DEFAULT, name)
@@ -61,7 +61,7 @@ def variants() -> Iterator[tuple[str, Options]]:
 
 
 def measure(size: Size, _: Path) -> str:
-    """A table for each problem."""
+    """Measure all variants; returns a table per problem."""
     limit_s = TIME_LIMIT_S[size]
     problems = PROBLEMS if size == "full" else dict(islice(PROBLEMS.items(), QUICK_PROBLEMS))
     tables = [f"### {name}\n\n{_table(name, problem, size)}" for name, problem in problems.items()]
@@ -77,7 +77,7 @@ def _table(name: str, problem: Problem, size: Size) -> str:
 
 
 def _row(problem: Problem, options: Options, size: Size) -> Row:
-    """The sizes of the model, and what searches with several seeds find and prove."""
+    """Measure the size of a model, and the results of searches with several seeds."""
     orders = ada_offload(problem)
     value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
     matrix = build_program(problem, value_us, bound_us, value_us, options).matrix

@@ -1,4 +1,4 @@
-"""What a frame of the page's chart costs: `python -m benchmarks.page_frames` prints the table of docs/page.md.
+"""Cost of a frame of the page's chart: `python -m benchmarks.page_frames` prints the table of docs/page.md.
 
 A schedule of 12,288 ops on 32 devices is shown by the page's own modules in Debian's Chromium, without a GPU.
 No service is asked: a server has the page and its files alone. Needs Chromium (`make browser`).
@@ -25,10 +25,10 @@ from solver.solve import solve
 DEVICES, MICROBATCHES = 32, 128
 FRAMES = 90
 VIEWS = (("all ops", 1), ("a quarter of the time", 4), ("a twelfth", 12))
-"""What is in view, and how much larger than the whole."""
+"""Views by name, with their magnification."""
 CHROMIUM = "/usr/bin/chromium"
 WINDOW: ViewportSize = {"width": 1366, "height": 2400}
-"""High enough for all devices with their memory."""
+"""Viewport that shows all devices with their memory."""
 
 DRAW = """async ([chartUrl, schedule, magnifications, frames]) => {
   const { GanttChart } = await import(chartUrl);
@@ -65,14 +65,14 @@ DRAW = """async ([chartUrl, schedule, magnifications, frames]) => {
 
 
 class Frames(NamedTuple):
-    """Milliseconds of each frame: in the page's own code, and from the begin of one frame to that of the next."""
+    """Milliseconds per frame: in the page's own code, and from one frame to the next."""
 
     drawing: Sequence[float]
     between: Sequence[float]
 
 
 def measure() -> tuple[Sequence[Frames], tuple[int, int]]:
-    """Frames of each view, and the size of the canvas in pixels."""
+    """Measured frames of each view, and the size of the canvas in pixels."""
     problem = uniform(DEVICES, MICROBATCHES, budget=2 * DEVICES)
     schedule = solve(problem, "zb-h1").to_data()
     with _served_page() as url, sync_playwright() as playwright:
@@ -106,7 +106,7 @@ def _frames(page: Page, schedule: object) -> tuple[Sequence[Frames], tuple[int, 
 
 
 def main() -> None:
-    """Measure, and print the table with what it was measured on."""
+    """Measure, and print the table with a description of the machine."""
     frames, (width, height) = measure()
     rows: list[Row] = [
         (name, f"{median(one.drawing):.1f}", f"{median(one.between):.1f}")

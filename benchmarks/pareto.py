@@ -16,15 +16,15 @@ from solver.search.modulo.reservation_table import find_places
 from solver.search.modulo.search import LANES, LATE_ROUNDS, LEANS
 
 STRETCHED_ROUNDS = (0, 1, 2, 4, 7)
-"""Rounds by which blocks are stretched."""
+"""Most rounds by which blocks are stretched."""
 
 TRIED_ENDS = 3
-"""Patterns whose ends are compared for each budget."""
+"""Patterns per budget whose warm-up and cool-down are compared."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The smallest period found within a budget, and orders for the problem's microbatches."""
+    """Point of the front: the smallest period within a budget, and orders for the problem's microbatches."""
 
     budget_bytes: int
     pattern: Pattern
@@ -33,7 +33,7 @@ class CurvePoint:
 
 
 def patterns_found(problem: Problem, periods_us: Sequence[float], width: int, seed: int = 0) -> list[Pattern]:
-    """All patterns that searches of this width find at these periods, whatever memory they need."""
+    """Find patterns at these periods by searches of this width, regardless of memory."""
     rng = np.random.default_rng(seed)
     found = []
     for period_us, lanes, lean in product(periods_us, LANES, LEANS):
@@ -45,7 +45,7 @@ def patterns_found(problem: Problem, periods_us: Sequence[float], width: int, se
 
 
 def memory_curve(problem: Problem, patterns: Sequence[Pattern], budgets_bytes: Sequence[int]) -> list[CurvePoint]:
-    """For each budget (the same on every device) the best of these patterns; budgets that none keeps are left out.
+    """Return the best pattern for each budget (the same on every device); budgets that none keeps are left out.
 
     Budgets rise: what fits in one fits in the next.
     """
@@ -62,7 +62,7 @@ def memory_curve(problem: Problem, patterns: Sequence[Pattern], budgets_bytes: S
 
 
 def _point(problem: Problem, budget: int, fitting: list[Pattern]) -> CurvePoint:
-    """The smallest period, with the best value that it or the next ones give."""
+    """Point with the smallest period, and the best value among the patterns with the smallest periods."""
     budgets = np.full(len(problem.devices), budget, np.int64)
     passes = Passes.of(problem)
 
@@ -84,7 +84,7 @@ def _point(problem: Problem, budget: int, fitting: list[Pattern]) -> CurvePoint:
 
 
 def _stretches(pattern: Pattern, budgets: Ints, stages: int) -> Iterator[Pattern]:
-    """The pattern, and the same with B and W ever later, as far as the budgets go."""
+    """Yield the pattern, and variants with later and later B and W, as long as they keep the budgets."""
     for rounds, late in product(STRETCHED_ROUNDS, LATE_ROUNDS):
         longer = pattern.stretched(stages, rounds)
         if (longer.peak_bytes <= budgets).all():
@@ -92,7 +92,7 @@ def _stretches(pattern: Pattern, budgets: Ints, stages: int) -> Iterator[Pattern
 
 
 def with_budget(problem: Problem, budget_bytes: int, microbatches: int) -> Problem:
-    """The same problem with another budget on every device and another number of microbatches.
+    """Copy a problem with another budget on every device and another number of microbatches.
 
     It is made anew, because a copy would keep what the first one has computed of itself (`Problem.work_us`).
     """
@@ -102,7 +102,7 @@ def with_budget(problem: Problem, budget_bytes: int, microbatches: int) -> Probl
 
 
 def minimum_period_us(problem: Problem) -> float:
-    """A bound on the time a microbatch of anything that repeats.
+    """Lower bound on the period of any periodic schedule.
 
     A device works off one microbatch's passes a period. And it holds each stage's activation from F to the end of B,
     at least as long as one microbatch alone takes through the stages behind, and what B leaves for as long as W runs:

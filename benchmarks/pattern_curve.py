@@ -1,4 +1,4 @@
-"""The curve of smallest period and of bubble against memory on a V, between V-Min's memory and 1F1B's.
+"""Smallest period and bubble against memory on a V placement, between the memory of V-Min and of 1F1B.
 
 `python -m benchmarks.pattern_curve pattern-curve --size quick` prints the table and draws the curve.
 """
@@ -27,14 +27,14 @@ NAME = "pattern-curve"
 COMMAND = f"python -m benchmarks.pattern_curve {NAME}"
 INSTANCE = "zbv-6.2b-p16-m48-vmin"
 WIDTH: dict[Size, int] = {"quick": 10, "full": 60}
-"""Of the beams that look for patterns."""
+"""Width of the beam searches for patterns."""
 TIME_LIMIT_S: dict[Size, float] = {"quick": 2, "full": 30}
-"""Of `auto`, where the curve meets a public schedule."""
+"""Time limit of `auto` at the memory of a public schedule."""
 LONGEST, STEP = 1.27, 0.01
-"""Periods that are tried: from the work of a microbatch to this many times it."""
+"""Largest period tried, in units of the work of a microbatch."""
 MICROBATCHES = (48, 64, 128)
 MANY = 1024
-"""Microbatches with which the ends of a schedule hardly count."""
+"""Microbatches with which warm-up and cool-down hardly count."""
 
 PUBLIC = {
     48: {"V-Min": 0.3300, "V-Half": 0.1847},
@@ -46,19 +46,19 @@ PUBLIC = {
 
 @dataclass(frozen=True)
 class Profile:
-    """A problem whose budget and microbatches are varied. Memory counts in whole microbatches of a device."""
+    """Problem whose budget and microbatches are varied. Memory counts in whole microbatches of a device."""
 
     problem: Problem
 
     @cached_property
     def microbatch_bytes(self) -> int:
-        """Activations of one microbatch on the device that holds most of it: the unit of memory."""
+        """Largest activations of one microbatch on a device: the unit of memory."""
         stages = self.problem.stages
         return max(sum(stages[s].activation_bytes for s in here) for here in self.problem.stages_of)
 
     @cached_property
     def work_us(self) -> float:
-        """Of the busiest device for one microbatch."""
+        """Work of the busiest device for one microbatch."""
         return max(self.problem.work_us) / self.problem.microbatches
 
     @property
@@ -74,29 +74,29 @@ class Profile:
         return [int(half * self.microbatch_bytes / 2) for half in range(2 * memory["V-Min"], 2 * memory["1F1B"] + 1)]
 
     def patterns(self, width: int) -> list[Pattern]:
-        """The patterns that a beam of `width` finds over all periods."""
+        """Find patterns over all periods by a beam of `width`."""
         periods = [self.work_us * share for share in np.arange(1.0, LONGEST, STEP)]
         return patterns_found(self.problem, periods, width)
 
     def curve(self, patterns: Sequence[Pattern], microbatches: int) -> list[CurvePoint]:
-        """For each budget, the best schedule of so many microbatches by any of the patterns."""
+        """Return the best schedule of so many microbatches for each budget."""
         return memory_curve(with_budget(self.problem, 0, microbatches), patterns, self.budgets_bytes)
 
     def memory(self, point: CurvePoint) -> float:
-        """The budget of a point in microbatches of activations."""
+        """Budget of a point in microbatches of activations."""
         return point.budget_bytes / self.microbatch_bytes
 
     def bubble(self, point: CurvePoint, microbatches: int) -> float:
-        """The bubble of a point with so many microbatches."""
+        """Bubble of a point with so many microbatches."""
         return 1 - microbatches * self.work_us / point.value_us
 
     def bubble_of_period(self, point: CurvePoint) -> float:
-        """Of what repeats, however many microbatches there are."""
+        """Bubble of the periodic part, independent of the number of microbatches."""
         return 1 - self.work_us / point.pattern.period_us
 
 
 Curves = Mapping[int, Sequence[CurvePoint]]
-"""The points of one curve by microbatches; at one place all have the same budget and the same smallest period."""
+"""Points of a curve by microbatches; points with the same index have the same budget and smallest period."""
 
 
 def measure(size: Size, pictures: Path) -> str:
@@ -133,7 +133,7 @@ def _row(profile: Profile, curves: Curves, k: int) -> Row:
 
 
 def _ends_text(curves: Curves) -> str:
-    """How far values are from m periods and one block."""
+    """Difference of the values from m periods and one block."""
     parts = []
     for m, curve in curves.items():
         off = [point.value_us / (m * point.pattern.period_us + point.pattern.block_us) - 1 for point in curve]
@@ -142,7 +142,7 @@ def _ends_text(curves: Curves) -> str:
 
 
 def _beside_public(profile: Profile, curves: Curves, limit_s: float) -> str:
-    """At the memory of each public schedule: the pattern alone, `auto`, the public one, and what nothing can beat."""
+    """Bubbles at the memory of each public schedule: the pattern alone, `auto`, the public schedule, and the bound."""
     rows = []
     for m, public in PUBLIC.items():
         for name, bubble in public.items():

@@ -1,4 +1,4 @@
-"""How near the step that a profile predicts is to the step that runs, in one process on the CPU.
+"""Accuracy of the step time predicted by a profile, in one process on the CPU.
 
 `python -m benchmarks.predicted_steps predicted-steps --size quick` prints the table.
 """
@@ -27,7 +27,7 @@ WIDTH, ROWS, CLASSES = 512, 256, 10
 
 
 class Subject(NamedTuple):
-    """What is profiled: its name for people, and the options of `optpipe profile` that say so."""
+    """Subject of a profile: its name, and the options of `optpipe profile` for it."""
 
     name: str
     options: Sequence[str]
@@ -50,7 +50,7 @@ SUBJECTS: dict[Size, Sequence[Subject]] = {
 
 
 def perceptron() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:
-    """Stages, inputs, targets and loss of one microbatch, as `optpipe profile --model` asks for them."""
+    """Return stages, inputs, targets and loss, as `optpipe profile --model` requires."""
 
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -61,7 +61,7 @@ def perceptron() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:
 
 
 def checked(subject: Subject) -> dict[str, Any]:
-    """What `optpipe profile --check` finds, on one thread and by that thread's clock; what it says goes to stderr."""
+    """Run `optpipe profile --check` with one thread and its CPU clock; progress goes to stderr."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "optpipe", "profile", *subject.options, "--clock", "cpu", "--check", "--json"]
         run = subprocess.run(
@@ -76,7 +76,7 @@ def checked(subject: Subject) -> dict[str, Any]:
 
 
 def row(subject: Subject, check: dict[str, Any]) -> list[str]:
-    """The cells of a subject; the last is the kind of action that differs most, in shares of the step."""
+    """Cells of a subject; the last is the kind of action with the largest difference, as a share of the step."""
     step, predicted_us = check["step"], check["predicted_serial_us"]
     differences = {share["kind"]: share["recorded_us"] - (share["predicted_us"] or 0.0) for share in check["shares"]}
     worst = max(differences, key=lambda kind: abs(differences[kind]))

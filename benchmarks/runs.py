@@ -16,13 +16,13 @@ from solver.regression.run import MeasuredRun, measure
 
 
 def warm_up(methods: Sequence[str]) -> None:
-    """Load and compile what the methods need at first use."""
+    """Load the methods and compile their kernels."""
     for method in methods:
         measure(uniform(2, 2, budget=4, offload=HALF), method, Limits(1))
 
 
 def run(name: str, problem: Problem, method: str, time_limit_s: float) -> MeasuredRun:
-    """One run on all cores. Ctrl-C ends the whole measurement: half a table would mislead."""
+    """Run a method on all cores. Ctrl-C ends the whole benchmark, as half a table would mislead."""
     measured = measure(problem, method, Limits(time_limit_s))
     if measured.interrupted:
         raise KeyboardInterrupt
@@ -32,9 +32,9 @@ def run(name: str, problem: Problem, method: str, time_limit_s: float) -> Measur
 
 
 def torchrun(worker: Path, processes: int, *arguments: str) -> None:
-    """Run a worker script on every rank, over gloo on the loopback; ranks share the cores, with one thread each.
+    """Run a worker script on every rank, over gloo on the loopback, with one thread per rank.
 
-    Raises CalledProcessError where a rank fails; what the ranks print on stderr is shown.
+    Raises CalledProcessError if a rank fails; stderr of the ranks is shown.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(worker), *arguments]
@@ -43,7 +43,7 @@ def torchrun(worker: Path, processes: int, *arguments: str) -> None:
         try:
             code = launcher.wait()
         except BaseException:
-            launcher.terminate()  # it ends its ranks, which would otherwise go on alone
+            launcher.terminate()  # the launcher ends its ranks, which would otherwise keep running
             raise
     if code:
         raise subprocess.CalledProcessError(code, command)

@@ -1,4 +1,4 @@
-"""Seconds to the first figures, to within 2 % of the final value, and to a proof, over p and over m.
+"""Seconds to the first schedule, to within 2 % of the final value, and to a proof, over p and over m.
 
 `python -m benchmarks.seconds_by_size SECTION --size quick` prints one of the tables and draws its lines.
 """
@@ -23,13 +23,13 @@ from solver.regression.run import MeasuredRun
 QUICK_S, QUICK_SHAPES = 2.0, 2
 CLOSENESS = 1.02
 FIRST, CLOSE, PROVED = "first schedule", "within 2 % of the final value", "proved"
-"""The moments of a search."""
+"""Milestones of a search."""
 MICROBATCHES_A_DEVICE = 4
 
 
 @dataclass(frozen=True)
 class Sized:
-    """`auto` on equal stages, and what it gave; `size` is what grows."""
+    """Run of `auto` on equal stages; `size` is the parameter that grows."""
 
     size: int
     kind: str
@@ -38,7 +38,7 @@ class Sized:
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """The moments of the search; None where one never came."""
+        """Seconds of each milestone; None if it was not reached."""
         measured = self.measured
         final_us = measured.figures.value_us if measured.figures else 0.0
         return {
@@ -49,22 +49,25 @@ class Sized:
 
     @property
     def size_text(self) -> str:
-        """The size in the letters of the papers."""
+        """Size in the notation of the papers."""
         return f"p = {len(self.problem.devices)}, m = {self.problem.microbatches}"
 
 
 def linear(p: int, m: int) -> Problem:
-    """One stage a device, with the memory of 1F1B: p microbatches."""
+    """Build a problem with one stage per device, and the memory of 1F1B: p microbatches."""
     return uniform(p, m, budget=2 * p)
 
 
 def v_shape(p: int, m: int) -> Problem:
-    """Two stages a device along a V, with the memory of V-Half: (p + 2) // 2 microbatches."""
+    """Build a problem with two stages per device along a V, and the memory of V-Half: (p + 2) // 2 microbatches."""
     return uniform(p, m, budget=4 * ((p + 2) // 2), v_shape=True)
 
 
 def offloading(p: int, m: int) -> Problem:
-    """One stage a device with half the memory of 1F1B; half of each activation may leave, as fast as a forward."""
+    """Build a problem with one stage per device and half the memory of 1F1B.
+
+    Half of each activation may be offloaded, as fast as a forward.
+    """
     return uniform(p, m, budget=p, offload=HALF)
 
 
@@ -77,7 +80,7 @@ KIND_WORDS = {
 
 
 class Shape(NamedTuple):
-    """p devices and m microbatches; `size` is the one of them that grows."""
+    """Shape of a problem: p devices and m microbatches; `size` is the one that grows."""
 
     size: int
     devices: int
@@ -102,7 +105,7 @@ class Growth:
 
     @property
     def command(self) -> str:
-        """What measures this section again."""
+        """Command that measures this section."""
         return f"python -m benchmarks.seconds_by_size {self.name}"
 
     def measure(self, size: Size, pictures: Path) -> str:
@@ -125,7 +128,7 @@ def _run(kind: str, shape: Shape, limit_s: float) -> Sized:
 
 
 def _lines(runs: Sequence[Sized], kind: str) -> list[SizeLine]:
-    """A line for each moment that came at some size."""
+    """Build a line for each milestone that was reached at some size."""
     points: dict[str, list[tuple[int, float]]] = {}
     for sized in runs:
         for moment, seconds in sized.seconds.items():
@@ -141,7 +144,7 @@ def _table(runs: Sequence[Sized]) -> str:
 
 
 def _growth_text(runs: Sequence[Sized], kind: str) -> str:
-    """How many times the seconds of the smallest size the largest takes."""
+    """Growth of the seconds from the smallest to the largest size."""
     of_kind = [sized for sized in runs if sized.kind == kind]
     least, most = of_kind[0], of_kind[-1]
     ratios = [_ratio_text(moment, least.seconds[moment], most.seconds[moment]) for moment in (FIRST, CLOSE)]

@@ -1,4 +1,4 @@
-"""A section of the benchmarks' document: what it shows, and how it is measured in two sizes."""
+"""Sections of docs/benchmarks.md, each measured in two sizes, and their command line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 Size = Literal["quick", "full"]
-"""`quick` shows that everything works; `full` is for the figures of the document."""
+"""`quick` is a smoke test; `full` gives the figures of the document."""
 
 SIZES: tuple[Size, ...] = ("quick", "full")
 
 
 @dataclass(frozen=True)
 class Section:
-    """`measure` runs everything, perhaps draws `pictures / (name + ".png")`, and returns Markdown that shows it.
+    """Section of the document. `measure` runs the benchmark, may draw `picture`, and returns Markdown.
 
     `command` measures this section alone.
     """
@@ -29,12 +29,12 @@ class Section:
     measure: Callable[[Size, Path], str]
 
     def picture(self, pictures: Path) -> Path:
-        """Where this section's picture goes."""
+        """Path of the section's picture."""
         return pictures / f"{self.name}.png"
 
 
 def main(description: str, sections: Sequence[Section]) -> None:
-    """The command line of a module with some sections: measures one and prints its Markdown."""
+    """Run the command line of a module with sections: measure one and print its Markdown."""
     names = [section.name for section in sections]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("section", choices=names)
@@ -46,5 +46,5 @@ def main(description: str, sections: Sequence[Section]) -> None:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a running service bears: answers a second and their latencies, and how soon a first schedule is there.
+"""Load of a running service: responses per second, latencies, and the time to a first schedule.
 
 `python -m benchmarks.service_load service-load` prints a Markdown table of a service that it starts in an empty folder.
 It needs wrk (``apt-get install wrk``).
@@ -34,16 +34,16 @@ CONNECTIONS = 4
 SECONDS = {"quick": 2, "full": 10}
 READY_S = 60
 FIRST_SCHEDULES = {"quick": 3, "full": 12}
-"""Problems of which the first schedule is timed."""
+"""Problems whose first schedule is timed."""
 REST_S = 3.0
-"""Time before each of them, in which the worker gets a process ready for it."""
+"""Pause before each of them, in which the worker prepares a process."""
 
 _UNIT_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
 
 
 @dataclass(frozen=True)
 class Load:
-    """What wrk measured on one call."""
+    """Measurement of one call by wrk."""
 
     what: str
     answers_a_second: float
@@ -53,7 +53,7 @@ class Load:
 
     @classmethod
     def read(cls, what: str, output: str) -> Load:
-        """The figures in wrk's output."""
+        """Parse the output of wrk."""
         refused = re.search(r"Non-2xx or 3xx responses: (\d+)", output)
         rate = re.search(r"Requests/sec: +([\d.]+)", output)
         assert rate is not None, output
@@ -63,7 +63,7 @@ class Load:
 
     @property
     def row(self) -> Row:
-        """The figures as cells of the table."""
+        """Cells of the table."""
         rate, p50, p99 = f"{self.answers_a_second:,.0f}", f"{self.p50_ms:.1f}", f"{self.p99_ms:.1f}"
         return (self.what, rate, p50, p99, str(self.refused))
 
@@ -75,7 +75,7 @@ def _latency_ms(output: str, per_cent: int) -> float:
 
 
 def measure(size: Size, pictures: Path) -> str:
-    """The table, of a service of its own. Ends the program where there is no wrk to ask it with."""
+    """Measure a service started for this; returns the table. Exits if wrk is not installed."""
     del pictures  # nothing is drawn
     if shutil.which("wrk") is None:
         raise SystemExit("service-load asks with wrk, and there is none. Maybe 'apt-get install wrk'.")
@@ -92,7 +92,7 @@ def measure(size: Size, pictures: Path) -> str:
 
 @contextmanager
 def own_service() -> Iterator[str]:
-    """The address of `optpipe serve` in a folder of its own, once it is ready."""
+    """Start `optpipe serve` with its own data folder and yield its address."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         os.chmod(folder, 0o755)  # for root PostgreSQL runs as another user
         port = free.getsockname()[1]
@@ -108,7 +108,7 @@ def own_service() -> Iterator[str]:
 
 
 def _when_ready(service: subprocess.Popen[bytes], url: str, log: Path) -> str:
-    """The address, once the service answers there. Raises RuntimeError where it ends instead, or takes too long."""
+    """Wait for the service and return its address. Raises RuntimeError if it ends or takes too long."""
     for _ in range(READY_S):
         time.sleep(1)
         if service.poll() is not None:
@@ -120,7 +120,7 @@ def _when_ready(service: subprocess.Popen[bytes], url: str, log: Path) -> str:
 
 
 def cached_loads(client: Client, url: str, seconds: int) -> Sequence[Load]:
-    """Calls that are answered from what was solved before, each for so many seconds."""
+    """Measure calls answered from cached results, each for so many seconds."""
     problem = instance("zb-1.5b-p8-m24-mem1")
     job = client.submit(problem, "zb-auto")
     client.follow(job.id)
@@ -139,7 +139,7 @@ def cached_loads(client: Client, url: str, seconds: int) -> Sequence[Load]:
 
 
 def _wrk(url: str, body: str | None, seconds: int) -> str:
-    """What wrk prints of a GET, or of a POST where there is a body."""
+    """Run wrk with GET, or with POST if there is a body; returns its output."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "request.lua"
         script.write_text(_lua(body) if body else "")
@@ -150,13 +150,13 @@ def _wrk(url: str, body: str | None, seconds: int) -> str:
 
 
 def _lua(body: str) -> str:
-    """The script that lets wrk post a JSON body."""
+    """Lua script for wrk to post a JSON body."""
     lines = ['wrk.method = "POST"', 'wrk.headers["Content-Type"] = "application/json"', f"wrk.body = [==[{body}]==]"]
     return "\n".join(lines)
 
 
 def first_schedule_ms(client: Client, number: int) -> float:
-    """From a submission to the event of its first schedule, of a problem that nobody solved before."""
+    """Milliseconds from the submission of a new problem to the event of its first schedule."""
     problem = _new_problem(number)
     time.sleep(REST_S)
     began = time.perf_counter()
@@ -169,7 +169,7 @@ def first_schedule_ms(client: Client, number: int) -> float:
 
 
 def _new_problem(number: int) -> Problem:
-    """A problem whose transfers take a time that no other one's took, so that no answer is there yet."""
+    """Problem with a transfer time of its own, so that no cached result exists."""
     moment = int(time.time() * 1000) % 10**6
     return uniform(4, 8, budget=8, transfer_us=1 + (1000 * moment + number) / 10**10)
 

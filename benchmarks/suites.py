@@ -1,4 +1,4 @@
-"""The recorded runs of the regression suites as tables: value, proof, and the best public schedule beside it.
+"""Tables of the recorded runs of the regression suites: value, proof, and the best public schedule.
 
 `python -m benchmarks.suites SECTION` prints one of the tables. Nothing is solved: every row is a run of `optpipe bench
 SUITE --record`, which `optpipe bench SUITE` repeats and compares.
@@ -22,7 +22,7 @@ from solver.regression.run import Case, Figures, Recorded, Suite, expand_cases, 
 SUITES = suites_folder()
 
 Known = tuple[Case, Figures, Recorded]
-"""A case with its record, also as figures."""
+"""Case with its record, also as figures."""
 
 
 def _table_of_records(suite_name: str, _size: Size, _pictures: Path) -> str:
@@ -39,7 +39,7 @@ def _table_of_records(suite_name: str, _size: Size, _pictures: Path) -> str:
 
 
 def _figures(problem: Problem, recorded: Recorded) -> Figures:
-    """A record as the figures of its run."""
+    """Compute the figures of a recorded run."""
     value_us, bound_us = recorded.value_us, recorded.bound_us
     gap, bubble = relative_gap(value_us, bound_us), 1 - max(problem.work_us) / value_us
     return Figures(value_us, bound_us, 0.0 if recorded.proved else gap, bubble, recorded.seconds, recorded.proved)
@@ -58,7 +58,7 @@ def _row(case: Case, figures: Figures, recorded: Recorded) -> list[str]:
 
 
 def _summaries(known: Sequence[Known]) -> list[str]:
-    """How many are proved, and the mean bubbles where a public value is known: of all, and where stages may offload."""
+    """Number of proofs, and mean bubbles against public values: over all instances, and over those with offload."""
     proved = sum(figures.optimal for _, figures, _ in known)
     lines = [f"{proved} of {len(known)} are proved optimal."]
     compared = [(case, figures) for case, figures, _ in known if case.public]
@@ -84,7 +84,7 @@ def _against_public(entries: Sequence[tuple[Case, Figures]], where: str) -> str:
 
 
 def _conditions(suite_name: str, records: Sequence[Recorded]) -> str:
-    """How the runs were made, from what each says of itself."""
+    """Describe how the runs were made, from their records."""
     cores = _range(sorted({recorded.workers for recorded in records}))
     versions = ", ".join(sorted({recorded.version for recorded in records}))
     return (

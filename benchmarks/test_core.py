@@ -1,4 +1,4 @@
-"""How long the core takes: 10,000 compute ops, a verdict on p = 32, m = 96, and all steps on p = 64, m = 1024."""
+"""Run time of the core: 10,000 compute ops, a verdict on p = 32, m = 96, and all steps on p = 64, m = 1024."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the exact models take to build for OptPipe's large case: 4 devices, 53 microbatches."""
+"""Build time of the exact models for the large case of the OptPipe paper: 4 devices, 53 microbatches."""
 
 from __future__ import annotations
 

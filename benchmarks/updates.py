@@ -1,4 +1,4 @@
-"""What a step saves whose updates wait for no other device, beside what the plans say.
+"""Time saved by updates that wait for no other device, compared with the plans.
 
 `python -m benchmarks.updates updates --size quick` prints the table.
 """
@@ -29,16 +29,16 @@ ROUNDS = {"quick": 1, "full": 3}
 STEPS = {"quick": 8, "full": 20}
 
 Seconds = dict[str, dict[str, float]]
-"""Of a step, by schedule and way of updating: "waits", "goes on", "wrong"."""
+"""Seconds of a step, by schedule and update mode: "waits", "goes on", "wrong"."""
 
 
 def schedules() -> dict[str, Schedule]:
-    """Published ones, without a budget."""
+    """Published schedules, without a budget."""
     return {method: solve(uniform(DEVICES, MICROBATCHES), method, Limits(1)) for method in METHODS}
 
 
 def measure(size: Size) -> Seconds:
-    """Run all of them in four processes."""
+    """Run all schedules in four processes."""
     with TemporaryDirectory() as text:
         folder = Path(text)
         for name, schedule in schedules().items():
@@ -49,7 +49,7 @@ def measure(size: Size) -> Seconds:
 
 
 def planned_ms(schedule: Schedule) -> tuple[float, float]:
-    """What a step takes with a barrier after it, and without one: makespan and device span of its orders."""
+    """Planned time of a step with a barrier after it, and without one: makespan and device span."""
     data = schedule.problem.to_data()
     problems = [Problem.from_data(data | {"objective": objective}) for objective in ("makespan", "device_span")]
     makespan, span = (simulate(problem, schedule.orders).value_us * SECONDS_PER_US * 1e3 for problem in problems)

@@ -1,4 +1,4 @@
-"""What the benchmark of updates trains: stages whose every op takes as long as the plan says, asleep.
+"""Model of the update benchmark: stages whose ops sleep for their planned durations.
 
 Asleep they take no core, so four processes on two cores keep to the plan, and what a step takes beyond its ops is what
 processes wait for one another.
@@ -19,13 +19,13 @@ from optpipe.runtime.weight_gradients.split import Saved
 from optpipe.train.tasks.base import Batch
 
 SECONDS_PER_US = 3e-3
-"""An op of 10 us in the plan sleeps for 30 ms, beside which what the host does is little."""
+"""Seconds of sleep per planned microsecond: an op of 10 us sleeps for 30 ms, far longer than the host's work."""
 WIDTH = 128
-"""Its weights are then large enough to be split from their layer in BW too."""
+"""Width at which weight gradients are split from their layer in BW too."""
 
 
 class Sleeper(nn.Module):
-    """``x * weight``, slowly."""
+    """Autograd function of ``x * weight`` that sleeps."""
 
     def __init__(self, problem: Problem, stage: int) -> None:
         super().__init__()
@@ -36,25 +36,25 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Without a pipeline."""
+        """Forward outside a pipeline."""
         return x * self.weight
 
 
 class SplitSleeper(SplitBackward[Sleeper]):
-    """Each half sleeps for its time."""
+    """Split backward whose halves sleep for their times."""
 
     def forward(self, layer: Sleeper, x: Tensor) -> tuple[Tensor, Saved]:
-        """F."""
+        """Sleep for F."""
         sleep(layer.forward_s)
         return x * layer.weight, (x,)
 
     def input_gradient(self, layer: Sleeper, _saved: Saved, gradient: Tensor) -> Tensor:
-        """B."""
+        """Sleep for B."""
         sleep(layer.input_s)
         return gradient * layer.weight
 
     def add_weight_gradients(self, layer: Sleeper, saved: Saved, gradient: Tensor) -> None:
-        """W."""
+        """Sleep for W."""
         sleep(layer.weight_s)
         if layer.weight.grad is not None:
             layer.weight.grad.add_(gradient * saved[0])
@@ -64,19 +64,19 @@ register_deferred(Sleeper, SplitSleeper())
 
 
 class Begin(nn.Module):
-    """Gives the batch a gradient, so that the first stage has a B like all others."""
+    """Module that gives the batch a gradient, so that the first stage has a B like all others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The batch times 1."""
+        """Multiply the batch by 1."""
         return x * self.factor
 
 
 class SleepyTask:
-    """One sleeper a stage; the loss is the mean of the squares."""
+    """Task with one sleeping layer per stage; the loss is the mean of the squares."""
 
     name = "asleep"
     tokens = WIDTH
@@ -86,20 +86,20 @@ class SleepyTask:
 
     @property
     def loss(self) -> Loss:
-        """Which is far from any that would be clipped."""
+        """Norm limit far above any norm of this task."""
         return nn.functional.mse_loss
 
     def build_stages(self) -> list[nn.Module]:
-        """The first makes a gradient for the batch."""
+        """Build the stages; the first one makes a gradient for the batch."""
         sleepers: list[nn.Module] = [Sleeper(self._problem, s) for s in range(len(self._problem.stages))]
         return [nn.Sequential(Begin(), sleepers[0]), *sleepers[1:]]
 
     def batch(self, step: int) -> Batch:
-        """Always the same."""
+        """Return the same batch for every step."""
         del step
         ones = [torch.ones(WIDTH, WIDTH) for _ in range(self._problem.microbatches)]
         return ones, [2 * x for x in ones]
 
     def identity(self) -> dict[str, Any]:
-        """Of the problem."""
+        """Number of microbatches of the problem."""
         return {"name": self.name, "problem": self._problem.to_data()}

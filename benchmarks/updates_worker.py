@@ -1,4 +1,4 @@
-"""One rank of the benchmark of updates.
+"""Rank of the update benchmark.
 
 Usage, under torchrun: updates_worker.py FOLDER ROUNDS STEPS. The folder holds schedules; rank 0 writes ``results``: by
 schedule and way of updating the seconds of a step, the least of all rounds.
@@ -25,11 +25,11 @@ from optpipe.train.rollback import MOST_ROLLBACKS
 
 WARM_UP = 3
 NEVER, ALWAYS = 1e9, 1e-9
-"""Norms that no step, and every step, exceeds."""
+"""Norm limits that no step, and every step, exceeds."""
 
 
 def main(folder: Path, rounds: int, steps: int) -> None:
-    """Measure every schedule of the folder in all ways in turns, so that a busy machine slows all of them."""
+    """Measure every schedule of the folder in all update modes in turns, so that other load affects all alike."""
     torch.set_num_threads(1)
     schedules = {path.name.removesuffix(".json"): Schedule.load(path) for path in sorted(folder.glob("*.json"))}
     found: dict[str, dict[str, list[float]]] = {name: {"waits": [], "goes on": [], "wrong": []} for name in schedules}
@@ -45,7 +45,7 @@ def main(folder: Path, rounds: int, steps: int) -> None:
 
 
 def _seconds(schedule: Schedule, launch: Launch, steps: int, *, optimistic: bool) -> float:
-    """Of one step, of many in a row: from when all processes are there to when the slowest has settled the last."""
+    """Seconds per step over many: from a barrier to the end of the last step on the slowest rank."""
     model = _model(schedule, launch, NEVER, optimistic=optimistic)
     batch = model.task.batch(0)
     for _ in range(WARM_UP):
@@ -61,7 +61,7 @@ def _seconds(schedule: Schedule, launch: Launch, steps: int, *, optimistic: bool
 
 
 def _seconds_of_wrong_steps(schedule: Schedule, launch: Launch) -> float:
-    """Of steps that each undo the one before. After `MOST_ROLLBACKS` of them updates would wait."""
+    """Seconds per step if each rolls back the one before; after `MOST_ROLLBACKS` of these updates would wait."""
     model = _model(schedule, launch, ALWAYS, optimistic=True)
     batch = model.task.batch(0)
     outcomes = [outcome for _ in range(MOST_ROLLBACKS + 2) for outcome in model.step(batch)] + model.settle()

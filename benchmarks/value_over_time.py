@@ -22,7 +22,7 @@ from solver.regression.run import Case, MeasuredRun, load_public
 Run = tuple[Case, MeasuredRun]
 
 MARKS_S: dict[Size, tuple[float, ...]] = {"quick": (1, 2), "full": (1, 3, 10, 30)}
-"""The seconds at which values are shown; the last is the time limit."""
+"""Seconds at which values are shown; the last is the time limit."""
 
 SEARCHES = [name for name, method in METHODS.items() if method.kind != "published"]
 
@@ -35,7 +35,7 @@ VARIED = (
     "d-p16-m32-o1-mo1-b1o4-vshape-make",
     "po-10.5b-4k-d8-v5-m64-mem0.25",
 )
-"""One of each kind, from what is proved at once to what is not."""
+"""Instances of each kind, from those proved at once to unproved ones."""
 
 OFFLOADING = (
     "d-p4-m8-o1-mo1-b1o2-linear-make",
@@ -47,7 +47,7 @@ OFFLOADING = (
     "po-10.5b-16k-d8-v5-m64-mem0.25",
     "zb-1.5b-p8-m24-mem2",
 )
-"""Where activations may leave, and one where none may."""
+"""Instances with offload, and one without."""
 
 EXACT = (
     "a-p4-m8-c0-b1o2-linear-make",
@@ -58,7 +58,7 @@ EXACT = (
     "d-p8-m16-o1-mo1-b1o2-linear-make",
     "zb-1.5b-p8-m24-mem2",
 )
-"""Small enough that exact methods have something to say."""
+"""Instances small enough for the exact methods."""
 
 
 def _measure(section: str, instances: Sequence[str], methods: Sequence[str], size: Size, pictures: Path) -> str:

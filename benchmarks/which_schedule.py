@@ -1,4 +1,4 @@
-"""The tables of docs/which-schedule.md: one model on some devices, and what each kind of schedule makes of it.
+"""Tables of docs/which-schedule.md: step time and bubble of each kind of schedule for a model on some devices.
 
 `python -m benchmarks.which_schedule` computes all tables anew and puts them into the document; a table's name after
 it computes that table alone. Nothing but a time limit depends on the machine: the problems are these few numbers.
@@ -24,14 +24,14 @@ from solver.methods import METHODS
 DOCUMENT = Path("docs/which-schedule.md")
 PICTURES, QUICK_PICTURES = DOCUMENT.parent / "pictures" / DOCUMENT.stem, Path("out/benchmarks")
 TIME_LIMIT_S: dict[Size, float] = {"quick": 1, "full": 20}
-"""For each placement that OptPipe solves."""
+"""Time limit for each placement that OptPipe solves."""
 
 Placement = Literal["linear", "interleaved", "V"]
 Unit = Literal["bubble", "step"]
-"""What a table shows of a schedule; the time of a step is in F."""
+"""Figure of a schedule in a table; the time of a step is in units of F."""
 
 CHUNKS: dict[Placement, int] = {"linear": 1, "interleaved": 2, "V": 2}
-"""Stages a device."""
+"""Stages per device, by placement."""
 
 UNIT_BYTES = 80
 """Activation of one microbatch on one device's share of the model."""
@@ -41,7 +41,7 @@ PUBLISHED = [name for name, method in METHODS.items() if method.kind == "publish
 
 @dataclass(frozen=True)
 class Numbers:
-    """One model on some devices. Times are in the F of one device's share of the model (1000 us in the problems).
+    """Model on some devices. Times are in the F of one device's share of the model (1000 us in the problems).
 
     `budget`: memory of every device over that of 1F1B on the first one. `round_trip`: to the host and back, over F, B
     and W together (PipeOffload's k); None where nothing may leave. `head`: the time of the output layers over that of a
@@ -59,7 +59,7 @@ class Numbers:
     even: bool = False
 
     def problem(self, placement: Placement) -> Problem:
-        """These numbers as a problem; with two stages a device each has half of its share."""
+        """Build the problem; with two stages per device each has half of the device's share."""
         chunks, p = CHUNKS[placement], self.devices
         order = {
             "linear": range(p),
@@ -97,7 +97,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Offer:
-    """A schedule: whose, how long a step takes, its bubble, and whether its placement is proved to have no better."""
+    """Schedule: its scheduler, step time and bubble, and whether it is proved optimal for its placement."""
 
     name: str
     value_us: float
@@ -105,17 +105,17 @@ class Offer:
     optimal: bool = False
 
     def text(self, unit: Unit) -> str:
-        """The name with the bubble, or with the time of a step."""
+        """Name with the bubble, or with the time of a step."""
         shown = share_text(self.bubble) if unit == "bubble" else f"{self.value_us / 1000:.2f}"
         return f"{self.name} {shown}{' *' if self.optimal else ''}"
 
 
 Row = tuple[str, list[Offer | None]]
-"""What the row is called, and the best offer of each column; None where nothing fits."""
+"""Label of a row, and the best offer of each column; None if nothing fits."""
 
 COLUMNS = ("1F1B", "best published", "OptPipe", "PipeOffload", "OptPipe with offload")
 RESIDENT, OFFLOADING, ALL = (0, 1, 2), (3, 4), (0, 1, 2, 3, 4)
-"""The columns of schedules that keep everything on the devices, of those that need not, and both."""
+"""Columns of schedules without offload, with offload, and both."""
 
 
 def _row(label: str, numbers: Numbers, columns: Sequence[int], time_limit_s: float) -> Row:
@@ -135,7 +135,7 @@ def _row(label: str, numbers: Numbers, columns: Sequence[int], time_limit_s: flo
 
 
 def _offers(numbers: Numbers, methods: Sequence[str], time_limit_s: float) -> Iterator[Offer]:
-    """What these methods make of the numbers, on every placement that they can handle, within the budget."""
+    """Schedules by these methods within the budget, on every placement that they can handle."""
     for placement in CHUNKS:
         for method in methods:
             measured = run(placement, numbers.problem(placement), method, time_limit_s)
@@ -149,7 +149,7 @@ def _offers(numbers: Numbers, methods: Sequence[str], time_limit_s: float) -> It
 
 @dataclass(frozen=True)
 class Table:
-    """What one table compares: its name, the head of its rows, and the numbers of each row."""
+    """Table: its name, the head of its rows, and the model of each row."""
 
     name: str
     first: str
@@ -158,7 +158,7 @@ class Table:
     unit: Unit = "bubble"
 
     def measure(self, size: Size, pictures: Path) -> str:
-        """The table as Markdown; that of the memory is drawn as well."""
+        """Compute the table as Markdown; the table over memory is drawn as well."""
         limit_s = TIME_LIMIT_S[size]
         warm_up(["auto"])
         chosen = self._chosen(size)
@@ -179,7 +179,7 @@ class Table:
 
 
 def _draw(rows: Sequence[Row], subtitle: str, path: Path) -> None:
-    """One line a column over the memory, from little to much."""
+    """Lines over memory, one per column."""
     lines = []
     for place, column in enumerate(COLUMNS):
         found = [(float(label), offers[place]) for label, offers in reversed(rows)]
@@ -191,7 +191,7 @@ def _draw(rows: Sequence[Row], subtitle: str, path: Path) -> None:
 
 
 def _subtitle(numbers: Numbers) -> str:
-    """What the rows of a table over the memory have in common: all but the memory."""
+    """Description of everything but the memory, which the rows have in common."""
     assert numbers.backward == numbers.weight == 1
     times = f"F = B = W, transfers of {100 * numbers.transfer:g} % of F"
     copies = f"to the host and back {100 * (numbers.round_trip or 0):g} % of F + B + W"
@@ -237,7 +237,7 @@ TABLES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: computes tables and puts them into the document, or prints smaller ones."""
+    """Run the command line: compute tables and insert them into the document, or print smaller ones."""
     names = [table.name for table in TABLES]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"all, or some of {', '.join(names)}")

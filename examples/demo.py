@@ -1,4 +1,4 @@
-"""The main job: a measured profile in, a proved schedule out, a model trained on it. Run by `make demo`.
+"""Main workflow: a measured profile in, a proved schedule out, a model trained with it. Run by `make demo`.
 
 Solves two problems, draws them, trains a small GPT on the second schedule on four virtual devices in this process
 with a check against the plain step, and prints one table of it all.
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class Row(NamedTuple):
-    """A problem, a method, and its schedule or why it has none."""
+    """Result of a method on a problem: its schedule, or why it has none."""
 
     problem: Problem
     method: str
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 def solve_and_draw(path: Path, out: Path, time_limit_s: float) -> list[Row]:
-    """The published schedules and the solver's on one problem; the solver's comes last."""
+    """Compare published schedules with the solver's, which comes last."""
     problem = Problem.load(path)
     console.print(
         f"\n{problem.name}: {len(problem.devices)} devices, {problem.microbatches} microbatches", style="bold"
@@ -78,7 +78,7 @@ def solve_and_draw(path: Path, out: Path, time_limit_s: float) -> list[Row]:
 
 
 def published(problem: Problem, name: str) -> Row:
-    """A published schedule, or why it cannot be had."""
+    """Make a published schedule; without one the result says why."""
     try:
         return Row(problem, name, solve(problem, name))
     except MethodError as error:
@@ -86,7 +86,7 @@ def published(problem: Problem, name: str) -> Row:
 
 
 def results_table(rows: list[Row]) -> Table:
-    """Method, value, bound, bubble, peak and seconds of every schedule."""
+    """Table of method, value, bound, bubble, peak and seconds of every schedule."""
     result = table("problem", "method", "value", "bound", "gap", "bubble", "peak / budget", "seconds", "status")
     for column in (1, -1):
         result.columns[column].justify = "left"
@@ -107,7 +107,7 @@ def results_table(rows: list[Row]) -> Table:
 
 
 def fullest(schedule: Schedule) -> float:
-    """The largest any-timing peak as a share of its budget."""
+    """Largest worst-case peak as a share of its budget."""
     pairs = zip(schedule.devices, schedule.problem.devices, strict=True)
     return max(device.peak_bytes_any_timing / entry.memory_bytes for device, entry in pairs if entry.memory_bytes)
 

@@ -24,7 +24,7 @@ STAGES, MICROBATCHES, STEPS, SEQUENCES, LENGTH = 4, 8, 5, 8, 32
 
 
 def train(mesh: DeviceMesh, make: Callable[[list[Any]], Any]) -> tuple[list[float], int, float]:
-    """Losses of each step (on the last stage's rank), peak in bytes, and seconds of the fastest step."""
+    """Return the losses of each step (on the last stage's rank), the peak in bytes, and the fastest step in seconds."""
     modules = build_stages(GPTShape(64, 4, LENGTH, layers=STAGES), STAGES, seed=0, dtype=torch.float32)
     rank = mesh.get_local_rank("pp")
     mine = [rank, STAGES - 1 - rank]

@@ -12,20 +12,20 @@ ROWS, WIDTH, MICROBATCHES = 64, 128, 8
 
 
 class Block(nn.Module):
-    """A perceptron that is added to what it gets."""
+    """Residual block of a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, width) -> (rows, width)."""
+        """Map (rows, width) to (rows, width)."""
         added: Tensor = x + self.layers(x)
         return added
 
 
 def build() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:
-    """The stages, one microbatch and its target for shapes, and the loss."""
+    """Return the stages, one microbatch and its target for shapes, and the loss."""
     stages = [nn.Sequential(Block(), Block()) for _ in range(4)]
     stages[0].insert(0, nn.Linear(16, WIDTH))
     stages[-1].append(nn.Linear(WIDTH, 1))
@@ -33,7 +33,7 @@ def build() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:
 
 
 def batch(step: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The microbatches of a step: what they are depends on its number alone, so a resumed run sees the same."""
+    """Return the microbatches of a step, which depend on its number alone, so that a resumed run sees the same."""
     x = torch.randn(MICROBATCHES, ROWS, 16, generator=torch.Generator().manual_seed(step))
     y = torch.sin(x).sum(dim=-1, keepdim=True)
     return list(x), list(y)

@@ -40,7 +40,7 @@ def main(path: str) -> None:
 
 
 def stages_of(path: str, rank: int) -> list[int]:
-    """The stages of a rank: those whose forwards are in its row."""
+    """Return the stages of a rank: those with a forward in its row."""
     with open(path, newline="") as file:
         row = list(csv.reader(file))[rank]
     return sorted({int(cell.partition("F")[0]) for cell in row if "F" in cell})

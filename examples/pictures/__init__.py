@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts and of the first pages: small problems, most of them solved to the optimum.
+"""Pictures of docs/concepts and of the front pages: small problems, most of them solved to the optimum.
 
 They stand among the examples because each is one: a problem built in Python, solved by a named method, timed and drawn.
 `make pictures` draws all of them anew; the same code gives the same bytes.

@@ -17,7 +17,7 @@ PICTURES: Mapping[str, Callable[[], Panel]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"which pictures: {', '.join(PICTURES)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("docs/pictures/concepts"), help="where the files go")
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def picture(name: str) -> bytes:
-    """One picture as a PNG file."""
+    """Draw a picture as PNG."""
     with settings():
         return encode(PICTURES[name]().figure, "png", name)
 

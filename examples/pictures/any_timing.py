@@ -11,11 +11,11 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 
 SLOWER, IN_WORDS = 2, "twice"
-"""How many times as long as planned each offload takes."""
+"""Slowdown of every offload over its planned time."""
 
 
 def late_copies() -> Panel:
-    """A schedule as planned, and with slow offloads: obeyed by order alone, and with its waits."""
+    """Draw a schedule as planned, and with slow offloads: without and with its waits."""
     problem = pipeline(8, 2, k=2 / 3)
     orders, late = optimal_orders(problem), with_slow_offloads(problem)
     runs = (
@@ -27,7 +27,7 @@ def late_copies() -> Panel:
 
 
 def with_slow_offloads(problem: Problem) -> Problem:
-    """The same problem where the channel to the host is slower than planned."""
+    """Copy a problem with slower offloads."""
     data = problem.to_data()
     for stage in data["stages"]:
         if stage.get("offload"):

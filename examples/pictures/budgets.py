@@ -8,7 +8,7 @@ from optpipe.plot.panel import Panel
 
 
 def budgets() -> Panel:
-    """The least device span of eight microbatches within three budgets."""
+    """Draw the least device span of eight microbatches within three budgets."""
     strips = []
     for budget_gib in (2, 4, 7):
         timed = optimum(pipeline(8, budget_gib, objective="device_span"))

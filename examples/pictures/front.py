@@ -1,4 +1,4 @@
-"""The product in one picture, for the first pages (docs/index.md, README.md)."""
+"""Offload in one picture, for the front pages (docs/index.md, README.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROBLEM = Path(__file__).parents[1] / "problems" / "offload-p4-m8.json"
 
 
 def front() -> Panel:
-    """Half of 1F1B's memory: the best published schedule without offload, and the optimum with it."""
+    """Draw, within half of 1F1B's memory, the best published schedule without offload, and the optimum with it."""
     problem = Problem.load(PROBLEM)
     heuristic, best = published(problem, "zb-auto"), optimum(problem)
     strips = (

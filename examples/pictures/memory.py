@@ -1,4 +1,4 @@
-"""The memory of one device of a timed schedule on a strip, and what is above its budget in the budget's colour."""
+"""Memory of a device over time on a strip; memory above the budget has the budget's colour."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HEADROOM = 1.04
 
 
 def highest_bytes(timed: Simulation, devices: Sequence[int]) -> int:
-    """The highest budget or peak of these devices."""
+    """Largest budget or peak of these devices."""
     budgets = [timed.problem.devices[device].memory_bytes or 0 for device in devices]
     return max([*budgets, *(timed.device_memory(device).peak_bytes for device in devices)], default=0)
 
 
 def draw_memory(panel: Panel, strip: Lane, timed: Simulation, device: int, top_bytes: int) -> None:
-    """The step curve and the budget as a dashed line; `top_bytes` is at the top of the strip."""
+    """Draw the memory curve, and the budget as a dashed line; `top_bytes` is at the top of the strip."""
     curve = timed.device_memory(device)
     times = np.concatenate([[0.0], curve.times_us, [timed.end_us.max()]]) / panel.unit.size
     sizes = np.concatenate([[0.0], curve.bytes, curve.bytes[-1:]])
@@ -50,6 +50,6 @@ def _heights(strip: Lane, sizes: Floats, top_bytes: int) -> Floats:
 
 
 def _short(size_bytes: int, top_bytes: int) -> str:
-    """A size in the unit of the strip, without zeros behind the point."""
+    """Format a size in the unit of the strip, without trailing zeros."""
     number, name = bytes_text(size_bytes, memory_unit(top_bytes)).split()
     return f"{float(number):g} {name}"

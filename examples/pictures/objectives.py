@@ -16,7 +16,7 @@ NAMES: dict[Objective, str] = {"makespan": "makespan", "device_span": "device sp
 
 
 def both() -> Panel:
-    """The best schedule for each objective, with both measures marked on both."""
+    """Draw the best schedule for each objective, with both measures marked on each."""
     strips = []
     for objective, name in NAMES.items():
         timed = optimum(pipeline(8, 7, objective=objective))
@@ -30,7 +30,7 @@ def both() -> Panel:
 
 
 def _mark(panel: Panel, timed: Simulation, rows: Rows) -> None:
-    """A line from the first start to the last end of each device, and of all of them."""
+    """Draw a line from the first start to the last end of each device, and of all devices."""
     for device in range(len(timed.problem.devices)):
         mine = timed.device_slice(device)
         times = float(timed.start_us[mine].min()), float(timed.end_us[mine].max())

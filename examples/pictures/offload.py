@@ -10,7 +10,7 @@ BUDGET_GIB = 2
 
 
 def with_and_without() -> Panel:
-    """The same budget without offload and with it."""
+    """Draw schedules within one budget, without and with offload."""
     strips = []
     for words, k in (("Nothing leaves", None), ("Activations may leave", 2 / 3)):
         timed = optimum(pipeline(8, BUDGET_GIB, k=k))
@@ -19,7 +19,7 @@ def with_and_without() -> Panel:
 
 
 def by_k() -> Panel:
-    """The first device where copies are quick, as quick as compute, and slow."""
+    """Draw the first device with copies faster than compute, as fast, and slower."""
     strips = []
     for k in (0.5, 1, 2):
         timed = optimum(pipeline(8, BUDGET_GIB, k=k))

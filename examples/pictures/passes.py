@@ -8,13 +8,13 @@ from optpipe.plot.panel import Panel
 
 
 def one_microbatch() -> Panel:
-    """One microbatch on its way through four stages and back."""
+    """Draw one microbatch through four stages and back."""
     timed = published(pipeline(1, None), "zb-h1")
     return sheet([Strip("One microbatch, four stages", timed)])[0]
 
 
 def fused_and_split() -> Panel:
-    """The same eight microbatches with B and W fused, and apart."""
+    """Draw eight microbatches with fused and with split B and W."""
     problem = pipeline(8, None)
     strips = []
     for method, words in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("zb-h1", "ZB-H1, B and W apart")):

@@ -1,4 +1,4 @@
-"""Small pipelines with equal stages, on which a picture can show one thing at a time."""
+"""Small pipelines with equal stages, each for one concept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pipeline(
     k: float | None = None,
     objective: Objective = "makespan",
 ) -> Problem:
-    """Four devices that take 1 ms each for F, for B and for W of a microbatch and hold 1 GiB of activations for it.
+    """Build a problem of four devices that take 1 ms each for F, B and W and 1 GiB of activations for a microbatch.
 
     Half of that stays until W. With several stages on a device (`placement`: the device of each) each has its share of
     the time and memory. `k` is the round trip of a microbatch's activations to the host over its compute (PipeOffload,
@@ -61,17 +61,17 @@ def pipeline(
 
 
 def published(problem: Problem, method: str) -> Simulation:
-    """A published schedule of the problem, timed."""
+    """Simulate a published schedule of the problem."""
     return simulate(problem, solve(problem, method).orders)
 
 
 def optimum(problem: Problem) -> Simulation:
-    """A schedule that is proved to be the best, timed."""
+    """Simulate an optimal schedule of the problem."""
     return simulate(problem, optimal_orders(problem))
 
 
 def optimal_orders(problem: Problem) -> Orders:
-    """Orders that are proved to be the best; the same in every run."""
+    """Return proved optimal orders, the same in every run."""
     schedule = solve(problem, "cp-sat", Limits(deterministic_limit=60.0, workers=1))
     assert schedule.status == "optimal", f"gap {schedule.gap} left"
     return schedule.orders

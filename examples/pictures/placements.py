@@ -10,7 +10,7 @@ BUDGET_GIB = 3
 
 
 def placements() -> Panel:
-    """The same work in one stage a device, in two interleaved ones, and in two along a V."""
+    """Draw the same work in one stage per device, in two interleaved ones, and in two along a V."""
     strips = []
     for name, placement in (("Linear", LINEAR), ("Interleaved", INTERLEAVED), ("V", V_SHAPED)):
         timed = optimum(pipeline(8, BUDGET_GIB, placement))

@@ -1,4 +1,4 @@
-"""Several timed schedules beneath one another at one time scale, narrow enough to be read within a page of text."""
+"""Timed schedules below each other at one time scale, narrow enough for a page of text."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MARGINS = Margins(left=0.85, right=1.5, top=0.62, bottom=0.5)
 TITLE_INCHES, GAP_INCHES = 0.3, 0.2
 COMPUTE_INCHES, COPY_INCHES, MEMORY_INCHES, BETWEEN_INCHES = 0.27, 0.17, 0.36, 0.03
 COMPUTE = 0
-"""The place of the compute stream in STREAMS."""
+"""Index of the compute stream in STREAMS."""
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A schedule with a title above it. `devices`: those that are shown (none: all); `memory`: whose memory is, too."""
+    """Schedule with a title. `devices`: devices to draw (empty: all); `memory`: devices whose memory is drawn too."""
 
     title: str
     timed: Simulation
@@ -44,13 +44,13 @@ class Strip:
 
     @property
     def shown(self) -> Sequence[int]:
-        """The devices to draw."""
+        """Devices to draw."""
         return self.devices or range(len(self.timed.problem.devices))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a strip is drawn: its title, lanes by (device, place of the stream in STREAMS), memory by device."""
+    """Positions of a strip: its title, lanes by (device, index of the stream in STREAMS), memory by device."""
 
     title: float
     lanes: dict[tuple[int, int], Lane]
@@ -59,7 +59,7 @@ class Rows:
 
 
 def sheet(strips: Sequence[Strip]) -> tuple[Panel, Sequence[Rows]]:
-    """The picture, and where its rows are; call within `optpipe.plot.figure.settings`."""
+    """Draw the picture, and return it with its rows; call within `optpipe.plot.figure.settings`."""
     layout = _layout(strips)
     longest_us = max(float(strip.timed.end_us.max()) for strip in strips)
     panel = Panel.of(WIDTH_INCHES, layout[-1].bottom, MARGINS, 0.0, longest_us, time_unit(longest_us))
@@ -78,7 +78,7 @@ def sheet(strips: Sequence[Strip]) -> tuple[Panel, Sequence[Rows]]:
 
 
 def figures_text(timed: Simulation) -> str:
-    """The value in milliseconds and the bubble of the busiest device."""
+    """Value in milliseconds, and bubble of the busiest device."""
     busiest = max(timed.problem.work_us)
     return f"{timed.value_us / 1000:g} ms, bubble {percent_text(1 - busiest / timed.value_us)}"
 
@@ -102,7 +102,7 @@ def _layout(strips: Sequence[Strip]) -> list[Rows]:
 
 
 def _streams(timed: Simulation, device: int) -> list[int]:
-    """The streams that a device uses; its compute stream always."""
+    """Streams that a device uses; always the compute stream."""
     kinds = timed.ops[timed.device_slice(device)].kind
     return sorted({COMPUTE, *np.asarray(STREAM_OF_KIND)[kinds].tolist()})
 
@@ -119,7 +119,7 @@ def _boxes(timed: Simulation, rows: Rows) -> list[Box]:
 
 
 def _draw_idle(panel: Panel, timed: Simulation, rows: Rows) -> None:
-    """The ground of each lane, as long as this schedule lasts: a shorter one ends earlier on the sheet."""
+    """Draw the background of each lane up to the end of this schedule."""
     end = float(timed.end_us.max()) / panel.unit.size
     corners = [[(0, lane.top), (end, lane.top), (end, lane.bottom), (0, lane.bottom)] for lane in rows.lanes.values()]
     panel.axes.add_collection(PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=1), autolim=False)
@@ -136,7 +136,7 @@ def _draw_words(panel: Panel, strip: Strip, rows: Rows) -> None:
 
 
 def _draw_legend(panel: Panel, strips: Sequence[Strip]) -> None:
-    """Kinds of op in the upper row; shades, idle time and memory in the lower one."""
+    """Draw the legend: kinds of op in the upper row; shades, idle time and memory in the lower one."""
     kinds = {KINDS[code] for strip in strips for code in strip.timed.ops.kind.tolist()}
     stages = max(len(stages) for strip in strips for stages in strip.timed.problem.stages_of)
     entries = op_entries(kinds, stages)
