@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option(help="PostgreSQL database, postgresql://host/name; default: OPTPIPE_DATABASE_URL.", metavar="URL"),
+    typer.Option(help="Address of a PostgreSQL database; default: OPTPIPE_DATABASE_URL.", metavar="URL"),
 ]
 
 SHUTDOWN_TIMEOUT_S = 3
