@@ -130,7 +130,7 @@ def test_a_deterministic_limit_stands_alone(cli: Cli, problem_file: Path) -> Non
     assert run.code == 2
     for name in ("--time-limit", "--workers", "--method", "--server"):
         assert f"error: {name} " in run.err or f"\n{name} " in run.err
-    assert "Maybe take cp-sat" in run.err
+    assert "Maybe use cp-sat" in run.err
 
 
 def test_nothing_found_with_the_work_allowed(cli: Cli, tmp_path: Path) -> None:
