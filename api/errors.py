@@ -8,6 +8,7 @@ JobError
 ├── NoScheduleError            the job has no schedule (yet)
 ├── BadCursorError             the cursor is none that a list gave out
 └── DatabaseGoneError          no answer from the database: try again
+    └── DatabaseFullError      its disk is full
 """
 
 from __future__ import annotations
@@ -117,3 +118,9 @@ class DatabaseGoneError(JobError):
     """The database did not answer; nothing that was asked for may count as done. Asking again is safe."""
 
     retry_after_s = 2.0
+
+
+class DatabaseFullError(DatabaseGoneError):
+    """The disk of the database is full: nothing can be written until there is room."""
+
+    retry_after_s = 30.0

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from api.errors import (
     BadCursorError,
     ConflictError,
+    DatabaseFullError,
     DatabaseGoneError,
     Fault,
     HttpError,
@@ -131,6 +132,7 @@ def job_error(error: JobError) -> HttpError:
     if isinstance(error, TooManyError):
         return retry_later(HTTPStatus.TOO_MANY_REQUESTS, error.code, str(error), error.retry_after_s)
     if isinstance(error, DatabaseGoneError):
-        return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "database_gone", str(error), error.retry_after_s)
+        code = "database_full" if isinstance(error, DatabaseFullError) else "database_gone"
+        return retry_later(HTTPStatus.SERVICE_UNAVAILABLE, code, str(error), error.retry_after_s)
     status, code = _STATUS_OF[type(error)]
     return http_error(status, code, str(error))

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import psycopg
 import sqlalchemy.exc
+import structlog
 from psycopg import sql
 from psycopg.pq import ConnStatus
 from psycopg.rows import namedtuple_row
@@ -22,8 +23,10 @@ from sqlalchemy import URL, Select, event, make_url
 from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from api.errors import DatabaseGoneError
+from api.errors import DatabaseFullError, DatabaseGoneError
 from optpipe.errors import InputError, Issue
+
+_log = structlog.get_logger("optpipe.database")
 
 ANSWER_S = 10.0
 """A transaction that takes longer counts as lost."""
@@ -112,6 +115,29 @@ async def listening_connection(url: str) -> psycopg.AsyncConnection:
     )
 
 
+class Outage:
+    """Outage of the database as this process sees it: logged when it begins and when it ends."""
+
+    def __init__(self) -> None:
+        self.error: DatabaseGoneError | None = None
+
+    def begin(self, error: DatabaseGoneError) -> None:
+        """Note a failed transaction."""
+        if type(error) is not type(self.error):
+            _log.error("database fails", error=str(error))
+        self.error = error
+
+    def end(self, written: bool) -> None:
+        """Note a transaction that succeeded; one that only read says nothing about a full disk."""
+        if self.error is not None and (written or not isinstance(self.error, DatabaseFullError)):
+            _log.warning("database works again")
+            self.error = None
+
+
+OUTAGE = Outage()
+"""State of this process, shared by its pools."""
+
+
 @asynccontextmanager
 async def transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """One transaction: committed at the end, undone by an error. Raises DatabaseGoneError where no answer comes.
@@ -121,6 +147,7 @@ async def transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     try:
         async with engine.connect() as connection, asyncio.timeout(ANSWER_S), connection.begin():
             yield connection
+        OUTAGE.end(written=engine.get_execution_options().get("isolation_level") != "AUTOCOMMIT")
     except (
         sqlalchemy.exc.OperationalError,
         sqlalchemy.exc.InterfaceError,
@@ -132,9 +159,14 @@ async def transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         TimeoutError,
         OSError,
     ) as error:
-        raise DatabaseGoneError(
-            f"the database did not answer ({type(error).__name__}). Maybe it is being restarted; try again."
-        ) from error
+        gone: DatabaseGoneError
+        if isinstance(getattr(error, "orig", error), psycopg.errors.DiskFull):
+            gone = DatabaseFullError("the disk of the database is full. Maybe lower keep_jobs, or give it more room.")
+        else:
+            detail = f"the database did not answer ({type(error).__name__})"
+            gone = DatabaseGoneError(f"{detail}. Maybe it is being restarted; try again.")
+        OUTAGE.begin(gone)
+        raise gone from error
 
 
 class Statement:

@@ -26,7 +26,7 @@ from sqlalchemy import bindparam, func, insert, select, text, tuple_, update
 
 from api.errors import BadCursorError, ConflictError, DatabaseGoneError, NotFoundError
 from api.jobs import queries, queue, results
-from api.jobs.database import Listener, Statement, for_reading, make_engine, transaction
+from api.jobs.database import OUTAGE, Listener, Statement, for_reading, make_engine, transaction
 from api.jobs.migrate import head_revision
 from api.jobs.queries import CANCEL, CHANGED, change_job, notify
 from api.jobs.records import (
@@ -227,6 +227,9 @@ class Store:
                 f"the database is at revision {revision}, and this program needs {head_revision()}. "
                 "Maybe another version of the service has just been started on it."
             )
+        if OUTAGE.error is not None:  # such as a full disk, which only a write shows
+            async with transaction(self._engine) as connection:
+                await queries.add_totals(connection, {("probe", ""): 1.0})
 
     async def counts(self) -> Counts:
         """Figures for metrics."""

@@ -1,11 +1,54 @@
-"""Tasks end, also those that lose a cancel."""
+"""Connections to the database: tasks that end, outages that are named."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+import httpx
+import psycopg
+import pytest
+
+from api.app import create_app
 from api.jobs.database import end_tasks
+from api.settings import Settings
+from tests.api.server import listening
+from tests.api.solves import body
+
+FULL = """
+CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$;
+CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON jobs EXECUTE FUNCTION full_disk();
+CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON totals EXECUTE FUNCTION full_disk();
+"""
+"""Every write fails with the error that PostgreSQL raises on a full disk."""
+
+
+@contextmanager
+def full_disk(database_url: str) -> Iterator[None]:
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        connection.execute(FULL)
+        yield
+        connection.execute("DROP FUNCTION full_disk CASCADE")
+
+
+def test_a_full_disk_is_named(settings: Settings, database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with listening(create_app(settings)) as url, httpx.Client(base_url=url, timeout=30) as client:
+        with full_disk(database_url):
+            refused = client.post("/v1/schedules", json=body())
+            assert (refused.status_code, refused.json()["errors"][0]["code"]) == (503, "database_full")
+            assert "disk of the database is full" in refused.json()["detail"]
+            assert int(refused.headers["retry-after"]) >= 10
+            assert client.get("/v1/schedules").status_code == 200  # what only reads goes on
+            unready = client.get("/readyz")
+            assert (unready.status_code, unready.json()["errors"][0]["code"]) == (503, "database_full")
+        assert client.get("/readyz").status_code == 200
+        assert client.post("/v1/schedules", json=body()).status_code == 202
+    logged = [record.message for record in caplog.records if record.name == "optpipe.database"]
+    assert len(logged) == 2
+    assert "database fails" in logged[0]
+    assert "database works again" in logged[1]
 
 
 async def test_a_lost_cancel_is_not_the_last() -> None:
