@@ -1,4 +1,4 @@
-"""Several schedules of one problem beneath one another at one time scale, with their figures as a table."""
+"""Comparison figure: schedules of one problem at one time scale, one below another, with a table of their values."""
 
 from __future__ import annotations
 
@@ -39,20 +39,14 @@ COLUMNS_INCHES = (0.95, 1.7, 2.7)
 def draw_comparison(schedules: Sequence[Labelled], path: Path) -> None:
     """Draw schedules with their labels to a .png, .svg or .html file.
 
-    Raises InputError for another suffix, for no schedules, and where they do not answer one problem.
+    Raises InputError for another suffix, for no schedules, and for schedules of different problems.
     """
     picture_format = format_of(path)
     write_atomically(path, render_comparison(schedules, picture_format))
 
 
 def render_comparison(schedules: Sequence[Labelled], picture_format: str) -> bytes:
-    """The picture as bytes in one of `optpipe.plot.figure.FORMATS`. Raises InputError as `draw_comparison` does."""
-    _check_comparable(schedules)
-    with settings():
-        return encode(comparison_panel(schedules).figure, picture_format, title_text(schedules[0][1]))
-
-
-def _check_comparable(schedules: Sequence[Labelled]) -> None:
+    """Render to bytes in one of `optpipe.plot.figure.FORMATS`. Raises InputError as `draw_comparison` does."""
     if not schedules:
         raise InputError([Issue("schedules", "empty", "is empty. Maybe no method can handle the problem.")])
     label, first = schedules[0]
@@ -63,10 +57,12 @@ def _check_comparable(schedules: Sequence[Labelled]) -> None:
                 f"{first.problem.name!r}. Maybe one was solved before the problem was changed."
             )
             raise InputError([Issue(("schedules", index), "other_problem", detail)])
+    with settings():
+        return encode(comparison_panel(schedules).figure, picture_format, title_text(schedules[0][1]))
 
 
 def comparison_panel(schedules: Sequence[Labelled]) -> Panel:
-    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
+    """Draw the whole figure; call within `optpipe.plot.figure.settings`."""
     blocks = _layout(len(schedules), len(schedules[0][1].devices))
     longest_us = max(end - start for start, end in (schedule.time_span_us for _, schedule in schedules))
     panel = Panel.of(WIDTH_INCHES, blocks[-1][-1].bottom + 0.1, MARGINS, 0.0, longest_us, time_unit(longest_us))

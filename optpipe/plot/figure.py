@@ -1,4 +1,4 @@
-"""Figures: a grid of charts, written as png, svg or html. The same schedule always gives the same bytes."""
+"""Figures as png, svg or html, and grids of charts. The same schedule always gives the same bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from optpipe.plot.style import FAINT_INK, GRID, INK, draw_legend_row
 FORMATS = ("png", "svg", "html")
 PNG_DPI = 160
 MOST_PIXELS = 30_000
-"""Along a side of a png, which is coarser where it would have more; the library draws no 2^16."""
+"""Most pixels along a side of a png; the resolution is reduced to keep it, since matplotlib cannot draw 2^16."""
 
 _SETTINGS = {
     "font.family": "sans-serif",
@@ -55,17 +55,17 @@ _PAGE = """<!DOCTYPE html>
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Draw with our settings, whatever the caller's are; those are back afterwards.
+    """Context with the settings of all figures; restores the caller's.
 
-    matplotlib keeps its settings for the whole process, so one thread draws at a time.
+    matplotlib's settings are global to the process, so one thread draws at a time.
     """
     with _LOCK, matplotlib.style.context(["default", _SETTINGS]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # such a name is drawn with boxes
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # missing glyphs are drawn as boxes
         yield
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's suffix names. Raises InputError where it is none of FORMATS."""
+    """Format of a file by its suffix. Raises InputError if it is not in FORMATS."""
     suffix = path.suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
         allowed = ", ".join(f".{name}" for name in FORMATS)
@@ -77,37 +77,29 @@ def format_of(path: Path) -> str:
 
 
 def encode(figure: Figure, picture_format: str, title: str) -> bytes:
-    """The figure as bytes in one of FORMATS; call within `settings`."""
+    """Encode a figure in one of FORMATS; call within `settings`."""
     if picture_format == "png":
-        return _png(figure)
-    svg = _svg(figure, title)
+        png = io.BytesIO()
+        FigureCanvasAgg(figure)
+        dpi = min(PNG_DPI, MOST_PIXELS / max(figure.get_size_inches()))
+        figure.savefig(png, format="png", dpi=dpi, metadata={"Software": "OptPipe"})
+        return png.getvalue()
+    target = io.StringIO()
+    FigureCanvasSVG(figure)
+    figure.savefig(target, format="svg", metadata={"Date": None, "Creator": "OptPipe", "Title": title})
+    svg = target.getvalue()
     if picture_format == "svg":
         return svg.encode()
     return _PAGE.format(title=html.escape(title), svg=svg[svg.index("<svg") :]).encode()
 
 
-def _png(figure: Figure) -> bytes:
-    target = io.BytesIO()
-    FigureCanvasAgg(figure)
-    dpi = min(PNG_DPI, MOST_PIXELS / max(figure.get_size_inches()))
-    figure.savefig(target, format="png", dpi=dpi, metadata={"Software": "OptPipe"})
-    return target.getvalue()
-
-
-def _svg(figure: Figure, title: str) -> str:
-    target = io.StringIO()
-    FigureCanvasSVG(figure)
-    figure.savefig(target, format="svg", metadata={"Date": None, "Creator": "OptPipe", "Title": title})
-    return target.getvalue()
-
-
 COLUMNS = 3
 WIDTH_INCHES = 4.0
-"""Of each chart, without what is beside it."""
+"""Width of each chart without its margins."""
 LEFT_INCHES, RIGHT_INCHES = 0.75, 0.85
-"""Beside each chart, for its scale and for what stands at the end of its curves."""
+"""Margins left and right of each chart, for its scale and the labels at the ends of its curves."""
 ABOVE_INCHES, BELOW_INCHES = 0.5, 0.5
-"""Above and below each chart, for its title and its time scale."""
+"""Margins above and below each chart, for its title and its time scale."""
 HEADER_INCHES = 0.85
 LONGEST_TITLE = 52
 THINNEST_POINTS, WIDER_POINTS = 1.6, 0.6
@@ -122,7 +114,7 @@ class AxesGrid:
 
     @classmethod
     def of(cls, count: int, height: float, width: float = WIDTH_INCHES) -> AxesGrid:
-        """Room for `count` charts of `width` by `height`, at most COLUMNS in a row."""
+        """A new grid of `count` charts of `width` by `height`, at most COLUMNS in a row."""
         columns = min(COLUMNS, count)
         rows = math.ceil(count / columns)
         cell_width, cell_height = LEFT_INCHES + width + RIGHT_INCHES, ABOVE_INCHES + height + BELOW_INCHES
@@ -138,7 +130,7 @@ class AxesGrid:
         return cls(figure, axes)
 
     def draw_header(self, title: str, handles: Sequence[Artist]) -> None:
-        """The figure's title, and beneath it the legend of the handles' labels in one row."""
+        """Draw the figure's title and, below it, the legend of the handles in one row."""
         width, height = self.figure.get_size_inches()
         left = 0.15 / width
         self.figure.text(left, 1 - 0.36 / height, title, fontsize=13.5, fontweight="bold", color=INK)
@@ -150,12 +142,12 @@ class AxesGrid:
 
 
 def line_widths(count: int) -> list[float]:
-    """Widths in points of lines drawn upon each other: of those that run together the ones beneath are wider."""
+    """Line widths in points for overlapping curves: lower ones are wider, so that all stay visible."""
     return [THINNEST_POINTS + WIDER_POINTS * above for above in reversed(range(count))]
 
 
 def style(axes: Axes, title: str, subtitle: str) -> None:
-    """Our look of a chart: its name above, thin lines of a grid, no frame."""
+    """Apply the common style to a chart: title above, thin grid lines, no frame."""
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT_INK)
     axes.tick_params(axis="both", which="both", colors=FAINT_INK, labelsize=8.5, length=0)

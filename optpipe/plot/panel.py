@@ -40,9 +40,9 @@ from optpipe.units import Unit, bytes_text, count_text, memory_unit, percent_tex
 
 POINTS_PER_INCH = 72
 GUTTER_INCHES = 0.1
-"""Between the panel and the text beside it."""
+"""Gap between the panel and the text beside it."""
 NARROWEST_INCHES, WIDEST_INCHES = 12.5, 22.0
-"""Of a figure whose width follows the number of its boxes."""
+"""Limits of the width of a figure that depends on the number of its boxes."""
 
 
 class Lane(NamedTuple):
@@ -53,12 +53,12 @@ class Lane(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """Its height's half, from the top of the picture."""
+        """Vertical middle, in inches from the panel's top."""
         return self.top + self.height / 2
 
     @property
     def bottom(self) -> float:
-        """Where it ends, from the top of the picture."""
+        """Lower edge, in inches from the panel's top."""
         return self.top + self.height
 
 
@@ -92,7 +92,7 @@ class Panel:
         figure_height = height + margins.top + margins.bottom
         width = figure_width - margins.left - margins.right
         figure = Figure(figsize=(figure_width, figure_height), facecolor="white")
-        FigureCanvasAgg(figure)  # measures all labels with one renderer, where a bare figure makes one for each
+        FigureCanvasAgg(figure)  # measures all labels with one renderer; a bare figure makes one per label
         axes = figure.add_axes(
             (
                 margins.left / figure_width,
@@ -110,7 +110,7 @@ class Panel:
 
     @property
     def points_per_us(self) -> float:
-        """The scale of time: typographic points a microsecond."""
+        """Scale of the time axis: typographic points per microsecond."""
         return self.width * POINTS_PER_INCH / (self.end_us - self.start_us)
 
     def text_left(self, y: float, text: str, **look: object) -> Text:
@@ -145,12 +145,12 @@ class Panel:
 
 
 def width_inches(most_ops: int) -> float:
-    """The width of a figure: wider for more ops on a lane, so that boxes keep room for numbers as long as it can."""
+    """Width of a figure: wider for more ops on a lane, so that boxes can hold their numbers."""
     return min(WIDEST_INCHES, max(NARROWEST_INCHES, 5.0 + 0.165 * most_ops))
 
 
 def _shrunk(text: Text, room_inches: float) -> Text:
-    """The text, smaller where it is wider than its room."""
+    """Shrink a text to a width."""
     figure = text.get_figure(root=True)
     assert figure is not None
     width_inches = text.get_window_extent().width / figure.dpi
@@ -160,7 +160,7 @@ def _shrunk(text: Text, room_inches: float) -> Text:
 
 
 def printable(text: str, most: int) -> str:
-    """A name fit for a label: one line without control characters, at most `most` characters."""
+    """Text of a name for a label: one line without control characters, at most `most` characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
@@ -174,7 +174,7 @@ NUMBER_ROOM = 0.74
 FONT_HEIGHT = 1.45
 """Height of a box as a multiple of the font size that it needs."""
 THINNEST_POINTS = 0.6
-"""The width of a white border (narrow boxes have thinner ones), and the least width at which a box is drawn."""
+"""Width of a white border (narrower boxes have thinner ones), and smallest width of a drawn box."""
 
 
 class Box(NamedTuple):
@@ -188,9 +188,9 @@ class Box(NamedTuple):
 
 
 def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> list[Box]:
-    """The ops of one stream, coloured by kind and shaded by the place of their stage among those of the device."""
+    """Boxes of one stream, coloured by kind and shaded by the rank of their stage on the device."""
     stages = problem.stages_of[device]
-    rank = {stage: place for place, stage in enumerate(stages)}
+    rank = {stage: index for index, stage in enumerate(stages)}
     looks = {(op.kind, op.stage) for op in planned.ops}
     colours = {(kind, stage): op_colour(kind, rank.get(stage, 0), len(stages)) for kind, stage in looks}
     return [
@@ -200,23 +200,23 @@ def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> 
 
 
 def draw_idle(panel: Panel, lanes: Sequence[Lane]) -> None:
-    """The ground of each lane: what no box covers is idle."""
+    """Draw the background of each lane, which shows idle time between boxes."""
     start, end = panel.start_us / panel.unit.size, panel.end_us / panel.unit.size
     corners = [[(start, lane.top), (end, lane.top), (end, lane.bottom), (start, lane.bottom)] for lane in lanes]
     panel.axes.add_collection(PolyCollection(corners, facecolors=IDLE, linewidths=0, zorder=1), autolim=False)
 
 
 def draw_boxes(panel: Panel, boxes: Sequence[Box]) -> None:
-    """All boxes as one collection, with white borders that leave narrow ones visible."""
+    """Draw all boxes as one collection, with white borders that leave narrow ones visible."""
     if not boxes:
         return
     sides = np.array([(box.start_us, box.end_us, box.lane.top, box.lane.bottom) for box in boxes])
     widths_points = (sides[:, 1] - sides[:, 0]) * panel.points_per_us
-    missing_points = np.maximum(0.0, THINNEST_POINTS - widths_points)  # made up for by a border of the box's own colour
+    missing_points = np.maximum(0.0, THINNEST_POINTS - widths_points)  # added by a border in the box's own colour
     sides[:, :2] /= panel.unit.size
     corners = sides[:, [0, 2, 1, 2, 1, 3, 0, 3]].reshape(-1, 4, 2)
     collection = PolyCollection(
-        corners,  # type: ignore[arg-type]  # one array is taken much faster than the sequence that is asked for
+        corners,  # type: ignore[arg-type]  # an array is much faster than the annotated sequence
         facecolors=[box.colour for box in boxes],
         edgecolors=[box.colour if missing else WHITE for box, missing in zip(boxes, missing_points, strict=True)],
         linewidths=np.where(missing_points, missing_points, np.minimum(THINNEST_POINTS, 0.1 * widths_points)).round(3),
@@ -227,7 +227,7 @@ def draw_boxes(panel: Panel, boxes: Sequence[Box]) -> None:
 
 
 def draw_numbers(panel: Panel, boxes: Sequence[Box]) -> None:
-    """Microbatch numbers: all boxes of a kind and stage have theirs or none has, and each kind has one size."""
+    """Draw microbatch numbers, in all boxes of a kind and stage or in none, with one size per kind."""
     sizes = _number_sizes(panel, boxes)
     for box in boxes:
         points = sizes.get((box.op.kind, box.op.stage))
@@ -245,21 +245,17 @@ def draw_numbers(panel: Panel, boxes: Sequence[Box]) -> None:
 
 
 def _number_sizes(panel: Panel, boxes: Sequence[Box]) -> dict[tuple[str, int], float]:
-    """The font size of each kind and stage whose numbers are legible in all of its boxes."""
+    """Font size of each kind and stage whose numbers are legible in all of its boxes."""
     rooms: dict[tuple[str, int], float] = {}
     for box in boxes:
         group = box.op.kind, box.op.stage
-        rooms[group] = min(rooms.get(group, LARGEST_NUMBER_POINTS), _room_points(panel, box))
+        width_points = (box.end_us - box.start_us) * panel.points_per_us
+        by_width = NUMBER_ROOM * width_points / (DIGIT_WIDTH * len(str(box.op.microbatch)))
+        by_height = box.lane.height * POINTS_PER_INCH / FONT_HEIGHT
+        rooms[group] = min(rooms.get(group, LARGEST_NUMBER_POINTS), by_width, by_height)
     legible = {group: room for group, room in rooms.items() if room >= SMALLEST_NUMBER_POINTS}
     smallest = {kind: min(room for (other, _), room in legible.items() if other == kind) for kind, _ in legible}
     return {group: smallest[group[0]] for group in legible}
-
-
-def _room_points(panel: Panel, box: Box) -> float:
-    """The largest font size at which a box holds its number."""
-    width = (box.end_us - box.start_us) * panel.points_per_us
-    by_width = NUMBER_ROOM * width / (DIGIT_WIDTH * len(str(box.op.microbatch)))
-    return min(by_width, box.lane.height * POINTS_PER_INCH / FONT_HEIGHT)
 
 
 MEMORY_HEADROOM = 1.06
@@ -275,24 +271,24 @@ class MemoryScale:
 
     @classmethod
     def of(cls, schedule: Schedule) -> MemoryScale:
-        """The scale that shows every device's peak, and the budgets that are not far above the highest."""
+        """Scale for the peaks of all devices and the budgets not far above the highest peak."""
         peak = max(plan.peak_bytes for plan in schedule.devices)
         budgets = [device.memory_bytes or 0 for device in schedule.problem.devices]
         drawn = [budget for budget in budgets if budget <= FARTHEST_BUDGET * peak]
         return cls(MEMORY_HEADROOM * max([peak, *drawn, 1]))
 
     def shows(self, budget_bytes: int | None) -> TypeGuard[int]:
-        """Whether the line of a budget is within the strips."""
+        """True if the line of a budget is within the strips."""
         return budget_bytes is not None and budget_bytes <= self.top_bytes
 
     @property
     def unit(self) -> Unit:
-        """What bytes are shown in."""
+        """Unit of the labels."""
         return memory_unit(self.top_bytes / MEMORY_HEADROOM)
 
 
 def draw_memory(panel: Panel, strip: Lane, schedule: Schedule, device: int, scale: MemoryScale) -> None:
-    """The step curve at the predicted times, and the budget as a dashed line."""
+    """Draw the memory curve at the predicted times, and the budget as a dashed line."""
     levels = planned_memory(schedule, device)
     times = np.concatenate([[panel.start_us], levels.times_us, [panel.end_us]]) / panel.unit.size
     sizes = np.concatenate([[0], levels.bytes, levels.bytes[-1:]])
@@ -308,7 +304,7 @@ def draw_memory(panel: Panel, strip: Lane, schedule: Schedule, device: int, scal
 
 
 def peak_text(peak_bytes: int, budget_bytes: int | None, scale: MemoryScale) -> str:
-    """A peak beside its budget, both in the unit of the scale unless the budget is far beyond it."""
+    """Text of a peak and its budget, in the unit of the scale unless the budget is far above it."""
     peak = f"peak {bytes_text(peak_bytes, scale.unit)}"
     if budget_bytes is None:
         return f"{peak}, no limit"
@@ -319,7 +315,7 @@ Entry = tuple[Handle, str]
 
 
 def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
-    """Entries for ops of `kinds` where a device has up to `stages` stages."""
+    """Legend entries for ops of `kinds` with up to `stages` stages per device."""
     entries: list[Entry] = [
         (Patch(facecolor=look.colour), look.label) for kind, look in OP_LOOKS.items() if kind in kinds
     ]
@@ -330,7 +326,7 @@ def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
 
 
 def memory_entries(budgets: bool) -> list[Entry]:
-    """Entries for the memory curves and, where there are `budgets`, their line."""
+    """Legend entries for the memory curves and, with `budgets`, for their line."""
     entries: list[Entry] = [(Patch(facecolor=MEMORY_FILL, edgecolor=MEMORY_EDGE), "memory")]
     if budgets:
         entries.append((Line2D([], [], color=BUDGET, linewidth=1.3, linestyle=(0, (4, 2.5))), "budget"))
@@ -338,13 +334,13 @@ def memory_entries(budgets: bool) -> list[Entry]:
 
 
 def kinds_in(schedule: Schedule) -> set[str]:
-    """The kinds of op in a schedule."""
+    """Kinds of op in a schedule."""
     codes = {code for device in schedule.devices for _, planned in device.streams() for code in {*planned.ops.kind}}
     return {KINDS[code] for code in codes}
 
 
 def draw_legend(panel: Panel, entries: list[Entry], inches_above: float) -> None:
-    """One row, `inches_above` the panel, from the figure's left margin."""
+    """Draw the legend in one row, `inches_above` the panel, from the figure's left margin."""
     anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + inches_above / panel.height
     draw_legend_row(panel.axes, entries, anchor, "lower left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2)
 
@@ -354,7 +350,7 @@ LONGEST_TITLE = 70
 
 
 def title_text(schedule: Schedule) -> str:
-    """The problem's name, or its size where it has none."""
+    """Name and size of the problem."""
     problem = schedule.problem
     size = f"{count_text(len(problem.devices), 'device')}, {count_text(problem.microbatches, 'microbatch')}"
     name = printable(problem.name, LONGEST_TITLE)

@@ -1,4 +1,4 @@
-"""A measured step beneath its plan, device by device at one time scale."""
+"""Figure of a measured step below its plan, device by device at one time scale."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def draw_planned_and_measured(trace: Trace, comparison: Comparison, path: Path) 
 
 
 def render_planned_and_measured(trace: Trace, comparison: Comparison, picture_format: str) -> bytes:
-    """The picture as bytes in one of `optpipe.plot.figure.FORMATS`."""
+    """Render to bytes in one of `optpipe.plot.figure.FORMATS`."""
     with settings():
         figure = planned_and_measured_panel(trace, comparison).figure
         return encode(figure, picture_format, title_text(trace.schedule))
@@ -56,7 +56,7 @@ def render_planned_and_measured(trace: Trace, comparison: Comparison, picture_fo
 
 @dataclass(frozen=True)
 class _Row:
-    """The lanes of one device's plan, or of what it did; one for both directions of copies, where there are any."""
+    """Lanes of one device's planned or measured ops; lanes of copies have no height without copies."""
 
     compute: Lane
     offload: Lane
@@ -79,7 +79,7 @@ class _Row:
 
 
 def planned_and_measured_panel(trace: Trace, comparison: Comparison) -> Panel:
-    """The whole picture on its figure; call within `optpipe.plot.figure.settings`."""
+    """Draw the whole figure; call within `optpipe.plot.figure.settings`."""
     rows = list(_layout(trace.devices))
     factor = 1.0 if comparison.plan_fits else comparison.work_ratio
     both = [_from_zero(comparison.planned_spans, factor), _from_zero(comparison.spans, 1.0)]
@@ -113,7 +113,7 @@ def _layout(devices: Sequence[MeasuredDevice]) -> Iterator[tuple[_Row, _Row]]:
 
 
 def _from_zero(spans: Spans, factor: float) -> Spans:
-    """The same times, from the first start and stretched by a factor."""
+    """Intervals relative to the first start, scaled by a factor."""
     first_us = min((span.start_us for span in spans.values()), default=0.0)
     return {
         op: Span((span.start_us - first_us) * factor, (span.end_us - first_us) * factor) for op, span in spans.items()
@@ -122,7 +122,7 @@ def _from_zero(spans: Spans, factor: float) -> Spans:
 
 def _boxes(trace: Trace, spans: Spans, device: int, row: _Row) -> list[Box]:
     stages = trace.schedule.problem.stages_of[device]
-    rank = {stage: place for place, stage in enumerate(stages)}
+    rank = {stage: index for index, stage in enumerate(stages)}
     lanes = {"compute": row.compute, "offload": row.offload, "reload": row.reload}
     return [
         Box(*spans[op], op, lanes[op.stream], op_colour(op.kind, rank[op.stage], len(stages)))
@@ -131,7 +131,7 @@ def _boxes(trace: Trace, spans: Spans, device: int, row: _Row) -> list[Box]:
 
 
 def _draw_path(panel: Panel, boxes: Sequence[Box]) -> None:
-    """A dark frame around the ops that decide the end, thin enough to leave narrow ones visible."""
+    """Draw dark frames around the ops of the critical path, thin enough to leave narrow ops visible."""
     size = panel.unit.size
     frames = PatchCollection(
         [

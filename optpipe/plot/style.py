@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 
 
 class OpLook(NamedTuple):
-    """How ops of one kind look, and what the legend calls them."""
+    """Colour and legend label of ops of one kind."""
 
     colour: str
     label: str
@@ -47,7 +47,7 @@ WHITE: Rgb = (1.0, 1.0, 1.0)
 
 
 def op_colour(kind: str, rank: int, stages: int) -> Rgb:
-    """The colour of an op whose stage is the `rank`-th of the `stages` on its device: later stages are lighter."""
+    """Colour of an op whose stage is the `rank`-th of `stages` on its device: later stages are lighter."""
     white = LIGHTEST * rank / (stages - 1) if stages > 1 else 0.0
     red, green, blue = to_rgb(OP_LOOKS[kind].colour)
     return (red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white)
@@ -61,7 +61,7 @@ def ink_on(colour: Rgb) -> str:
 
 
 class CurveLook(NamedTuple):
-    """How a curve is drawn: matplotlib's offset and lengths of dashes and gaps in points, none for a solid line."""
+    """Colour and dashes of a curve: matplotlib's offset and on/off lengths in points, empty for a solid line."""
 
     colour: str
     dashes: tuple[float, tuple[float, ...]]
@@ -72,14 +72,14 @@ _DASHES: list[tuple[float, tuple[float, ...]]] = [(0, ()), (0, (5, 2)), (0, (1.5
 
 
 def curve_looks(labels: Iterable[str]) -> dict[str, CurveLook]:
-    """A look for each label in order of appearance: another colour each, then the same colours dashed."""
+    """Assign a look to each label in order of appearance: distinct colours first, then the same colours dashed."""
     names = list(dict.fromkeys(labels))
     looks = (CurveLook(colour, dashes) for dashes in cycle(_DASHES) for colour in _COLOURS)
     return dict(zip(names, islice(looks, len(names)), strict=True))
 
 
 def legend_lines(looks: Mapping[str, CurveLook], **more: Any) -> list[Line2D]:
-    """A labelled piece of each curve for a legend; `more` are matplotlib's properties of a line, such as `marker`."""
+    """Legend handle of each curve; `more` are matplotlib's line properties, such as `marker`."""
     return [
         Line2D([], [], color=look.colour, linestyle=look.dashes, linewidth=1.8, label=label, **more)
         for label, look in looks.items()
@@ -87,13 +87,13 @@ def legend_lines(looks: Mapping[str, CurveLook], **more: Any) -> list[Line2D]:
 
 
 Handle = Artist | tuple[Artist, ...]
-"""What stands before a label; several artists side by side as a tuple."""
+"""Legend handle; a tuple for several artists side by side."""
 
 
 def draw_legend_row(
     owner: Axes | Figure, entries: Sequence[tuple[Handle, str]], anchor: tuple[float, float], loc: str, **lengths: float
 ) -> None:
-    """Handles with their labels, `loc` of the row at `anchor` in the owner's own coordinates (0 to 1).
+    """Draw a one-row legend with its `loc` at `anchor`, in the owner's coordinates (0 to 1).
 
     `lengths` are matplotlib's, in font sizes: `handlelength`, `handletextpad`, `columnspacing`.
     """

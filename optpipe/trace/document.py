@@ -1,6 +1,6 @@
 """Trace of a training step (document `optpipe.trace/1`), assembled from the recordings of all processes.
 
-Times are microseconds from the first start of any action in the step, by one clock for all devices.
+Times are microseconds from the first start of any action in the step, by a clock common to all devices.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from optpipe.problem import Bytes, Index, Instant, TimeUs, reject
 from optpipe.schedule import Schedule
 
 MAX_TRACE_BYTES = 512 * 2**20
-"""An action takes about as much room as an op of a schedule, and a trace holds both."""
+"""An action takes about as many bytes as an op of a schedule, and a trace holds both."""
 
 Lane = Literal["compute", "offload", "reload", "runtime"]
 LANES: tuple[Lane, ...] = ("compute", "offload", "reload", "runtime")
-"""The streams of a schedule, and what the runtime does besides: sends, receives, and so on."""
+"""Streams of a schedule, and a lane for other actions of the runtime: sends, receives, and so on."""
 
 
 class MeasuredAction(Document):
-    """One action as it ran: an op of the schedule, or one of the runtime's own, such as SEND_F.
+    """A measured action: an op of the schedule, or an action of the runtime, such as SEND_F.
 
-    Its turn came at `turn_us`; what it waited for was there at `start_us`; its work was done at `end_us`. `peer` is
-    the other device of a send or receive.
+    `turn_us`: it was next on its device; `start_us`: its waits had ended; `end_us`: its work had ended. `peer` is the
+    other device of a send or receive.
     """
 
     action: Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
@@ -52,12 +52,12 @@ class MeasuredAction(Document):
 
     @property
     def lane(self) -> Lane:
-        """The stream of an op, or the runtime's lane."""
+        """Stream of an op, or the runtime's lane."""
         return self.key.stream if self.action in KINDS else "runtime"
 
     @property
     def duration_us(self) -> float:
-        """From the start of its work to the end."""
+        """Time from the start of its work to the end."""
         return self.end_us - self.start_us
 
     @model_validator(mode="after")
@@ -89,16 +89,16 @@ class MemoryOverTime(Document):
 
     @property
     def curve(self) -> Curve:
-        """The same as arrays."""
+        """The step function as arrays."""
         return Curve(np.asarray(self.times_us, np.float64), np.asarray(self.bytes, np.int64))
 
 
 class MeasuredDevice(Document):
-    """What one device did, in the order in which its actions were issued, and the memory that it took.
+    """Measured actions of one device in issue order, and its memory.
 
-    `process` ran it. `peak_bytes` is the most that was alive. `planned_peak_bytes` is the same by the program's
-    order with the sizes of the stages' ops measured one by one: other than the schedule's figure it is about the
-    model that ran, whatever sizes the schedule was planned with.
+    `process` ran it. `peak_bytes` is the measured peak. `planned_peak_bytes` is the peak of the program with measured
+    sizes of the stages' ops: unlike the schedule's figure, it is of the model that ran, whatever sizes the schedule was
+    planned with.
     """
 
     process: Index
@@ -108,20 +108,20 @@ class MeasuredDevice(Document):
     planned_peak_bytes: Bytes | None = None
 
     def lane(self, name: Lane) -> Iterator[MeasuredAction]:
-        """The actions of one stream, or the runtime's own."""
+        """Actions of one lane."""
         return (action for action in self.actions if action.lane == name)
 
     @cached_property
     def ops(self) -> Mapping[Op, MeasuredAction]:
-        """The ops of the schedule."""
+        """Actions that are ops of the schedule."""
         return {action.key: action for action in self.actions if action.lane != "runtime"}
 
 
 class Trace(Displayed, Document):
     """A measured step with the schedule that it ran.
 
-    `program` is the digest of the program that the schedule was compiled to. `clock_error_us`: times of one process
-    may be off those of another by so much. `source`: free text, what ran where.
+    `program` is the digest of the compiled program. `clock_error_us`: largest offset between times of two processes.
+    `source`: free text about model and machine.
     """
 
     format: Literal["optpipe.trace/1"]
@@ -150,11 +150,11 @@ class Trace(Displayed, Document):
             raise reject("wrong_length", f"devices has {len(self.devices)} entries but the schedule {len(planned)}")
         for d, (device, plan) in enumerate(zip(self.devices, planned, strict=True)):
             expected = {op for _, ops in plan.streams() for op in ops.ops}
-            found = Counter(action.key for action in device.actions if action.lane != "runtime")
+            counts = Counter(action.key for action in device.actions if action.lane != "runtime")
             for problem, ops in (
-                ("lacks", expected - found.keys()),
-                ("has beyond the schedule", found.keys() - expected),
-                ("has more than once", {op for op, count in found.items() if count > 1}),
+                ("lacks", expected - counts.keys()),
+                ("has beyond the schedule", counts.keys() - expected),
+                ("has more than once", {op for op, count in counts.items() if count > 1}),
             ):
                 if ops:
                     raise reject("other_ops", f"devices[{d}].actions {problem} {min(ops)}")
@@ -176,16 +176,16 @@ class Trace(Displayed, Document):
 
     @property
     def devices_ran_at_once(self) -> bool:
-        """Whether each device had a process of its own. In one process devices take turns on one processor."""
+        """True if each device had a process of its own. In one process, devices alternate on one processor."""
         return len({device.process for device in self.devices}) == len(self.devices)
 
     @cached_property
     def ops(self) -> Mapping[Op, MeasuredAction]:
-        """The ops of the schedule on all devices."""
+        """Actions of all devices that are ops of the schedule."""
         return {op: action for device in self.devices for op, action in device.ops.items()}
 
     def messages(self) -> Iterator[tuple[MeasuredAction, MeasuredAction]]:
-        """Each message between devices: its send, and the op that used it."""
+        """Messages between devices: the send, and the op that used the message."""
         for device in self.devices:
             for send in device.actions:
                 user = self._user(send) if send.action in SENDS else None
@@ -195,18 +195,18 @@ class Trace(Displayed, Document):
     def _user(self, send: MeasuredAction) -> MeasuredAction | None:
         kind, stage, microbatch = matching_receive(send.key)
         kinds = ("F",) if kind == "RECV_F" else ("B", "BW")
-        found = (self.ops.get(Op(kind, stage, microbatch)) for kind in kinds)
-        return next((action for action in found if action), None)
+        users = (self.ops.get(Op(kind, stage, microbatch)) for kind in kinds)
+        return next((action for action in users if action), None)
 
     @property
     def step_us(self) -> float:
-        """From the first start to the last end of the schedule's ops."""
+        """Time from the first start to the last end of the schedule's ops."""
         times = self.ops.values()
         return max(t.end_us for t in times) - min(t.start_us for t in times) if times else 0.0
 
 
 class ActionRow(NamedTuple):
-    """An action as recorded: times in nanoseconds by a clock that all processes share, bytes alive on its device."""
+    """A recorded action: times in nanoseconds by the common clock, bytes alive on its device."""
 
     kind: str
     stage: int
@@ -220,7 +220,7 @@ class ActionRow(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one process recorded: the actions of each of its devices, in the order in which they were issued."""
+    """Recording of one process: the actions of each of its devices in issue order."""
 
     process: int
     clock_error_us: float
@@ -232,7 +232,7 @@ class Part(NamedTuple):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Self:
-        """The part that `to_data` made these values of."""
+        """Inverse of `to_data`."""
         devices = {int(d): [ActionRow(*row) for row in rows] for d, rows in data["devices"].items()}
         return cls(data["process"], data["clock_error_us"], devices)
 
@@ -246,9 +246,9 @@ def assemble(
     planned_peak_bytes: Sequence[int],
     source: str = "",
 ) -> Trace:
-    """The document of all parts; its fields say what the others are. Time 0 is the first start of any action.
+    """Assemble the trace of all parts; the other arguments are its fields. Time 0 is the first start of any action.
 
-    Raises InputError where the parts do not hold every op of the schedule once.
+    Raises InputError unless the parts hold every op of the schedule exactly once.
     """
     process = {d: part.process for part in parts for d in part.devices}
     rows = {d: rows for part in parts for d, rows in part.devices.items()}
@@ -287,7 +287,7 @@ def _action(row: ActionRow, zero_ns: int) -> dict[str, Any]:
 
 
 def _memory(rows: Sequence[ActionRow], zero_ns: int) -> dict[str, Any]:
-    """Each action takes at its start what it holds at most, and leaves at its end what is alive after it."""
+    """Memory curve in which each action rises to its peak at its start, and falls to what it leaves at its end."""
     start_ns, end_ns, peak, after = (
         np.array([getattr(row, field) for row in rows], np.int64)
         for field in ("start_ns", "end_ns", "peak_bytes", "after_bytes")
