@@ -22,7 +22,7 @@ from optpipe.problem import Problem
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What each pass of a microbatch takes and needs: pass ``kind * stages + stage`` is an F, B or W (0, 1, 2).
+    """Costs and inputs of each pass of a microbatch: pass ``kind * stages + stage`` is an F, B or W (0, 1, 2).
 
     `before`: the pass whose result each needs (-1: none). `delay_us`: from the end of that one on. `at_start` and
     `at_end`: changes of memory, bytes.
@@ -39,7 +39,7 @@ class PassCosts:
 
     @property
     def size(self) -> int:
-        """How many passes a microbatch has: F, B and W of each stage."""
+        """Number of passes of a microbatch: F, B and W of each stage."""
         return 3 * self.stages
 
 
@@ -236,7 +236,7 @@ def _instead(
 
 @njit(cache=True)
 def _allowed(early: Ints, p: int, i: int, end: int, microbatches: int) -> int:
-    """How many rounds a pass may run ahead of its plan: some at the ends, none in between."""
+    """Number of rounds that a pass may run ahead of its plan: some at the ends, none in between."""
     allowed = early[0, p] if i < end else 0
     return max(allowed, early[1, p]) if i >= microbatches - end else allowed
 
@@ -254,7 +254,7 @@ def _first_without_weights(head: int, end: int, done: Bools, planned: Ints, weig
 def _has_room(
     early: int, head: int, done: Bools, planned: Ints, at_start: Ints, at_end: Ints, level: int, budget: int
 ) -> bool:
-    """Whether a pass has room now, and after it everything that is planned before it."""
+    """True if a pass has room now, and after it everything that is planned before it."""
     if early == head:
         return True
     p = planned[early]

@@ -117,7 +117,7 @@ def _device_order(problem: Problem, codes: Ints) -> OpArray:
 
 @njit(cache=True)
 def input_us(line: Timeline, kind: int, s: int) -> float:
-    """When the next F or B of a stage has its input; NaN where that is not placed, or no such op is left."""
+    """Arrival of the input of the next F or B of a stage; NaN where that is not placed, or no such op is left."""
     stages, microbatches = line.end_us.shape[1:]
     i = line.placed[kind, s]
     if i == microbatches:
@@ -134,14 +134,14 @@ def input_us(line: Timeline, kind: int, s: int) -> float:
 
 @njit(cache=True)
 def fits(line: Timeline, kind: int, s: int, more_bytes: int = 0) -> bool:
-    """Whether memory has room for an op of a stage now, and for `more_bytes` beside it."""
+    """True if memory has room for an op of a stage now, and for `more_bytes` beside it."""
     device = line.devices[line.device_of[s]]
     return bool(device["memory_bytes"] + line.costs[kind, s]["need_bytes"] + more_bytes <= device["budget_bytes"])
 
 
 @njit(cache=True)
 def can_follow(line: Timeline, kind: int, s: int) -> bool:
-    """Whether the next F or B of a stage has its input placed, and room once all pending W of its device are done."""
+    """True if the next F or B of a stage has its input placed, and room once all pending W of its device are done."""
     if np.isnan(input_us(line, kind, s)):
         return False
     return fits(line, kind, s, line.devices[line.device_of[s]]["pending_bytes"])
@@ -174,7 +174,7 @@ def place_next(line: Timeline, kind: int, s: int) -> None:
 
 @njit(cache=True)
 def pending_weights(line: Timeline, d: int) -> int:
-    """How many W of a device are left."""
+    """Number of W that are left on a device."""
     return int(line.devices[d]["pending_end"] - line.devices[d]["pending_begin"])
 
 

@@ -1,4 +1,4 @@
-"""What no schedule can beat, and why."""
+"""Lower bounds on every schedule, with their proofs."""
 
 from solver.bounds.device import longest_chain_us, split_backward_suffices
 from solver.bounds.lower_bound import lower_bound_us

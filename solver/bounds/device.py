@@ -192,7 +192,7 @@ class OnDevice:
 
 
 def split_backward_suffices(problem: Problem) -> bool:
-    """Whether some optimum has no fused backward, so that what is proved of split ones holds for all.
+    """True if some optimum has no fused backward, so that what is proved of split ones holds for all.
 
     B with W right behind it does all that BW does, no later, and hands its gradient over earlier. The microbatches stay
     in order: a BW counts as a B (docs/adr/0006), and the W of a stage may be put in order among themselves, since all
@@ -203,7 +203,7 @@ def split_backward_suffices(problem: Problem) -> bool:
 
 
 def fusing_may_help(problem: Problem, s: int) -> bool:
-    """Whether BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split."""
+    """True if BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split."""
     stage = problem.stages[s]
     work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
     return max(work.B, grows, grows + work.W) > work.BW and problem.devices[stage.device].memory_bytes is not None

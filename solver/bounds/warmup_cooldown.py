@@ -1,4 +1,4 @@
-"""What a device must idle before its first backward and after its last forward.
+"""Idle time of a device before its first backward and after its last forward.
 
 Zero Bubble's bound is the first of the two for linear placement. The second is its mirror image: once a device has
 run its last F it lives on the backwards that its memory still holds, until the last of them comes back.
@@ -169,7 +169,7 @@ class _Windows(OnDevice):
         return self.budget - self.stages[-1].workspace_bytes.F
 
     def _moved_bytes(self, kind: str, window_us: float) -> float:
-        """What O can free, or R bring back, in a window."""
+        """Bytes that O can free, or R bring back, in a window."""
         moved_bytes = 0.0
         for stage in self.stages:
             if stage.offload and stage.offload.bytes:
@@ -199,5 +199,5 @@ def _activation_bytes(stage: Stage) -> int:
 
 
 def _staying_bytes(stage: Stage) -> int:
-    """What of an activation never leaves."""
+    """Bytes of an activation that never leave."""
     return stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)

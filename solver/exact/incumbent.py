@@ -1,4 +1,4 @@
-"""What every exact search keeps while it runs: the best schedule, the best bound, and how far its models reach."""
+"""State of a running exact search: the best schedule, the best bound, and how far its models reach."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _hull(places: Iterable[Place]) -> list[Place]:
 
 
 def _is_above(a: Place, b: Place, c: Place) -> bool:
-    """Whether b lies on or above the line from a to c (bytes fall and time grow from a to c)."""
+    """True if b lies on or above the line from a to c (bytes fall and time grow from a to c)."""
     return (b.time - a.time) * (a.bytes - c.bytes) >= (c.time - a.time) * (a.bytes - b.bytes)
 
 
@@ -212,7 +212,7 @@ def like_weights(problem: Problem, but: Collection[int] = ()) -> Iterator[Sequen
 
 
 def count_like_pairs(problem: Problem) -> int:
-    """How many `like_pairs` there are."""
+    """Number of `like_pairs`."""
     return sum(comb(len(group), 2) for group in like_weights(problem)) * problem.microbatches**2
 
 

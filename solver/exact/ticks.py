@@ -79,7 +79,7 @@ class TimeGrid:
         return float(Fraction(ticks) / self.ticks_per_us)
 
     def proved_us(self, bound_ticks: float) -> float:
-        """What a lower bound on the model's objective (ticks) says about real schedules.
+        """Translate a lower bound on the model's objective (ticks) to real schedules.
 
         A makespan of whole units is the model's, but for the ops without length, which add less than one step. A span
         S that is moved to the grid, every time rounded down to a step, becomes at most S rounded up to a step: where
@@ -116,6 +116,6 @@ class TimeGrid:
 
 
 def _instant_ops(problem: Problem, below_us: float) -> int:
-    """How many ops take `below_us` or less."""
+    """Number of ops that take `below_us` or less."""
     kinds = [(stage, kind) for stage in problem.stages for kind in ("FBWOR" if stage.offload else "FBW")]
     return problem.microbatches * sum(stage.duration_us(kind) <= below_us for stage, kind in kinds)

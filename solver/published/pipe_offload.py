@@ -85,7 +85,7 @@ def _value_us(problem: Problem, orders: Orders) -> float:
 
 
 def _too_large(problem: Problem, method: str, orders: Orders, instead: str) -> MethodError:
-    """What to raise where even `orders`, the least of what was tried, exceeds a budget."""
+    """The error where even `orders`, the least of what was tried, exceeds a budget."""
     device, peak, budget = max(over_budget(problem, orders), key=lambda entry: entry[1] - entry[2])
     return MethodError(
         f"{method} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few. "
@@ -190,7 +190,7 @@ def _copy_load(problem: Problem, device: int, most: int) -> float:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the search decides.
+    """Decisions of the search.
 
     `group`: microbatches a group, None for the block repeated evenly. `delay`: B by which a W may run late. `share`:
     chunks that leave. `lead`: how early they may come back.

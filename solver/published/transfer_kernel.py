@@ -34,7 +34,7 @@ SERVED, LAST_DEVICE, LAST_KIND = range(3)
 
 
 class Course(NamedTuple):
-    """What is played; few arrays, since each costs time to compile and to hand on.
+    """Ops, costs and devices that are played; few arrays, since each costs time to compile and to hand on.
 
     Compute ops are numbered device by device in their order, then come all offloads and all reloads.
 
@@ -57,7 +57,7 @@ class Course(NamedTuple):
 
 
 class State(NamedTuple):
-    """What has happened so far.
+    """State of all devices and channels so far.
 
     - `device[:, d]`: ROOM and HOST room in bytes, the NEXT compute op, whether it is BUSY, whether it was TOUCHED at
       this time; from RELEASED on for each stream the last op that freed memory; from WAITED on for each stream, and
@@ -206,7 +206,7 @@ def _next_compute(course: Course, state: State, d: int, now: float) -> int:
 
 @njit(cache=True)
 def _lacks_room(course: Course, state: State, d: int) -> bool:
-    """Whether a device has a next compute op, but no room for it."""
+    """True if a device has a next compute op, but no room for it."""
     x = state.device[NEXT, d]
     needed = course.bytes[MOST + course.op[0, x], course.op[1, x]]
     return bool(x < course.device[FIRST, d + 1] and 0 < needed > state.device[ROOM, d])
@@ -283,7 +283,7 @@ def _copy(course: Course, kind: int, s: int, i: int) -> int:
 
 @njit(cache=True)
 def _leaves_room(course: Course, state: State, d: int, s: int, b: int) -> bool:
-    """Whether all ops up to a B would fit beside its activation, though nothing else left."""
+    """True if all ops up to a B would fit beside its activation, though nothing else left."""
     room = state.device[ROOM, d] - course.bytes[MOST + R, s]
     if room < 0:
         return False

@@ -49,7 +49,7 @@ Activation = tuple[int, int]
 
 @dataclass(frozen=True)
 class Wish:
-    """What a plan should move: `leaving` at most, each back `lead` of its reload times before its B at the earliest."""
+    """Transfers to plan: `leaving` at most, each back `lead` of its reload times before its B at the earliest."""
 
     leaving: set[Activation]
     lead: float

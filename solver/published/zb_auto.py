@@ -103,7 +103,7 @@ def _warm_up(line: Timeline, even: bool) -> None:
 
 @njit(cache=True)
 def _wants_forward(line: Timeline, s: int, even: bool) -> bool:
-    """Whether stage `s` takes one more forward before its first B."""
+    """True if stage `s` takes one more forward before its first B."""
     forwards, microbatches = line.placed[F, s], line.end_us.shape[2]
     if forwards >= microbatches or (even and forwards >= _even_share(line, s)):
         return False
@@ -184,7 +184,7 @@ def _by_time(line: Timeline, fill: bool) -> bool:
 
 @njit(cache=True)
 def _first_choice(line: Timeline, s: int) -> tuple[float, int]:
-    """When the F or B that stage `s` could start first can start, and its kind."""
+    """Earliest start among the next F and B of stage `s`, and the kind of that op."""
     start, chosen = np.inf, NONE
     for kind in (B, F):
         if can_follow(line, kind, s):

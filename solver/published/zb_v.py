@@ -91,7 +91,7 @@ def _is_finished(run: Timeline) -> bool:
 
 
 def _shortage(problem: Problem, run: Timeline) -> str:
-    """Which device lacks the least memory for its next op, and how much."""
+    """Error text: the device that lacks the least memory for its next op, and how much."""
     lacks = []
     for d, device in enumerate(problem.devices):
         least = run.devices[d]["memory_bytes"] + run.devices[d]["pending_bytes"]
@@ -136,7 +136,7 @@ def _first_microbatch(line: Timeline) -> None:
 
 @njit(cache=True)
 def _waits(line: Timeline, d: int) -> bool:
-    """Whether one more forward fits in time and memory before the first microbatch comes back to a device.
+    """True if one more forward fits in time and memory before the first microbatch comes back to a device.
 
     Each device before may start the way back once more for this, and then must hold both stages of it.
     """
@@ -180,7 +180,7 @@ def _forwards_in_turn(line: Timeline) -> None:
 
 @njit(cache=True)
 def _behind(line: Timeline, d: int) -> bool:
-    """Whether device d has fewer forwards than the one before it."""
+    """True if device d has fewer forwards than the one before it."""
     out, back = line.placed[F, d], line.placed[F, line.end_us.shape[1] - 1 - d]
     before_out, before_back = line.placed[F, d - 1], line.placed[F, line.end_us.shape[1] - d]
     return bool(out + back < before_out + before_back or back <= before_back < line.end_us.shape[2])
@@ -234,7 +234,7 @@ def _place_after_weights(line: Timeline, spans: _Spans, kind: int, s: int, may_f
 
 @njit(cache=True)
 def _slack_us(line: Timeline, spans: _Spans, d: int) -> float:
-    """How long a device may idle before its span is the largest, or uses up what an earlier run grants."""
+    """Time for which a device may idle before its span is the largest, or uses up what an earlier run grants."""
     largest_us = 0.0
     for other in range(len(line.devices)):
         largest_us = max(largest_us, spans.work_us[other] + line.devices[other]["idle_us"])

@@ -25,7 +25,7 @@ class IntervalTask:
 
     @property
     def end(self) -> cp_model.LinearExpr:
-        """When it ends, in ticks."""
+        """End, in ticks."""
         return self.start + self.ticks
 
 
@@ -38,11 +38,11 @@ class Moment:
 
     @property
     def expression(self) -> cp_model.LinearExpr:
-        """When it is, in ticks."""
+        """Time, in ticks."""
         return self.task.end if self.is_end else self.task.start
 
     def at(self, start: int) -> int:
-        """When it is if the task starts at `start`."""
+        """Time if the task starts at `start`."""
         return start + self.task.ticks if self.is_end else start
 
 

@@ -131,7 +131,7 @@ def _starts(variables: Variables, orders: Orders) -> tuple[Floats, Bools]:
 
 
 class _Facts:
-    """What is true of the orders of a schedule with known times."""
+    """Values of the order variables in a schedule with known times."""
 
     def __init__(self, variables: Variables, values: Floats, there: Bools) -> None:
         self.variables, self.values = variables, values
@@ -262,7 +262,7 @@ class _Search(Incumbent):
 
     @property
     def over(self) -> bool:
-        """Whether no more time may be spent."""
+        """True if no more time may be spent."""
         return self.stopped or self.limits.seconds >= self.limits.time_limit_s
 
     def run(self) -> Solution:
@@ -295,7 +295,7 @@ class _Round:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the best schedule has become so much better that the model should be built again."""
+        """True if the best schedule has become so much better that the model should be built again."""
         search = self.search
         return search.value_us < self.built_for_us * (1 - search.options.rebuild_gain)
 

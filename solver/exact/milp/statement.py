@@ -231,7 +231,7 @@ class _Statement:
             self._add(pulp.lpSum(taken) - pulp.lpSum(freed) - self._gone(device, r) <= budget / unit, "memory", r)
 
     def _gone(self, device: int, x: int) -> Expression:
-        """What is away when x starts."""
+        """Bytes that are away when x starts."""
         variables, unit = self.variables, self.variables.bytes_unit(device)
         offloads = self._kinds("O", device)
         return pulp.lpSum(variables.moved[o] / unit * self._is(variables.away, o, x) for o in offloads)

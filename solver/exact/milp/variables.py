@@ -31,12 +31,12 @@ class Table:
         self.constant = np.zeros((size, size))
 
     def is_open(self, a: int | Ints, b: int | Ints) -> Bools:
-        """Whether it is a decision."""
+        """True if it is a decision."""
         result: Bools = self.column[a, b] >= 0
         return result
 
     def may_be(self, a: int | Ints, b: int | Ints, value: int) -> Bools:
-        """Whether it is a decision, or known to be `value`."""
+        """True if it is a decision, or known to be `value`."""
         result: Bools = self.is_open(a, b) | (self.constant[a, b] == value)
         return result
 
@@ -165,7 +165,7 @@ class Variables:
         self._open(self.away, "away", a[possible], x[possible])
 
     def _relate(self, table: Table, prefix: str, ops: Ints, reloads: Ints, gap: Floats) -> None:
-        """Whether op x comes before reload r: known where a precedence or the windows say so."""
+        """True if op x comes before reload r: known where a precedence or the windows say so."""
         windows = self.windows
         x, r = (grid.ravel() for grid in np.meshgrid(ops, reloads, indexing="ij"))
         before = windows.implies(x, r)
@@ -175,7 +175,7 @@ class Variables:
         self._open(table, prefix, x[undecided], r[undecided])
 
     def _may_be_away(self, offload: Ints, x: Ints) -> Bools:
-        """Whether there is time to offload before x and to reload after it."""
+        """True if there is time to offload before x and to reload after it."""
         windows, length = self.windows, self.windows.length
         forward, reload, backward = (np.array([self.partner(k, kind) for k in offload], np.int64) for kind in "FRB")
         there = windows.widest[x, forward] >= length[forward] + length[offload] - TOLERANCE
@@ -208,7 +208,7 @@ class Variables:
         return lower, upper
 
     def is_binary(self) -> Bools:
-        """Which columns are binary; `counted` follows from others and need not be."""
+        """Mask of the binary columns; `counted` follows from others and need not be."""
         binary = np.arange(self.size) > self.objective
         binary[self.counted.column[self.counted.column >= 0]] = False
         return binary
@@ -272,7 +272,7 @@ class TimeWindows:
                 break
 
     def implies(self, a: int | Ints, b: int | Ints) -> Bools:
-        """Whether a always ends before b starts."""
+        """True if a always ends before b starts."""
         result: Bools = self.distance[a, b] > -np.inf
         return result
 

@@ -153,7 +153,7 @@ def sweep(
 
 @njit(cache=True)
 def _as_before(state: Floats, clock: Floats, groups: int, touched: Ints) -> bool:
-    """Whether a sweep goes on as it did before the change: the same state, all that changed behind it."""
+    """True if a sweep goes on as it did before the change: the same state, all that changed behind it."""
     if not equal(state, clock):
         return False
     for g in range(touched.shape[1]):  # noqa: SIM110 (numba compiles no all())

@@ -355,7 +355,7 @@ def note_levels(table: Table, merged: Merged, levels: Ints, touched: Ints) -> No
 
 @njit(cache=True)
 def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: int, repairs: int, pull: bool) -> bool:
-    """Whether the sequence of a group keeps the budgets of its devices, after up to `repairs` further shifts.
+    """True if the sequence of a group keeps the budgets of its devices, after up to `repairs` further shifts.
 
     `levels` are those before the change. A repair brings a release forward to the op that has no room (`pull`), or
     puts that op off behind the release.

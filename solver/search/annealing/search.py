@@ -61,7 +61,7 @@ from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 
 WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5])
-"""How often each kind of move is tried."""
+"""Relative frequency of each kind of move."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
 """Places in `State.numbers`."""

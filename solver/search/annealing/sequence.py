@@ -176,7 +176,7 @@ class Merged(NamedTuple):
 
 @njit(cache=True)
 def size(merged: Merged) -> int:
-    """How many ops there are."""
+    """Number of ops."""
     total = 0
     for count in merged.length:
         total += count
@@ -266,7 +266,7 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
 
 @njit(cache=True)
 def _ready(table: Table, there: Flags, place: Codes, x: int) -> bool:
-    """Whether everything on other streams that must come before `x` is placed."""
+    """True if everything on other streams that must come before `x` is placed."""
     c, i = x >> table.shift, x & ((1 << table.shift) - 1)
     before = table.classes[c].before
     if before >= 0 and place[before << table.shift | i] < 0:
@@ -334,7 +334,7 @@ def fill(target: Array, value: float) -> None:
 
 @njit(cache=True)
 def equal(one: Array, other: Array) -> bool:
-    """Whether two arrays of the same length are equal."""
+    """True if two arrays of the same length are equal."""
     for k in range(len(one)):  # noqa: SIM110 (numba compiles no all())
         if one[k] != other[k]:
             return False

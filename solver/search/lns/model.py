@@ -280,7 +280,7 @@ class Tasks:
                 variables.place(op, int(self.around.start[k]) + (frame.far if frame.where[k] == AFTER else 0))
 
     def _add_leaves(self, s: int, i: int) -> None:
-        """Whether an activation leaves: decided if all of its journey lies in the window."""
+        """True if an activation leaves: decided if all of its journey lies in the window."""
         if self.problem.stages[s].offload is None:
             return
         o, r, f, b = (self.numbering.index[Op(kind, s, i)] for kind in "ORFB")
@@ -308,11 +308,11 @@ class Tasks:
         self.choices.append((s, i))
 
     def _is_free(self, s: int, i: int) -> bool:
-        """Whether the activation's ops may change places."""
+        """True if the activation's ops may change places."""
         return bool(self.frame.window.free[self.numbering.index[Op("F", s, i)]])
 
     def outside(self, moment: Moment) -> int | None:
-        """Whether a moment lies before the window or after it (BEFORE, AFTER); None where the model decides."""
+        """True if a moment lies before the window or after it (BEFORE, AFTER); None where the model decides."""
         k = self.numbering.index[moment.task.op]
         return None if k in self.decided else int(self.frame.where[k])
 

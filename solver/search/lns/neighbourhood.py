@@ -73,7 +73,7 @@ class Surroundings:
 
     @property
     def keeps_budgets(self) -> bool:
-        """Whether memory is within the budgets."""
+        """True if memory is within the budgets."""
         return within_budgets(self.numbering.problem, self.orders, self.simulation)
 
     @cached_property
@@ -247,7 +247,7 @@ class Frame:
         return latest
 
     def may_leave(self, s: int, i: int) -> bool:
-        """Whether copies in the window would keep the order of the microbatches."""
+        """True if copies in the window would keep the order of the microbatches."""
         index, present, where = self.numbering.index, self.around.present, self.where
         for kind in "OR":
             numbers = np.array([index[Op(kind, s, j)] for j in range(self.problem.microbatches)])

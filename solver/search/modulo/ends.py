@@ -23,7 +23,7 @@ from solver.search.modulo.pattern import Pattern
 
 @dataclass(frozen=True)
 class Ends:
-    """How the ends of a schedule depart from its pattern.
+    """Deviation of a schedule's ends from its pattern.
 
     `early[e, p]`: rounds that pass p may run ahead of its plan in the warm-up (e = 0) and the cool-down (e = 1).
     `patience`: the share of a pass's time by which it may delay the planned one, where the input of that one is known
@@ -62,13 +62,13 @@ class Filler(PlanPlayer):
 
 EARLY = (0, 2, 9)
 PATIENCE = (0.0, 0.5)
-"""What is tried first, for all passes alike and without hurry."""
+"""Values tried first, for all passes alike and without hurry."""
 
 HURRY = (0.5, 1.0)
 """Parts of each device's forwards in the cool-down that are left when its W begin to wait: tried next."""
 
 FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
-"""How often `first_ends` plays a pattern."""
+"""Number of times `first_ends` plays a pattern."""
 
 EARLY_BELOW = 12
 """A change lets passes run fewer rounds than this ahead of their plan."""
@@ -81,7 +81,7 @@ SLACK = 1e-4
 
 
 def few_microbatches(pattern: Pattern, microbatches: int) -> int:
-    """So many microbatches that both ends of the schedule are there in full, as many as rounds allow."""
+    """Number of microbatches with which both ends of the schedule are there in full, as many as rounds allow."""
     lanes = pattern.passes.lanes
     enough = 2 * pattern.in_flight + 4 * lanes
     return microbatches if microbatches <= enough else enough + (microbatches - enough) % lanes

@@ -145,7 +145,7 @@ class Pattern:
 
     @cached_property
     def keeps_order(self) -> bool:
-        """Whether microbatches keep their order within every pass: a lane is behind the lane before it, and less
+        """True if microbatches keep their order within every pass: a lane is behind the lane before it, and less
         than a round behind."""
         lanes = self.start_us.reshape(3, self.passes.lanes, -1)
         last = lanes[:, -1] < lanes[:, 0] + self.round_us

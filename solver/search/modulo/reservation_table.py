@@ -313,7 +313,7 @@ MANY = 6
 
 @njit(cache=True)
 def packs(gaps: Floats, lengths: Floats, tolerance: float) -> bool:
-    """Whether passes of these lengths (longest first) fit into the gaps, by depth-first search of limited length."""
+    """True if passes of these lengths (longest first) fit into the gaps, by depth-first search of limited length."""
     count = len(lengths)
     if lengths.sum() > gaps.sum() + tolerance:
         return False

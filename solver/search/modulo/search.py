@@ -30,7 +30,7 @@ LANES = (1, 2)
 """Microbatches a round: two only where one does not reach the least period."""
 
 FIRST_WIDTH, MOST_WIDTH = 24, 1000
-"""Of the beams, which double."""
+"""First and largest width of the beams, which double."""
 
 MARGINS = (2, 1, 4)
 """Activations for which room is set aside where copies run beside the compute ops, tried in turn."""
@@ -309,7 +309,7 @@ class PatternSearch:
 
 
 TUNED = 0.8
-"""How likely the best choice is the one to be tuned, and if it is not, the next best, and so on."""
+"""Probability that the best choice is the one to be tuned, and if it is not, the next best, and so on."""
 
 KEPT = 200
 """Blocks that are remembered with their ends: those with the best."""
@@ -338,7 +338,7 @@ class PatternPool:
         self._stretched: set[bytes] = set()
 
     def is_new(self, pattern: Pattern) -> bool:
-        """Whether no pattern with the same period and the same orders was asked for before."""
+        """True if no pattern with the same period and the same orders was asked for before."""
         before = len(self._seen)
         self._seen.add(pattern.key)
         return len(self._seen) > before
@@ -402,7 +402,7 @@ class WorkBudget:
         self.work += ops / WRITTEN_PER_SECOND
 
     def spent(self) -> bool:
-        """Whether the search must end."""
+        """True if the search must end."""
         return self.limits.cancel.requested or self.seconds >= self.allowed
 
     @property
