@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     database_url: SecretStr | None = None
     """``postgresql://user:password@host/database``; None: a PostgreSQL of its own under `data_folder`."""
     data_folder: Path = Field(default_factory=lambda: default_data_folder())
-    """Where the embedded PostgreSQL keeps its files."""
+    """Folder of the embedded PostgreSQL."""
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     require_keys: bool = False

@@ -91,13 +91,13 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether its status is a terminal one."""
+        """True if its status is terminal."""
         return self.status in TERMINAL
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What came of a submission. `created`: False where an Idempotency-Key named a job that was there already.
+    """Result of a submission. `created`: False if an Idempotency-Key named an existing job.
 
     A job that has ended was answered from an equal problem (``200``), unless `created` is False.
     """

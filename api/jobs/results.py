@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:
-        """As in the document."""
+        """Status of the schedule document."""
         return "optimal" if self.bound_us == self.value_us else "feasible"
 
     @property
