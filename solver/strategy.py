@@ -73,8 +73,9 @@ def run_subsolvers(problem: Problem, shared: SharedIncumbent, subsolvers: Sequen
     threads = [Thread(target=run, args=(subsolver,), name=_THREAD_NAME, daemon=True) for subsolver in subsolvers]
     for thread in threads:
         thread.start()
+    counted = shared.limits.deterministic_limit is not None  # work, which may take any time
     for thread in threads:
-        thread.join(_patience_s(shared))
+        thread.join(None if counted else shared.limits.time_left_s + GRACE_S)
     shared.close()
     if failures:
         raise failures[0]
@@ -88,16 +89,12 @@ def wait_for_outlived(seconds: float) -> None:
             thread.join(max(until - time.perf_counter(), 0.0))
 
 
-def _patience_s(shared: SharedIncumbent) -> float | None:
-    """Seconds to wait for a subsolver; None (no limit) if work is counted instead of time."""
-    limits = shared.limits
-    return None if limits.deterministic_limit is not None else limits.time_left_s + GRACE_S
-
-
 def _run_subsolver(problem: Problem, shared: SharedIncumbent, subsolver: Subsolver) -> None:
     time_slices = deque(subsolver)
-    taken = 0
-    while time_slices and not shared.stop.requested and not _over(shared.limits):
+    taken, limits = 0, shared.limits
+    while time_slices and not shared.stop.requested:
+        if limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s:
+            return
         ready = next((time_slice for time_slice in time_slices if is_ready(time_slice.search)), None)
         if ready is None:
             time.sleep(PAUSE_S)
@@ -125,10 +122,6 @@ def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, roun
     if time_slice.once or limits.deterministic_limit is not None:
         return False
     return shared.best is not before or limits.seconds >= EARLY * limits.time_limit_s
-
-
-def _over(limits: Limits) -> bool:
-    return limits.deterministic_limit is None and limits.seconds >= limits.time_limit_s
 
 
 class SharedIncumbent:
