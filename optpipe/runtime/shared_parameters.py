@@ -45,10 +45,10 @@ def place_text(place: Place) -> str:
 
 
 def shared_parameters(stages: Sequence[nn.Module]) -> list[SharedParameter]:
-    """The parameters that several stages hold by identity, by their first places.
+    """Parameters that several stages hold by identity, by their first places.
 
-    Raises TrainingError where stages share what cannot be kept one: memory of two different parameters, or of a
-    parameter and a buffer, that overlap, or running statistics.
+    Raises TrainingError if stages share state that cannot be kept consistent: memory of two different parameters, or of
+    a parameter and a buffer, that overlap, or running statistics.
     """
     _refuse_shared_statistics(stages)
     _refuse_overlaps(stages)

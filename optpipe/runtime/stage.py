@@ -19,7 +19,7 @@ from optpipe.runtime.weight_gradients import Splitting, WeightGradients, compile
 
 
 class Entry:
-    """Catches the gradient of the message that a stage received. Keeps no tensor until then."""
+    """Holder of the gradient of the message that a stage received. Keeps no tensor until the backward."""
 
     def __init__(self, received: Tree, floating: list[Tensor]) -> None:
         self.caught: list[Tensor] = []
@@ -27,7 +27,7 @@ class Entry:
         self._kinds = [(part.shape, part.dtype, part.device) for part in floating]
 
     def gradient(self) -> Gradient:
-        """That of the message, after the backward; zeros for what nothing depends on."""
+        """Gradient of the message, after the backward; zeros for tensors on which nothing depends."""
         found = self.caught or [torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in self._kinds]
         self.caught = []
         if self._form is None:
@@ -38,10 +38,10 @@ class Entry:
 
 
 def enter(anchor: Tensor, received: Tree) -> tuple[Tree, Entry]:
-    """The message as the beginning of the stage's graph, and what catches its gradient.
+    """Make the message the input of the stage's graph; return it with the holder of its gradient.
 
-    A leaf of autograd would be kept by its graph. Here nothing keeps the message but what the layers save, so that
-    it too can leave to the host. `anchor` is any tensor that requires a gradient; it makes autograd record the node.
+    A leaf of autograd would be kept by its graph. Here only the tensors that layers save keep the message, so that it
+    can be offloaded too. `anchor` is any tensor that requires a gradient; it makes autograd record the node.
     """
     if isinstance(received, Tensor) and _has_gradient(received):
         entry = Entry(received, [received])
@@ -57,9 +57,9 @@ def enter(anchor: Tensor, received: Tree) -> tuple[Tree, Entry]:
 
 
 class Exit:
-    """The roots of a stage's graph: one for each tensor of its output that has a gradient. Keeps no tensor.
+    """Roots of a stage's graph: one per output tensor with a gradient. Keeps no tensor.
 
-    Raises TrainingError where the output holds anything but tensors.
+    Raises TrainingError if the output holds anything but tensors.
     """
 
     def __init__(self, output: Tree) -> None:
@@ -67,7 +67,7 @@ class Exit:
 
     @property
     def nodes(self) -> list[Any]:
-        """The nodes of autograd that the graph begins with, None for tensors without a gradient."""
+        """Autograd nodes of the output tensors, None for tensors without a gradient."""
         return [edge and edge.node for edge in self._edges]
 
     def backward(self, gradient: Gradient) -> None:
@@ -88,7 +88,7 @@ def _edge(part: Any) -> GradientEdge | None:
         return None
     node: Any = part.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(part)  # which keeps alive what such a node does not
+        return get_gradient_edge(part)  # keeps the Python object of such a node alive
     return GradientEdge(node, part.output_nr)
 
 
@@ -97,9 +97,9 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 class _Entry(torch.autograd.Function):
-    """The identity, whose backward puts the gradients into a list, zeros where nothing depends on a tensor.
+    """Identity whose backward collects the gradients in a list.
 
-    Detached and not viewed: autograd lets no layer change a view in place that was made here.
+    Outputs are detached, not views: autograd forbids in-place changes of a view made in a custom function.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class _Graph:
-    """What a microbatch leaves between F and B."""
+    """State of a microbatch between F and B."""
 
     entry: Entry | None
     exit: Exit
@@ -182,12 +182,12 @@ class Stage:
 
     @property
     def device(self) -> torch.device:
-        """Where the stage's parameters are."""
+        """Device of the stage's parameters."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
     def splits(self) -> bool:
-        """Whether B and W can run apart."""
+        """True if B and W can run separately."""
         return self._compiled is None
 
     def join(self, number: int, kinds: Collection[str]) -> None:
@@ -200,7 +200,7 @@ class Stage:
         check_splits(number, self.module, kinds)
 
     def begin_step(self) -> None:
-        """Random numbers are those of the next step. Gradients stay: those of the last one may still count."""
+        """Begin the next step's random numbers. Gradients stay: the last step may still need them."""
         self._own, self._device = None, self.device
         if self.random:
             self.random.step += 1
@@ -256,7 +256,7 @@ class Stage:
 
     @contextmanager
     def listening(self) -> Iterator[list[Tree]]:
-        """Keep what each `evaluate` within receives, in their order, in the list that it gives."""
+        """Context that records the input of each `evaluate` call in the list that it yields."""
         heard: list[Tree] = []
         self._heard = heard
         try:
@@ -265,19 +265,19 @@ class Stage:
             self._heard = None
 
     def copy_out(self, microbatch: int, slab: HostSlab) -> None:
-        """O: copies the activations of a microbatch to the host."""
+        """O: copy the activations of a microbatch to the host."""
         self._activations(microbatch).copy_out(slab)
 
     def free(self, microbatch: int) -> None:
-        """RELEASE: frees them on the device, once they are copied."""
+        """RELEASE: free them on the device, after the copy."""
         self._activations(microbatch).free()
 
     def allocate(self, microbatch: int) -> None:
-        """PREPARE: takes the memory that they come back to."""
+        """PREPARE: allocate device memory for their return."""
         self._activations(microbatch).allocate()
 
     def copy_in(self, microbatch: int) -> None:
-        """R: copies them back."""
+        """R: copy them back."""
         self._activations(microbatch).copy_in()
 
     def backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
@@ -293,7 +293,7 @@ class Stage:
             return self._backward(graph, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: adds the weight gradients that B left to `.grad`."""
+        """W: add the weight gradients that B deferred to `.grad`."""
         self._weight_gradients.compute(microbatch)
 
     def backward(self, microbatch: int, gradient: Gradient) -> Gradient:
@@ -303,7 +303,7 @@ class Stage:
             return self._backward(graph, gradient)
 
     def clear(self) -> None:
-        """Drop all that microbatches have left, host memory included: after an error."""
+        """Drop the state of all microbatches, host memory included, after an error."""
         for graph in self._graphs.values():
             if graph.activations:
                 graph.activations.hand_over()
@@ -339,7 +339,7 @@ class Stage:
         return activations
 
     def _resident(self, received: Tree, target: Tree | None) -> Collection[int]:
-        """Storages that are not this stage's to move: weights, and the caller's batch."""
+        """Storages that must not be offloaded: weights, and the caller's batch."""
         batch = [*leaves(received)] if self._first else []
         if target is not None:
             batch += leaves(target)
@@ -379,13 +379,13 @@ def _check_autocast(dtype: torch.dtype | None) -> None:
 
 
 def storages(values: Iterable[Any]) -> frozenset[int]:
-    """The storages (`storage_key`) of those among the values that are tensors."""
+    """Storages (`storage_key`) of the tensors among the values."""
     return frozenset(storage_key(value) for value in values if isinstance(value, Tensor))
 
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within: no dropout, and norms use what they have learnt. Afterwards each layer is in the mode that it was in."""
+    """Context with all layers in evaluation mode; restores the mode of each."""
     layers = [layer for module in modules for layer in module.modules()]
     modes = [layer.training for layer in layers]
     for layer in layers:

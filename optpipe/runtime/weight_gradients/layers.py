@@ -40,7 +40,7 @@ class SplitLinear(SplitBackward[nn.Linear]):
     lower_precision = True
 
     def handles(self, layer: nn.Linear) -> bool:
-        """Weights of its own."""
+        """True if the weight is a parameter."""
         return own_weight(layer)
 
     def forward(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, Saved]:
@@ -64,7 +64,7 @@ class SplitLinear(SplitBackward[nn.Linear]):
 
 
 def own_weight(layer: nn.Module) -> bool:
-    """Whether the weight is a parameter, and not computed from others (weight norm, pruning) or yet to be sized."""
+    """True if the weight is a parameter: not computed from others (weight norm, pruning), and not lazy."""
     weight = layer._parameters.get("weight")
     return weight is not None and not nn.parameter.is_lazy(weight)
 
@@ -73,7 +73,7 @@ class SplitEmbedding(SplitBackward[nn.Embedding]):
     """Rows of weight (entries, width) at indices of any shape."""
 
     def handles(self, layer: nn.Embedding) -> bool:
-        """Not where the gradient is sparse or weighed by frequency, or the forward changes the weight."""
+        """False for sparse or frequency-scaled gradients, and if the forward changes the weight."""
         return own_weight(layer) and not (layer.sparse or layer.scale_grad_by_freq or layer.max_norm)
 
     def forward(self, layer: nn.Embedding, x: Tensor) -> tuple[Tensor, Saved]:
@@ -103,7 +103,7 @@ class SplitConvolution(SplitBackward[Any]):
     lower_precision = True
 
     def handles(self, layer: _ConvNd) -> bool:
-        """Weights of its own, padded with zeros by given numbers."""
+        """True if the weight is a parameter and the padding is zeros of given widths."""
         zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         return own_weight(layer) and zeros
 

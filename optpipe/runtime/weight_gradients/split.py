@@ -31,20 +31,20 @@ class Task(Protocol):
 
 
 class Splitting(Enum):
-    """Which layers split their backward now."""
+    """Set of layers that split their backward."""
 
     NONE = 0
-    """Outside of F and backwards, in evaluation for instance: they are the layers that they were."""
+    """None: outside of F and backwards, for instance in evaluation."""
     LARGE = 1
-    """Those that save memory by it, though nothing waits for W."""
+    """Layers that save memory by it even in a fused backward."""
     ALL = 2
 
 
 class WeightGradients:
-    """What the layers of one stage have left, by microbatch.
+    """Deferred weight gradients of one stage, by microbatch.
 
-    `splitting` is what a layer goes by in F, and in B where a checkpoint runs a part of F again. An `observer` is told
-    of every task that is done.
+    `splitting` applies to layers in F, and in B if a checkpoint runs a part of F again. An `observer` is called with
+    every task after it has run.
     """
 
     def __init__(self) -> None:
@@ -85,11 +85,11 @@ class WeightGradients:
             self._put, self.splitting = _refuse, Splitting.NONE
 
     def add(self, task: Task) -> None:
-        """Called by a layer's backward."""
+        """Add a task; called by a layer's backward."""
         self._put(task)
 
     def compute(self, microbatch: int) -> None:
-        """W: compute what B of this microbatch left, layer by layer; each layer's tensors are freed as it is done."""
+        """W: run the tasks that B of this microbatch deferred; each layer's tensors are freed after its task."""
         tasks = self._kept.pop(microbatch)
         with torch.no_grad():
             while tasks:
@@ -105,7 +105,7 @@ class WeightGradients:
         self._kept.clear()
 
     def lose(self) -> None:
-        """One of the layers has been taken by another stage, which gets its weight gradients from now on."""
+        """Note that another stage has taken over one of the layers."""
         self._lost = True
 
 
@@ -137,7 +137,7 @@ class SplitBackward(ABC, Generic[Layer]):
     """Whether autocast computes the layer in its own dtype, as it does matrix products: then x comes in that dtype."""
 
     def handles(self, _layer: Layer) -> bool:
-        """Whether this layer can be split; the others are left to autograd, which gives all gradients in B."""
+        """True if this layer can be split; for others autograd computes all gradients in B."""
         return True
 
     @abstractmethod
@@ -172,21 +172,21 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """A parameter's `.grad`: zeros where there is none yet. OptPipe's trainer allocates all before its first step."""
+    """Get a parameter's `.grad`, zeros if missing. OptPipe's trainer allocates all before its first step."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 class Deferred(nn.Module):
-    """The base of all classes that a split gives to layers; `_plain` is the class that the layer had."""
+    """Base of the classes of split layers; `_plain` is the original class."""
 
     _split: ClassVar[SplitBackward[Any]]
     _plain: ClassVar[type[nn.Module]]
     _weight_gradients: WeightGradients
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """As ever where there is nothing to defer, and for any other call than that with one tensor."""
+        """Run the original forward unless the layer splits its backward and is called with one tensor."""
         splitting = self._weight_gradients.splitting
         if splitting is Splitting.NONE or (splitting is Splitting.LARGE and not _is_large(self)):
             return super().forward(*inputs, **named)
@@ -198,7 +198,7 @@ class Deferred(nn.Module):
         return _Split.apply(self, inputs[0], *parameters)  # type: ignore[no-untyped-call]
 
     def may_split(self) -> bool:
-        """Whether its backward is split when it is called with one tensor."""
+        """True if the backward is split when the layer is called with one tensor."""
         return _may_split([p for p in _parameters(self) if p is not None], self._split.distributed)
 
     def _get_name(self) -> str:
@@ -214,12 +214,12 @@ def _parameters(layer: nn.Module) -> Iterable[nn.Parameter | None]:
 
 
 def _is_large(layer: nn.Module) -> bool:
-    """Whether the layer's largest parameter is. For smaller ones the split's 40 us on the host are too many."""
+    """True if a parameter has LARGE_BYTES. For smaller layers the split's 40 us on the host do not pay."""
     return any(p is not None and p.numel() * p.itemsize >= LARGE_BYTES for p in _parameters(layer))
 
 
 def _may_split(parameters: Iterable[nn.Parameter], distributed: bool) -> bool:
-    """Whether any is to get a gradient, and no hook waits for autograd to give it."""
+    """True if a parameter needs a gradient, and none has hooks that need autograd to compute it."""
     wanted = False
     for parameter in parameters:
         wanted = wanted or parameter.requires_grad
@@ -241,7 +241,7 @@ class _Autocast:
         self._device, self._dtype = device, dtype
 
     def cast(self, split: SplitBackward[Any], x: Tensor) -> Tensor:
-        """What a layer gets for x; autocast leaves float64 alone."""
+        """Input of the layer under autocast, which leaves float64 unchanged."""
         return x.to(self._dtype) if split.lower_precision and x.dtype != torch.float64 else x
 
     def run(self, half: Callable[..., Any], *call: Any) -> Any:
