@@ -148,6 +148,49 @@ class OpArray(Sequence[Op]):
         return f"OpArray({' '.join(map(str, self))})"
 
 
+class WaitArray(Mapping[Op, Sequence[Op]]):
+    """Waits as two columns of equal length: op `op[k]` waits for the end of `before[k]`. Reads like a dict of lists."""
+
+    def __init__(self, op: OpArray, before: OpArray) -> None:
+        self.op = op
+        self.before = before
+
+    @classmethod
+    def of(cls, waits: Mapping[Op, Sequence[Op]]) -> WaitArray:
+        """Convert a dict of lists to columns. Raises KeyError for a kind that is not in KINDS."""
+        if isinstance(waits, WaitArray):
+            return waits
+        pairs = [(op, before) for op, others in waits.items() for before in others]
+        return cls(OpArray.of([op for op, _ in pairs]), OpArray.of([before for _, before in pairs]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[WaitArray]) -> WaitArray:
+        """Concatenate the waits of all parts (at least one)."""
+        return cls(OpArray.joined([part.op for part in parts]), OpArray.joined([part.before for part in parts]))
+
+    @cached_property
+    def _lists(self) -> dict[Op, list[Op]]:
+        lists: dict[Op, list[Op]] = {}
+        for op, before in zip(self.op, self.before, strict=True):
+            lists.setdefault(op, []).append(before)
+        return lists
+
+    def __getitem__(self, op: Op) -> Sequence[Op]:
+        return self._lists[op]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self._lists)
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def __bool__(self) -> bool:
+        return len(self.op) > 0
+
+    def __repr__(self) -> str:
+        return f"WaitArray({self._lists})"
+
+
 @dataclass(frozen=True)
 class DeviceOrders:
     """Ops of one device in execution order, a list for each stream."""
@@ -188,9 +231,13 @@ class Orders:
 
 def orders_to_data(orders: Orders) -> dict[str, Any]:
     """Orders as JSON values, such as ``{"devices": [["F0.0 B0.0 W0.0", "", ""]], "waits": {}, "channels": []}``."""
+    columns = WaitArray.of(orders.waits)
+    waits: dict[str, str] = {}
+    for op, before in zip(columns.op.names.split(), columns.before.names.split(), strict=True):
+        waits[op] = f"{waits[op]} {before}" if op in waits else before
     return {
         "devices": [[OpArray.of(stream).names for stream in device.streams()] for device in orders.devices],
-        "waits": {str(op): " ".join(map(str, before)) for op, before in orders.waits.items()},
+        "waits": waits,
         "channels": [OpArray.of(channel).names for channel in orders.channels],
     }
 
@@ -200,8 +247,11 @@ def orders_from_data(data: dict[str, Any]) -> Orders:
 
     `simulate` checks that they fit a problem.
     """
+    waits = {name: others for name, others in data["waits"].items() if others}
+    counts = [others.count(" ") + 1 for others in waits.values()]
+    waiting = OpArray.parse(" ".join(waits))
     return Orders(
         [DeviceOrders(*map(OpArray.parse, streams)) for streams in data["devices"]],
-        {Op.parse(name): [Op.parse(other) for other in others.split()] for name, others in data["waits"].items()},
+        WaitArray(waiting[np.repeat(np.arange(len(counts)), counts)], OpArray.parse(" ".join(waits.values()))),
         [OpArray.parse(channel) for channel in data["channels"]],
     )

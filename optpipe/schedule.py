@@ -29,7 +29,18 @@ from pydantic_core import CoreSchema, core_schema
 
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
-from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, Op, OpArray, Orders, StreamName, is_op_name
+from optpipe.ops import (
+    KINDS,
+    STREAM_OF_KIND,
+    STREAMS,
+    DeviceOrders,
+    Op,
+    OpArray,
+    Orders,
+    StreamName,
+    WaitArray,
+    is_op_name,
+)
 from optpipe.problem import Bytes, Index, Instant, Objective, Problem, Share, TimeUs, are_indices, are_instants, reject
 
 Floats = NDArray[np.float64]
@@ -96,9 +107,11 @@ class PlannedOps(Sequence[ScheduledOp]):
         """Ends as an array."""
         return np.asarray(self.ends, np.float64)
 
-    def waits_of(self) -> dict[Op, list[Op]]:
+    def waits_of(self) -> WaitArray:
         """The waits of every op that has any."""
-        return {self.ops[index]: [Op.parse(name) for name in names] for index, names in self.waits.items()}
+        index = np.array([k for k, names in self.waits.items() for _ in names], np.int64)
+        before = OpArray.parse(" ".join(name for names in self.waits.values() for name in names))
+        return WaitArray(self.ops[index], before)
 
     def to_data(self) -> list[dict[str, Any]]:
         """The ops as plain JSON values, with only the fields that were given."""
@@ -312,10 +325,7 @@ class Schedule(Displayed, Document):
     def orders(self) -> Orders:
         """Orders and waits, as an executor obeys them; shared channels in planned order."""
         devices = [DeviceOrders(*(ops.ops for _, ops in device.streams())) for device in self.devices]
-        waits: dict[Op, list[Op]] = {}
-        for device in self.devices:
-            for _, ops in device.streams():
-                waits |= ops.waits_of()
+        waits = WaitArray.joined([ops.waits_of() for device in self.devices for _, ops in device.streams()])
         shared = shared_channels(self.problem)
         if not shared:
             return Orders(devices, waits)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.memory import Curve, device_effect, effect_table, host_effect, memory_curve
-from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders
+from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -205,9 +205,11 @@ class _Network:
 
     def _order_edges(self, orders: Orders) -> Iterator[tuple[Ints, Ints, Floats]]:
         """Edges of waits, and of the order of transfers on shared channels."""
-        pairs = [(before, op) for op, waits in orders.waits.items() for before in waits]
-        before, after = (self._nodes([pair[side] for pair in pairs]) for side in range(2))
-        yield before, after, np.zeros(len(pairs))
+        waits = orders.waits
+        if not isinstance(waits, WaitArray):
+            pairs = [(op, before) for op, others in waits.items() for before in others]
+            waits = WaitArray(*(_columns([pair[side] for pair in pairs]) for side in range(2)))
+        yield self._nodes(waits.before), self._nodes(waits.op), np.zeros(len(waits.op))
         for channel in orders.channels:
             nodes = self._nodes(channel)
             yield nodes[:-1], nodes[1:], np.zeros(len(nodes[1:]))

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, cycle_text
-from optpipe.ops import KINDS, STREAMS, Op, OpArray
+from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, OpArray, WaitArray
 from optpipe.problem import Stage
 from optpipe.schedule import Schedule
 from optpipe.worst_case_memory import memory_changes, worst_case_peak_bytes
@@ -253,29 +253,35 @@ class _Verifier:
 
     def _check_waits(self) -> None:
         """Each wait names an op on another stream of the same device, and that op ends first."""
-        for k, name, before in self._waits:
-            if before < 0:
+        op, before, names = self._waits
+        absent = before < 0
+        stream = np.asarray(STREAM_OF_KIND)[self.ops.kind]
+        elsewhere = (self.home[before] != self.home[op]) | (stream[before] == stream[op])
+        early = self.start_us[op] < self.end_us[before] - self.tolerance
+        for wait in np.flatnonzero(absent | elsewhere | early).tolist():
+            k, name = int(op[wait]), names[wait]
+            if absent[wait]:
                 self._wait_broken(k, f"waits for {name}, which is not in the schedule.")
-            elif self.home[before] != self.home[k] or self.ops[before].stream == self.ops[k].stream:
+            elif elsewhere[wait]:
                 self._wait_broken(k, f"waits for {name}, not on another stream of its device.")
-            elif self.start_us[k] < self.end_us[before] - self.tolerance:
-                end = self.end_us[before]
+            else:
+                end = self.end_us[before[wait]]
                 self._wait_broken(k, f"starts before {name}, which it waits for, ends ({end:g} us).")
 
     @cached_property
-    def _waits(self) -> Sequence[tuple[int, str, int]]:
-        """Waits as (index of the op, name of the op it waits for, index of that op or -1)."""
-        named = [
-            (first + index, name)
-            for first, stream in zip(self.begins.tolist(), self.streams, strict=False)
-            for index, names in stream.waits.items()
-            for name in names
-        ]
-        others = OpArray.of([Op.parse(name) for _, name in named])
+    def _waits(self) -> tuple[Ints, Ints, Sequence[str]]:
+        """Waits as columns: index of the op, index of the op it waits for or -1, and the name of that."""
+        waiting: list[int] = []
+        names: list[str] = []
+        for first, stream in zip(self.begins.tolist(), self.streams, strict=False):
+            for index, others_of_op in stream.waits.items():
+                waiting += [first + index] * len(others_of_op)
+                names += others_of_op
+        others = OpArray.parse(" ".join(names))
         known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.microbatches)
         # Outside the problem a key would be that of another op.
         indices = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
-        return [(k, name, before) for (k, name), before in zip(named, indices.tolist(), strict=True)]
+        return np.array(waiting, np.int64), indices, names
 
     def _check_cycles(self) -> None:
         """No cycle of ops by rules, streams and waits."""
@@ -290,10 +296,11 @@ class _Verifier:
     def _edges(self) -> tuple[Ints, Ints, Floats]:
         """Precedences by streams, waits and rules: indices of ops and of their predecessors, and the delays."""
         follows = 1 + np.flatnonzero(self.list_of[1:] == self.list_of[:-1])
-        waits = np.array([(k, before) for k, _, before in self._waits if before >= 0], np.int64).reshape(-1, 2)
+        waiting, awaited, _ = self._waits
+        present = awaited >= 0
         edges = [
             (follows, follows - 1, np.zeros(len(follows))),
-            (waits[:, 0], waits[:, 1], np.zeros(len(waits))),
+            (waiting[present], awaited[present], np.zeros(present.sum())),
             *self._dependencies,
         ]
         op, before, delay_us = (np.concatenate(column) for column in zip(*edges, strict=True))
@@ -399,7 +406,7 @@ class _Verifier:
 
     def _worst_case_peak_bytes(self, d: int) -> int | None:
         streams = [ops for _, ops in self.schedule.devices[d].streams()]
-        waits = {op: others for ops in streams for op, others in ops.waits_of().items()}
+        waits = WaitArray.joined([ops.waits_of() for ops in streams])
         compute, offload, reload = (ops.ops for ops in streams)
         try:
             return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits)

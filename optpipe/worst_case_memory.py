@@ -19,7 +19,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError
-from optpipe.ops import KINDS, Op, OpArray
+from optpipe.ops import KINDS, Op, OpArray, WaitArray
 from optpipe.problem import Problem, Stage
 
 Ints = NDArray[np.int64]
@@ -96,12 +96,18 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
         for before in earlier:
             edges += pairs(after, key[after] + (KINDS.index(before) - KINDS.index(kind)) * stages * microbatches)
     if waits:
-        named = [(k, other) for k, op in enumerate(ops) for other in waits.get(op, ())]
-        others = OpArray.of([other for _, other in named])
+        if not isinstance(waits, WaitArray):
+            waits = WaitArray.of({op: waits[op] for op in ops if op in waits})
         # Outside the problem a key would be that of another op.
-        known = (others.stage < stages) & (others.microbatch < microbatches)
-        after = np.array([k for k, _ in named], np.int64)[known]
-        edges += pairs(after, ((others.kind * stages + others.stage) * microbatches + others.microbatch)[known])
+        chosen = np.isin(waits.op.stage, np.unique(ops.stage)) & (waits.op.microbatch < microbatches)
+        chosen &= (waits.before.stage < stages) & (waits.before.microbatch < microbatches)
+        here = np.flatnonzero(chosen)
+        op_key, before_key = (
+            (column.kind * stages + column.stage) * microbatches + column.microbatch
+            for column in (waits.op[here], waits.before[here])
+        )
+        for wait, op in pairs(np.arange(len(op_key)), op_key):
+            edges += pairs(op, before_key[wait])
     target, source = (np.concatenate(column) for column in zip(*edges, strict=True))
     by_target = np.argsort(target, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=len(key)))])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optpipe.errors import VerificationError
 from optpipe.memory import Times, derive_waits
-from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders
+from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.schedule import PlannedOps, Schedule, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
@@ -26,6 +28,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
     Raises VerificationError if any rule or budget is broken, or the bound exceeds the value: a bug of the caller.
     """
     simulation = simulate(problem, orders)
+    waits = _named_waits(simulation, orders)
     value = simulation.value_us
     bound = snapped_bound(value, bound_us, value_step_us(problem))
     gap = relative_gap(value, bound)
@@ -40,7 +43,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
             "gap": gap,
             "method": method,
             "solve_seconds": round(seconds, 3),
-            "devices": [_device(orders, simulation, value, d) for d in range(len(problem.devices))],
+            "devices": [_device(orders, simulation, waits, value, d) for d in range(len(problem.devices))],
         }
     )
     verdict = verify(schedule)
@@ -61,12 +64,26 @@ def snapped_bound(value_us: float, bound_us: float, step_us: float = float("inf"
     return value_us if -below_us <= bound_us - value_us <= rounding_us else float(bound_us)
 
 
-def _device(orders: Orders, simulation: Simulation, value_us: float, d: int) -> dict[str, Any]:
+NamedWaits = tuple[NDArray[np.int64], Sequence[str]]
+"""Index in a simulation of each op that waits, in ascending order, and the name of the op it waits for."""
+
+
+def _named_waits(simulation: Simulation, orders: Orders) -> NamedWaits:
+    waits, ops = WaitArray.of(orders.waits), simulation.ops
+    size = len(simulation.problem.stages), simulation.problem.microbatches
+    at = np.zeros((len(KINDS), *size), np.int64)
+    at[ops.kind, ops.stage, ops.microbatch] = np.arange(len(ops))
+    index = at[waits.op.kind, waits.op.stage, waits.op.microbatch]
+    order = np.argsort(index, kind="stable")
+    return index[order], waits.before[order].names.split()
+
+
+def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us: float, d: int) -> dict[str, Any]:
     device = orders.devices[d]
     first = simulation.device_slice(d).start
     plan: dict[str, Any] = {}
     for name, stream in zip(STREAMS, device.streams(), strict=True):
-        plan[name] = _planned(orders, simulation, slice(first, first + len(stream)))
+        plan[name] = _planned(waits, simulation, slice(first, first + len(stream)))
         first += len(stream)
     busy = float(sum(_durations_us(simulation.problem, plan["compute"].ops)))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
@@ -87,13 +104,15 @@ def _durations_us(problem: Problem, ops: OpArray) -> list[float]:
     return durations
 
 
-def _planned(orders: Orders, simulation: Simulation, where: slice) -> PlannedOps:
+def _planned(waits: NamedWaits, simulation: Simulation, where: slice) -> PlannedOps:
     """The ops at these places of a simulation."""
+    waiting, names = waits
+    first, last = np.searchsorted(waiting, (where.start, where.stop)).tolist()
+    named: dict[int, list[str]] = {}
+    for k, name in zip((waiting[first:last] - where.start).tolist(), names[first:last], strict=True):
+        named.setdefault(k, []).append(name)
     ops = simulation.ops[where]
-    waits = {}
-    if orders.waits:
-        waits = {k: [str(before) for before in orders.waits[op]] for k, op in enumerate(ops) if orders.waits.get(op)}
-    return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), waits)
+    return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), named)
 
 
 def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:

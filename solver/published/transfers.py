@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 
 import numpy as np
 
 from optpipe.memory import device_effect, effect_table
-from optpipe.ops import KINDS, DeviceOrders, Ints, Op, OpArray, Orders
+from optpipe.ops import KINDS, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.published.transfer_kernel import (
@@ -154,17 +153,10 @@ class TransferPlanner:
         channels = [channel for channel, shared in zip(served, several, strict=True) if shared and channel]
         return Orders(devices, self._waits(waits), channels)
 
-    def _waits(self, waits: Ints) -> dict[Op, list[Op]]:
-        found: dict[Op, list[Op]] = {}
-        for column in waits.T:
-            waiting = np.flatnonzero(column != NONE)
-            for x, before in zip(waiting.tolist(), column[waiting].tolist(), strict=True):
-                found.setdefault(self._named[x], []).append(self._named[before])
-        return found
-
-    @cached_property
-    def _named(self) -> list[Op]:
-        return list(self.ops)
+    def _waits(self, waits: Ints) -> WaitArray:
+        waiting = [np.flatnonzero(column != NONE) for column in waits.T]
+        before = [column[ops] for column, ops in zip(waits.T, waiting, strict=True)]
+        return WaitArray(self.ops[np.concatenate(waiting)], self.ops[np.concatenate(before)])
 
 
 def _duration_us(stage: Stage, kind: str) -> float:
