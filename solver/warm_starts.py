@@ -4,9 +4,9 @@ Making a published schedule, and timing it, takes time in proportion to its micr
 period show with few. So where there are many it is made for a few, in which every device does the same again for every
 microbatch (or group of them), and that period is repeated.
 
-What they may take is counted in processor time: however busy the machine is, the same ones are tried, and none is left
-out because loading or another program took the time. Where there are many microbatches, schedules made for a few and
-repeated come before the slow ones: they are as good in most cases, and there at once.
+Every published schedule that alone is made within the time limit is tried, however long all of them take together and
+however busy the machine is: each is measured by itself, in processor time. Schedules made for a few microbatches and
+repeated come before the slow ones, as long as time is left: they are as good in most cases, and available at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
+from solver.kernels import WARM, is_marked
 from solver.methods import METHODS
 from solver.published.v_family import v_zb
 from solver.serial import serial_orders
@@ -97,25 +98,34 @@ WITH_KERNELS = (
 """The others, by what they take for 400,000 ops: from 0.2 s to 20. Where transfers are planned, few take no less."""
 
 LEAST_S = 0.5
-"""Processor time that the published schedules get however short the limit is: those of small problems need less."""
+"""Processor time that each published schedule gets however short the limit is: those of small problems need less."""
 
 Make = Callable[[Problem], Orders]
 
 
-def offer_published(problem: Problem, shared: SharedIncumbent) -> None:
-    """Offer every published schedule that fits to the shared incumbent; where none does, the floor.
+def offer_published(problem: Problem, shared: SharedIncumbent, on_method: Callable[[], None] = lambda: None) -> None:
+    """Offer every published schedule to the shared incumbent, the cheap ones first; the floor if none fits.
 
-    Once one fits and they have taken the time limit in processor time, no further one is begun.
+    `on_method` is called before each. Each may take the time limit in processor time, whatever the others took. One
+    that takes longer ends the list if something fits, since those after it take as long or longer; not while kernels
+    are compiled on the way, which says nothing of the others. Schedules that are repeated, and so only a faster way to
+    another entry, are left out once all together have taken the limit.
     """
-    began_s, allowed_s = time.thread_time(), max(shared.limits.time_limit_s, LEAST_S)
+    timed = shared.limits.deterministic_limit is None
+    limit_s = max(shared.limits.time_limit_s, LEAST_S)
+    first_s = time.thread_time()
     for name, make in _published():
+        began_s = time.thread_time()
+        if timed and name not in METHODS and began_s - first_s > limit_s:
+            continue
         if shared.stop.requested:
             return
-        used_up = time.thread_time() - began_s > allowed_s and shared.limits.deterministic_limit is None
-        if used_up and shared.best.orders is not None:
-            return
+        on_method()
         with suppress(MethodError, DeadlockError):
             offer_orders(problem, shared, make(problem), name)
+        too_long = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
+        if too_long and shared.best.orders is not None:
+            return
     floor = serial_orders(problem) if shared.best.orders is None else None
     if floor is not None:
         offer_orders(problem, shared, floor, "floor")

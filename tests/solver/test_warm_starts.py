@@ -1,4 +1,4 @@
-"""Published schedules as starts: all of them before anything else, the cheap ones first, counted in processor time."""
+"""Published schedules as starts: all that alone end within the limit, before anything else, in processor time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
 
 from instances import HALF, instance, uniform
-from optpipe.errors import MethodError
+from optpipe.errors import MethodError, NoSolutionError
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from solver import warm_starts
 from solver.build import within_budgets
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
+from solver.solve import search
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import WITH_KERNELS, WITHOUT_KERNELS, lengthened, offer_published, repeated_published
 from tests.problems import problems
@@ -69,14 +72,44 @@ def test_waiting_for_a_processor_leaves_none_out(tried: list[str], monkeypatch: 
     assert set(tried) == PUBLISHED
 
 
-def test_once_the_processor_time_is_used_up_the_first_that_fits_is_enough(
+def costing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let every entry of the list of published schedules take so much processor time, with kernels compiled before."""
+    monkeypatch.setattr(warm_starts, "is_marked", lambda _: True)
+    monkeypatch.setattr(time, "thread_time", itertools.count(0, seconds / 2).__next__)
+
+
+def test_what_others_took_leaves_none_out(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone ends within the limit; all together take many times as long."""
+    costing(monkeypatch, 4)
+    offered(PROBLEM, Limits(5))
+    assert tried == IN_ORDER
+
+
+def test_one_that_alone_takes_longer_than_the_limit_ends_the_list(
     tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used_s = itertools.count(0, 10)
-    monkeypatch.setattr(time, "thread_time", lambda: next(used_s))
+    costing(monkeypatch, 20)
     shared = offered(PROBLEM, Limits(5))
     assert tried[-1] == shared.best.method
     assert len(tried) < len(PUBLISHED)
+
+
+def tried_before_searches(problem: Problem, tried: list[str]) -> list[str]:
+    """The published schedules that were made when the first search of a solve begins."""
+    before: list[str] = []
+    with suppress(NoSolutionError):
+        search(problem, "auto", Limits(5, deterministic_limit=0.001), on_searching=lambda: before.extend(tried))
+    return before
+
+
+def test_all_are_tried_before_the_first_search(tried: list[str]) -> None:
+    assert tried_before_searches(PROBLEM, tried) == IN_ORDER
+
+
+def test_searches_that_begin_too_early_would_be_seen(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails where the order is broken."""
+    monkeypatch.setattr(import_module("solver.solve"), "offer_published", lambda *_: None)
+    assert tried_before_searches(PROBLEM, tried) == []
 
 
 def test_the_floor_is_for_where_nothing_published_fits() -> None:
