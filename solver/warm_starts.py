@@ -95,7 +95,7 @@ WITH_KERNELS = (
     *("zb-v, repeated", "zb-auto, repeated", "zb-v", "v-zb, repeated", "v-min, repeated", "v-half, repeated"),
     *("ada-offload", "gis-h, repeated", "zb-auto", "v-zb", "v-min", "v-half", "gis-h", "po-h", "po-f"),
 )
-"""The others, by what they take for 400,000 ops: from 0.2 s to 20. Where transfers are planned, few take no less."""
+"""The others, by what they take for 400,000 ops: from 0.2 s to 11. Where transfers are planned, few take no less."""
 
 LEAST_S = 0.5
 """Processor time that each published schedule gets however short the limit is: those of small problems need less."""

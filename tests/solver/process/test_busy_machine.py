@@ -70,7 +70,7 @@ def test_published_schedules_that_take_the_limit_together_are_waited_for() -> No
     with Child("tests.solver.process.slow_methods") as child:
         result = solve_in_child(uniform(4, 8), "auto", limits, child=child, on_event=events.append)
     assert limits.seconds > len(SLOW) * SECONDS
-    methods = [event.method for event in events if isinstance(event, Progress)]
+    methods = [event.solution.method for event in events if isinstance(event, Progress)]
     assert "zb-h2" in methods
     assert result.schedule is not None
 
