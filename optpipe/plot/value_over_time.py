@@ -1,4 +1,4 @@
-"""How the best known value comes down while methods search: one chart an instance, one curve a method."""
+"""Figure of the best value over time while methods search: one chart per instance, one curve per method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from optpipe.units import Unit, percent_text, time_text, time_unit
 
 HEIGHT_INCHES = 1.9
 EARLIEST_S = 0.01
-"""Where the time scale begins; what was known before is drawn here."""
+"""Start of the time scale; earlier values are drawn here."""
 HIGHEST = 1.12
 """Values above this many times the best are outside the chart: the end of a search would be flat."""
 HEADROOM = 0.08
@@ -61,7 +61,7 @@ class InstanceCurves:
 
     @property
     def public_is_near(self) -> bool:
-        """Whether the public value is known and within the chart."""
+        """True if the public value is known and within the chart."""
         return self.public_us is not None and self.public_us <= HIGHEST * self.best_us
 
 
@@ -157,7 +157,7 @@ def _end_is_marked(curve: Curve, time_limit_s: float) -> bool:
 
 
 def _end_marker(colour: str, proved: bool) -> Line2D:
-    """Where a method ended: full where its value is proved optimal, open where it had no more to try."""
+    """Mark the end of a method: full where its value is proved optimal, open where it had no more to try."""
     face = colour if proved else "white"
     return Line2D(
         [],

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from optpipe.runtime.weight_gradients import is_distributed
 
 ALIGNMENT_BYTES = 64
-"""That of torch's CPU allocator: kernels may sum in another order on another alignment."""
+"""Alignment of torch's CPU allocator: kernels may sum in another order on another alignment."""
 
 
 class _Slot:

@@ -1,4 +1,4 @@
-"""What a step of training really did, and how that differs from its plan. No torch: recording is the runtime's."""
+"""Measured training steps and their comparison with the plan. Without torch: the runtime records."""
 
 from optpipe.trace.document import MeasuredAction, MeasuredDevice, MemoryOverTime, Trace
 

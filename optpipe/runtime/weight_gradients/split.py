@@ -124,7 +124,7 @@ LARGE_BYTES = 2**16
 
 
 class SplitBackward(ABC, Generic[Layer]):
-    """How the backward of a kind of layer splits: one tensor in, one tensor out.
+    """Split backward of a kind of layer with one input and one output tensor.
 
     What `forward` saves, and the output gradient, are held from B until W: a split pays where that, which is about as
     much as the layer's activations again, buys a large part of the layer's backward.
@@ -134,7 +134,7 @@ class SplitBackward(ABC, Generic[Layer]):
     """True where both halves are right for DTensors, as matrix products are; else autograd handles such layers."""
 
     lower_precision: ClassVar[bool] = False
-    """Whether autocast computes the layer in its own dtype, as it does matrix products: then x comes in that dtype."""
+    """True if autocast computes the layer in its own dtype, as it does matrix products: then x comes in that dtype."""
 
     def handles(self, _layer: Layer) -> bool:
         """True if this layer can be split; for others autograd computes all gradients in B."""
