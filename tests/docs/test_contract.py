@@ -12,7 +12,7 @@ import api
 import optpipe
 import solver
 from api import create_app
-from api.jobs.records import EventKind, JobConfig, Limit, Reason, Status
+from api.jobs.records import EventKind, JobConfig, Reason, Status, StopReason
 from api.models import JobAnswer
 from api.routes.documents import Format as Served
 from api.settings import Settings
@@ -81,7 +81,7 @@ def test_every_field_of_a_submission_and_of_a_job() -> None:
     assert quoted(r"A job has (.*?)\. Its", text) == list(JobAnswer.model_fields)
     assert quoted(r"Its `status` is (.*?);", text) == list(get_args(Status))
     assert quoted(r"a `reason` \((.*?)\)", text) == list(get_args(Reason))
-    assert quoted(r"a `limit` \(`null`, (.*?)\)", text) == list(get_args(Limit))
+    assert quoted(r"a `limit` \(`null`, (.*?)\)", text) == list(get_args(StopReason))
     assert quoted(r"server-sent events (.*?);", text) == list(get_args(EventKind))
     assert quoted(r"`\?format=` (.*?) \|", text) == list(get_args(Served))
 
