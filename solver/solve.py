@@ -51,12 +51,10 @@ def search(
     on_progress: OnProgress | None = None,
     starts: Sequence[Orders] = (),
     on_searching: Callable[[], None] = lambda: None,
-    on_published: Callable[[], None] = lambda: None,
 ) -> Solution:
     """`solve` without its last step: the orders, which it always has, are still to be verified. Raises the same.
 
-    `on_published` is called before each published schedule is made, `on_searching` when all were tried and the searches
-    begin.
+    `on_searching` is called when the published schedules were tried and the searches begin.
     """
     chosen = method_named(method)
     forget_stale()
@@ -69,7 +67,7 @@ def search(
     _refuse_impossible(problem)
     shared = SharedIncumbent(problem, limits, on_progress)
     with limits.cancel.calling(shared.stop.request):
-        offer_published(problem, shared, on_published)
+        offer_published(problem, shared)
         for orders in starts:
             offer_orders(problem, shared, orders, "neighbour")
         if chosen.search is not None:

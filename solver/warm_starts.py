@@ -4,9 +4,9 @@ Making a published schedule, and timing it, takes time in proportion to its micr
 period show with few. So where there are many it is made for a few, in which every device does the same again for every
 microbatch (or group of them), and that period is repeated.
 
-Every published schedule that alone is made within the time limit is tried, however long all of them take together and
-however busy the machine is: each is measured by itself, in processor time. Schedules made for a few microbatches and
-repeated come before the slow ones, as long as time is left: they are as good in most cases, and available at once.
+Published schedules are tried in the order of their usual cost until they have taken the time limit together, in
+processor time: how busy the machine is leaves none of them out. Schedules made for a few microbatches and repeated come
+before the slow ones: they are as good in most cases, and available at once.
 """
 
 from __future__ import annotations
@@ -98,34 +98,26 @@ WITH_KERNELS = (
 """The others, by what they take for 400,000 ops: from 0.2 s to 11. Where transfers are planned, few take no less."""
 
 LEAST_S = 0.5
-"""Processor time that each published schedule gets however short the limit is: those of small problems need less."""
+"""Processor time that they get however short the limit is: those of small problems need less."""
 
 Make = Callable[[Problem], Orders]
 
 
-def offer_published(problem: Problem, shared: SharedIncumbent, on_method: Callable[[], None] = lambda: None) -> None:
+def offer_published(problem: Problem, shared: SharedIncumbent) -> None:
     """Offer every published schedule to the shared incumbent, the cheap ones first; the floor if none fits.
 
-    `on_method` is called before each. Each may take the time limit in processor time, whatever the others took. One
-    that takes longer ends the list if something fits, since those after it take as long or longer; not while kernels
-    are compiled on the way, which says nothing of the others. Schedules that are repeated, and so only a faster way to
-    another entry, are left out once all together have taken the limit.
+    Once they have taken the time limit in processor time, none is begun if something fits, or the answer would be late.
+    That does not hold while kernels are compiled on the way, which says nothing of what is left.
     """
     timed = shared.limits.deterministic_limit is None
     limit_s = max(shared.limits.time_limit_s, LEAST_S)
-    first_s = time.thread_time()
+    began_s = time.thread_time()
     for name, make in _published():
-        began_s = time.thread_time()
-        if timed and name not in METHODS and began_s - first_s > limit_s:
-            continue
-        if shared.stop.requested:
+        taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
+        if shared.stop.requested or (taken and shared.best.orders is not None):
             return
-        on_method()
         with suppress(MethodError, DeadlockError):
             offer_orders(problem, shared, make(problem), name)
-        too_long = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
-        if too_long and shared.best.orders is not None:
-            return
     floor = serial_orders(problem) if shared.best.orders is None else None
     if floor is not None:
         offer_orders(problem, shared, floor, "floor")

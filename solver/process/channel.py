@@ -29,8 +29,6 @@ Limit = Literal["time", "gap", "memory", "interrupted"]
 """Reason why a search ended early."""
 
 CANCEL: Message = {"type": "cancel"}
-PUBLISHING: Message = {"type": "publishing"}
-"""The child begins to make the next published schedule."""
 SEARCHING: Message = {"type": "searching"}
 OUT_OF_MEMORY: Message = {"type": "out_of_memory"}
 

@@ -74,7 +74,7 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
     from solver.solve import search
 
     try:
-        solution = search(problem, method, limits, outbox.offer, starts, outbox.searching, outbox.publishing)
+        solution = search(problem, method, limits, outbox.offer, starts, outbox.searching)
     except OptPipeError as error:
         return channel.error_message(error)
     except MemoryError:
@@ -125,10 +125,6 @@ class Outbox:
     def searching(self) -> None:
         """Say that all published schedules were tried: at once, since the parent's clock depends on it."""
         self._write(channel.SEARCHING)
-
-    def publishing(self) -> None:
-        """Say that the next published schedule is made now: the parent's clock depends on it."""
-        self._write(channel.PUBLISHING)
 
     def end(self, last: Message) -> None:
         """Send the newest incumbent if it is still here, then the last message."""

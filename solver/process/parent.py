@@ -43,9 +43,8 @@ CANCEL_S = 0.4
 LATE = 0.25
 """A child that brought nothing in this share of the time is late: the parent begins to make a schedule itself."""
 
-MOST_ADDED_S = 5.0
-"""Besides the time limit itself, seconds that a child's waiting for a processor may add to it, and so many again that
-published schedules may."""
+MOST_WAITED_S = 5.0
+"""Seconds, besides the time limit itself, for which a child that finds no free processor is waited for at most."""
 
 VERIFY_S_PER_OP = 5e-6
 """Seconds to read, time and verify an answer, per op (4 us measured on one core). Part of the limit."""
@@ -96,9 +95,7 @@ def solve_in_child(
     There is an answer at the time limit plus two seconds, and a second after `limits.cancel` is requested, with the
     best incumbent; a child that holds more than `memory_limit_bytes` is ended in the same way. Where it brought none,
     that is a published schedule made here. The answer comes later by as long as the child, while it loads and makes
-    published schedules, is ready to run and finds no free processor, and by what these take together beyond the limit:
-    each that alone takes no longer than the limit is made. Each of the two adds the time limit plus `MOST_ADDED_S` at
-    most.
+    published schedules, is ready to run and finds no free processor: the time limit plus `MOST_WAITED_S` at most.
     `on_event` is called from here with every incumbent within a second, and with a heartbeat every half second; it
     should return at once. `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see
     `solve`.
@@ -170,14 +167,8 @@ class _Solve:
                 next_beat_s = self.limits.seconds + HEARTBEAT_S
 
     def _take(self, message: Message) -> None:
-        if message == channel.PUBLISHING:  # each may take the limit, whatever those before it took
-            if not self.cancelled:
-                added_s = min(self._seconds_given, self.limits.time_limit_s + MOST_ADDED_S)
-                self.kill_at_s = self.search_s + added_s + STOP_S
-            return
         if message == channel.SEARCHING:
             self.searching = True
-            self.kill_at_s = min(self.kill_at_s, max(self.search_s, self._seconds_given) + STOP_S)
             return
         if message["type"] != "incumbent":
             self.last = message
@@ -203,11 +194,11 @@ class _Solve:
     def _seconds_given(self) -> float:
         """Seconds since the start, without those in which the child found no free processor before it searched.
 
-        Waiting extends the limit to twice its length and `MOST_ADDED_S` at most: on a machine that never has time for
+        Waiting extends the limit to twice its length and `MOST_WAITED_S` at most: on a machine that never has time for
         the child, there is an answer all the same. To a request to cancel all seconds count.
         """
         if not self.searching:
-            most_s = self.limits.time_limit_s + MOST_ADDED_S
+            most_s = self.limits.time_limit_s + MOST_WAITED_S
             self.waited_s = min(self.child.kept_waiting_s - self.waited_before_s, most_s)
         return self.limits.seconds - (0.0 if self.cancelled else self.waited_s)
 

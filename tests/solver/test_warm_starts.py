@@ -1,4 +1,4 @@
-"""Published schedules as starts: all that alone end within the limit, before anything else, in processor time."""
+"""Published schedules as starts: before anything else, the cheapest first, in processor time."""
 
 from __future__ import annotations
 
@@ -75,23 +75,31 @@ def test_waiting_for_a_processor_leaves_none_out(tried: list[str], monkeypatch: 
 def costing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let every entry of the list of published schedules take so much processor time, with kernels compiled before."""
     monkeypatch.setattr(warm_starts, "is_marked", lambda _: True)
-    monkeypatch.setattr(time, "thread_time", itertools.count(0, seconds / 2).__next__)
+    monkeypatch.setattr(time, "thread_time", itertools.count(0, seconds).__next__)
 
 
-def test_what_others_took_leaves_none_out(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each alone ends within the limit; all together take many times as long."""
-    costing(monkeypatch, 4)
+def test_what_takes_less_than_the_limit_together_is_all_tried(
+    tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costing(monkeypatch, 0.2)
     offered(PROBLEM, Limits(5))
     assert tried == IN_ORDER
 
 
-def test_one_that_alone_takes_longer_than_the_limit_ends_the_list(
-    tried: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costing(monkeypatch, 20)
+def test_none_is_begun_once_they_have_taken_the_limit(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cheapest come first, so that what is left out is what takes longest."""
+    costing(monkeypatch, 2)
     shared = offered(PROBLEM, Limits(5))
-    assert tried[-1] == shared.best.method
-    assert len(tried) < len(PUBLISHED)
+    assert tried == IN_ORDER[: len(tried)]
+    assert 1 < len(tried) < len(IN_ORDER)
+    assert shared.best.orders is not None
+
+
+def test_nothing_that_fits_is_looked_for_beyond_the_limit(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every budget is too small for the cheap ones, a late answer is better than none."""
+    costing(monkeypatch, 20)
+    assert offered(uniform(4, 8, budget=1), Limits(5)).best.orders is None
+    assert tried == IN_ORDER
 
 
 def tried_before_searches(problem: Problem, tried: list[str]) -> list[str]:
