@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,10 @@ ROOT = Path(__file__).parents[1]
 
 def steps(*arguments: str) -> list[str]:
     """The commands that make would run, in this order."""
-    dry = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    # As from a shell: the make that runs these tests leaves flags and its depth to those below it.
+    own = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}}
+    command = ["make", "--dry-run", *arguments]
+    dry = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True)
     return dry.stdout.splitlines()
 
 

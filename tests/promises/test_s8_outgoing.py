@@ -25,13 +25,15 @@ def test_nothing_is_asked_of_others(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", ELSEWHERE)
     problem = PROBLEM.model_copy(update={"name": ELSEWHERE, "source": ELSEWHERE})
     with api_process(settings, free_tcp_port, tmp_path) as api:
-        headers = {"Referer": ELSEWHERE, "X-Forwarded-Host": "optpipe.invalid", "Origin": "http://optpipe.invalid"}
+        headers = {"Referer": ELSEWHERE, "X-Forwarded-Host": "optpipe.invalid"}
+        origin = {"Origin": "http://optpipe.invalid"}
         with httpx.Client(base_url=api.url, headers=headers) as client:
             job = client.post("/v1/schedules", json=body(problem, name=ELSEWHERE)).json()
             client.post("/v1/schedules", json=body() | {"callback": ELSEWHERE})
+            assert client.post("/v1/schedules", json=body(), headers=origin).status_code == 403
             client.post("/v1/compare", json={"problem": problem.to_data()}, timeout=30)
             for path in ("/readyz", "/metrics", "/openapi.json", f"/v1/schedules/{job['id']}", "/v1/demo-data"):
-                assert client.get(path, timeout=30).status_code == 200
+                assert client.get(path, timeout=30, headers=origin).status_code == 200
         log = api.log.read_text()
     assert "Application startup complete" in log
     assert [line for line in log.splitlines() if line.startswith(("socket.", "urllib."))] == []
