@@ -142,6 +142,8 @@ class _Solve:
         limits = replace(self.limits, time_limit_s=self.search_s)
         self.child.say(channel.request_message(self.problem, method, limits, starts))
         self._watch()
+        if self.ended_for == "time" and self.best.orders is None:
+            self._wait_for_fallback()
         self.fallback.stop()
         kind = self.last["type"] if self.last else ""
         if kind == "answer":
@@ -165,6 +167,20 @@ class _Solve:
             if self.limits.seconds >= next_beat_s:
                 self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
                 next_beat_s = self.limits.seconds + HEARTBEAT_S
+
+    def _wait_for_fallback(self) -> None:
+        """Wait until the fallback has a schedule, and half a second for better ones.
+
+        A child can be kept from a processor or from the disk that it loads from until its time is up, and the thread
+        here as well. An answer that is late by that is better than one microbatch after another.
+        """
+        self.fallback.begin()
+        until_s = self.limits.seconds + self.limits.time_limit_s + MOST_WAITED_S
+        while self.fallback.best.orders is None and self.fallback.running:
+            if self.limits.seconds > until_s or self.limits.cancel.requested:
+                return
+            self.fallback.wait(TICK_S)
+        self.fallback.wait(0.5)
 
     def _take(self, message: Message) -> None:
         if message == channel.SEARCHING:
@@ -271,6 +287,16 @@ class Fallback:
         if self._thread is None:
             self._thread = Thread(target=self.make, name="fallback", daemon=True)
             self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """True while schedules are being made."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the last schedule, so many seconds at most."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def stop(self) -> None:
         """Begin no further one: nobody waits for it."""

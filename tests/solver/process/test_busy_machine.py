@@ -85,3 +85,18 @@ def test_one_that_never_finds_a_processor_is_waited_for_twice_the_limit_and_a_li
     assert not limits.cancel.requested
     assert result.schedule is not None, "the parent has made one meanwhile"
     assert 2 * limits.time_limit_s + most_waited_s <= limits.seconds
+
+
+def test_an_answer_waits_for_the_first_published_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where child and parent were kept from the disk until the time was up, the floor is not the answer."""
+    make, limits = parent.Fallback.make, Limits(0.5, workers=1)
+
+    def make_late(fallback: parent.Fallback) -> None:
+        time.sleep(2.5)
+        make(fallback)
+
+    monkeypatch.setattr(parent.Fallback, "make", make_late)
+    with Child("tests.solver.process.asleep") as child:
+        result = solve_in_child(PROBLEM, "auto", limits, child=child)
+    assert result.schedule is not None
+    assert result.schedule.method != "floor"
