@@ -53,7 +53,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: after `time_limit_s`, or as soon as ``(value - bound) / value <= gap``, or when `cancel` is set.
+    """Stopping rule: after `time_limit_s`, when ``(value - bound) / value <= gap``, or when `cancel` is set.
 
     The clock runs from the construction; `time_limit_s` may be infinite. With a `deterministic_limit` no search reads
     the clock to decide anything: it is the work that they may do, in units of about a second each (CP-SAT's

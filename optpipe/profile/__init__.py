@@ -1,1 +1,1 @@
-"""What a model costs: by formula from a table of its sizes, or measured on this hardware."""
+"""Costs of a model: by formula from a table of its sizes, or measured on this hardware."""

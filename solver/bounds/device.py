@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one microbatch of a stage can be while a device waits: before its B (`whole`), or with W left (`rest`).
+    """States of one microbatch of a stage while a device waits: before its B (`whole`), or with W left (`rest`).
 
     It is one of the two or neither; each is the work it still offers and the bytes it holds.
     """
@@ -165,7 +165,7 @@ class OnDevice:
 
     @classmethod
     def each(cls, problem: Problem) -> Sequence[Self]:
-        """Of every device that has stages."""
+        """One instance for each device that has stages."""
         paths = Paths.of(problem)
         return [cls(problem, paths, numbers) for numbers in problem.stages_of if numbers]
 
@@ -180,7 +180,7 @@ class OnDevice:
         return usable_bytes(self.problem, self.stages[0].device)
 
     def value_us(self, span_us: float, to_last_backward_us: float) -> float:
-        """What the objective is at least, from two bounds: on the device's span, and on that up to its last backward.
+        """Lower bound on the objective, from two bounds: on the device's span, and on that up to its last backward.
 
         The device of stage 0 begins earlier by the way to this device, and after its last backward the gradient still
         passes the way back, and W of stage 0. For the makespan the device's own span begins after that way as well.

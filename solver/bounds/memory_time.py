@@ -53,7 +53,7 @@ class _MemoryTime(OnDevice):
 
     @cached_property
     def _needed_byte_us(self) -> float:
-        """Of all microbatches, none of which leaves."""
+        """Byte-time of all microbatches, none of which leaves."""
         activations = sum(
             stage.activation_bytes * (stage.duration_us("F") + self.paths.turnaround_us(s, s) + stage.duration_us("B"))
             for s, stage in zip(self.numbers, self.stages, strict=True)

@@ -93,7 +93,7 @@ class Constraints:
         self._after(ended, (x, r), x, r, self.length[x])
 
     def away(self) -> None:
-        """What is away at x left before x starts and comes back no earlier; it was computed before and is needed after.
+        """Activations away at x: each left before x starts and returns no earlier; computed before, needed after.
 
         Two ops that start at one instant must not both overlook the other: x counts at the reload.
         """
@@ -117,7 +117,7 @@ class Constraints:
         block.choice(limit, a, b, 1.0).choice(table, pair[0][needed], pair[1][needed], -1.0)
 
     def level_at_compute(self, device: int, budget: int) -> None:
-        """Where a compute op takes memory: what those before it left, less what is away, fits (Zero Bubble, app. G)."""
+        """Memory when a compute op starts: what earlier ones left, less what is away, fits (Zero Bubble, app. G)."""
         variables = self.variables
         compute, offloads = variables.of("FBW", device), variables.of("O", device)
         takers = compute[variables.take[compute] > 0]
@@ -128,7 +128,7 @@ class Constraints:
         block.choices(variables.away, offloads, takers, variables.moved[offloads] / unit)
 
     def level_at_reload(self, device: int, budget: int) -> None:
-        """Where a reload takes memory: what has started, less what has ended and what else is away, fits."""
+        """Memory when a reload starts: what has started, less what has ended and what else is away, fits."""
         variables = self.variables
         compute, offloads, reloads = (variables.of(kinds, device) for kinds in ("FBW", "O", "R"))
         unit = variables.bytes_unit(device)
@@ -139,7 +139,7 @@ class Constraints:
         block.choices(variables.away, offloads, reloads, moved[offloads])
 
     def host_memory(self) -> None:
-        """Where an offload starts, what is on the host fits: what left before it and has not come back."""
+        """Host memory when an offload starts: what left before it and has not come back fits."""
         variables, limit = self.variables, self.problem.host_memory_bytes
         o, q = variables.counted.open_pairs()
         if limit is None:

@@ -319,7 +319,7 @@ class _Round:
             self._take_last(highs)
 
     def _take_last(self, highs: highspy.Highs) -> None:
-        """What HiGHS ended with: an incumbent that ends the search at once is not always reported before."""
+        """The point that HiGHS ended with: an incumbent that ends the search at once is not always reported before."""
         info = highs.getInfo()
         bound_us = self._proved_us(info.mip_dual_bound)
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:

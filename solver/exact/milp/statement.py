@@ -173,7 +173,7 @@ class _Statement:
             self._add(self.start[after] - self.start[before] - took >= delay, "precedence", before, after)
 
     def _if_then_after(self, decision: Expression, before: int, after: int, gap: float, family: str) -> None:
-        """Where `decision` is 1, `after` starts at least `gap` later than `before`."""
+        """Make `after` start at least `gap` later than `before` if `decision` is 1."""
         big = gap + self._latest_lead(before, after)
         if big > 0:
             self._add(self.start[after] - self.start[before] >= gap - big * (1 - decision), family, before, after)

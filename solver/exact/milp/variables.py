@@ -364,7 +364,7 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
 
 
 def _least_bytes(stage: Stage) -> Iterator[tuple[str, int]]:
-    """What a microbatch at least holds from the start of F to the end of B, and to the end of W."""
+    """Least bytes that a microbatch holds from the start of F to the end of B, and to the end of W."""
     stays = stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
     yield "B", stays
     yield "W", min(stays, stage.backward_weight_bytes)

@@ -137,7 +137,7 @@ class WindowModel:
         return after
 
     def _orders_of(self, inside: Ints, start: Ints) -> Orders:
-        """What is before the window in its old order, what is inside in the order given, then what is after."""
+        """Ops before the window in their old order, those inside in the order given, then those after."""
         ops, problem = self.numbering.ops, self.problem
         devices = []
         planned: dict[Op, tuple[int, int]] = {}
@@ -220,7 +220,7 @@ class Memory:
         return self._moved(s) if offload is not None and self._is_away_throughout(offload) else 0
 
     def add_host_memory(self) -> None:
-        """What is away stays within the host's budget, from O's start to R's end, all devices together."""
+        """Keep what is away within the host's budget, from O's start to R's end, all devices together."""
         limit, leaves = self.problem.host_memory_bytes, self.variables.leaves
         if limit is None:
             return
