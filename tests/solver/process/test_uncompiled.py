@@ -12,6 +12,7 @@ from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver import kernels
 from solver.limits import Limits
+from solver.methods import METHODS
 from solver.process import solve_in_child
 from solver.process.parent import INTERPRETED_OPS
 from solver.scale import count_ops
@@ -66,6 +67,7 @@ def test_a_large_one_needs_the_simulator_s_alone(kept: Path, v_shape: bool) -> N
     assert count_ops(problem) > INTERPRETED_OPS
     heard = solved(problem, kept, limit_s=2.0)
     first, there = heard[0]
-    assert first.method == ("v-zb, unfilled" if v_shape else "1f1b")
+    # Any published schedule: only the newest is sent, so a busy machine skips the first ones.
+    assert METHODS[first.method.removesuffix(", unfilled")].kind == "published"
     assert there == {"simulate._earliest_starts"}
     assert first.gap < 0.2
