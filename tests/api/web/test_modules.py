@@ -126,12 +126,12 @@ def test_places_in_a_text(anywhere: Page) -> None:
             ("/a~1b/2/7", []),
             ("/last/missing", None),
         ):
-            span = call(anywhere, "form/json_place.js", "spanOf", text, pointer)
+            span = call(anywhere, "form/json_span.js", "findSpan", text, pointer)
             assert json.loads(text[span["start"] : span["end"]]) == expected, pointer
 
 
 def test_a_problem_as_text_is_that_problem(anywhere: Page) -> None:
     data = instance("d-p4-m8-o1-mo1-b1o2-linear-make").to_data() | {"name": 'quotes " and \\'}
-    text = call(anywhere, "form/problem_text.js", "problemText", data)
+    text = call(anywhere, "form/document.js", "problemText", data)
     assert json.loads(text) == data
     assert max(map(len, text.splitlines())) < 250

@@ -1,15 +1,15 @@
-/** Says in words, for those who do not see the page, what has changed on it. */
+/** Announcements of changes to screen readers. */
 
 import { part } from "./elements.js";
 
-/** Between two announcements, so that a quick search does not talk without end. */
+/** Pause between announcements: a fast search would otherwise be read out without end. */
 const PAUSE_MS = 1500;
 
 let latest = "";
 let timer = 0;
 
 /**
- * Announce `text`; of several within a short time the last one is heard.
+ * Announce `text`; of several within a short time only the last one.
  *
  * @param {string} text
  */

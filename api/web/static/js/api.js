@@ -43,11 +43,11 @@ export async function request(method, path, { body, headers = {}, signal } = {})
   if (answer.status === 401 && (await askForKey("Authorization" in key))) {
     return request(method, path, { body, headers, signal });
   }
-  throw await errorOf(answer);
+  throw await toApiError(answer);
 }
 
 /** @param {Response} answer */
-async function errorOf(answer) {
+async function toApiError(answer) {
   const problem = await answer.json().catch(() => ({}));
   const message = problem.detail || problem.title || `The server answered ${answer.status}.`;
   return new ApiError(answer.status, message, problem.errors ?? []);

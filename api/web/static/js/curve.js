@@ -1,6 +1,6 @@
 /** Objective and bound over the time of a search, as steps. */
 
-import { ticksIn, tickText, roundStep } from "./gantt/ticks.js";
+import { ticksIn, tickText, roundStep } from "./ticks.js";
 import { timeText, timeUnit } from "./units.js";
 
 /** @typedef {{seconds: number, valueUs: number | null, boundUs: number | null}} Point */
@@ -22,7 +22,7 @@ export function drawCurve(svg, points, nowS) {
     svg.replaceChildren();
     return;
   }
-  const scale = scaleOf(width, levels, Math.max(nowS, points[points.length - 1].seconds, 0.1));
+  const scale = fitScale(width, levels, Math.max(nowS, points[points.length - 1].seconds, 0.1));
   const values = points.filter((point) => point.valueUs !== null);
   svg.replaceChildren(
     ...axes(scale),
@@ -48,7 +48,7 @@ export function drawCurve(svg, points, nowS) {
  * @param {number} endS
  * @returns {Scale}
  */
-function scaleOf(width, levels, endS) {
+function fitScale(width, levels, endS) {
   const least = Math.min(...levels);
   const most = Math.max(...levels);
   const room = Math.max(0.12 * (most - least), 0.004 * most, 1e-9);

@@ -1,11 +1,11 @@
-/** Asks before something that cannot be undone. */
+/** Confirmation of actions that cannot be undone. */
 
 import { part } from "./elements.js";
 
 /**
  * @param {string} question
  * @param {string} consequence
- * @param {string} yes what the button says that does it
+ * @param {string} yes label of the button that confirms
  * @returns {Promise<boolean>}
  */
 export function confirmed(question, consequence, yes) {

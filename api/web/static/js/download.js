@@ -1,9 +1,9 @@
-/** Files of a job. They are fetched, because a plain link could not send the key. */
+/** Downloads of a job's schedule. They are fetched, because a plain link cannot send the key. */
 
 import { jobPath, request } from "./api.js";
 import { element } from "./elements.js";
 
-/** Formats by what ``?format=`` takes, with the ends of the files' names; empty: the schedule itself. */
+/** Values of ``?format=`` (empty: the schedule itself) and file name endings, by the name of the button. */
 export const FORMATS = /** @type {const} */ ({
   json: { format: "", ending: "schedule.json" },
   "torch-csv": { format: "torch-csv", ending: "torch.csv" },

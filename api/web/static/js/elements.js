@@ -1,4 +1,4 @@
-/** Elements of the page's templates, by name and of the type that is expected. */
+/** Access to the page's templates and their named elements, with types checked. */
 
 /**
  * A fresh copy of a template's content.
@@ -28,7 +28,7 @@ export function part(root, name, type) {
 }
 
 /**
- * An element with text, which stays text whatever it holds.
+ * A new element with text; markup in it stays text.
  *
  * @template {keyof HTMLElementTagNameMap} N
  * @param {N} tag

@@ -31,12 +31,12 @@ const REASONS = {
 };
 
 /** @param {Job} job */
-export function nameOf(job) {
+export function jobName(job) {
   return job.name || `job ${job.id.slice(0, 8)}`;
 }
 
 /**
- * What there is to say of a job's state beside its status.
+ * Details of a job's state beside its status.
  *
  * @param {Job} job
  */
@@ -65,7 +65,7 @@ export function fillStatus(chip, status) {
 }
 
 /**
- * When it was, in the reader's own zone; the day only where it is not today.
+ * A point in time in the reader's time zone; the date only where it is not today.
  *
  * @param {string | null} instant
  * @returns {HTMLElement}

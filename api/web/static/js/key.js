@@ -1,4 +1,4 @@
-/** The bearer key: asked for where the server wants one, kept for this tab alone. */
+/** The bearer key: asked for when the server requires one, kept for this tab only. */
 
 import { part } from "./elements.js";
 

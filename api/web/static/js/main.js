@@ -1,4 +1,4 @@
-/** The page begins here. */
+/** Entry point of the page. */
 
 import { startKey } from "./key.js";
 import { startRouter } from "./router.js";

@@ -59,7 +59,7 @@ export function levelAt(curve, timeUs) {
 /**
  * @param {Float64Array} times ascending
  * @param {number} time
- * @returns {number} the last place whose time is not after `time`, or -1
+ * @returns {number} the last index whose time is not after `time`, or -1
  */
 export function lastAtOrBefore(times, time) {
   let low = 0;

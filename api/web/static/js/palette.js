@@ -1,10 +1,10 @@
-/** Colours of the chart: one for each kind of op and place of its stage on the device, with legible ink. */
+/** Colours of the chart: one for each kind of op, lighter for later stages of a device, with legible ink. */
 
 /** @typedef {[number, number, number]} Rgb shares of red, green and blue */
 
 export const KINDS = /** @type {const} */ (["F", "B", "W", "BW", "O", "R"]);
 
-/** What each kind of op is called. */
+/** Names of the kinds of op. */
 export const KIND_NAMES = {
   F: "forward",
   B: "backward input",

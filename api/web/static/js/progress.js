@@ -1,4 +1,4 @@
-/** What is known of a search from its events: the curve so far, and how long it has been going on. */
+/** Progress of a search as its events tell it: the curve so far and the time elapsed. */
 
 /** @typedef {import("./types.js").JobEvent} JobEvent */
 

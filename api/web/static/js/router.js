@@ -1,15 +1,15 @@
-/** Which view the address names, such as ``#/jobs/ID`` or ``#/compare?ids=ID,ID``. */
+/** Views by address, such as ``#/jobs/ID`` or ``#/compare?ids=ID,ID``. */
 
 import { element, part } from "./elements.js";
 
 /**
- * A view fills its place and returns what ends it.
+ * A view fills its root element and returns the function that ends it.
  *
- * @typedef {(place: HTMLElement, route: Route) => () => void} View
+ * @typedef {(root: HTMLElement, route: Route) => () => void} View
  *
  * @typedef {object} Route
  * @property {string} name
- * @property {string} argument what follows the name
+ * @property {string} argument the path after the name
  * @property {URLSearchParams} query
  */
 
@@ -25,7 +25,7 @@ export function parseRoute(hash) {
   return { name: name || FIRST, argument: decoded(argument), query: new URLSearchParams(query) };
 }
 
-/** @param {string} text perhaps typed by hand, and then perhaps none that can be decoded */
+/** @param {string} text perhaps typed by hand, and so perhaps not decodable */
 function decoded(text) {
   try {
     return decodeURIComponent(text);
@@ -40,17 +40,17 @@ function decoded(text) {
  * @param {Record<string, View>} views by name
  */
 export function startRouter(views) {
-  const place = part(document, "view", HTMLElement);
+  const main = part(document, "view", HTMLElement);
   /** @type {() => void} */
   let end = () => {};
-  /** @param {boolean} moved whether the reader has gone there, and should be taken to its beginning */
+  /** @param {boolean} moved false for the first view of the page, which must not take the focus */
   const show = (moved) => {
     const route = parseRoute(location.hash);
     const name = route.name === "jobs" && route.argument ? "job" : route.name;
     end();
-    // What a view that has ended still does happens on an element that nobody sees.
+    // A view that has ended may still have requests under way: their results go to an element that is gone.
     const view = element("div", "", "view");
-    place.replaceChildren(view);
+    main.replaceChildren(view);
     end = (Object.hasOwn(views, name) ? views[name] : views[FIRST])(view, route);
     markLink(Object.hasOwn(views, name) ? route.name : FIRST);
     const heading = view.querySelector("h1");
@@ -60,10 +60,10 @@ export function startRouter(views) {
     heading?.focus();
   };
   window.addEventListener("hashchange", () => show(true));
-  // The address names a view, and so cannot name a place on it.
+  // The fragment of the address names a view, so the skip link cannot use one.
   part(document, "skip", HTMLAnchorElement).addEventListener("click", (event) => {
     event.preventDefault();
-    place.focus();
+    main.focus();
   });
   show(false);
 }

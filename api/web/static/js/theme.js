@@ -1,4 +1,4 @@
-/** Dark or light: as the system has it, or as chosen here. */
+/** Colour theme: that of the system, or dark or light as chosen here. */
 
 import { part } from "./elements.js";
 

@@ -1,4 +1,4 @@
-/** Numbers for people, in the same words as the pictures: units that suit the size, thousands separated. */
+/** Numbers as text, formatted as in the pictures: units that suit the size, thousands separated. */
 
 /** @typedef {{name: string, size: number}} Unit */
 
@@ -20,7 +20,7 @@ const MEMORY_UNITS = [
 
 const NO_BREAK_SPACE = "\u00a0";
 
-/** What stands where there is no number. */
+/** Shown instead of a missing number. */
 export const NONE = "–";
 
 /**
@@ -36,7 +36,7 @@ export function timeUnit(spanUs) {
  * A time with four significant digits.
  *
  * @param {number | null | undefined} timeUs
- * @param {Unit} [unit] what suits the time itself, where it is not given
+ * @param {Unit} [unit] default: the one that suits the time itself
  */
 export function timeText(timeUs, unit) {
   if (timeUs === null || timeUs === undefined) return NONE;

@@ -1,4 +1,4 @@
-/** How a problem is to be solved, as fields of the form; what is left empty is left to the server. */
+/** Solver configuration from the form's fields; empty fields take the server's defaults. */
 
 const NUMBERS = /** @type {const} */ (["time_limit_s", "gap", "workers", "seed", "priority"]);
 
@@ -8,7 +8,7 @@ const NUMBERS = /** @type {const} */ (["time_limit_s", "gap", "workers", "seed",
  * @param {HTMLFormElement} form
  * @returns {Config}
  */
-export function configOf(form) {
+export function readConfig(form) {
   /** @type {Config} */
   const config = { method: control(form, "method").value };
   for (const name of NUMBERS) {
@@ -17,7 +17,7 @@ export function configOf(form) {
   }
   const name = control(form, "name").value.trim();
   if (name) config.name = name;
-  const tags = tagsOf(control(form, "tags").value);
+  const tags = splitTags(control(form, "tags").value);
   if (tags.length) config.tags = tags;
   return config;
 }
@@ -43,7 +43,7 @@ export function numberOrText(text) {
 }
 
 /** @param {string} text */
-function tagsOf(text) {
+function splitTags(text) {
   return text
     .split(",")
     .map((tag) => tag.trim())

@@ -1,4 +1,4 @@
-/** Shows what is wrong with a request at the field that it is about. */
+/** Errors of a request, shown at the form fields they are about. */
 
 import { element } from "../elements.js";
 
@@ -19,7 +19,7 @@ import { element } from "../elements.js";
  * @param {ParentNode} root
  * @returns {Field[]}
  */
-export function fieldsOf(root) {
+export function faultFields(root) {
   return [...root.querySelectorAll("[data-pointer]")].map((control) => {
     const message = root.querySelector(`#${control.id}-fault`);
     if (!(control instanceof HTMLElement) || !(message instanceof HTMLElement)) {

@@ -1,10 +1,10 @@
-/** Ops as boxes on their lanes, and microbatch numbers in those that have room for them. */
+/** Ops as boxes on their lanes, with microbatch numbers where the boxes are wide enough. */
 
 import { lastAtOrBefore } from "../memory.js";
-import { asSource, picture, pixelOf } from "./pixels.js";
-import { FONT } from "./scene.js";
+import { asSource, picture, toPixel } from "./pixels.js";
+import { FONT } from "./layout.js";
 
-/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Scene} Scene */
 /** @typedef {import("./layout.js").Row} Row */
 /** @typedef {import("./model.js").Lane} Lane */
 
@@ -27,9 +27,9 @@ const ROOM_FOR_GAP_PX = 4;
 export function drawBoxes(context, scene, rows) {
   const { layout } = scene;
   const width = Math.round((layout.right - layout.left) * devicePixelRatio);
-  const lanes = rows.flatMap((row) => row.device.lanes.map((lane, place) => ({ row, lane, strip: row.lanes[place] })));
+  const lanes = rows.flatMap((row) => row.device.lanes.map((lane, index) => ({ row, lane, strip: row.lanes[index] })));
   const made = picture(width, lanes.length);
-  made.pixels.fill(pixelOf(scene.theme.idle));
+  made.pixels.fill(toPixel(scene.theme.idle));
   lanes.forEach(({ row, lane }, line) => {
     paintLane(made.pixels.subarray(line * width, (line + 1) * width), scene, lane, scene.looks[row.device.index].pixels);
   });
@@ -53,13 +53,13 @@ function paintLane(pixels, { time }, lane, colours) {
   const scale = width / time.spanUs;
   const roomForGap = ROOM_FOR_GAP_PX * devicePixelRatio;
   const gap = Math.round(devicePixelRatio);
-  for (let place = Math.max(0, lastAtOrBefore(startUs, time.fromUs)); place < startUs.length; place += 1) {
-    const begin = Math.round((startUs[place] - time.fromUs) * scale);
+  for (let index = Math.max(0, lastAtOrBefore(startUs, time.fromUs)); index < startUs.length; index += 1) {
+    const begin = Math.round((startUs[index] - time.fromUs) * scale);
     if (begin >= width) return;
-    const end = Math.round((endUs[place] - time.fromUs) * scale);
+    const end = Math.round((endUs[index] - time.fromUs) * scale);
     if (end < 0) continue;
     const to = end - begin >= roomForGap ? end - gap : Math.max(end, begin + 1);
-    pixels.fill(colours[look[place]], Math.max(0, begin), to);
+    pixels.fill(colours[look[index]], Math.max(0, begin), to);
   }
 }
 
@@ -82,15 +82,15 @@ function drawNumbers(context, scene, row, lane, strip) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   let font = 0;
-  for (let place = Math.max(0, lastAtOrBefore(lane.startUs, time.fromUs)); place < lane.ops.length; place += 1) {
-    const start = lane.startUs[place];
+  for (let index = Math.max(0, lastAtOrBefore(lane.startUs, time.fromUs)); index < lane.ops.length; index += 1) {
+    const start = lane.startUs[index];
     if (start > time.toUs) return;
-    const size = sizes[lane.look[place]];
-    if (!size || lane.endUs[place] < time.fromUs) continue;
+    const size = sizes[lane.look[index]];
+    if (!size || lane.endUs[index] < time.fromUs) continue;
     if (size !== font) context.font = `${(font = size)}px ${FONT}`;
-    context.fillStyle = ink[lane.look[place]];
-    const x = layout.left + ((start + lane.endUs[place]) / 2 - time.fromUs) * scale - 0.5;
-    context.fillText(String(lane.ops[place].microbatch), x, middle);
+    context.fillStyle = ink[lane.look[index]];
+    const x = layout.left + ((start + lane.endUs[index]) / 2 - time.fromUs) * scale - 0.5;
+    context.fillText(String(lane.ops[index].microbatch), x, middle);
   }
 }
 

@@ -1,24 +1,23 @@
-/** The Gantt chart with memory: holds a schedule, draws it when something changes, answers to input. */
+/** The Gantt chart with memory: holds a schedule, redraws it on change, handles input. */
 
 import { announce } from "../announce.js";
 import { fromTemplate, part } from "../elements.js";
 import { readTheme } from "../palette.js";
 import { onThemeChange } from "../theme.js";
 import { drawChart } from "./draw.js";
-import { drawHighlight, opAt } from "./highlight.js";
-import { spotAt, spotOf, stepFrom } from "./hit.js";
+import { drawHighlight } from "./highlight.js";
+import { findSpot, opAt, spotAt, stepFrom } from "./hit.js";
 import { listen } from "./input.js";
-import { layoutOf } from "./layout.js";
+import { SCALE_PX, buildLayout, timeAt, xAt } from "./layout.js";
 import { fillLegend } from "./legend.js";
-import { looksOf } from "./looks.js";
-import { modelOf } from "./model.js";
-import { SCALE_PX, timeAt, xOf } from "./scene.js";
+import { buildLooks } from "./looks.js";
+import { buildModel } from "./model.js";
 import { fillTable } from "./table.js";
 import { TimeWindow } from "./time_window.js";
 import { showTooltip, spokenText } from "./tooltip.js";
 
 export class GanttChart {
-  /** @type {import("./scene.js").Scene | null} */
+  /** @type {import("./layout.js").Scene | null} */
   #scene = null;
   /** @type {import("./hit.js").Spot | null} */
   #spot = null;
@@ -52,7 +51,7 @@ export class GanttChart {
     this.#listen();
   }
 
-  /** @param {string} name what this chart shows, for those who hear it */
+  /** @param {string} name the accessible name */
   rename(name) {
     this.figure.setAttribute("aria-label", name);
     this.surface.setAttribute("aria-label", `Gantt chart of ${name}`);
@@ -65,15 +64,15 @@ export class GanttChart {
    * @param {boolean} [ownTime] whether the time scale follows this schedule alone
    */
   show(schedule, ownTime = true) {
-    const model = modelOf(schedule);
+    const model = buildModel(schedule);
     const theme = readTheme(this.figure);
     const pointedAt = this.#scene && this.#spot && opAt(this.#scene, this.#spot);
     if (ownTime) this.time.setBounds(model.beginUs, model.endUs);
     this.#scene = {
       model,
       theme,
-      layout: layoutOf(model, this.surface.clientWidth, { memory: this.memory.checked }),
-      looks: looksOf(model, theme),
+      layout: buildLayout(model, this.surface.clientWidth, { memory: this.memory.checked }),
+      looks: buildLooks(model, theme),
       time: this.time,
       width: 0,
       height: 0,
@@ -81,7 +80,7 @@ export class GanttChart {
     };
     fillTable(part(this.figure, "table", HTMLTableSectionElement), model);
     this.#measure();
-    this.#spot = pointedAt && spotOf(this.#scene, pointedAt);
+    this.#spot = pointedAt && findSpot(this.#scene, pointedAt);
     this.#showTooltip();
   }
 
@@ -164,7 +163,7 @@ export class GanttChart {
       this.surface.scrollTop = strip.top - room / 2;
     }
     scene.scrollTop = this.surface.scrollTop;
-    this.#point(spot, xOf(scene, op.end_us), strip.top + strip.height + SCALE_PX - scene.scrollTop);
+    this.#point(spot, xAt(scene, op.end_us), strip.top + strip.height + SCALE_PX - scene.scrollTop);
     this.#pointerX = null;
     announce(spokenText(scene, spot));
   }
@@ -190,7 +189,7 @@ export class GanttChart {
   #readTheme() {
     if (!this.#scene) return;
     this.#scene.theme = readTheme(this.figure);
-    this.#scene.looks = looksOf(this.#scene.model, this.#scene.theme);
+    this.#scene.looks = buildLooks(this.#scene.model, this.#scene.theme);
     this.#changed();
   }
 
@@ -199,7 +198,7 @@ export class GanttChart {
     const scene = this.#scene;
     if (!scene) return;
     const width = this.surface.clientWidth;
-    scene.layout = layoutOf(scene.model, width, { memory: this.memory.checked });
+    scene.layout = buildLayout(scene.model, width, { memory: this.memory.checked });
     fillLegend(part(this.figure, "legend", HTMLElement), scene.model, this.memory.checked);
     this.space.style.height = `${scene.layout.height + SCALE_PX}px`;
     scene.width = this.surface.clientWidth;

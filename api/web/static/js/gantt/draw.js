@@ -1,13 +1,13 @@
-/** Draws what can be seen of a chart on a canvas. */
+/** The visible part of a chart on a canvas: time scale, labels, boxes, memory. */
 
 import { timeUnit } from "../units.js";
 import { drawBoxes } from "./boxes.js";
 import { drawLabels } from "./labels.js";
 import { drawMemory } from "./memory_strip.js";
-import { FONT, SCALE_PX, xOf } from "./scene.js";
-import { roundStep, tickText, ticksIn } from "./ticks.js";
+import { FONT, SCALE_PX, xAt } from "./layout.js";
+import { roundStep, tickText, ticksIn } from "../ticks.js";
 
-/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Scene} Scene */
 
 /** Room that a mark of the time scale needs. */
 const TICK_PX = 90;
@@ -51,7 +51,7 @@ function drawScale(context, scene) {
   context.textBaseline = "middle";
   context.textAlign = "center";
   for (const tick of ticksIn(time.fromUs - time.beginUs, time.toUs - time.beginUs, most)) {
-    const x = Math.round(xOf(scene, tick + time.beginUs));
+    const x = Math.round(xAt(scene, tick + time.beginUs));
     context.fillStyle = theme.plain.grid;
     context.fillRect(x, SCALE_PX - 4, 1, height);
     context.fillStyle = theme.plain.faintInk;

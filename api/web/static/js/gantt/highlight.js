@@ -1,10 +1,11 @@
-/** Draws over the chart what the pointer or the keyboard points at. */
+/** The layer above the chart: outlines of a microbatch's ops and the time under the pointer. */
 
-import { tickText } from "./ticks.js";
+import { tickText } from "../ticks.js";
 import { timeUnit } from "../units.js";
-import { FONT, SCALE_PX, timeAt, xOf } from "./scene.js";
+import { opAt } from "./hit.js";
+import { FONT, SCALE_PX, timeAt, xAt } from "./layout.js";
 
-/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Scene} Scene */
 
 /**
  * @param {CanvasRenderingContext2D} context scaled to CSS pixels
@@ -36,10 +37,10 @@ function drawMicrobatch(context, scene, spot) {
   context.strokeStyle = scene.theme.plain.ink;
   scene.layout.rows.forEach(({ device, lanes }, row) => {
     device.lanes.forEach((lane, laneIndex) => {
-      lane.ops.forEach((op, place) => {
+      lane.ops.forEach((op, index) => {
         if (op.microbatch !== microbatch) return;
         if (op.end_us < scene.time.fromUs || op.start_us > scene.time.toUs) return;
-        const chosen = row === spot.row && laneIndex === spot.lane && place === spot.place;
+        const chosen = row === spot.row && laneIndex === spot.lane && index === spot.index;
         outline(context, scene, op, lanes[laneIndex], chosen ? 3 : 1.25);
       });
     });
@@ -54,10 +55,10 @@ function drawMicrobatch(context, scene, spot) {
  * @param {number} width of the line
  */
 function outline(context, scene, op, strip, width) {
-  const left = xOf(scene, op.start_us);
+  const left = xAt(scene, op.start_us);
   const top = strip.top + SCALE_PX - scene.scrollTop;
   context.lineWidth = width;
-  context.strokeRect(left, top + 0.5, Math.max(1, xOf(scene, op.end_us) - left - 1), strip.height - 1);
+  context.strokeRect(left, top + 0.5, Math.max(1, xAt(scene, op.end_us) - left - 1), strip.height - 1);
 }
 
 /**
@@ -80,12 +81,4 @@ function drawPointerTime(context, scene, x) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillText(text, left + width / 2, SCALE_PX / 2);
-}
-
-/**
- * @param {Scene} scene
- * @param {import("./hit.js").Spot} spot
- */
-export function opAt(scene, { row, lane, place }) {
-  return scene.layout.rows[row].device.lanes[lane].ops[place];
 }

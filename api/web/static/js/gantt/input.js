@@ -1,7 +1,7 @@
 /** Pointer, wheel, touch and keys on a chart. */
 
 /**
- * What input asks of a chart. Coordinates are CSS pixels within it.
+ * Operations that input triggers on a chart. Coordinates are CSS pixels within it.
  *
  * @typedef {object} Target
  * @property {HTMLElement} surface

@@ -1,9 +1,9 @@
-/** What stands beside the rows: the device and its stages to the left, its figures to the right. */
+/** Labels beside the rows: device and stages to the left, figures to the right. */
 
 import { bytesText, memoryUnit, percentText } from "../units.js";
-import { FONT } from "./scene.js";
+import { FONT } from "./layout.js";
 
-/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Scene} Scene */
 /** @typedef {import("./layout.js").Row} Row */
 
 /** Between the labels and the chart. */
@@ -28,15 +28,15 @@ export function drawLabels(context, scene, row) {
   context.textBaseline = "middle";
   context.fillStyle = theme.plain.ink;
   context.font = `600 ${isLow ? 11 : 13}px ${FONT}`;
-  context.fillText(fitted(context, name, right - 8), right, middleOf(row.lanes[0]));
+  context.fillText(fitted(context, name, right - 8), right, middleY(row.lanes[0]));
   context.fillStyle = theme.plain.faintInk;
   context.font = `${isLow ? 10 : 11}px ${FONT}`;
   if (row.memory && row.memory.height >= LOWEST_STRIP_PX && layout.labels !== "narrow") {
-    context.fillText(stagesText(device.stages), right, middleOf(row.memory), right - 8);
+    context.fillText(stagesText(device.stages), right, middleY(row.memory), right - 8);
   }
-  device.lanes.forEach(({ stream }, place) => {
-    const strip = row.lanes[place];
-    if (stream !== "compute" && strip.height >= LOWEST_LANE_PX) context.fillText(stream, right, middleOf(strip), right - 4);
+  device.lanes.forEach(({ stream }, index) => {
+    const strip = row.lanes[index];
+    if (stream !== "compute" && strip.height >= LOWEST_LANE_PX) context.fillText(stream, right, middleY(strip), right - 4);
   });
   if (layout.labels === "wide") drawFigures(context, scene, row, isLow ? 11 : 12);
 }
@@ -52,12 +52,12 @@ function drawFigures(context, { layout, theme, model, width }, row, size) {
   const left = layout.right + GAP_PX;
   context.textAlign = "left";
   context.font = `${size}px ${FONT}`;
-  context.fillText(`bubble ${percentText(plan.bubble)}`, left, middleOf(row.lanes[0]));
+  context.fillText(`bubble ${percentText(plan.bubble)}`, left, middleY(row.lanes[0]));
   if (!row.memory) return;
   if (budgetBytes !== null && plan.peak_bytes > budgetBytes) context.fillStyle = theme.plain.budget;
   const unit = memoryUnit(model.topBytes);
   const limit = budgetBytes === null ? "" : ` of ${bytesText(budgetBytes, unit)}`;
-  context.fillText(`peak ${bytesText(plan.peak_bytes, unit)}${limit}`, left, middleOf(row.memory), width - left);
+  context.fillText(`peak ${bytesText(plan.peak_bytes, unit)}${limit}`, left, middleY(row.memory), width - left);
 }
 
 /**
@@ -89,7 +89,7 @@ function cut(letters, shown) {
 }
 
 /** @param {import("./layout.js").Strip} strip */
-function middleOf({ top, height }) {
+function middleY({ top, height }) {
   return top + height / 2;
 }
 

@@ -1,4 +1,4 @@
-/** Where everything stands on the chart, in CSS pixels from the top of its content. */
+/** Geometry of the chart: rows of devices, lanes of streams, and the mapping between time and pixels. */
 
 /** @typedef {import("./model.js").Model} Model */
 
@@ -20,7 +20,22 @@
  * @property {number} left where the time scale begins
  * @property {number} right where it ends
  * @property {"wide" | "medium" | "narrow"} labels how much is written beside the rows
+ *
+ * @typedef {object} Scene everything that drawing needs
+ * @property {import("./model.js").Model} model
+ * @property {Layout} layout in CSS pixels from the top of the content
+ * @property {import("./time_window.js").TimeWindow} time
+ * @property {import("./looks.js").Looks[]} looks by device
+ * @property {import("../palette.js").Theme} theme
+ * @property {number} width in CSS pixels
+ * @property {number} height in CSS pixels
+ * @property {number} scrollTop how far the rows are scrolled up
  */
+
+/** Height of the time scale above the rows. */
+export const SCALE_PX = 26;
+
+export const FONT = "system-ui, sans-serif";
 
 const COMPUTE_PX = 32;
 const TRANSFER_PX = 14;
@@ -39,14 +54,14 @@ const GUTTERS = { wide: [124, 168], medium: [100, 12], narrow: [58, 8] };
  * @param {{memory: boolean}} shown
  * @returns {Layout}
  */
-export function layoutOf(model, width, shown) {
+export function buildLayout(model, width, shown) {
   const labels = width >= 900 ? "wide" : width >= 560 ? "medium" : "narrow";
-  const stretch = stretchOf(model.devices.length);
+  const stretch = rowStretch(model.devices.length);
   /** @type {Row[]} */
   const rows = [];
   let top = TOP_PX;
   for (const device of model.devices) {
-    const row = rowOf(device, top, stretch, shown.memory);
+    const row = buildRow(device, top, stretch, shown.memory);
     rows.push(row);
     top = row.bottom + Math.round(stretch * (shown.memory ? ROW_GAP_PX : ROW_GAP_PX / 2));
   }
@@ -59,7 +74,7 @@ export function layoutOf(model, width, shown) {
  *
  * @param {number} devices
  */
-function stretchOf(devices) {
+function rowStretch(devices) {
   return Math.min(1.2, Math.max(0.5, Math.sqrt(8 / devices)));
 }
 
@@ -70,7 +85,7 @@ function stretchOf(devices) {
  * @param {boolean} withMemory
  * @returns {Row}
  */
-function rowOf(device, top, stretch, withMemory) {
+function buildRow(device, top, stretch, withMemory) {
   let next = top;
   const lanes = device.lanes.map((lane) => {
     const height = Math.round(stretch * (lane.stream === "compute" ? COMPUTE_PX : TRANSFER_PX));
@@ -80,4 +95,20 @@ function rowOf(device, top, stretch, withMemory) {
   });
   const memory = withMemory ? { top: next + MEMORY_GAP_PX, height: Math.round(stretch * MEMORY_PX) } : null;
   return { device, lanes, memory, top, bottom: memory ? memory.top + memory.height : next - LANE_GAP_PX };
+}
+
+/**
+ * @param {Scene} scene
+ * @param {number} timeUs
+ */
+export function xAt({ layout, time }, timeUs) {
+  return layout.left + ((timeUs - time.fromUs) / time.spanUs) * (layout.right - layout.left);
+}
+
+/**
+ * @param {Scene} scene
+ * @param {number} x
+ */
+export function timeAt({ layout, time }, x) {
+  return time.fromUs + ((x - layout.left) / (layout.right - layout.left)) * time.spanUs;
 }

@@ -1,4 +1,4 @@
-/** The legend: the kinds of op that are there, the shades of a device's stages, idle time, memory and budget. */
+/** The legend: kinds of op present, shades of a device's stages, idle time, memory and budget. */
 
 import { element } from "../elements.js";
 import { KINDS, KIND_NAMES, cssColour, opColour, readTheme } from "../palette.js";

@@ -1,8 +1,8 @@
-/** Ready colours for every kind of op and place of a stage, so that drawing looks nothing up. */
+/** Colours by kind of op and stage, computed once so that drawing only indexes them. */
 
 import { KINDS, inkOn, opColour } from "../palette.js";
-import { lookOf } from "./model.js";
-import { pixelOf } from "./pixels.js";
+import { lookIndex } from "./model.js";
+import { toPixel } from "./pixels.js";
 
 /**
  * @typedef {object} Looks
@@ -17,12 +17,12 @@ import { pixelOf } from "./pixels.js";
  */
 function looksFor(theme, stages) {
   /** @type {Looks} */
-  const looks = { pixels: new Uint32Array(lookOf("F", Math.max(1, stages))), ink: [] };
+  const looks = { pixels: new Uint32Array(lookIndex("F", Math.max(1, stages))), ink: [] };
   for (let rank = 0; rank < Math.max(1, stages); rank += 1) {
     for (const kind of KINDS) {
       const colour = opColour(theme, kind, rank, stages);
-      looks.pixels[lookOf(kind, rank)] = pixelOf(colour);
-      looks.ink[lookOf(kind, rank)] = inkOn(colour);
+      looks.pixels[lookIndex(kind, rank)] = toPixel(colour);
+      looks.ink[lookIndex(kind, rank)] = inkOn(colour);
     }
   }
   return looks;
@@ -35,7 +35,7 @@ function looksFor(theme, stages) {
  * @param {import("../palette.js").Theme} theme
  * @returns {Looks[]}
  */
-export function looksOf(model, theme) {
+export function buildLooks(model, theme) {
   /** @type {Map<number, Looks>} */
   const byStages = new Map();
   return model.devices.map(({ stages }) => {

@@ -1,9 +1,9 @@
 /** The memory of devices over time, with their budgets, on a strip below the lanes of each. */
 
 import { lastAtOrBefore } from "../memory.js";
-import { asSource, picture, pixelOf } from "./pixels.js";
+import { asSource, picture, toPixel } from "./pixels.js";
 
-/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Scene} Scene */
 
 /**
  * Draw the strips of all `rows`, from one picture in which they stand below each other.
@@ -20,13 +20,13 @@ export function drawMemory(context, scene, rows) {
   const width = Math.round(shownWidth * devicePixelRatio);
   const height = Math.round(strips[0].strip.height * devicePixelRatio);
   const made = picture(width, height * strips.length);
-  strips.forEach(({ device }, place) => {
-    const pixels = made.pixels.subarray(place * width * height, (place + 1) * width * height);
+  strips.forEach(({ device }, index) => {
+    const pixels = made.pixels.subarray(index * width * height, (index + 1) * width * height);
     paintCurve(pixels, height, columnLevels(device.memory, scene.time, width), model.topBytes, theme);
   });
   const source = asSource(made);
-  strips.forEach(({ device, strip }, place) => {
-    context.drawImage(source, 0, place * height, width, height, layout.left, strip.top, shownWidth, strip.height);
+  strips.forEach(({ device, strip }, index) => {
+    context.drawImage(source, 0, index * height, width, height, layout.left, strip.top, shownWidth, strip.height);
     drawBudget(context, scene, device, strip);
   });
 }
@@ -61,14 +61,14 @@ function drawBudget(context, { model, theme, layout }, device, strip) {
 export function columnLevels({ timesUs, bytes }, time, columns) {
   const highest = new Float64Array(columns);
   const usPerColumn = time.spanUs / columns;
-  let place = lastAtOrBefore(timesUs, time.fromUs);
-  let level = place < 0 ? 0 : bytes[place];
+  let index = lastAtOrBefore(timesUs, time.fromUs);
+  let level = index < 0 ? 0 : bytes[index];
   for (let column = 0; column < columns; column += 1) {
     const untilUs = time.fromUs + (column + 1) * usPerColumn;
     highest[column] = level;
-    while (place + 1 < timesUs.length && timesUs[place + 1] < untilUs) {
-      place += 1;
-      level = bytes[place];
+    while (index + 1 < timesUs.length && timesUs[index + 1] < untilUs) {
+      index += 1;
+      level = bytes[index];
       if (level > highest[column]) highest[column] = level;
     }
   }
@@ -84,8 +84,8 @@ export function columnLevels({ timesUs, bytes }, time, columns) {
  */
 function paintCurve(pixels, height, levels, topBytes, theme) {
   const width = levels.length;
-  const fill = pixelOf(theme.memoryFill);
-  const edge = pixelOf(theme.memoryEdge);
+  const fill = toPixel(theme.memoryFill);
+  const edge = toPixel(theme.memoryEdge);
   const thick = Math.max(1, Math.round(devicePixelRatio));
   const lowest = height - thick;
   let before = Math.round(lowest * (1 - levels[0] / topBytes));

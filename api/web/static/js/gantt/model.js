@@ -2,12 +2,13 @@
 
 import { KINDS } from "../palette.js";
 import { plannedMemory } from "../memory.js";
+import { deviceName } from "../schedule.js";
 
 /** @typedef {import("../types.js").Schedule} Schedule */
 /** @typedef {import("../types.js").PlannedOp} PlannedOp */
 
 /**
- * The ops of one stream of a device in order of time. `look` is the place of an op's colour: see `lookOf`.
+ * The ops of one stream of a device in order of time. `look` is the index of an op's colour: see `lookIndex`.
  *
  * @typedef {object} Lane
  * @property {import("../types.js").StreamName} stream
@@ -34,7 +35,7 @@ import { plannedMemory } from "../memory.js";
  * @property {number} ops how many there are
  * @property {Set<import("../types.js").Kind>} kinds
  * @property {number} mostStages on one device
- * @property {number} topBytes what stands at the top of every memory strip
+ * @property {number} topBytes upper end of the memory scale, the same on all devices
  */
 
 /** Streams with the name of each, in the order in which they are drawn. */
@@ -48,11 +49,11 @@ const FARTHEST_BUDGET = 3;
  * @param {Schedule} schedule
  * @returns {Model}
  */
-export function modelOf(schedule) {
-  const stagesOf = schedule.problem.devices.map((_, device) =>
+export function buildModel(schedule) {
+  const stagesByDevice = schedule.problem.devices.map((_, device) =>
     schedule.problem.stages.flatMap((stage, index) => (stage.device === device ? [index] : [])),
   );
-  const devices = schedule.devices.map((_, device) => deviceOf(schedule, device, stagesOf[device]));
+  const devices = schedule.devices.map((_, device) => buildDevice(schedule, device, stagesByDevice[device]));
   const lanes = devices.flatMap((device) => device.lanes);
   return {
     schedule,
@@ -61,18 +62,18 @@ export function modelOf(schedule) {
     endUs: lanes.reduce((most, lane) => Math.max(most, lane.endUs[lane.endUs.length - 1] ?? most), 0),
     ops: lanes.reduce((sum, lane) => sum + lane.ops.length, 0),
     kinds: new Set(lanes.flatMap((lane) => lane.ops.map((op) => op.op))),
-    mostStages: Math.max(...stagesOf.map((stages) => stages.length)),
-    topBytes: topOf(devices),
+    mostStages: Math.max(...stagesByDevice.map((stages) => stages.length)),
+    topBytes: memoryTop(devices),
   };
 }
 
 /**
- * The place of a colour among all: kinds side by side, the stages of a device within.
+ * Index of a colour: kinds side by side, repeated for each stage of a device.
  *
  * @param {import("../types.js").Kind} kind
  * @param {number} rank of the stage on its device
  */
-export function lookOf(kind, rank) {
+export function lookIndex(kind, rank) {
   return rank * KINDS.length + KINDS.indexOf(kind);
 }
 
@@ -82,17 +83,17 @@ export function lookOf(kind, rank) {
  * @param {number[]} stages
  * @returns {Device}
  */
-function deviceOf(schedule, index, stages) {
+function buildDevice(schedule, index, stages) {
   const plan = schedule.devices[index];
-  const { name, memory_bytes: budgetBytes } = schedule.problem.devices[index];
-  const rank = new Map(stages.map((stage, place) => [stage, place]));
+  const { memory_bytes: budgetBytes } = schedule.problem.devices[index];
+  const rank = new Map(stages.map((stage, position) => [stage, position]));
   const streams = STREAMS.filter((stream) => stream === "compute" || plan[stream]?.length);
   return {
     index,
-    name: name || `device ${index}`,
+    name: deviceName(schedule.problem, index),
     stages,
     plan,
-    lanes: streams.map((stream) => laneOf(stream, plan[stream] ?? [], rank)),
+    lanes: streams.map((stream) => buildLane(stream, plan[stream] ?? [], rank)),
     memory: plannedMemory(schedule, index),
     budgetBytes: budgetBytes ?? null,
   };
@@ -104,20 +105,20 @@ function deviceOf(schedule, index, stages) {
  * @param {Map<number, number>} rank
  * @returns {Lane}
  */
-function laneOf(stream, ops, rank) {
+function buildLane(stream, ops, rank) {
   const startUs = Float64Array.from(ops, (op) => op.start_us);
   const endUs = Float64Array.from(ops, (op) => op.end_us);
-  const look = Uint16Array.from(ops, (op) => lookOf(op.op, rank.get(op.stage) ?? 0));
-  const shortestUs = new Array(lookOf("F", Math.max(1, rank.size))).fill(0);
-  look.forEach((at, place) => {
-    const duration = endUs[place] - startUs[place];
-    shortestUs[at] = shortestUs[at] ? Math.min(shortestUs[at], duration) : duration;
+  const look = Uint16Array.from(ops, (op) => lookIndex(op.op, rank.get(op.stage) ?? 0));
+  const shortestUs = new Array(lookIndex("F", Math.max(1, rank.size))).fill(0);
+  look.forEach((colour, index) => {
+    const duration = endUs[index] - startUs[index];
+    shortestUs[colour] = shortestUs[colour] ? Math.min(shortestUs[colour], duration) : duration;
   });
   return { stream, ops, startUs, endUs, look, shortestUs };
 }
 
 /** @param {Device[]} devices */
-function topOf(devices) {
+function memoryTop(devices) {
   const peak = Math.max(...devices.map((device) => device.plan.peak_bytes));
   const drawn = devices.flatMap(({ budgetBytes }) =>
     budgetBytes !== null && budgetBytes <= FARTHEST_BUDGET * peak ? [budgetBytes] : [],

@@ -1,4 +1,4 @@
-/** Pictures made pixel by pixel: what stands on a strip is the same all the way down, or a step curve. */
+/** Images filled pixel by pixel: a lane is one row of pixels stretched, a memory strip one column per moment. */
 
 const canvas = document.createElement("canvas");
 const context = canvas.getContext("2d", { willReadFrequently: true });
@@ -35,7 +35,7 @@ export function asSource({ image, width, height }) {
  *
  * @param {import("../palette.js").Rgb} colour
  */
-export function pixelOf([red, green, blue]) {
+export function toPixel([red, green, blue]) {
   const byte = (/** @type {number} */ share) => Math.round(255 * share);
   return ((255 << 24) | (byte(blue) << 16) | (byte(green) << 8) | byte(red)) >>> 0;
 }

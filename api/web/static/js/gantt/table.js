@@ -9,14 +9,14 @@ import { bytesText, percentText, timeText, timeUnit } from "../units.js";
  */
 export function fillTable(body, model) {
   const unit = timeUnit(model.endUs - model.beginUs);
-  body.replaceChildren(...model.devices.map((device) => rowOf(device, unit)));
+  body.replaceChildren(...model.devices.map((device) => tableRow(device, unit)));
 }
 
 /**
  * @param {import("./model.js").Device} device
  * @param {import("../units.js").Unit} unit
  */
-function rowOf({ name, stages, plan, lanes, budgetBytes }, unit) {
+function tableRow({ name, stages, plan, lanes, budgetBytes }, unit) {
   const row = element("tr");
   const heading = element("th", name);
   heading.scope = "row";

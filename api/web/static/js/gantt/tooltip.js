@@ -1,18 +1,18 @@
-/** Tells about one op: beside the pointer, and in words for the live region. */
+/** Description of one op: as a tooltip beside it, and as a sentence for screen readers. */
 
 import { element } from "../elements.js";
 import { levelAt } from "../memory.js";
 import { KIND_NAMES } from "../palette.js";
 import { bytesText, timeText, timeUnit } from "../units.js";
-import { opAt } from "./highlight.js";
+import { opAt } from "./hit.js";
 
-/** @typedef {import("./scene.js").Scene} Scene */
+/** @typedef {import("./layout.js").Scene} Scene */
 
 /** From the pointer to the tooltip, and from the tooltip to the edge of the chart. */
 const GAP_PX = 14;
 
 /**
- * What is known of an op, as pairs of a name and a value.
+ * Facts about an op, as pairs of a name and a value.
  *
  * @param {Scene} scene
  * @param {import("./hit.js").Spot} spot

@@ -1,10 +1,11 @@
-/** Several schedules at one time scale: jobs that were chosen, or the published schedules of one problem. */
+/** Several schedules at one time scale: chosen jobs, or the published schedules of one problem. */
 
 import { ApiError, comparePublished, getJob, getSchedule, listJobs } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { GanttChart } from "../gantt/chart.js";
 import { TimeWindow } from "../gantt/time_window.js";
-import { OBJECTIVES, instantElement, nameOf } from "../jobs.js";
+import { OBJECTIVES, instantElement, jobName } from "../jobs.js";
+import { busiestDevice, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
 import { NONE, bytesText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Schedule} Schedule */
@@ -32,10 +33,10 @@ export function rememberProblem(problem) {
 }
 
 /** @type {import("../router.js").View} */
-export function compareView(place, { query }) {
-  place.append(fromTemplate("template-compare"));
+export function compareView(root, { query }) {
+  root.append(fromTemplate("template-compare"));
   const ending = new AbortController();
-  const view = new Comparison(place, ending.signal);
+  const view = new Comparison(root, ending.signal);
   const ids = (query.get("ids") ?? "").split(",").filter(Boolean);
   view.start(ids);
   return () => {
@@ -49,14 +50,14 @@ class Comparison {
   #charts = [];
 
   /**
-   * @param {HTMLElement} place
+   * @param {HTMLElement} root
    * @param {AbortSignal} signal
    */
-  constructor(place, signal) {
-    this.place = place;
+  constructor(root, signal) {
+    this.root = root;
     this.signal = signal;
-    this.message = part(place, "message", HTMLElement);
-    this.picker = part(place, "picker", HTMLFormElement);
+    this.message = part(root, "message", HTMLElement);
+    this.picker = part(root, "picker", HTMLFormElement);
   }
 
   /** @param {string[]} ids of jobs; none: the problem kept in this tab */
@@ -67,7 +68,7 @@ class Comparison {
     try {
       if (ids.length) this.#show(await this.#jobs(ids.slice(0, MOST)));
       else if (stored) this.#show(await this.#published(JSON.parse(stored)));
-      else part(this.place, "empty", HTMLElement).hidden = false;
+      else part(this.root, "empty", HTMLElement).hidden = false;
     } catch (error) {
       this.#tell(error);
     }
@@ -86,9 +87,9 @@ class Comparison {
       ids.map(async (id) => {
         const job = await getJob(id, this.signal);
         const note = job.error ?? `${job.status}, no schedule`;
-        if (job.value_us === null) return { name: nameOf(job), note, schedule: null };
+        if (job.value_us === null) return { name: jobName(job), note, schedule: null };
         const schedule = await getSchedule(id, this.signal);
-        return { name: nameOf(job), note: schedule.method, href: `#/jobs/${id}`, schedule };
+        return { name: jobName(job), note: schedule.method, href: `#/jobs/${id}`, schedule };
       }),
     );
   }
@@ -98,7 +99,7 @@ class Comparison {
    * @returns {Promise<Compared[]>}
    */
   async #published(problem) {
-    part(this.place, "title", HTMLElement).textContent = `Published schedules of ${problem.name || "this problem"}`;
+    part(this.root, "title", HTMLElement).textContent = `Published schedules of ${problem.name || "this problem"}`;
     const methods = await comparePublished(problem, this.signal);
     return methods.map(({ method, summary, why_not: whyNot, schedule }) => ({
       name: method,
@@ -110,18 +111,18 @@ class Comparison {
   /** @param {Compared[]} compared */
   #show(compared) {
     const there = compared.filter(({ schedule }) => schedule);
-    const problems = new Set(there.map(({ schedule }) => schedule && workOf(schedule.problem)));
-    part(this.place, "different", HTMLElement).hidden = problems.size < 2;
+    const problems = new Set(there.map(({ schedule }) => schedule && workKey(schedule.problem)));
+    part(this.root, "different", HTMLElement).hidden = problems.size < 2;
     const comparable = there.length > 1 && problems.size === 1;
     const best = comparable ? Math.min(...there.map(({ schedule }) => schedule?.value_us ?? Infinity)) : null;
-    part(this.place, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => rowOf(entry, best)));
+    part(this.root, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => comparedRow(entry, best)));
     this.#showMissing(compared.filter(({ schedule }) => !schedule));
-    part(this.place, "table", HTMLElement).hidden = false;
-    part(this.place, "figures", HTMLElement).hidden = !there.length;
-    part(this.place, "missing", HTMLDetailsElement).open = !there.length;
-    const endUs = Math.max(...there.map(({ schedule }) => (schedule ? spanOf(schedule) : 0)));
+    part(this.root, "table", HTMLElement).hidden = false;
+    part(this.root, "figures", HTMLElement).hidden = !there.length;
+    part(this.root, "missing", HTMLDetailsElement).open = !there.length;
+    const endUs = Math.max(...there.map(({ schedule }) => (schedule ? durationUs(schedule) : 0)));
     const time = new TimeWindow(0, endUs);
-    const host = part(this.place, "charts", HTMLElement);
+    const host = part(this.root, "charts", HTMLElement);
     for (const { name, note, schedule } of there) {
       if (!schedule) continue;
       const section = element("section", "", "panel");
@@ -138,10 +139,10 @@ class Comparison {
 
   /** @param {Compared[]} missing those without a schedule, and why */
   #showMissing(missing) {
-    part(this.place, "missing", HTMLElement).hidden = !missing.length;
-    part(this.place, "missing-count", HTMLElement).textContent =
+    part(this.root, "missing", HTMLElement).hidden = !missing.length;
+    part(this.root, "missing-count", HTMLElement).textContent =
       missing.length === 1 ? "1 without a schedule, and why" : `${missing.length} without a schedule, and why`;
-    part(this.place, "reasons", HTMLElement).replaceChildren(
+    part(this.root, "reasons", HTMLElement).replaceChildren(
       ...missing.flatMap(({ name, note }) => [element("dt", name), element("dd", note)]),
     );
   }
@@ -149,14 +150,14 @@ class Comparison {
   /** @param {string[]} chosen */
   async #fillPicker(chosen) {
     const { jobs } = await listJobs({ limit: 50 }, this.signal).catch(() => ({ jobs: [] }));
-    const options = part(this.place, "choices", HTMLElement);
+    const options = part(this.root, "choices", HTMLElement);
     for (const job of jobs.filter((other) => other.value_us !== null)) {
       const label = element("label");
       const box = element("input");
       box.type = "checkbox";
       box.value = job.id;
       box.checked = chosen.includes(job.id);
-      const text = element("span", `${nameOf(job)} `);
+      const text = element("span", `${jobName(job)} `);
       const note = element("span", `${job.method}, ${timeText(job.value_us)}, `, "faint");
       note.append(instantElement(job.submitted_at));
       text.append(note);
@@ -184,7 +185,7 @@ class Comparison {
  * @param {Compared} compared
  * @param {number | null} bestUs null: the values are not of one problem
  */
-function rowOf({ name, note, href, schedule }, bestUs) {
+function comparedRow({ name, note, href, schedule }, bestUs) {
   const row = element("tr");
   const heading = element("th");
   heading.scope = "row";
@@ -195,15 +196,13 @@ function rowOf({ name, note, href, schedule }, bestUs) {
   } else heading.textContent = name;
   row.append(heading);
   if (!schedule) return row;
-  const { value_us: value, bound_us: bound, gap, devices, objective } = schedule;
-  const busiest = devices.reduce((most, plan) => (plan.busy_us > most.busy_us ? plan : most));
-  const peak = Math.max(...devices.map((plan) => plan.peak_bytes));
+  const { value_us: value, bound_us: bound, gap, objective } = schedule;
   if (value === bestUs) row.className = "best";
   const texts = [
     timeText(value),
     toBestText(value, bestUs),
-    percentText(busiest.bubble),
-    bytesText(peak),
+    percentText(busiestDevice(schedule).bubble),
+    bytesText(highestPeakBytes(schedule)),
     timeText(bound),
     percentText(gap),
   ];
@@ -213,50 +212,10 @@ function rowOf({ name, note, href, schedule }, bestUs) {
 }
 
 /**
- * What there is to do, without the memory that there is for it: values of the same work can be compared.
- *
- * @param {Problem} problem
- */
-function workOf({ microbatches, objective, stages, transfer_us }) {
-  return JSON.stringify([microbatches, objective, transfer_us, stages]);
-}
-
-/**
  * @param {number} valueUs
  * @param {number | null} bestUs
  */
 function toBestText(valueUs, bestUs) {
   if (bestUs === null) return NONE;
   return valueUs === bestUs ? "best" : `+${percentText(valueUs / bestUs - 1)}`;
-}
-
-/** @param {Schedule} schedule */
-function beginOf(schedule) {
-  return Math.min(...schedule.devices.map(({ compute }) => compute[0]?.start_us ?? Infinity));
-}
-
-/** @param {Schedule} schedule */
-function spanOf(schedule) {
-  const ends = schedule.devices.map(({ compute }) => compute[compute.length - 1]?.end_us ?? 0);
-  return Math.max(...ends) - beginOf(schedule);
-}
-
-/**
- * The schedule moved so that its first op begins at 0: all charts share one scale.
- *
- * @param {Schedule} schedule
- * @returns {Schedule}
- */
-function fromZero(schedule) {
-  const begin = beginOf(schedule);
-  if (!begin) return schedule;
-  /** @param {import("../types.js").PlannedOp[]} ops */
-  const moved = (ops) => ops.map((op) => ({ ...op, start_us: op.start_us - begin, end_us: op.end_us - begin }));
-  const devices = schedule.devices.map((plan) => ({
-    ...plan,
-    compute: moved(plan.compute),
-    offload: moved(plan.offload ?? []),
-    reload: moved(plan.reload ?? []),
-  }));
-  return { ...schedule, devices };
 }

@@ -1,4 +1,4 @@
-/** One job: how it stands, how it got there, and its schedule. */
+/** One job: its state, its search and its schedule, followed live. */
 
 import { announce } from "../announce.js";
 import { ApiError, act, getJob, getSchedule, remove } from "../api.js";
@@ -8,8 +8,9 @@ import { FORMATS, download } from "../download.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { follow, hasEnded } from "../events.js";
 import { GanttChart } from "../gantt/chart.js";
-import { OBJECTIVES, fillStatus, instantElement, nameOf, stateText } from "../jobs.js";
+import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { Progress } from "../progress.js";
+import { busiestDevice, highestPeakBytes } from "../schedule.js";
 import { NONE, bytesText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
@@ -20,9 +21,9 @@ const SCHEDULE_PAUSE_MS = 700;
 const CURVE_PAUSE_MS = 500;
 
 /** @type {import("../router.js").View} */
-export function jobView(place, { argument }) {
-  place.append(fromTemplate("template-job"));
-  const view = new JobView(place, argument);
+export function jobView(root, { argument }) {
+  root.append(fromTemplate("template-job"));
+  const view = new JobView(root, argument);
   view.start();
   return () => view.stop();
 }
@@ -44,19 +45,19 @@ class JobView {
   #curveTimer = 0;
 
   /**
-   * @param {HTMLElement} place
+   * @param {HTMLElement} root
    * @param {string} id
    */
-  constructor(place, id) {
-    this.place = place;
+  constructor(root, id) {
+    this.root = root;
     this.id = id;
-    this.curve = part(place, "curve", SVGSVGElement);
-    this.message = part(place, "message", HTMLElement);
-    this.connection = part(place, "connection", HTMLElement);
+    this.curve = part(root, "curve", SVGSVGElement);
+    this.message = part(root, "message", HTMLElement);
+    this.connection = part(root, "connection", HTMLElement);
     this.buttons = {
-      cancel: part(place, "cancel", HTMLButtonElement),
-      retry: part(place, "retry", HTMLButtonElement),
-      delete: part(place, "delete", HTMLButtonElement),
+      cancel: part(root, "cancel", HTMLButtonElement),
+      retry: part(root, "retry", HTMLButtonElement),
+      delete: part(root, "delete", HTMLButtonElement),
     };
   }
 
@@ -65,7 +66,7 @@ class JobView {
     this.buttons.retry.addEventListener("click", () => this.#act("retry"));
     this.buttons.delete.addEventListener("click", () => this.#delete());
     for (const name of /** @type {(keyof typeof FORMATS)[]} */ (Object.keys(FORMATS))) {
-      part(this.place, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
+      part(this.root, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
     }
     const observer = new ResizeObserver(() => this.#drawCurve());
     observer.observe(this.curve);
@@ -124,7 +125,7 @@ class JobView {
       Object.assign(this.#job, { revision: event.revision, status: event.status, attempt: event.attempt });
       if (value_us !== null) this.#job.value_us = value_us;
       if (bound_us !== null) this.#job.bound_us = bound_us;
-      this.#job.gap = gapOf(this.#job);
+      this.#job.gap = relativeGap(this.#job);
       if (event.kind === "incumbent") announce(`better schedule: ${timeText(value_us)}, gap ${percentText(this.#job.gap)}`);
       this.#showJob(this.#job);
       if (event.status !== status || event.kind === "status") this.#refresh();
@@ -146,7 +147,7 @@ class JobView {
       this.#job = job;
       this.#showJob(job);
       this.#drawCurve();
-      if (before && before !== job.status) announce(`${nameOf(job)}: ${job.status} ${stateText(job)}`);
+      if (before && before !== job.status) announce(`${jobName(job)}: ${job.status} ${stateText(job)}`);
       if (job.value_us !== null) this.#fetchSchedule();
       return true;
     } catch (error) {
@@ -157,21 +158,21 @@ class JobView {
 
   /** @param {Job} job */
   #showJob(job) {
-    const heading = part(this.place, "title", HTMLElement);
-    heading.textContent = nameOf(job);
-    document.title = `${nameOf(job)} · OptPipe`;
-    fillStatus(part(this.place, "status", HTMLElement), job.status);
-    part(this.place, "state", HTMLElement).textContent = stateText(job);
+    const heading = part(this.root, "title", HTMLElement);
+    heading.textContent = jobName(job);
+    document.title = `${jobName(job)} · OptPipe`;
+    fillStatus(part(this.root, "status", HTMLElement), job.status);
+    part(this.root, "state", HTMLElement).textContent = stateText(job);
     this.#setFigure("value", timeText(job.value_us));
     this.#setFigure("bound", timeText(job.bound_us));
     this.#setFigure("gap", percentText(job.gap));
-    part(this.place, "objective", HTMLElement).textContent = OBJECTIVES[job.objective];
-    part(this.place, "method", HTMLElement).textContent = job.method;
-    part(this.place, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));
-    part(this.place, "elapsed", HTMLElement).textContent = elapsedText(job);
-    part(this.place, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
+    part(this.root, "objective", HTMLElement).textContent = OBJECTIVES[job.objective];
+    part(this.root, "method", HTMLElement).textContent = job.method;
+    part(this.root, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));
+    part(this.root, "elapsed", HTMLElement).textContent = elapsedText(job);
+    part(this.root, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
     this.#showActions(job);
-    const error = part(this.place, "error", HTMLElement);
+    const error = part(this.root, "error", HTMLElement);
     error.textContent = job.error ?? "";
     error.hidden = !job.error;
     this.#showWaiting(job);
@@ -185,15 +186,15 @@ class JobView {
     this.buttons.delete.hidden = false;
     this.buttons.delete.disabled = job.status === "running";
     this.buttons.delete.title = job.status === "running" ? "Cancel it first" : "";
-    const compare = part(this.place, "compare", HTMLAnchorElement);
+    const compare = part(this.root, "compare", HTMLAnchorElement);
     compare.href = `#/compare?ids=${job.id}`;
     compare.hidden = job.value_us === null;
-    part(this.place, "downloads", HTMLElement).hidden = job.value_us === null;
+    part(this.root, "downloads", HTMLElement).hidden = job.value_us === null;
   }
 
   /** @param {Job} job */
   #showWaiting(job) {
-    const waiting = part(this.place, "waiting", HTMLElement);
+    const waiting = part(this.root, "waiting", HTMLElement);
     waiting.hidden = job.value_us !== null;
     if (job.status === "queued") waiting.textContent = "Waiting for a worker. This page follows by itself.";
     else if (job.status === "running") waiting.textContent = "Searching for a first schedule.";
@@ -205,7 +206,7 @@ class JobView {
    * @param {string} text
    */
   #setFigure(name, text) {
-    part(this.place, name, HTMLElement).textContent = text;
+    part(this.root, name, HTMLElement).textContent = text;
   }
 
   /** Fetch the best schedule unless one is on its way; what was found meanwhile follows after a pause. */
@@ -229,28 +230,29 @@ class JobView {
 
   /** @param {Schedule} schedule */
   #showSchedule(schedule) {
-    const host = part(this.place, "chart-host", HTMLElement);
+    const host = part(this.root, "chart-host", HTMLElement);
     const name = schedule.problem.name || "this job's schedule";
     this.#chart ??= new GanttChart(host, { name });
     this.#chart.show(schedule);
     this.#offloads = schedule.devices.some((plan) => plan.offload?.length);
-    const torch = part(this.place, "download-torch-csv", HTMLButtonElement);
+    const torch = part(this.root, "download-torch-csv", HTMLButtonElement);
     torch.textContent = this.#offloads ? "Torch CSV, without offloads" : "Torch CSV";
     torch.title = this.#offloads ? "Torch's runtime knows no offload; devices need more memory without it" : "";
-    const busiest = schedule.devices.reduce((most, plan) => (plan.busy_us > most.busy_us ? plan : most));
+    const busiest = busiestDevice(schedule);
     this.#setFigure("bubble", percentText(busiest.bubble));
-    this.#setFigure("peak", bytesText(Math.max(...schedule.devices.map((plan) => plan.peak_bytes))));
-    part(this.place, "found-by", HTMLElement).textContent = schedule.method;
-    part(this.place, "source", HTMLElement).textContent = schedule.problem.source || NONE;
+    this.#setFigure("bubble-of", `bubble of ${busiest.name}, the busiest`);
+    this.#setFigure("peak", bytesText(highestPeakBytes(schedule)));
+    part(this.root, "found-by", HTMLElement).textContent = schedule.method;
+    part(this.root, "source", HTMLElement).textContent = schedule.problem.source || NONE;
   }
 
   #drawCurve() {
     const { points, nowS } = this.#progress;
     // A job that was answered from an equal problem has not been searched for.
-    part(this.place, "progress", HTMLElement).hidden = !points.length || this.#job?.attempt === 0;
+    part(this.root, "progress", HTMLElement).hidden = !points.length || this.#job?.attempt === 0;
     drawCurve(this.curve, points, nowS);
     const found = points.filter(({ valueUs }, index) => valueUs !== null && valueUs !== points[index - 1]?.valueUs);
-    part(this.place, "curve-text", HTMLElement).textContent = found.length
+    part(this.root, "curve-text", HTMLElement).textContent = found.length
       ? `${found.length === 1 ? "One schedule found," : `${found.length} schedules found, the last`} after ` +
         `${found[found.length - 1].seconds.toFixed(2)} s.`
       : "";
@@ -274,7 +276,7 @@ class JobView {
   }
 
   async #delete() {
-    const name = this.#job ? nameOf(this.#job) : "this job";
+    const name = this.#job ? jobName(this.#job) : "this job";
     if (!(await confirmed(`Delete ${name}?`, "Its schedule and history are removed for good.", "Delete"))) return;
     try {
       await remove(this.id);
@@ -301,7 +303,7 @@ class JobView {
     if (error === null) this.message.textContent = "";
     else if (error instanceof ApiError && error.status === 404) {
       this.message.textContent = "There is no such job. Maybe it was deleted, or belongs to another key.";
-      part(this.place, "parts", HTMLElement).hidden = !this.#job;
+      part(this.root, "parts", HTMLElement).hidden = !this.#job;
     } else this.message.textContent = error instanceof Error ? error.message : String(error);
   }
 
@@ -313,7 +315,7 @@ class JobView {
 }
 
 /** @param {Job} job */
-function gapOf({ value_us: value, bound_us: bound }) {
+function relativeGap({ value_us: value, bound_us: bound }) {
   if (value === null || bound === null) return null;
   return value ? (value - bound) / value : 0;
 }

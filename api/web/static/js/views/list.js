@@ -3,7 +3,7 @@
 import { ApiError, listJobs } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded } from "../events.js";
-import { OBJECTIVES, fillStatus, instantElement, nameOf, stateText } from "../jobs.js";
+import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
@@ -13,9 +13,9 @@ const LIVE_PAUSE_MS = 1500;
 const CALM_PAUSE_MS = 10_000;
 
 /** @type {import("../router.js").View} */
-export function listView(place, { query }) {
-  place.append(fromTemplate("template-list"));
-  const list = new JobList(place, query.get("status") ?? "", query.get("tag") ?? "");
+export function listView(root, { query }) {
+  root.append(fromTemplate("template-list"));
+  const list = new JobList(root, query.get("status") ?? "", query.get("tag") ?? "");
   list.start();
   return () => list.stop();
 }
@@ -31,20 +31,20 @@ class JobList {
   #pages = 1;
 
   /**
-   * @param {HTMLElement} place
+   * @param {HTMLElement} root
    * @param {string} status
    * @param {string} tag
    */
-  constructor(place, status, tag) {
-    this.status = part(place, "status-filter", HTMLSelectElement);
-    this.tag = part(place, "tag-filter", HTMLInputElement);
-    this.body = part(place, "jobs", HTMLTableSectionElement);
-    this.table = part(place, "jobs-table", HTMLTableElement);
-    this.empty = part(place, "empty", HTMLElement);
-    this.noMatch = part(place, "no-match", HTMLElement);
-    this.more = part(place, "more", HTMLButtonElement);
-    this.compare = part(place, "compare", HTMLButtonElement);
-    this.message = part(place, "message", HTMLElement);
+  constructor(root, status, tag) {
+    this.status = part(root, "status-filter", HTMLSelectElement);
+    this.tag = part(root, "tag-filter", HTMLInputElement);
+    this.body = part(root, "jobs", HTMLTableSectionElement);
+    this.table = part(root, "jobs-table", HTMLTableElement);
+    this.empty = part(root, "empty", HTMLElement);
+    this.noMatch = part(root, "no-match", HTMLElement);
+    this.more = part(root, "more", HTMLButtonElement);
+    this.compare = part(root, "compare", HTMLButtonElement);
+    this.message = part(root, "message", HTMLElement);
     this.status.value = status;
     this.tag.value = tag;
   }
@@ -136,7 +136,7 @@ class JobList {
   }
 
   /**
-   * Rows that stay are filled anew in place, so that the focus and a choice are not lost.
+   * Rows that stay are filled anew where they stand, so that the focus and a choice are not lost.
    *
    * @param {Job[]} jobs
    */
@@ -156,7 +156,7 @@ class JobList {
     const row = part(fromTemplate("template-list-row"), "row", HTMLTableRowElement);
     row.dataset.id = job.id;
     const choice = part(row, "choice", HTMLInputElement);
-    choice.setAttribute("aria-label", `compare ${nameOf(job)}`);
+    choice.setAttribute("aria-label", `compare ${jobName(job)}`);
     choice.addEventListener("change", () => {
       if (choice.checked) this.#chosen.add(job.id);
       else this.#chosen.delete(job.id);
@@ -164,7 +164,7 @@ class JobList {
     });
     const link = part(row, "name", HTMLAnchorElement);
     link.href = `#/jobs/${job.id}`;
-    link.textContent = link.title = nameOf(job);
+    link.textContent = link.title = jobName(job);
     const tags = job.tags.map((tag) => tagLink(tag));
     part(row, "tags", HTMLElement).replaceChildren(...tags);
     part(row, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));

@@ -3,11 +3,11 @@
 import { announce } from "../announce.js";
 import { ApiError, getPreset, listPresets, submit, validate } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
-import { afterPause } from "../form/debounce.js";
+import { afterPause } from "../debounce.js";
 import { ProblemDocument } from "../form/document.js";
-import { fieldsOf, sentence, showFaults } from "../form/faults.js";
-import { spanOf } from "../form/json_place.js";
-import { configOf, fillConfig, numberOrText } from "../form/config.js";
+import { faultFields, sentence, showFaults } from "../form/faults.js";
+import { findSpan } from "../form/json_span.js";
+import { readConfig, fillConfig, numberOrText } from "../form/config.js";
 import { countText } from "../units.js";
 import { rememberProblem } from "./compare.js";
 
@@ -17,9 +17,9 @@ const TYPING_PAUSE_MS = 400;
 const MOST_FILE_BYTES = 16 * 2 ** 20;
 
 /** @type {import("../router.js").View} */
-export function newView(place) {
-  place.append(fromTemplate("template-new"));
-  const view = new NewProblem(place);
+export function newView(root) {
+  root.append(fromTemplate("template-new"));
+  const view = new NewProblem(root);
   view.start();
   return () => view.checking.stop();
 }
@@ -29,19 +29,19 @@ class NewProblem {
   #sent = "";
   #idempotencyKey = "";
 
-  /** @param {HTMLElement} place */
-  constructor(place) {
-    this.place = place;
-    this.form = part(place, "form", HTMLFormElement);
-    this.editor = part(place, "problem", HTMLTextAreaElement);
-    this.preset = part(place, "preset", HTMLSelectElement);
-    this.microbatches = part(place, "microbatches", HTMLInputElement);
-    this.objective = part(place, "objective", HTMLSelectElement);
-    this.factor = part(place, "budget-factor", HTMLInputElement);
-    this.status = part(place, "check", HTMLElement);
-    this.submit = part(place, "submit", HTMLButtonElement);
-    this.compare = part(place, "compare", HTMLButtonElement);
-    this.fields = fieldsOf(this.form);
+  /** @param {HTMLElement} root */
+  constructor(root) {
+    this.root = root;
+    this.form = part(root, "form", HTMLFormElement);
+    this.editor = part(root, "problem", HTMLTextAreaElement);
+    this.preset = part(root, "preset", HTMLSelectElement);
+    this.microbatches = part(root, "microbatches", HTMLInputElement);
+    this.objective = part(root, "objective", HTMLSelectElement);
+    this.factor = part(root, "budget-factor", HTMLInputElement);
+    this.status = part(root, "check", HTMLElement);
+    this.submit = part(root, "submit", HTMLButtonElement);
+    this.compare = part(root, "compare", HTMLButtonElement);
+    this.fields = faultFields(this.form);
     this.document = new ProblemDocument(this.editor);
     this.checking = afterPause((signal) => this.#check(signal), TYPING_PAUSE_MS);
   }
@@ -85,7 +85,7 @@ class NewProblem {
   #onFactor() {
     const factor = Number(this.factor.value);
     const right = this.factor.value.trim() !== "" && factor > 0 && Number.isFinite(factor);
-    part(this.place, "budget-factor-fault", HTMLElement).textContent = right ? "" : "This must be a number above 0.";
+    part(this.root, "budget-factor-fault", HTMLElement).textContent = right ? "" : "This must be a number above 0.";
     if (right) this.document.scaleBudgets(factor);
   }
 
@@ -113,8 +113,8 @@ class NewProblem {
   }
 
   #listenToFiles() {
-    const input = part(this.place, "file", HTMLInputElement);
-    part(this.place, "open-file", HTMLButtonElement).addEventListener("click", () => input.click());
+    const input = part(this.root, "file", HTMLInputElement);
+    part(this.root, "open-file", HTMLButtonElement).addEventListener("click", () => input.click());
     input.addEventListener("change", () => this.#readFile(input.files?.[0]));
     this.editor.addEventListener("dragover", (event) => {
       event.preventDefault();
@@ -162,7 +162,7 @@ class NewProblem {
     this.microbatches.value = String(problem?.microbatches ?? "");
     this.objective.value = String(problem?.objective ?? "makespan");
     this.microbatches.disabled = this.objective.disabled = !problem;
-    part(this.place, "budget-factor-fault", HTMLElement).textContent = "";
+    part(this.root, "budget-factor-fault", HTMLElement).textContent = "";
     this.factor.disabled = !this.document.hasLimits;
     this.submit.disabled = this.compare.disabled = !problem;
     if (this.document.error) this.#show([{ pointer: "/problem", code: "bad_json", detail: this.document.error }]);
@@ -172,7 +172,7 @@ class NewProblem {
 
   /** The problem goes as it was typed: a key that stands there twice is the server's to refuse. */
   #body() {
-    return `{"problem": ${this.editor.value}, "config": ${JSON.stringify(configOf(this.form))}}`;
+    return `{"problem": ${this.editor.value}, "config": ${JSON.stringify(readConfig(this.form))}}`;
   }
 
   /** @param {AbortSignal} signal */
@@ -246,7 +246,7 @@ class NewProblem {
 
   /** @param {string} pointer into the problem */
   #select(pointer) {
-    const { start, end } = spanOf(this.editor.value, pointer);
+    const { start, end } = findSpan(this.editor.value, pointer);
     this.editor.focus();
     this.editor.setSelectionRange(start, end);
     const line = this.editor.value.slice(0, start).split("\n").length - 1;

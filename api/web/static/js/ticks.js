@@ -28,7 +28,7 @@ export function roundStep(step) {
  *
  * @param {number} timeUs
  * @param {number} stepUs
- * @param {import("../units.js").Unit} unit
+ * @param {import("./units.js").Unit} unit
  */
 export function tickText(timeUs, stepUs, unit) {
   const rounded = timeUs / unit.size || 0; // no "-0"

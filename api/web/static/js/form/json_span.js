@@ -1,4 +1,4 @@
-/** Where in a JSON text the value stands that a JSON pointer (RFC 6901) names. */
+/** Spans of a JSON text by JSON pointer (RFC 6901). */
 
 /** @typedef {{start: number, end: number}} Span */
 
@@ -9,7 +9,7 @@
  * @param {string} pointer
  * @returns {Span}
  */
-export function spanOf(text, pointer) {
+export function findSpan(text, pointer) {
   const path = pointer.split("/").slice(1).map(unescaped);
   return new Walker(text).find(path);
 }

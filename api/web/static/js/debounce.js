@@ -1,4 +1,4 @@
-/** Work that follows typing: the latest of several calls runs, once there has been a pause. */
+/** Debounced work: of several calls within a short time only the last one runs. */
 
 /**
  * @param {(signal: AbortSignal) => Promise<void>} work is told when a later call makes it useless
