@@ -1,4 +1,4 @@
-"""Bounds from some of the stages alone: what a search proves of a smaller problem holds for the whole one."""
+"""Bounds from exact solutions of parts of the pipeline, a relaxation of the whole problem (docs/math/bounds.md)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,17 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
     for number, kept in enumerate(_parts(problem), 1):
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
             break
-        inside_us = max((bound_us for part, bound_us in proved.items() if part <= {*kept}), default=0.0)
-        known = replace(start, bound_us=answer.bound_us)
-        solved = _solve_part(problem, kept, known, inside_us, _share(limits, number))
+        part = projected(problem, kept)
+        # Only bounds of parts of this part count here, not that of the whole: on the part's grid of time a bound is
+        # raised to the next value that its own schedules can have, and those of the whole problem may lie below it.
+        inside_us = max((bound_us for inner, bound_us in proved.items() if inner <= {*kept}), default=0.0)
+        orders = restricted(start.orders, kept) if start.orders else None
+        value_us = simulate(part, orders).value_us if orders else float("inf")
+        solved = Solution(orders, value_us, max(inside_us, lower_bound_us(part)))
+        if value_us > max(answer.bound_us, solved.bound_us):
+            # Half of the time left; of work, which is not given back, a half, a quarter and so on.
+            share = 0.5 if limits.deterministic_limit is None else 0.5**number
+            solved = solve_cp_sat(part, limits.part(share), solved, lambda _: None)
         if solved.infeasible:
             return INFEASIBLE
         proved[frozenset(kept)] = solved.bound_us
@@ -43,27 +51,6 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
         if solved.bound_us < solved.value_us and answer.bound_us < solved.value_us:
             break
     return answer
-
-
-def _share(limits: Limits, number: int) -> Limits:
-    """Half of the time left; of work, which is not given back, a half, a quarter and so on."""
-    return limits.part(0.5 if limits.deterministic_limit is None else 0.5**number)
-
-
-def _solve_part(problem: Problem, kept: Sequence[int], start: Solution, inside_us: float, limits: Limits) -> Solution:
-    """The bound of the part with the stages `kept`, and the best value known of it.
-
-    It is not told the bound of `start`, only one of parts of its own, `inside_us`: on its grid of time a bound is
-    raised to the next value that its own schedules can have, which those of the whole problem may lie below.
-    """
-    part = projected(problem, kept)
-    bound_us = max(inside_us, lower_bound_us(part))
-    orders = restricted(start.orders, kept) if start.orders else None
-    value_us = simulate(part, orders).value_us if orders else float("inf")
-    known = Solution(orders, value_us, bound_us)
-    if value_us <= max(start.bound_us, bound_us):
-        return known
-    return solve_cp_sat(part, limits, known, lambda _: None)
 
 
 def projected(problem: Problem, kept: Sequence[int]) -> Problem:
@@ -92,15 +79,11 @@ def restricted(orders: Orders, kept: Sequence[int]) -> Orders:
 
 
 def _delay(problem: Problem, before: int, after: int) -> dict[str, float]:
-    """The way between two stages: delays, and the ops of the stages between them."""
+    """Delays between two stages and times of the ops of the stages between them, forward and backward."""
     between = problem.stages[before + 1 : after]
     activations = [*problem.forward_delay_us[before:after], *(stage.forward_us for stage in between)]
     gradients = [*problem.backward_delay_us[before:after], *(stage.backward_input_us for stage in between)]
     return {"forward": _sum_us(activations), "backward": _sum_us(gradients)}
-
-
-def _longest_delay_us(problem: Problem, kept: Sequence[int]) -> float:
-    return max((max(_delay(problem, *pair).values()) for pair in pairwise(kept)), default=0.0)
 
 
 def _sum_us(times: Sequence[float]) -> float:
@@ -111,7 +94,7 @@ def _sum_us(times: Sequence[float]) -> float:
 def _parts(problem: Problem) -> Iterator[Sequence[int]]:
     """Ever more stages: of the device that bounds most, then of devices spread over the pipeline as well.
 
-    None for which the others would be a longer delay than a problem may have.
+    Parts in which the stages left out would be a longer delay than a problem may have are skipped.
     """
     devices = [d for d, stages in enumerate(problem.stages_of) if stages]
     bounds = device_bounds_us(problem)
@@ -120,20 +103,20 @@ def _parts(problem: Problem) -> Iterator[Sequence[int]]:
     for number in range(1, len(devices)):
         spread = [devices[k * (len(devices) - 1) // max(1, number - 1)] for k in range(number)] if number > 1 else []
         kept = _connected(problem, {first, *spread})
-        if before != kept and len(kept) < len(problem.stages) and _longest_delay_us(problem, kept) <= MAX_TIME_US:
-            yield kept
+        if before != kept and len(kept) < len(problem.stages):
+            delays_us = (delay_us for pair in pairwise(kept) for delay_us in _delay(problem, *pair).values())
+            if max(delays_us, default=0.0) <= MAX_TIME_US:
+                yield kept
         before = kept
 
 
 def _connected(problem: Problem, devices: Collection[int]) -> Sequence[int]:
     """The stages of `devices`, both ends of the pipeline, and one stage wherever two of one device would meet."""
-    wanted = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
-    kept = sorted({0, *wanted, len(problem.stages) - 1})
+    stages = problem.stages
+    wanted = [s for s, stage in enumerate(stages) if stage.device in devices]
+    kept = sorted({0, *wanted, len(stages) - 1})
     for before, after in list(pairwise(kept)):
-        if after > before + 1 and problem.stages[before].device == problem.stages[after].device:
-            kept.append(max(range(before + 1, after), key=lambda s: _through_us(problem, s)))
+        if after > before + 1 and stages[before].device == stages[after].device:
+            # The stage that would be most delay: the least of the bound is lost where that is kept.
+            kept.append(max(range(before + 1, after), key=lambda s: stages[s].forward_us + stages[s].backward_input_us))
     return sorted(kept)
-
-
-def _through_us(problem: Problem, s: int) -> float:
-    return problem.stages[s].forward_us + problem.stages[s].backward_input_us

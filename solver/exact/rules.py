@@ -1,14 +1,15 @@
 """Rules shared by the exact models: precedences, work that memory holds back, order of like W.
 
-On its way over a device a microbatch runs F on each of the device's stages, lowest first, then B, highest first; each W
-runs any time after its B. Where every microbatch is on that way says how much work is done and how many bytes are held.
+Work that memory holds back (docs/math/bounds.md). On a device a microbatch runs F on each of the device's stages,
+lowest first, then B, highest first; each W runs any time after its B. How far every microbatch has come says how much
+work is done and how many bytes are held.
 
-On a device, let W of some stages be alike: the same duration, the same workspace, the same bytes freed at the end.
-Take a schedule in which B(s, i) ends before B(t, j) and yet W(t, j) runs before W(s, i). Both B have ended before the
-earlier of the two W. Let the W change places: each still follows its B, the device is busy at the same times, and at
-any time its memory is as before, since B's end leaves `backward_weight_bytes` of either and the W take and free the
-same. Copies are not touched, since they take place before B, and nothing else needs a W. Sorted this way, W of one
-stage are in the order of their B, which is that of their microbatches.
+Order of like W, a symmetry (docs/math/milp.md). On a device, let W of some stages be alike: the same duration, the same
+workspace, the same bytes freed at the end. Take a schedule in which B(s, i) ends before B(t, j) and yet W(t, j) runs
+before W(s, i). Both B have ended before the earlier of the two W. Exchange the two W: each still follows its B, the
+device is busy at the same times, and at any time its memory is as before, since B's end leaves `backward_weight_bytes`
+of either and the W take and free the same. Copies are not touched, since they take place before B, and nothing else
+needs a W. Sorted this way, W of one stage are in the order of their B, which is that of their microbatches.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
 
 
-class Place(NamedTuple):
-    """One microbatch on its way: the work that it has had and the bytes that it holds at the least."""
+class State(NamedTuple):
+    """Progress of one microbatch on a device: the work done on it, and the least bytes that it holds."""
 
-    time: float
+    work: float
     bytes: float
 
 
-class Around(NamedTuple):
+class LeastWork(NamedTuple):
     """The least work of its device before `op` begins, and from then on."""
 
     op: Op
@@ -40,35 +41,33 @@ class Around(NamedTuple):
     after: float
 
 
-def least_work_around(problem: Problem, length: Callable[[str, int], float]) -> Iterator[Around]:
+def least_work_around(problem: Problem, length: Callable[[str, int], float]) -> Iterator[LeastWork]:
     """For each F and B on a device with a budget, in the unit of `length` (by kind and stage).
 
     Proof. When an op of microbatch k begins, microbatches before k have passed this op and later ones have not, since
     they keep their order within each op type of a stage. One op runs at a time, so all others have ended or not begun.
-    What the microbatches hold in such places, and what the op itself takes, is within the budget.
+    What the microbatches hold in such states, and what the op itself takes, is within the budget.
     """
     for d, stages in enumerate(problem.stages_of):
         budget = problem.devices[d].memory_bytes
         if stages and budget is not None:
             times = ([length(kind, s) for s in stages] for kind in "FBW")
-            way = Way([problem.stages[s] for s in stages], *times)
+            path = DevicePath([problem.stages[s] for s in stages], *times)
             for (position, s), kind in product(enumerate(stages), "FB"):
-                room = budget - way.taken(kind, position)
+                room = budget - path.taken(kind, position)
+                step = path.step(kind, position)
                 for k in range(problem.microbatches):
-                    yield Around(Op(kind, s, k), *_around(way, way.step(kind, position), k, problem.microbatches, room))
-
-
-def _around(way: Way, step: int, k: int, microbatches: int, room: float) -> tuple[float, float]:
-    most_done = way.most_done(step, microbatches - 1 - k, room)
-    return way.least_done(step, k, room), (microbatches - k) * way.time - most_done
+                    left = problem.microbatches - k
+                    after = left * path.work - path.most_done(step, left - 1, room)
+                    yield LeastWork(Op(kind, s, k), path.least_done(step, k, room), after)
 
 
 @dataclass(frozen=True)
-class Way:
-    """The way of a microbatch over a device: `stages` lowest first, with the times of their F, B and W.
+class DevicePath:
+    """The F and B that a microbatch runs on one device: `stages` lowest first, with the times of their F, B and W.
 
-    A place on it is the number of F and B done, from 0 to twice the number of stages. What may be offloaded counts as
-    away between F and B, which only leaves more to be possible.
+    A step is the number of F and B done, from 0 to twice the number of stages. What may be offloaded counts as away
+    between F and B, which relaxes the budget and so keeps both bounds valid.
     """
 
     stages: Sequence[Stage]
@@ -77,12 +76,12 @@ class Way:
     weight: Sequence[float]
 
     @property
-    def time(self) -> float:
+    def work(self) -> float:
         """All work on one microbatch."""
         return sum(self.forward) + sum(self.backward) + sum(self.weight)
 
     def step(self, kind: str, position: int) -> int:
-        """The place from which F or B of the stage at `position` goes on."""
+        """The number of F and B done before F or B of the stage at `position`."""
         return position if kind == "F" else 2 * len(self.stages) - 1 - position
 
     def taken(self, kind: str, position: int) -> int:
@@ -96,79 +95,82 @@ class Way:
         """The least work done when one microbatch begins `step` and `count` before it have taken it.
 
         Of all that they hold at most `room` bytes are on the device (inf where that is impossible).
+
+        Choosing a state for each microbatch is a multiple-choice knapsack. Its linear relaxation starts every
+        microbatch in its state of least work and buys bytes along the lower hulls, cheapest work a byte first, the last
+        piece in part (Sinha and Zoltners 1979): at most the work of any choice of whole states.
         """
-        most = Place(0, 0)
-        cheaper: list[Place] = []
-        for copies, places in (
+        least = State(0, 0)
+        pieces: list[State] = []
+        for copies, hull in (
             (count, self._lower_hull(step + 1, 2 * len(self.stages))),
             (1, self._lower_hull(step, step)),
         ):
-            most = Place(most.time + copies * places[0].time, most.bytes + copies * places[0].bytes)
-            cheaper += [
-                Place(copies * (b.time - a.time), copies * (a.bytes - b.bytes)) for a, b in pairwise(places) if copies
+            least = State(least.work + copies * hull[0].work, least.bytes + copies * hull[0].bytes)
+            pieces += [
+                State(copies * (b.work - a.work), copies * (a.bytes - b.bytes)) for a, b in pairwise(hull) if copies
             ]
-        over, time = most.bytes - room, most.time
-        for piece in sorted(cheaper, key=lambda piece: piece.time / piece.bytes):
-            if over <= 0:
+        excess, work = least.bytes - room, least.work
+        for piece in sorted(pieces, key=lambda piece: piece.work / piece.bytes):
+            if excess <= 0:
                 break
-            share = min(1.0, over / piece.bytes)
-            over, time = over - share * piece.bytes, time + share * piece.time
-        return time if over <= 0 else inf
+            share = min(1.0, excess / piece.bytes)
+            excess, work = excess - share * piece.bytes, work + share * piece.work
+        return work if excess <= 0 else inf
 
     def most_done(self, step: int, count: int, room: float) -> float:
-        """The most work done on a microbatch that begins `step` and on `count` after it, which have not taken it."""
+        """The most work done on a microbatch that begins `step` and on `count` after it, which have not taken it.
+
+        The same relaxation with the axes exchanged: bytes are spent on work, from the state with the fewest bytes on.
+        """
         own = self._done(step)
-        hull = _hull([Place(place.bytes, -place.time) for place in map(self._done, range(step + 1))])
-        room, time = room - own.bytes, own.time - count * hull[0].bytes
+        hull = _lower_hull(State(state.bytes, -state.work) for state in map(self._done, range(step + 1)))
+        room, work = room - own.bytes, own.work - count * hull[0].bytes
         for a, b in pairwise(hull):
-            share = min(count * (b.time - a.time), room)
-            room, time = room - share, time + share * (a.bytes - b.bytes) / (b.time - a.time)
-        return time
+            share = min(count * (b.work - a.work), room)
+            room, work = room - share, work + share * (a.bytes - b.bytes) / (b.work - a.work)
+        return work
 
-    def _done(self, place: int) -> Place:
-        """After `place` ops of F and B, with every W done that can be."""
+    def _done(self, step: int) -> State:
+        """After `step` ops of F and B, with every W done that can be."""
         n = len(self.stages)
-        backwards = range(2 * n - place, n) if place > n else range(0)
-        time = sum(self.forward[:place]) + sum(self.backward[k] + self.weight[k] for k in backwards)
-        inside = range(min(place, n)) if place <= n else range(2 * n - place)
-        return Place(time, sum(self._least_held(self.stages[k]) for k in inside))
+        backwards = range(2 * n - step, n) if step > n else range(0)
+        work = sum(self.forward[:step]) + sum(self.backward[k] + self.weight[k] for k in backwards)
+        in_flight = self.stages[: step if step <= n else 2 * n - step]
+        held = sum(stage.activation_bytes - (stage.offload.bytes if stage.offload else 0) for stage in in_flight)
+        return State(work, held)
 
-    @staticmethod
-    def _least_held(stage: Stage) -> int:
-        return stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
-
-    def _lower_hull(self, first: int, last: int) -> Sequence[Place]:
-        """The least work for the bytes held, over places from `first` to `last`; most bytes first."""
-        return _hull([place for at in range(first, last + 1) for place in self._with_weights(at)])
-
-    def _with_weights(self, place: int) -> Iterator[Place]:
-        """No W done, then one after another, those first that free most for their time."""
-        done = self._done(place)
+    def _lower_hull(self, first: int, last: int) -> Sequence[State]:
+        """The least work for the bytes held, over steps from `first` to `last`; most bytes first."""
         n = len(self.stages)
-        late = [
-            Place(self.weight[k], self.stages[k].backward_weight_bytes) for k in range(2 * n - place, n) if place > n
-        ]
-        late.sort(key=lambda piece: piece.time / piece.bytes if piece.bytes else inf, reverse=True)
-        yield done
-        for time, size in accumulate(late, lambda a, b: Place(a.time + b.time, a.bytes + b.bytes)):
-            yield Place(done.time - time, done.bytes + size)
+        states = []
+        for step in range(first, last + 1):
+            done = self._done(step)
+            # Of the W that may be put off, those first that save most work for the bytes they keep: as along a hull,
+            # no other choice of them lies below.
+            late = [
+                State(self.weight[k], self.stages[k].backward_weight_bytes) for k in range(2 * n - step, n) if step > n
+            ]
+            late.sort(key=lambda piece: piece.work / piece.bytes if piece.bytes else inf, reverse=True)
+            states.append(done)
+            for work, size in accumulate(late, lambda a, b: State(a.work + b.work, a.bytes + b.bytes)):
+                states.append(State(done.work - work, done.bytes + size))
+        return _lower_hull(states)
 
 
-def _hull(places: Iterable[Place]) -> list[Place]:
-    """The lower convex hull of `places` from the least work on, to ever fewer bytes at ever higher cost."""
-    hull: list[Place] = []
-    for place in sorted(places):
-        if hull and place.bytes >= hull[-1].bytes:
+def _lower_hull(states: Iterable[State]) -> list[State]:
+    """The lower convex hull from the state of least work on, to ever fewer bytes at ever more work (monotone chain)."""
+    hull: list[State] = []
+    for state in sorted(states):
+        if hull and state.bytes >= hull[-1].bytes:
             continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], place):
+        while len(hull) > 1:
+            a, b = hull[-2:]
+            if (b.work - a.work) * (a.bytes - state.bytes) < (state.work - a.work) * (a.bytes - b.bytes):
+                break  # b lies below the line from a to `state`
             hull.pop()
-        hull.append(place)
+        hull.append(state)
     return hull
-
-
-def _is_above(a: Place, b: Place, c: Place) -> bool:
-    """True if b lies on or above the line from a to c (bytes fall and time grow from a to c)."""
-    return (b.time - a.time) * (a.bytes - c.bytes) >= (c.time - a.time) * (a.bytes - b.bytes)
 
 
 class Edge(NamedTuple):
@@ -180,7 +182,10 @@ class Edge(NamedTuple):
 
 
 def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
-    """The precedences between the ops of `index`, delays in us; microbatches of one op type of a stage in order."""
+    """The precedences between the ops of `index`, delays in us; microbatches of one op type of a stage in order.
+
+    Zero Bubble, appendix G (F, B, W along the pipeline); OptPipe, section 4 (F, O, R, B of an activation that leaves).
+    """
     for op, k in index.items():
         kind, s, i = op
         if kind == "F" and s:
@@ -198,14 +203,14 @@ Pair = tuple[Op, Op]
 Time = TypeVar("Time", int, float, tuple[float, float])
 
 
-def like_weights(problem: Problem, but: Collection[int] = ()) -> Iterator[Sequence[int]]:
-    """Groups of stages on one device whose W are alike, also those of a single stage; `but` are left out.
+def like_weights(problem: Problem, fusing: Collection[int] = ()) -> Iterator[Sequence[int]]:
+    """Groups of stages on one device whose W are alike, also those of a single stage.
 
-    These must be the stages that have fused backwards, whose W cannot change places with others.
+    Stages that have fused backwards (`fusing`) are left out: their W cannot change places with others.
     """
     for stages in problem.stages_of:
         groups = defaultdict(list)
-        for s in (s for s in stages if s not in but):
+        for s in (s for s in stages if s not in fusing):
             stage = problem.stages[s]
             groups[stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W].append(s)
         yield from groups.values()
@@ -216,22 +221,22 @@ def count_like_pairs(problem: Problem) -> int:
     return sum(comb(len(group), 2) for group in like_weights(problem)) * problem.microbatches**2
 
 
-def like_pairs(problem: Problem, but: Collection[int] = ()) -> Iterator[tuple[Pair, Pair]]:
+def like_pairs(problem: Problem, fusing: Collection[int] = ()) -> Iterator[tuple[Pair, Pair]]:
     """Two B of different stages, and the two W that run in the same order."""
     microbatches = range(problem.microbatches)
-    for group in like_weights(problem, but):
+    for group in like_weights(problem, fusing):
         for (s, t), i, j in product(combinations(group, 2), microbatches, microbatches):
             yield (Op("B", s, i), Op("B", t, j)), (Op("W", s, i), Op("W", t, j))
 
 
-def in_weight_order(problem: Problem, starts: Mapping[Op, Time], but: Collection[int] = ()) -> dict[Op, Time]:
+def in_weight_order(problem: Problem, starts: Mapping[Op, Time], fusing: Collection[int] = ()) -> dict[Op, Time]:
     """Starts, or starts and ends, of a schedule without fused backwards, with like W sorted so.
 
     The W of one stage are alike too. Where a fused backward that overtook a W was split (docs/adr/0006), they are out
     of order until they are sorted here.
     """
     result = dict(starts)
-    for group in like_weights(problem, but):
+    for group in like_weights(problem, fusing):
         both = ([op for op in starts if op.kind == kind and op.stage in group] for kind in "BW")
         backwards, weights = (sorted(ops, key=starts.__getitem__) for ops in both)
         result.update((Op("W", *b[1:]), starts[w]) for b, w in zip(backwards, weights, strict=True))

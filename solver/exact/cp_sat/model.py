@@ -23,7 +23,7 @@ from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
 def add_objective(variables: Variables, bound_ticks: int) -> None:
-    """Minimise the makespan or the largest device span; `bound_ticks` is a bound known from outside the model."""
+    """Minimise the makespan or the largest device span; `bound_ticks` is a lower bound proved outside the model."""
     problem, model = variables.problem, variables.model
     last = problem.microbatches - 1
     model.add(variables.objective >= bound_ticks)
@@ -43,11 +43,11 @@ def add_objective(variables: Variables, bound_ticks: int) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """`work`: what a device must have done before an op, and has left after it (`solver.exact.rules`).
+    """Parts of the model that can be switched off, to measure what they give.
 
-    `weight_order`: W of like stages run in the order of their B (`solver.exact.rules`), for
-    up to `most_weight_pairs` pairs: there are as many as microbatches squared. `climb`: a schedule at
-    the bound is asked for first, and the bound raised where there is none.
+    `work`: least work of a device before and after each op (`solver.exact.rules`). `weight_order`: W of like stages run
+    in the order of their B, for up to `most_weight_pairs` pairs: their number grows with microbatches squared. `climb`:
+    first look for a schedule at the bound, and raise the bound where there is none (destructive improvement).
     """
 
     work: bool = True
@@ -85,27 +85,26 @@ def solve_cp_sat(
 
     Returns the last answer: its bound holds whether or not the search ended. It is INFEASIBLE where that is proved.
     """
-    search = _Search(problem, limits, start, on_solution, options)
-    return search.run()
+    return _Search(problem, limits, start, on_solution, options).run()
 
 
 FIRST_ORDERS = 0.5
-"""The share of the time or work that may be spent on any orders at all, where none are known."""
+"""Largest share of the time or work for finding any feasible orders, where none are known."""
 
 CLIMB = 0.25
-"""The share of the time or work that may be spent on asking for a schedule at the bound itself."""
+"""Largest share of the time or work for raising the bound from below."""
 
 MOST_STEPS = 1000
-"""Of a climb on the way from bound to value."""
+"""Largest number of steps of a climb from the bound to the value."""
 
 
 class _Search(Incumbent):
-    """Without a start: are there any orders within the budgets?
+    """Feasibility first where there is no start, then the bound from below, then minimisation from above.
 
-    Then from below: is there a schedule at the bound? If not the bound rises. Then from above, by minimising.
-
-    From below every window is as narrow as can be: with good bounds that finds and proves optima in a fraction of the
-    time. From above, one round is enough for a makespan; device spans may lie between the steps of the first grid.
+    From below: look for a schedule at the bound; if there is none the bound rises (destructive improvement, Klein and
+    Scholl 1999). Every window is then as narrow as can be: with good bounds that finds and proves optima in a fraction
+    of the time. From above, one round is enough for a makespan; device spans may lie between the steps of the first
+    grid.
     """
 
     def __init__(
@@ -136,15 +135,20 @@ class _Search(Incumbent):
         return self.answer
 
     def _no_orders_fit(self) -> bool:
-        """Look for orders within the budgets, whatever they take. Returns whether it is proved that there are none.
+        """Look for orders within the budgets, whatever their value. Returns True if it is proved that there are none.
 
-        Times have no say in that. Let the ops of any schedule run one after another, in the order of their starts: all
-        rules are kept, and an op finds on its device and on the host no more than at its start in that schedule, since
-        what has begun before has ended too. So where no schedule of ops that take one tick each keeps the budgets, none
-        does, and so short a horizon is quickly searched. Orders that are found may still exceed the host's budget
-        with the times of the problem, and are then not taken (docs/adr/0003).
+        Durations do not matter here. Let the ops of any schedule run one after another, in the order of their starts:
+        all rules are kept, and an op finds on its device and on the host no more than at its start in that schedule,
+        since what has begun before has ended too. So where no schedule of ops that take one tick each keeps the
+        budgets, none does, and so short a horizon is quickly searched. Orders that are found may still exceed the
+        host's budget with the times of the problem, and are then not taken (docs/adr/0003).
         """
-        timeless = _timeless(self.problem)
+        data = self.problem.to_data() | {"transfer_us": 0, "objective": "makespan"}
+        for stage in data["stages"]:
+            stage.update(dict.fromkeys(_COMPUTE_US, 1))
+            if stage.get("offload"):
+                stage["offload"] |= dict.fromkeys(_COPY_US, 1)
+        timeless = Problem.from_data(data)
         horizon = horizon_us(timeless, float("inf"))
         variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
         variables.model.clear_objective()  # type: ignore[no-untyped-call]
@@ -155,7 +159,7 @@ class _Search(Incumbent):
         return status == cp_model.INFEASIBLE
 
     def _climb(self) -> None:
-        """Ask for a schedule at the bound, and raise the bound where there is none, for a part of the time."""
+        """Look for a schedule at the bound, and raise the bound where there is none, for a part of the time."""
         limits = self.limits.part(CLIMB)
         work_left = limits.deterministic_limit
         while self.value_us < float("inf") and not self._done:
@@ -163,32 +167,24 @@ class _Search(Incumbent):
             self.raise_bound(grid.raised_us(self.bound_us))
             if not grid.exact or self._done:
                 return
-            ticks = self._next_ticks(grid)
-            status, work = self._ask(grid, ticks, replace(limits, deterministic_limit=work_left))
+            # The step of the grid at the bound, or further on where so many steps lie between bound and value that
+            # single ones lead nowhere: with times of many digits a step is next to nothing.
+            first = -(-grid.bound_ticks(self.bound_us) // grid.step)
+            ahead = grid.ticks_up(self.value_us) // grid.step - first
+            ticks = (first + ahead // MOST_STEPS) * grid.step
+            reach_us = min(self.horizon_us, horizon_us(self.problem, grid.us(ticks)))
+            variables = build_model(self.problem, grid, reach_us, self.bound_us, self.options)
+            variables.model.add(variables.objective <= ticks + grid.step - 1)  # ops without length may add to a step
+            solver = configured_solver(replace(limits, deterministic_limit=work_left))
+            solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
+            callback = _Callback(variables, self)
+            status, work = solve_unless_cancelled(solver, variables.model, limits.cancel, callback)
             self._spend(work)
             work_left = None if work_left is None else max(work_left - work, 0.0)
             out_of_time = limits.seconds >= limits.time_limit_s if work_left is None else work_left == 0
             if status != cp_model.INFEASIBLE or out_of_time:
                 return
             self.raise_bound(grid.proved_us(ticks + grid.step))
-
-    def _next_ticks(self, grid: TimeGrid) -> int:
-        """The step of the grid at the bound, or further on where so many steps lie between bound and value that single
-        ones lead nowhere: with times of many digits a step is next to nothing.
-        """
-        first = -(-grid.bound_ticks(self.bound_us) // grid.step)
-        ahead = grid.ticks_up(self.value_us) // grid.step - first
-        return (first + ahead // MOST_STEPS) * grid.step
-
-    def _ask(self, grid: TimeGrid, ticks: int, limits: Limits) -> tuple[cp_model.CpSolverStatus, float]:
-        """Look for a schedule of at most `ticks`; offer it if there is one. Returns also the work done."""
-        value_us = grid.us(ticks)
-        reach_us = min(self.horizon_us, horizon_us(self.problem, value_us))
-        variables = build_model(self.problem, grid, reach_us, self.bound_us, self.options)
-        variables.model.add(variables.objective <= ticks + grid.step - 1)
-        solver = configured_solver(limits)
-        solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
-        return solve_unless_cancelled(solver, variables.model, limits.cancel, _Callback(variables, self))
 
     def _spend(self, work: float) -> None:
         if self.work_left is not None:
@@ -216,47 +212,57 @@ class _Search(Incumbent):
 
 
 def add_hint(variables: Variables, orders: Orders) -> None:
-    """Give the solver a known schedule to begin with, whole, so that it need not search for the rest."""
+    """Give the solver a known schedule to begin with.
+
+    The hint names every variable: CP-SAT takes a complete hint as its first solution, a partial one it must search to
+    complete.
+    """
     model, starts = variables.model, _hinted_starts(variables, orders)
-    placed = _with_absent(variables, starts)
-    for op, task in variables.tasks.items():
-        model.add_hint(task.start, placed[op])
-    for (s, i), leaves in variables.leaves.items():
-        model.add_hint(leaves, Op("O", s, i) in starts)
-    for length, first, last, least in variables.lengths:
-        there = first.task.op in starts and last.task.op in starts
-        model.add_hint(length, max(_between(first, last, placed), least) if there else least)
-    of_orders = set(orders.ops())
-    for at, fused in variables.fused.items():
-        model.add_hint(fused, Op("BW", *at) in of_orders)
-    for literal, one, other in variables.firsts:
-        model.add_hint(literal, placed[one] < placed[other])
-    value = max(_between(begin, end, placed) for begin, end in variables.measured)
-    model.add_hint(variables.objective, value)
-
-
-def _with_absent(variables: Variables, starts: Mapping[Op, int]) -> Mapping[Op, int]:
-    """`starts` with those of the transfers that are absent: after the one of the microbatch before, in no time."""
-    placed = dict(starts)
+    all_starts = dict(starts)
     for op in variables.tasks:
-        if op not in starts:
+        if op not in starts:  # an absent copy: after that of the microbatch before, in no time
             before = op._replace(microbatch=op.microbatch - 1)
             length = variables.tasks[before].ticks if before in starts else 0
-            placed[op] = placed[before] + length if op.microbatch else 0
-    return placed
+            all_starts[op] = all_starts[before] + length if op.microbatch else 0
 
+    def ticks_between(first: Moment, last: Moment) -> int:
+        return last.at(all_starts[last.task.op]) - first.at(all_starts[first.task.op])
 
-def _between(first: Moment, last: Moment, starts: Mapping[Op, int]) -> int:
-    return last.at(starts[last.task.op]) - first.at(starts[first.task.op])
+    for op, task in variables.tasks.items():
+        model.add_hint(task.start, all_starts[op])
+    for (s, i), leaves in variables.leaves.items():
+        model.add_hint(leaves, Op("O", s, i) in starts)
+    for length_variable, first, last, least in variables.lengths:
+        present = first.task.op in starts and last.task.op in starts
+        model.add_hint(length_variable, max(ticks_between(first, last), least) if present else least)
+    ops = set(orders.ops())
+    for (s, i), fused in variables.fused.items():
+        model.add_hint(fused, Op("BW", s, i) in ops)
+    for literal, one, other in variables.firsts:
+        model.add_hint(literal, all_starts[one] < all_starts[other])
+    model.add_hint(variables.objective, max(ticks_between(begin, end) for begin, end in variables.measured))
 
 
 TICK_US = 2.0**-10
-"""How long a tick is made to time known orders on the grid: sums of it are exact, and no op becomes too long."""
+"""Duration of a tick when known orders are timed on the grid: sums of it are exact, and no op becomes too long."""
 
 
 def _hinted_starts(variables: Variables, orders: Orders) -> Mapping[Op, int]:
     """Start in ticks of each op of known orders; a fused backward is split, like W that never are fused are sorted."""
-    simulation = simulate(_in_ticks(variables), orders)
+    # Timed with the durations of the model, where nothing takes less than a tick: true times rounded to ticks could
+    # let ops of a device overlap, and CP-SAT would drop the hint.
+    problem, length, grid_ticks = variables.problem, variables.length, variables.grid.ticks
+    data = problem.to_data()
+    delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
+    data["transfer_us"] = [
+        {"forward": TICK_US * grid_ticks(forward_us), "backward": TICK_US * grid_ticks(backward_us)}
+        for forward_us, backward_us in delays_us
+    ]
+    for s, stage in enumerate(data["stages"]):
+        stage.update({name: TICK_US * length(kind, s) for name, kind in zip(_COMPUTE_US, "FBW", strict=True)})
+        if stage.get("offload"):
+            stage["offload"] |= {name: TICK_US * length(kind, s) for name, kind in zip(_COPY_US, "OR", strict=True)}
+    simulation = simulate(Problem.from_data(data), orders)
     starts_us = simulation.start_us - simulation.start_us.min()
     ticks = np.ceil(starts_us / TICK_US - SLACK).astype(np.int64)  # the least span may have begins between two ticks
     starts = {}
@@ -269,37 +275,12 @@ def _hinted_starts(variables: Variables, orders: Orders) -> Mapping[Op, int]:
     return in_weight_order(variables.problem, starts, variables.fusing_stages)
 
 
-def _in_ticks(variables: Variables) -> Problem:
-    """The problem with the times that it has in the model, where nothing takes less than a tick."""
-    problem, length, ticks = variables.problem, variables.length, variables.grid.ticks
-    data = problem.to_data()
-    delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
-    data["transfer_us"] = [
-        {"forward": TICK_US * ticks(on), "backward": TICK_US * ticks(back)} for on, back in delays_us
-    ]
-    for s, stage in enumerate(data["stages"]):
-        stage.update({name: TICK_US * length(kind, s) for name, kind in zip(_COMPUTE_US, "FBW", strict=True)})
-        if stage.get("offload"):
-            stage["offload"] |= {name: TICK_US * length(kind, s) for name, kind in zip(_COPY_US, "OR", strict=True)}
-    return Problem.from_data(data)
-
-
-def _timeless(problem: Problem) -> Problem:
-    """The problem if all ops took the same time, and transfers none."""
-    data = problem.to_data() | {"transfer_us": 0, "objective": "makespan"}
-    for stage in data["stages"]:
-        stage.update(dict.fromkeys(_COMPUTE_US, 1))
-        if stage.get("offload"):
-            stage["offload"] |= dict.fromkeys(_COPY_US, 1)
-    return Problem.from_data(data)
-
-
 _COMPUTE_US = ("forward_us", "backward_input_us", "backward_weight_us")
 _COPY_US = ("offload_us", "reload_us")
 
 
 class _Callback(cp_model.CpSolverSolutionCallback):
-    """Turns each solution into orders as it comes."""
+    """Offers the orders of each solution to the search as CP-SAT finds it."""
 
     def __init__(self, variables: Variables, search: _Search) -> None:
         super().__init__()
@@ -313,11 +294,12 @@ class _Callback(cp_model.CpSolverSolutionCallback):
                 continue
             at = self.value(task.start)
             planned[op] = (at, at + task.ticks)
-        for s, i in (at for at, fused in self.variables.fused.items() if self.value(fused)):
-            (begin, _), (_, close) = (planned.pop(Op(kind, s, i)) for kind in "BW")
-            planned[Op("BW", s, i)] = (begin, close)
+        for (s, i), fused in self.variables.fused.items():
+            if self.value(fused):
+                (begin, _), (_, end) = (planned.pop(Op(kind, s, i)) for kind in "BW")
+                planned[Op("BW", s, i)] = (begin, end)
         orders = orders_from_times(self.search.problem, planned)
-        minimises = self.variables.model.has_objective()
+        minimises = self.variables.model.has_objective()  # without one the "best bound" of CP-SAT says nothing
         self.search.offer(orders, self.variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)
 
 
@@ -329,8 +311,8 @@ def solve_unless_cancelled(
 ) -> tuple[cp_model.CpSolverStatus, float]:
     """Solve a model until the solver's own limits or `cancel`: the status, and the deterministic work done.
 
-    A solver that has not begun does not hear `stop_search`: where the cancel came while the model was built, it is not
-    begun, and the status is UNKNOWN.
+    A solver that has not begun ignores `stop_search`: if the cancel came while the model was built, it is not started,
+    and the status is UNKNOWN.
     """
     with cancel.calling(solver.stop_search):
         if cancel.requested:

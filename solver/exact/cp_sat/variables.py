@@ -1,4 +1,4 @@
-"""The decisions of the constraint model: when each op starts, and which activations leave to the host."""
+"""Decision variables of the CP-SAT model: starts of ops, and literals for offloads and fused backwards."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Moment:
 class Variables:
     """Variables for a problem on a grid; no op ends later than `horizon` ticks.
 
-    `tasks` holds every op that may run, `leaves` the literal of each (stage, microbatch) that may be offloaded, `fused`
-    that of each whose W may follow its B at once, as one op BW: those of the stages where that can save memory;
-    `lengths` the time between two moments for which bytes are held, with the least that it can be, `firsts` literals
-    that say which of two ops is first, and `objective` the value in ticks, which is at least the time between the two
-    moments of each of `measured`.
+    `tasks`: every op that may run. `leaves`: the literal of each (stage, microbatch) that may be offloaded. `fused`:
+    the literal of each (stage, microbatch) whose W may follow its B at once, as one op BW; only on stages where that
+    can save memory. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`:
+    literals for which of two ops is first. `objective`: the value in ticks, at least the time between the two moments
+    of each pair in `measured`.
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid, horizon: int) -> None:
@@ -68,7 +68,8 @@ class Variables:
         self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
         self.measured: list[tuple[Moment, Moment]] = []
         self.objective = self.model.new_int_var(0, horizon, "objective")
-        self.length = cache(self._length)
+        self.length = cache(lambda kind, s: grid.length(problem.stages[s].duration_us(kind)))
+        """Ticks of an op, by kind and stage."""
 
     def add_all(self) -> None:
         """Every op of the problem."""
@@ -97,10 +98,10 @@ class Variables:
         self.tasks[op] = IntervalTask(op, start, ticks, interval)
 
     def place(self, op: Op, start: int) -> None:
-        """An op whose start is known."""
-        ticks, known = self.length(op.kind, op.stage), self.model.new_constant(start)
-        interval = self.model.new_fixed_size_interval_var(known, ticks, f"{op}.")
-        self.tasks[op] = IntervalTask(op, known, ticks, interval)
+        """An op whose start is fixed."""
+        ticks, constant = self.length(op.kind, op.stage), self.model.new_constant(start)
+        interval = self.model.new_fixed_size_interval_var(constant, ticks, f"{op}.")
+        self.tasks[op] = IntervalTask(op, constant, ticks, interval)
 
     def span(
         self, name: str, first: Moment, last: Moment, presence: cp_model.BoolVarT | None, least: int = 0
@@ -112,10 +113,6 @@ class Variables:
         if presence is None:
             return self.model.new_interval_var(first.expression, length, last.expression, name)
         return self.model.new_optional_interval_var(first.expression, length, last.expression, presence, name)
-
-    def _length(self, kind: str, s: int) -> int:
-        """Ticks of an op."""
-        return self.grid.length(self.problem.stages[s].duration_us(kind))
 
     @cached_property
     def fusing_stages(self) -> set[int]:

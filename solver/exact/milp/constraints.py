@@ -1,6 +1,8 @@
-"""Constraints of the mixed-integer program, one method a family, as blocks of rows; and its cuts.
+"""Constraints of the mixed-integer program, one method a family, as blocks of rows; and its cuts (docs/math/milp.md).
 
-A row that holds only under a decision carries the least big-M that the windows allow for its pair of ops.
+A binary for each pair of ops decides which is first (Manne's disjunctive formulation, 1960; Zero Bubble, appendix G;
+OptPipe, section 4). A row that holds only under a decision carries the least big-M that the windows allow for its pair
+of ops: the smaller it is, the tighter the linear relaxation that HiGHS branches on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from solver.exact.rules import least_work_around, like_pairs
 
 
 class Constraints:
-    """Adds rows to `rows`; `solver.exact.milp.statement` says the same in words closer to the papers'."""
+    """Adds rows to `rows`; `solver.exact.milp.statement` has the same rows in the notation of the papers."""
 
     def __init__(self, variables: Variables, options: Options) -> None:
         self.variables = variables
@@ -49,7 +51,7 @@ class Constraints:
             self.triangles()
 
     def precedences(self) -> None:
-        """Rules of the contract and orders that the windows imply; an absent transfer takes no time."""
+        """Rules of the problem and orders that the windows imply; an absent transfer takes no time."""
         edges = self.variables.windows.edges
         before, after = (np.array([edge[k] for edge in edges], np.int64) for k in range(2))
         moves = ~self.computes[before]
@@ -60,8 +62,9 @@ class Constraints:
 
     def _after(self, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats) -> None:
         """`after` starts `gap` later than `before` where the decision of `pair` is yes."""
+        # Without the decision the row must hold for any starts: `before` is at most `widest` later than `after`.
         big = gap + self.widest[before, after]
-        needed = big > 0
+        needed = big > 0  # else the windows imply the row
         a, b, before, after, big = (array[needed] for array in (*pair, before, after, big))
         self.rows.block(gap[needed] - big).term(after, 1.0).term(before, -1.0).choice(table, a, b, -big)
 
@@ -72,12 +75,12 @@ class Constraints:
         return np.append(a, b), np.append(b, a)
 
     def one_op_at_a_time(self) -> None:
-        """A device runs one compute op at a time."""
+        """A device runs one compute op at a time (Zero Bubble, appendix G)."""
         a, b = self._both_ways(compute=True)
         self._after(self.variables.order, (a, b), a, b, self.length[a])
 
     def channels(self) -> None:
-        """A channel carries one transfer at a time; absent ones are in nobody's way."""
+        """A channel carries one transfer at a time (OptPipe, section 4); an absent one constrains no other."""
         a, b = self._both_ways(compute=False)
         leaves = self.variables.leaves
         big = np.maximum(self.length[a] + self.widest[a, b], 0.0)
@@ -85,7 +88,10 @@ class Constraints:
         block.term(leaves[a], -self.length[a]).term(leaves[b], -big)
 
     def reload_order(self) -> None:
-        """An op that does not count as started starts no earlier than the reload, one that has ended ends before it."""
+        """An op that does not count as started starts no earlier than the reload, one that has ended ends before it.
+
+        Only these directions are needed: to count an op as started, or not as ended, only raises the level.
+        """
         started, ended = self.variables.started, self.variables.ended
         x, r = started.open_pairs()
         self.rows.block(np.zeros(len(x))).term(x, 1.0).term(r, -1.0).choice(started, x, r, self.widest[r, x])
@@ -93,31 +99,35 @@ class Constraints:
         self._after(ended, (x, r), x, r, self.length[x])
 
     def away(self) -> None:
-        """Activations away at x: each left before x starts and returns no earlier; computed before, needed after.
-
-        Two ops that start at one instant must not both overlook the other: x counts at the reload.
-        """
+        """Activations away at x: each left before x starts and returns no earlier (OptPipe, section 4)."""
         variables, away = self.variables, self.variables.away
         o, x = away.open_pairs()
         reload, forward, backward = (np.array([variables.partner(k, kind) for k in o], np.int64) for kind in "RFB")
         self.rows.block(np.zeros(len(o))).term(variables.leaves[o], 1.0).choice(away, o, x, -1.0)
         self._after(away, (o, x), o, x, self.length[o])
         self._after(away, (o, x), x, reload, np.zeros(len(o)))
-        at = self.computes[x]
-        self._no_more(away, (o[at], x[at]), variables.started, x[at], reload[at])
-        self._no_more(away, (o[~at], x[~at]), variables.order, x[~at], reload[~at])
-        self._no_more(away, (o[at], x[at]), variables.order, forward[at], x[at])
-        self._no_more(away, (o[at], x[at]), variables.order, x[at], backward[at])
+        # Times alone let two ops that start at one instant each take the other's bytes as absent: x must count where
+        # the reload of what is away at x starts.
+        compute = self.computes[x]
+        at_compute, at_copy = (o[compute], x[compute]), (o[~compute], x[~compute])
+        self._at_most(away, at_compute, variables.started, x[compute], reload[compute])
+        self._at_most(away, at_copy, variables.order, x[~compute], reload[~compute])
+        # The times imply these where ops have a length; the linear relaxation needs them to keep `away` within F to B.
+        self._at_most(away, at_compute, variables.order, forward[compute], x[compute])
+        self._at_most(away, at_compute, variables.order, x[compute], backward[compute])
 
-    def _no_more(self, table: Table, pair: tuple[Ints, Ints], limit: Table, a: Ints, b: Ints) -> None:
-        """``table[pair] <= limit[a, b]``, where that is not known to be 1; an op compared with itself is left out."""
+    def _at_most(self, table: Table, pair: tuple[Ints, Ints], limit: Table, a: Ints, b: Ints) -> None:
+        """``table[pair] <= limit[a, b]``, where that is not fixed to 1; an op compared with itself is left out."""
         needed = (limit.is_open(a, b) | (limit.constant[a, b] == 0)) & (a != b)
         a, b = a[needed], b[needed]
         block = self.rows.block(np.zeros(len(a)))
         block.choice(limit, a, b, 1.0).choice(table, pair[0][needed], pair[1][needed], -1.0)
 
     def level_at_compute(self, device: int, budget: int) -> None:
-        """Memory when a compute op starts: what earlier ones left, less what is away, fits (Zero Bubble, app. G)."""
+        """Memory when a compute op starts: what earlier ones left, less what is away, fits (Zero Bubble, appendix G).
+
+        Levels rise only where an op starts that takes memory, so no other time needs a row.
+        """
         variables = self.variables
         compute, offloads = variables.of("FBW", device), variables.of("O", device)
         takers = compute[variables.take[compute] > 0]
@@ -128,7 +138,10 @@ class Constraints:
         block.choices(variables.away, offloads, takers, variables.moved[offloads] / unit)
 
     def level_at_reload(self, device: int, budget: int) -> None:
-        """Memory when a reload starts: what has started, less what has ended and what else is away, fits."""
+        """Memory when a reload starts: what has started, less what has ended and what else is away, fits.
+
+        A reload runs beside compute, so the op that runs counts with what it takes and not yet with what it frees.
+        """
         variables = self.variables
         compute, offloads, reloads = (variables.of(kinds, device) for kinds in ("FBW", "O", "R"))
         unit = variables.bytes_unit(device)
@@ -147,7 +160,7 @@ class Constraints:
         reload = np.array([variables.partner(k, "R") for k in o], np.int64)
         block = self.rows.block(np.full(len(o), -1.0)).choice(variables.counted, o, q, 1.0)
         block.choice(variables.ahead, o, q, -1.0).choice(variables.returned, o, q, 1.0)
-        block.term(variables.leaves[o], -1.0)
+        block.term(variables.leaves[o], -1.0)  # counted >= ahead + leaves - 1 - returned
         a, b = variables.ahead.open_pairs()
         a, b = np.append(a, b), np.append(b, a)  # a is not ahead of b: a starts no earlier
         self._after(variables.ahead, (b, a), b, a, np.zeros(len(a)))
@@ -163,23 +176,25 @@ class Constraints:
         block.choices(variables.counted, offloads, offloads, -moved[offloads])
 
     def chains(self) -> None:
-        """If an op comes before another, so does the same op of the microbatch before, and before that of the next."""
+        """If an op comes before another, so does the same op of the microbatch before, and before that of the next.
+
+        Microbatches keep their order, so every integer point has it; the relaxation does not (OptPipe, section 4).
+        """
         variables = self.variables
+        microbatch = np.array([op.microbatch for op in variables.ops], np.int64)
         for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
             a, b = table.open_pairs()
-            earlier, later = self._neighbour(a, -1), self._neighbour(b, 1)
-            for pair, there in (((earlier, b), earlier >= 0), ((a, later), later >= 0)):
-                c, d = pair[0][there], pair[1][there]
-                self._no_more(table, (a[there], b[there]), table, c, d)
-
-    def _neighbour(self, ops: Ints, step: int) -> Ints:
-        """The same op of the microbatch `step` on; -1 where there is none."""
-        microbatch = np.array([op.microbatch for op in self.variables.ops], np.int64)[ops] + step
-        inside = (microbatch >= 0) & (microbatch < self.problem.microbatches)
-        return np.where(inside, ops + step, -1)
+            # Ops of one kind and stage lie next to each other, by microbatch (`Variables.ops`).
+            has_before, has_next = microbatch[a] > 0, microbatch[b] < self.problem.microbatches - 1
+            self._at_most(table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
+            self._at_most(table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
 
     def work_before(self) -> None:
-        """An op starts no earlier than the device's first op and all work ordered before it."""
+        """An op starts no earlier than the device's first op and all work ordered before it.
+
+        Implied for whole binaries, since a device runs one op at a time. In the linear relaxation, where fractional
+        binaries make the rows with a big-M slack, it keeps the work of the device in the bound.
+        """
         for device, stages in enumerate(self.problem.stages_of):
             if stages:
                 first = self.variables.first_of(device)
@@ -190,7 +205,11 @@ class Constraints:
                 block.choices(self.variables.order, others, others, -self.length[others])
 
     def triangles(self) -> None:
-        """The orders of three ops of a device are no circle, either way round (OptPipe's triangle cuts)."""
+        """The orders of three ops of a device form no cycle, in either direction.
+
+        OptPipe's triangle cuts (section 4): the 3-dicycle inequalities of the linear ordering polytope (Grötschel,
+        Jünger and Reinelt 1985). Their number grows with the cube of a device's ops.
+        """
         order = self.variables.order
         for device in range(len(self.problem.devices)):
             ops = self.variables.of("FBW", device)
@@ -203,46 +222,38 @@ class Constraints:
                 )
 
 
-def add_cuts(variables: Variables, rows: Rows, options: Options) -> None:
-    """Those that the options ask for."""
-    if options.work:
-        add_work_that_memory_holds_back(variables, rows)
-    if options.weight_order:
-        add_weight_order(variables, rows)
-
-
 def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:
-    """An op begins no sooner than its device can have done what it must, and leaves time for what is left."""
+    """An op begins no sooner than its device can have done what it must, and leaves time for what is left.
+
+    The rows on memory say so only for whole binaries; these hold in the linear relaxation too (docs/math/bounds.md).
+    """
 
     def length(kind: str, s: int) -> float:
         return float(variables.windows.length[variables.index[Op(kind, s, 0)]])
 
-    around = list(least_work_around(variables.problem, length))
-    ops = np.array([variables.index[one.op] for one in around], np.int64)
+    least = list(least_work_around(variables.problem, length))
+    ops = np.array([variables.index[bound.op] for bound in least], np.int64)
+    before, after = np.array([bound.before for bound in least]), np.array([bound.after for bound in least])
     device = variables.windows.device[ops]
     first = np.array([variables.first_of(d) if stages else -1 for d, stages in enumerate(variables.problem.stages_of)])
-    before, after = (np.array([one[place] for one in around]) for place in (1, 2))
-    told = (before < inf) & (first[device] != ops)
-    rows.block(before[told]).term(ops[told], 1.0).term(first[device[told]], -1.0)
+    bounded = (before < inf) & (first[device] != ops)
+    rows.block(before[bounded]).term(ops[bounded], 1.0).term(first[device[bounded]], -1.0)
     block = rows.block(after).term(variables.objective, 1.0).term(ops, -1.0)
     if variables.problem.objective == "device_span":
         block.term(first[device], 1.0)
 
 
 def add_weight_order(variables: Variables, rows: Rows) -> None:
-    """W of like stages run in the order of their B."""
+    """W of like stages run in the order of their B: a symmetry (`solver.exact.rules`)."""
     pairs = [
         [variables.index[op] for op in (*backwards, *weights)] for backwards, weights in like_pairs(variables.problem)
     ]
     order = variables.order
-    for places in ((0, 1, 2, 3), (1, 0, 3, 2)):
-        b, c, v, w = np.array(pairs, np.int64).reshape(-1, 4).T[list(places)]
-        said = order.may_be(v, w, 0) & order.may_be(b, c, 1) & (order.is_open(b, c) | order.is_open(v, w))
-        b, c, v, w = b[said], c[said], v[said], w[said]
+    for columns in ((0, 1, 2, 3), (1, 0, 3, 2)):
+        b, c, v, w = np.array(pairs, np.int64).reshape(-1, 4).T[list(columns)]
+        needed = order.may_be(v, w, 0) & order.may_be(b, c, 1) & (order.is_open(b, c) | order.is_open(v, w))
+        b, c, v, w = b[needed], c[needed], v[needed], w[needed]
         rows.block(np.zeros(len(b))).choice(order, v, w, 1.0).choice(order, b, c, -1.0)
-
-
-NO_COLUMN = -1
 
 
 class Rows:
@@ -285,7 +296,7 @@ class Block:
         return self
 
     def choice(self, table: Table, a: Ints, b: Ints, values: Floats | float) -> Block:
-        """Add ``values * table[a, b]``; the part that is known goes to the other side."""
+        """Add ``values * table[a, b]``; what is fixed of it goes to the right-hand side."""
         self.lower -= values * table.constant[a, b]
         return self.term(table.column[a, b], values * table.slope[a, b], table.column[a, b] >= 0)
 

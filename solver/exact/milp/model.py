@@ -1,4 +1,4 @@
-"""Mixed-integer program: arrays, objective, warm start, and the solve with HiGHS."""
+"""Mixed-integer program: arrays, objective, warm start, and the solve with HiGHS (docs/math/milp.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optpipe.simulate import simulate
 from solver.bounds.device import split_backward_suffices
 from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
-from solver.exact.milp.constraints import Constraints, Rows, add_cuts
+from solver.exact.milp.constraints import Constraints, Rows, add_weight_order, add_work_that_memory_holds_back
 from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables
 from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
@@ -46,7 +46,10 @@ def build_program(
     constraints = Constraints(variables, options)
     constraints.add_all()
     add_objective(variables, constraints.rows, options)
-    add_cuts(variables, constraints.rows, options)
+    if options.work:
+        add_work_that_memory_holds_back(variables, constraints.rows)
+    if options.weight_order:
+        add_weight_order(variables, constraints.rows)
     matrix, row_lower = constraints.rows.matrix(variables.size)
     lower, upper = variables.bounds()
     if options.bound:
@@ -55,7 +58,7 @@ def build_program(
 
 
 def load_program(program: Program) -> highspy.Highs:
-    """A silent HiGHS with the program."""
+    """Load the program into a HiGHS without output."""
     lp = highspy.HighsLp()
     lp.num_row_, lp.num_col_ = program.matrix.shape
     cost = np.zeros(lp.num_col_)
@@ -78,8 +81,8 @@ def load_program(program: Program) -> highspy.Highs:
 def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
     """The objective column is the makespan or the largest device span.
 
-    An op ends no later than the objective less all work ordered after it (0 of it where `workloads` is off, and then
-    only each stage's last W says something).
+    An op ends no later than the objective less all work ordered after it. Where `workloads` is off that work is left
+    out, and the last W of each stage is enough, since it ends after all other ops of the stage.
     """
     length, spans = variables.windows.length, variables.problem.objective == "device_span"
     for device, stages in enumerate(variables.problem.stages_of):
@@ -97,22 +100,11 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
 
 
 def point_from_orders(variables: Variables, orders: Orders) -> Floats:
-    """The columns of a known schedule: a start for HiGHS, and what a neighbourhood keeps."""
-    values = np.zeros(variables.size)
-    values[: variables.objective], leaves = _starts(variables, orders)
-    simulated = simulate(variables.problem, orders).value_us
-    values[variables.objective] = simulated / variables.unit_us
-    moves = variables.leaves >= 0
-    values[variables.leaves[moves]] = leaves[moves]
-    _Facts(variables, values, leaves).write()
-    return values
-
-
-def _starts(variables: Variables, orders: Orders) -> tuple[Floats, Bools]:
-    """Start of every op, and which ops there are; an absent transfer follows F, O and the microbatch before at once."""
+    """The columns of a known schedule, as a start for HiGHS. A fused backward counts as B and W without a pause."""
     simulation = simulate(variables.problem, orders)
-    start = np.zeros(len(variables.ops))
-    there = np.zeros(len(variables.ops), bool)
+    values = np.zeros(variables.size)
+    values[variables.objective] = simulation.value_us / variables.unit_us
+    start, present = values[: variables.objective], np.zeros(len(variables.ops), bool)
     begin, length = float(simulation.start_us.min()), variables.windows.length
     starts: dict[Op, float] = {}
     for op, k in simulation.index.items():
@@ -122,69 +114,59 @@ def _starts(variables: Variables, orders: Orders) -> tuple[Floats, Bools]:
                 starts[part] = at
                 at += length[variables.index[part]]
     for op, at in in_weight_order(variables.problem, starts).items():
-        start[variables.index[op]], there[variables.index[op]] = at, True
+        start[variables.index[op]], present[variables.index[op]] = at, True
     for k, op in enumerate(variables.ops):
-        if op.kind in "OR" and not there[k]:
+        if op.kind in "OR" and not present[k]:
+            # An absent transfer follows F, or O, and the one of the microbatch before at once.
             before = [variables.partner(k, "F" if op.kind == "O" else "O")] + [k - 1] * (op.microbatch > 0)
-            start[k] = max(start[b] + length[b] * there[b] for b in before)
-    return start, there
+            start[k] = max(start[b] + length[b] * present[b] for b in before)
+    moves = variables.leaves >= 0
+    values[variables.leaves[moves]] = present[moves]
+    _set_binaries(variables, values, present)
+    return values
 
 
-class _Facts:
-    """Values of the order variables in a schedule with known times."""
+def _set_binaries(variables: Variables, values: Floats, present: Bools) -> None:
+    """Set the binaries that say what is before what, from the starts in `values`."""
+    start = values[: variables.objective]
+    end = start + variables.windows.length * present
+    rank = np.empty(len(start), np.int64)
+    rank[np.lexsort((end, start))] = np.arange(len(start))  # of ops at one instant, those without length first
 
-    def __init__(self, variables: Variables, values: Floats, there: Bools) -> None:
-        self.variables, self.values = variables, values
-        self.start = values[: variables.objective]
-        self.end = self.start + variables.windows.length * there
-        self.there = there
-        self.rank = np.empty(len(self.start), np.int64)
-        self.rank[np.lexsort((self.end, self.start))] = np.arange(len(self.start))
+    def partners(ops: Ints, kind: str) -> Ints:
+        return np.array([variables.partner(k, kind) for k in ops], np.int64)
 
-    def write(self) -> None:
-        variables, start, end = self.variables, self.start, self.end
-        for table in (variables.order, variables.ahead):
-            a, b = table.open_pairs()
-            self._set(table, a, b, self.rank[a] < self.rank[b])
-        x, r = variables.started.open_pairs()
-        self._set(variables.started, x, r, start[x] <= start[r] + TOLERANCE)
-        x, r = variables.ended.open_pairs()
-        self._set(variables.ended, x, r, end[x] <= start[r] + TOLERANCE)
-        o, x = variables.away.open_pairs()
-        self._set(variables.away, o, x, self._away(o, x))
-        o, q = variables.returned.open_pairs()
-        reload = self._partners(o, "R")
-        self._set(variables.returned, o, q, end[reload] <= start[q] + TOLERANCE)
-        o, q = variables.counted.open_pairs()
-        ahead, returned = self._get(variables.ahead, o, q), self._get(variables.returned, o, q)
-        self._set(variables.counted, o, q, self.there[o] & (ahead > returned))
+    def set_values(table: Table, a: Ints, b: Ints, yes: Bools) -> None:
+        values[table.column[a, b]] = yes
 
-    def _away(self, o: Ints, x: Ints) -> Bools:
-        """Offloaded before x; its reload comes after x, which counts there (`started`, or the order on the channel)."""
-        variables = self.variables
-        reload = self._partners(o, "R")
-        counts = np.where(
-            variables.windows.computes[x],
-            self._get(variables.started, x, reload),
-            self._get(variables.order, x, reload),
-        )
-        left = self.end[o] <= self.start[x] + TOLERANCE
-        return np.asarray(self.there[o] & left & (self.start[x] <= self.start[reload] + TOLERANCE) & (counts > 0))
-
-    def _partners(self, ops: Ints, kind: str) -> Ints:
-        return np.array([self.variables.partner(k, kind) for k in ops], np.int64)
-
-    def _set(self, table: Table, a: Ints, b: Ints, yes: Bools) -> None:
-        self.values[table.column[a, b]] = yes
-
-    def _get(self, table: Table, a: Ints, b: Ints) -> Floats:
+    def value(table: Table, a: Ints, b: Ints) -> Floats:
         column = table.column[a, b]
-        chosen: Floats = table.constant[a, b] + table.slope[a, b] * np.where(column >= 0, self.values[column], 0.0)
+        chosen: Floats = table.constant[a, b] + table.slope[a, b] * np.where(column >= 0, values[column], 0.0)
         return chosen
+
+    for table in (variables.order, variables.ahead):
+        a, b = table.open_pairs()
+        set_values(table, a, b, rank[a] < rank[b])
+    x, r = variables.started.open_pairs()
+    set_values(variables.started, x, r, start[x] <= start[r] + TOLERANCE)
+    x, r = variables.ended.open_pairs()
+    set_values(variables.ended, x, r, end[x] <= start[r] + TOLERANCE)
+    # Away at x: offloaded before x, and its reload comes after x, which counts there (`Constraints.away`).
+    o, x = variables.away.open_pairs()
+    reload = partners(o, "R")
+    compute = variables.windows.computes[x]
+    counts = np.where(compute, value(variables.started, x, reload), value(variables.order, x, reload))
+    left, returns = end[o] <= start[x] + TOLERANCE, start[x] <= start[reload] + TOLERANCE
+    set_values(variables.away, o, x, present[o] & left & returns & (counts > 0))
+    o, q = variables.returned.open_pairs()
+    set_values(variables.returned, o, q, end[partners(o, "R")] <= start[q] + TOLERANCE)
+    o, q = variables.counted.open_pairs()
+    ahead, returned = value(variables.ahead, o, q), value(variables.returned, o, q)
+    set_values(variables.counted, o, q, present[o] & (ahead > returned))
 
 
 class Timing:
-    """Makes exact times of the binaries of a solution: the earliest that keep every row between two starts.
+    """Exact times for the binaries of a solution: the earliest that keep every row between two starts.
 
     A solver's own times carry its tolerances, and with them a decision may seem to contradict its time.
     """
@@ -205,22 +187,20 @@ class Timing:
         """The orders that the binaries of `values` stand for."""
         variables = self.variables
         decided = np.round(values)
+        # With the binaries fixed each row is start[after] - start[before] >= gap: longest paths, by relaxing all rows
+        # until nothing moves (Bellman and Ford).
         gap = self.lower - self.binaries @ decided[variables.objective + 1 :]
-        start = self._earliest(gap)
-        end = start + variables.windows.length
-        present = [k for k in range(len(start)) if variables.leaves[k] < 0 or decided[variables.leaves[k]]]
-        planned = {variables.ops[k]: (float(start[k]), float(end[k])) for k in present}
-        return orders_from_times(variables.problem, planned, TOLERANCE)
-
-    def _earliest(self, gap: Floats) -> Floats:
-        start: Floats = np.array(self.variables.windows.earliest, np.float64)
+        start: Floats = np.array(variables.windows.earliest, np.float64)
         for _ in range(len(start) + 1):
             later = start.copy()
             np.maximum.at(later, self.after, start[self.before] + gap)
             if (later <= start + TOLERANCE / len(start)).all():
                 break
             start = later
-        return start
+        end = start + variables.windows.length
+        present = [k for k in range(len(start)) if variables.leaves[k] < 0 or decided[variables.leaves[k]]]
+        planned = {variables.ops[k]: (float(start[k]), float(end[k])) for k in present}
+        return orders_from_times(variables.problem, planned, TOLERANCE)
 
 
 BOUND_SLACK = 1e-5
@@ -257,7 +237,7 @@ class _Search(Incumbent):
         self.stopped = False
 
     def stop(self) -> None:
-        """End the search soon; HiGHS asks for it every few milliseconds."""
+        """End the search soon; HiGHS polls for it every few milliseconds."""
         self.stopped = True
 
     @property
@@ -276,19 +256,16 @@ class _Search(Incumbent):
                 break
         return self.answer
 
-    def program(self) -> Program:
-        """The model, with the windows that the best schedule allows."""
-        return build_program(self.problem, self.horizon_us, self.bound_us, self.value_us, self.options)
-
 
 class _Round:
-    """One model and one run of HiGHS on it."""
+    """One model, with the windows that the best schedule allows, and one run of HiGHS on it."""
 
     def __init__(self, search: _Search) -> None:
         self.search = search
-        self.program = search.program()
-        variables = self.program.variables
-        self.timing = Timing(variables, self.program.matrix, self.program.row_lower)
+        self.program = build_program(
+            search.problem, search.horizon_us, search.bound_us, search.value_us, search.options
+        )
+        self.timing = Timing(self.program.variables, self.program.matrix, self.program.row_lower)
         self.built_for_us = search.value_us
         self.failure: BaseException | None = None
         self.infeasible = False
@@ -301,9 +278,16 @@ class _Round:
 
     def solve(self) -> None:
         """Run HiGHS until it ends, is stopped, or has outgrown the model."""
+        search, limits = self.search, self.search.limits
         highs = load_program(self.program)
-        self._set_options(highs)
-        self._set_start(highs)
+        highs.setOptionValue("time_limit", limits.time_left_s)
+        highs.setOptionValue("mip_rel_gap", limits.gap)
+        highs.setOptionValue("threads", limits.workers)
+        highs.setOptionValue("random_seed", limits.seed % 2**31)
+        if search.orders is not None and search.options.warm_start:
+            solution = highspy.HighsSolution()
+            solution.col_value = point_from_orders(self.program.variables, search.orders)
+            highs.setSolution(solution)
         highs.cbMipImprovingSolution.subscribe(self._on_solution)
         for event in (highs.cbMipInterrupt, highs.cbSimplexInterrupt):
             event.subscribe(self._on_interrupt)
@@ -315,29 +299,14 @@ class _Round:
         if self.failure:
             raise self.failure
         self.infeasible = highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible
-        if not self.infeasible:
-            self._take_last(highs)
-
-    def _take_last(self, highs: highspy.Highs) -> None:
-        """The point that HiGHS ended with: an incumbent that ends the search at once is not always reported before."""
+        if self.infeasible:
+            return
+        # The point that HiGHS ended with: an incumbent that ends the search at once is not always reported before.
         info = highs.getInfo()
         bound_us = self._proved_us(info.mip_dual_bound)
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-            self.search.offer(self.timing.orders(np.array(highs.getSolution().col_value)), bound_us)
-        self.search.raise_bound(bound_us)
-
-    def _set_options(self, highs: highspy.Highs) -> None:
-        limits = self.search.limits
-        highs.setOptionValue("time_limit", limits.time_left_s)
-        highs.setOptionValue("mip_rel_gap", limits.gap)
-        highs.setOptionValue("threads", limits.workers)
-        highs.setOptionValue("random_seed", limits.seed % 2**31)
-
-    def _set_start(self, highs: highspy.Highs) -> None:
-        if self.search.orders is not None and self.search.options.warm_start:
-            solution = highspy.HighsSolution()
-            solution.col_value = point_from_orders(self.program.variables, self.search.orders)
-            highs.setSolution(solution)
+            search.offer(self.timing.orders(np.array(highs.getSolution().col_value)), bound_us)
+        search.raise_bound(bound_us)
 
     def _proved_us(self, objective: float) -> float:
         """A bound of HiGHS, raised to the next value that schedules can have; 0 where it has none yet."""

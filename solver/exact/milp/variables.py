@@ -19,11 +19,11 @@ from optpipe.problem import Problem, Stage
 from solver.exact.rules import Edge, rule_edges
 
 LARGEST_SIZE = 10_000
-"""The largest number of bytes units in a row on memory."""
+"""Largest coefficient of a row on memory, in units of bytes."""
 
 
 class Table:
-    """A yes-or-no for each pair of ops (by index): ``constant + slope * column``, without column where it is known."""
+    """A 0-1 value for each pair of ops (by index): ``constant + slope * column``, or a constant where it is fixed."""
 
     def __init__(self, size: int) -> None:
         self.column = np.full((size, size), -1, np.int64)
@@ -31,12 +31,12 @@ class Table:
         self.constant = np.zeros((size, size))
 
     def is_open(self, a: int | Ints, b: int | Ints) -> Bools:
-        """True if it is a decision."""
+        """True if the value is a decision."""
         result: Bools = self.column[a, b] >= 0
         return result
 
     def may_be(self, a: int | Ints, b: int | Ints, value: int) -> Bools:
-        """True if it is a decision, or known to be `value`."""
+        """True if it is a decision, or fixed to `value`."""
         result: Bools = self.is_open(a, b) | (self.constant[a, b] == value)
         return result
 
@@ -59,7 +59,12 @@ class Variables:
         self.problem = problem
         self.unit_us = 10.0 ** (floor(log10(horizon_us)) - 3) if horizon_us > 0 else 1.0
         self.horizon = horizon_us / self.unit_us
-        self.ops = [op for s in range(len(problem.stages)) for op in _ops_of_stage(problem, s)]
+        self.ops: list[Op] = []
+        for s, stage in enumerate(problem.stages):
+            # Without a budget an activation that leaves saves nothing.
+            limited = problem.devices[stage.device].memory_bytes is not None
+            kinds = "FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW"
+            self.ops += [Op(kind, s, i) for kind in kinds for i in range(problem.microbatches)]
         self.index = {op: k for k, op in enumerate(self.ops)}
         size = len(self.ops)
         self.windows = TimeWindows(
@@ -70,8 +75,12 @@ class Variables:
         self.leaves = np.full(size, -1, np.int64)
         self.order, self.started, self.ended, self.away = (Table(size) for _ in range(4))
         self.ahead, self.returned, self.counted = (Table(size) for _ in range(3))
-        self.take, self.free, self.moved = self._effects()
-        self._add_leaves()
+        sizes = [_sizes_bytes(problem.stages[op.stage], op.kind) for op in self.ops]
+        self.take, self.free, self.moved = np.array(sizes, np.int64).T.copy()
+        for k, op in enumerate(self.ops):
+            if op.kind == "O":
+                self.leaves[[k, self.partner(k, "R")]] = len(self.names)
+                self.names.append(f"leaves_{op.stage}_{op.microbatch}")
         self._add_orders()
         for d in range(len(problem.devices)):
             self._add_memory(d)
@@ -84,10 +93,9 @@ class Variables:
 
     def of(self, kinds: str, device: int) -> Ints:
         """The ops of some kinds on a device, by index."""
-        mine = [
-            k for k, op in enumerate(self.ops) if op.kind in kinds and self.problem.stages[op.stage].device == device
-        ]
-        return np.array(mine, np.int64)
+        stages = self.problem.stages
+        chosen = [k for k, op in enumerate(self.ops) if op.kind in kinds and stages[op.stage].device == device]
+        return np.array(chosen, np.int64)
 
     def partner(self, k: int, kind: str) -> int:
         """The op of another kind of the same stage and microbatch."""
@@ -97,42 +105,23 @@ class Variables:
         """The op that begins a device: the first F of its lowest stage."""
         return self.index[Op("F", self.problem.stages_of[device][0], 0)]
 
-    def _effects(self) -> tuple[Ints, Ints, Ints]:
-        """Bytes that each compute op takes at its start and frees at its end, and that each transfer moves.
-
-        A B that holds more after it than before counts from its start: no wait could keep it from ending before
-        another op has freed memory.
-        """
-        table = np.array([_effect(self.problem.stages[op.stage], op.kind) for op in self.ops], np.int64)
-        return table[:, 0], table[:, 1], table[:, 2]
-
     def bytes_unit(self, device: int | None) -> float:
         """Bytes that count as 1 in the rows of a device (None: of the host).
 
         A common divisor where that leaves small numbers; else so many that HiGHS's tolerance is less than a byte for
         sizes up to 10 GB, and not so few that a row's numbers are far from those of the others.
         """
-        here = [k for k, op in enumerate(self.ops) if device in (None, self.problem.stages[op.stage].device)]
-        sizes = np.concatenate([self.take[here], self.free[here], self.moved[here], [1]])
+        ops = [k for k, op in enumerate(self.ops) if device in (None, self.problem.stages[op.stage].device)]
+        sizes = np.concatenate([self.take[ops], self.free[ops], self.moved[ops], [1]])
         divisor, largest = int(np.gcd.reduce(sizes[:-1])) or 1, int(sizes.max())
         return float(divisor) if largest <= LARGEST_SIZE * divisor else largest / LARGEST_SIZE
 
-    def _columns(self, prefix: str, a: Ints, b: Ints) -> Ints:
-        """New columns, one a pair."""
+    def _open(self, table: Table, prefix: str, a: Ints, b: Ints) -> None:
+        """Make the pairs decisions: one new column each."""
         first = len(self.names)
         self.names += [f"{prefix}_{_name(self.ops[p])}_{_name(self.ops[q])}" for p, q in zip(a, b, strict=True)]
-        return np.arange(first, len(self.names))
-
-    def _open(self, table: Table, prefix: str, a: Ints, b: Ints) -> None:
-        table.column[a, b] = self._columns(prefix, a, b)
+        table.column[a, b] = np.arange(first, len(self.names))
         table.slope[a, b] = 1.0
-
-    def _add_leaves(self) -> None:
-        for k, op in enumerate(self.ops):
-            if op.kind == "O":
-                column = len(self.names)
-                self.names.append(f"leaves_{op.stage}_{op.microbatch}")
-                self.leaves[[k, self.partner(k, "R")]] = column
 
     def _add_orders(self) -> None:
         """One binary for each pair whose order the windows leave open."""
@@ -154,15 +143,20 @@ class Variables:
         self.order.constant[b, a] = 1.0
 
     def _add_memory(self, device: int) -> None:
-        """What the level of a device is made of at each reload and at each op that takes memory."""
+        """Terms of a device's level at each reload and at each op that takes memory."""
+        windows, length = self.windows, self.windows.length
         reloads, compute = self.of("R", device), self.of("FBW", device)
         takers, releasers = compute[self.take[compute] > 0], compute[self.free[compute] > 0]
         self._relate(self.started, "started", takers, reloads, np.zeros(len(takers)))
-        self._relate(self.ended, "ended", releasers, reloads, self.windows.length[releasers])
+        self._relate(self.ended, "ended", releasers, reloads, length[releasers])
         offloads = self.of("O", device)
-        a, x = (grid.ravel() for grid in np.meshgrid(offloads, np.append(takers, reloads), indexing="ij"))
-        possible = self._may_be_away(a, x)
-        self._open(self.away, "away", a[possible], x[possible])
+        o, x = (grid.ravel() for grid in np.meshgrid(offloads, np.append(takers, reloads), indexing="ij"))
+        forward, reload, backward = (np.array([self.partner(k, kind) for k in o], np.int64) for kind in "FRB")
+        # No decision where there is no time to offload before x, or none to reload after it.
+        can_leave = windows.widest[x, forward] >= length[forward] + length[o] - TOLERANCE
+        can_return = windows.widest[backward, x] >= length[reload] - TOLERANCE
+        possible = can_leave & can_return & (x != reload) & ~windows.implies(reload, x) & ~windows.implies(x, o)
+        self._open(self.away, "away", o[possible], x[possible])
 
     def _relate(self, table: Table, prefix: str, ops: Ints, reloads: Ints, gap: Floats) -> None:
         """True if op x comes before reload r: known where a precedence or the windows say so."""
@@ -173,15 +167,6 @@ class Variables:
         late = windows.widest[r, x] < np.repeat(gap, len(reloads)) - TOLERANCE
         undecided = ~(before | windows.implies(r, x) | late)
         self._open(table, prefix, x[undecided], r[undecided])
-
-    def _may_be_away(self, offload: Ints, x: Ints) -> Bools:
-        """True if there is time to offload before x and to reload after it."""
-        windows, length = self.windows, self.windows.length
-        forward, reload, backward = (np.array([self.partner(k, kind) for k in offload], np.int64) for kind in "FRB")
-        there = windows.widest[x, forward] >= length[forward] + length[offload] - TOLERANCE
-        back = windows.widest[backward, x] >= length[reload] - TOLERANCE
-        result: Bools = there & back & (x != reload) & ~windows.implies(reload, x) & ~windows.implies(x, offload)
-        return result
 
     def _add_host(self) -> None:
         offloads = np.flatnonzero(np.array([op.kind == "O" for op in self.ops]))
@@ -214,19 +199,16 @@ class Variables:
         return binary
 
 
-def _ops_of_stage(problem: Problem, s: int) -> list[Op]:
-    """F, B, W of each microbatch, and O, R where leaving can help: where the device has a budget."""
-    stage = problem.stages[s]
-    limited = problem.devices[stage.device].memory_bytes is not None
-    kinds = "FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW"
-    return [Op(kind, s, i) for kind in kinds for i in range(problem.microbatches)]
-
-
 def _name(op: Op) -> str:
     return f"{op.kind}{op.stage}_{op.microbatch}"
 
 
-def _effect(stage: Stage, kind: str) -> tuple[int, int, int]:
+def _sizes_bytes(stage: Stage, kind: str) -> tuple[int, int, int]:
+    """Bytes that a compute op takes at its start and frees at its end, and that a transfer moves.
+
+    A B that holds more after it than before counts from its start: no wait could keep it from ending before another op
+    has freed memory.
+    """
     held, kept, work = stage.activation_bytes, stage.backward_weight_bytes, stage.workspace_bytes
     if kind in "OR":
         assert stage.offload is not None
@@ -244,12 +226,12 @@ ROUNDS = 4
 
 
 class TimeWindows:
-    """Times in units of the model, for ops by their index.
+    """Times in units of the model, for ops by their index: heads and tails (Carlier 1982), here between any two ops.
 
     `distance[a, b]`: b starts at least that much later than a, -inf where nothing orders them so. `earliest` and
     `latest`: bounds on starts. `widest[a, b]`: a starts at most that much later than b. `edges`: precedences that the
     model must state, those of the rules and those implied by budgets, the horizon and `value` (the largest objective
-    of interest).
+    of interest). Orders that follow are OptPipe's variable fixing (section 4).
     """
 
     def __init__(
@@ -280,19 +262,20 @@ class TimeWindows:
         """State the orders of compute ops for which the windows leave no choice; False when there are none."""
         pairs = self.computes[:, None] & self.computes & (self.device[:, None] == self.device)
         np.fill_diagonal(pairs, False)
-        known = self.distance > -np.inf
-        free = pairs & ~known & ~known.T
+        ordered = self.distance > -np.inf
+        free = pairs & ~ordered & ~ordered.T
         first = free & (self.widest < self.length[None, :] - TOLERANCE)  # b cannot come before a
         if not first.any() or (first & first.T).any():
             return False
-        closed = (known | first).astype(np.float32)
+        # An edge is redundant where two others lead from a to b: only the transitive reduction is stated.
+        closed = (ordered | first).astype(np.float32)
         np.fill_diagonal(closed, 0)
         needed = first & ((closed @ closed) == 0)
         before = [Edge(int(a), int(b), 0.0) for a, b in np.argwhere(needed)]
         return self._measure(before)
 
     def _measure(self, more: Sequence[Edge]) -> bool:
-        """Distances and windows with further edges; without change where they close a circle."""
+        """Distances and windows with further edges; without change, and False, where they close a cycle."""
         edges = [*self.edges, *more]
         source, target = (np.array([edge[k] for edge in edges], np.int64) for k in range(2))
         weight = np.array([self.surely[edge.before] + edge.delay for edge in edges])
@@ -300,7 +283,11 @@ class TimeWindows:
         if distance is None:
             return False
         self.edges = edges
-        work = self._work_before(distance > -np.inf)
+        # A device runs one op at a time: an op starts no earlier than the device's first op and the work of all ops of
+        # the device that are always before it.
+        before = (distance > -np.inf) & (self.device[:, None] == self.device)
+        np.fill_diagonal(before, False)
+        work: Floats = self.surely @ before
         first = self._first_ops()
         into = np.flatnonzero(self.computes & (work > 0))
         source, target = np.append(source, first[self.device[into]]), np.append(target, into)
@@ -312,42 +299,28 @@ class TimeWindows:
 
     def _first_ops(self) -> Ints:
         """The op that begins each device: the first F of its lowest stage (-1 without stages)."""
-        stages = self.problem.stages_of
-        return np.array([self.index[Op("F", mine[0], 0)] if mine else -1 for mine in stages])
-
-    def _work_before(self, before: Bools) -> Floats:
-        """For each op, the time of all compute ops of its device that are always before it."""
-        mine = before & (self.device[:, None] == self.device)
-        np.fill_diagonal(mine, False)
-        work: Floats = self.surely @ mine
-        return work
+        return np.array([self.index[Op("F", stages[0], 0)] if stages else -1 for stages in self.problem.stages_of])
 
     def _set_windows(self) -> None:
         reaches = self.distance > -np.inf
         same = self.device[:, None] == self.device
         others = reaches & same & ~np.eye(len(self.ops), dtype=bool)
+        # Tails: time from an op's start to the end of all that follows it on its device, and anywhere.
         ends = self.distance + self.surely
-        left_here = np.maximum(np.where(same, ends, -np.inf).max(axis=1), self.surely + others @ self.surely)
+        device_tail = np.maximum(np.where(same, ends, -np.inf).max(axis=1), self.surely + others @ self.surely)
         first = self._first_ops()[self.device]
         self.earliest = self.distance[self.index[Op("F", 0, 0)]]
-        self.latest = self._latest(np.maximum(ends.max(axis=1), left_here), left_here, first)
+        # The device of stage 0 begins at 0 and so ends by `value`; another ends by `value` after its own first op,
+        # which in turn leaves time for what follows on the device of stage 0.
+        latest = self.horizon - np.maximum(ends.max(axis=1), device_tail)
+        root = np.flatnonzero(self.device == self.problem.stages[0].device)
+        latest[root] = np.minimum(latest[root], self.value - device_tail[root])
+        latest = np.minimum(latest, (latest[root] - self.distance[:, root]).min(axis=1))
+        self.latest: Floats = np.minimum(latest, latest[first] + self.value - device_tail)
         since_first = self.distance[first, np.arange(len(self.ops))]
-        within = self.value - left_here[:, None] - since_first
+        within = self.value - device_tail[:, None] - since_first
         self.widest = np.minimum(self.latest[:, None] - self.earliest, np.where(same, within, np.inf))
         self.widest = np.minimum(self.widest, -np.where(reaches, self.distance, -np.inf))
-
-    def _latest(self, left: Floats, left_here: Floats, first: Ints) -> Floats:
-        """Latest starts: every op leaves time for what follows, on the whole and on its device.
-
-        The device of stage 0 begins at 0 and so ends by `value`; another ends by `value` after its own first op, which
-        in turn leaves time for what follows on the device of stage 0.
-        """
-        latest = self.horizon - left
-        root = np.flatnonzero(self.device == self.problem.stages[0].device)
-        latest[root] = np.minimum(latest[root], self.value - left_here[root])
-        before: Floats = (latest[root] - self.distance[:, root]).min(axis=1)
-        latest = np.minimum(latest, before)
-        return np.minimum(latest, latest[first] + self.value - left_here)
 
 
 def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int, int]]:
@@ -356,22 +329,17 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
         budget = problem.devices[stage.device].memory_bytes
         if budget is None:
             continue
-        for kind, least in _least_bytes(stage):
+        # The least that a microbatch holds from the start of F to the end of B, and to the end of W.
+        stays = stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
+        for kind, least in (("B", stays), ("W", min(stays, stage.backward_weight_bytes))):
             room = budget - stage.activation_bytes - stage.workspace_bytes.F
             behind = room // least + 1 if least and room >= 0 else problem.microbatches
             for i in range(behind, problem.microbatches):
                 yield index[Op(kind, s, i - behind)], index[Op("F", s, i)]
 
 
-def _least_bytes(stage: Stage) -> Iterator[tuple[str, int]]:
-    """Least bytes that a microbatch holds from the start of F to the end of B, and to the end of W."""
-    stays = stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
-    yield "B", stays
-    yield "W", min(stays, stage.backward_weight_bytes)
-
-
 def longest_paths(size: int, source: Ints, target: Ints, weight: Floats) -> Floats | None:
-    """The longest path between every two nodes, -inf where there is none; None where edges close a circle."""
+    """The longest path between every two nodes, -inf where there is none; None where edges close a cycle."""
     into: list[list[int]] = [[] for _ in range(size)]
     out: list[list[int]] = [[] for _ in range(size)]
     for e, (a, b) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
@@ -393,17 +361,18 @@ def longest_paths(size: int, source: Ints, target: Ints, weight: Floats) -> Floa
 
 @dataclass(frozen=True)
 class Options:
-    """`windows`: orders that time windows and budgets imply are fixed, and big-M are the least that the windows allow.
+    """Accelerations that can be switched off, to measure what they give.
 
+    `windows`: orders that time windows and budgets imply are fixed, and big-M are the least that the windows allow.
     `chains`: order binaries agree along microbatches. `workloads`: an op starts after all work that is ordered before
-    it, and ends before all that is ordered after it. `triangles`: the orders of any three ops are no circle (OptPipe's
-    triangle cuts), for up to `triangle_microbatches`. `work`: what a device must have done before an op and has left
-    after it, as cuts. `weight_order`: W of like stages run in the order of their B (a symmetry). `bound`: no value is
-    below the bound known. `warm_start`: the search begins with the best schedule known. `rebuild_gain`: by which share
-    a schedule must be better than the one that the model was built for, to build it again with narrower windows.
+    it, and ends before all that is ordered after it. `triangles`: the orders of any three ops form no cycle (OptPipe's
+    triangle cuts), for up to `triangle_microbatches`. `work`: least work of a device before and after an op, as cuts.
+    `weight_order`: W of like stages run in the order of their B (a symmetry). `bound`: the known lower bound is the
+    objective's. `warm_start`: the search begins with the best schedule known. `rebuild_gain`: the relative gain over
+    the schedule that the model was built for, from which on it is built again with narrower windows.
 
-    What each is worth depends on the problem (`docs/benchmarks.md`): triangles and chains cost more than they give on
-    some linear ones, and decide whether a V is proved.
+    Their gain depends on the problem (`docs/benchmarks.md`): triangles and chains cost more than they give on some
+    linear ones, and decide whether a V is proved.
     """
 
     windows: bool = True
