@@ -1,4 +1,4 @@
-"""The chart: what can be done with it by pointer, wheel, touch and keys, and what it says of itself."""
+"""The chart: by pointer, wheel, touch and keys; all of it reachable; its labels, search and descriptions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from instances import uniform
+from optpipe.problem import Problem
 from tests.api.web.jobs import posted
 from tests.browser import open_page
 
@@ -167,3 +168,147 @@ def test_the_chart_follows_the_theme(dark: Page, service_url: str, key: str) -> 
     assert picture(dark) != in_the_dark
     dark.reload()
     expect(dark.get_by_role("button", name="Theme: light")).to_be_visible()
+
+
+DRAWN_TEXTS = """
+  const draw = CanvasRenderingContext2D.prototype.fillText;
+  window.drawnTexts = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, ...rest) {
+    window.drawnTexts.push([text, x]);
+    draw.call(this, text, x, ...rest);
+  };
+"""
+
+
+def named(problem: Problem, names: list[str]) -> Problem:
+    devices = [device.model_copy(update={"name": name}) for device, name in zip(problem.devices, names, strict=True)]
+    return problem.model_copy(update={"devices": devices})
+
+
+@pytest.mark.parametrize(
+    "names", [["", "", "", ""], [f"node-17.rack-4.example.org:gpu{number}" for number in range(4)]], ids=["own", "long"]
+)
+def test_labels_of_devices_differ_on_a_phone(browser: Browser, service_url: str, key: str, names: list[str]) -> None:
+    job = posted(service_url, key, named(PROBLEM, names))
+    with open_page(browser, service_url, key, has_touch=True, viewport={"width": 390, "height": 844}) as page:
+        page.add_init_script(DRAWN_TEXTS)
+        opened(page, job)
+        labels = page.evaluate("() => [...new Set(drawnTexts.filter(([, x]) => x < 58).map(([text]) => text))]")
+    labels = [label for label in labels if label != "µs"]
+    assert len(labels) == 4, labels
+    assert sorted(label[-1] for label in labels) == ["0", "1", "2", "3"]
+
+
+def test_the_headline_says_whose_bubble_it_is(page: Page, service_url: str, key: str) -> None:
+    stages = PROBLEM.stages
+    slow = stages[1].model_copy(update={"forward_us": 25.0})
+    uneven = PROBLEM.model_copy(update={"stages": [stages[0], slow, *stages[2:]], "name": "uneven"})
+    opened(page, posted(service_url, key, uneven))
+    expect(page.locator("[data-part=bubble-of]")).to_have_text("bubble of device 1, the busiest")
+    opened(page, posted(service_url, key, PROBLEM))
+    expect(page.locator("[data-part=bubble-of]")).to_have_text("bubble of every device")
+
+
+@pytest.fixture
+def many_devices(page: Page, service_url: str, key: str) -> Page:
+    opened(page, posted(service_url, key, uniform(32, 8, name="many devices")))
+    return page
+
+
+def scroll_top(page: Page) -> float:
+    return float(page.locator("[data-part=surface]").evaluate("surface => surface.scrollTop"))
+
+
+def test_devices_out_of_sight_are_told_and_reachable(many_devices: Page) -> None:
+    page = many_devices
+    clipped = page.locator("[data-part=clipped]")
+    expect(clipped).to_contain_text("of 32 devices")
+    minimap = page.locator("[data-part=minimap]")
+    minimap.scroll_into_view_if_needed()
+    box = minimap.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] - 1, steps=3)
+    page.mouse.up()
+    expect(clipped).to_contain_text("to device 31 of 32 devices")
+    assert scroll_top(page) > 0
+    page.get_by_role("button", name="Show all devices").click()
+    expect(clipped).to_be_hidden()
+    page.get_by_role("button", name="Taller rows").click()
+    page.get_by_role("button", name="Taller rows").click()
+    expect(clipped).to_be_visible()
+    page.locator("[data-part=surface]").focus()
+    page.keyboard.press("0")
+    expect(clipped).to_be_hidden()
+
+
+def test_the_minimap_moves_the_time(many_devices: Page) -> None:
+    page = many_devices
+    page.get_by_role("button", name="Zoom in").click(click_count=2)
+    whole = picture(page)
+    page.locator("[data-part=minimap]").click(position={"x": 3, "y": 3})
+    assert picture(page) != whole
+    assert magnification(page) == pytest.approx(2.25)
+
+
+def test_full_screen_and_back(many_devices: Page) -> None:
+    page = many_devices
+    button = page.get_by_role("button", name="Full screen")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    filled = page.locator("figure.chart").bounding_box()
+    assert filled
+    window = page.evaluate("() => [innerWidth, innerHeight]")
+    assert [filled["width"], filled["height"]] == window
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "false")
+    page.locator("[data-part=surface]").focus()
+    page.keyboard.press("f")
+    expect(button).to_have_attribute("aria-pressed", "true")
+
+
+def test_an_op_is_found_by_its_name(many_devices: Page) -> None:
+    page = many_devices
+    search = page.get_by_label("Find an op")
+    page.locator("[data-part=surface]").focus()
+    page.keyboard.press("/")
+    expect(search).to_be_focused()
+    page.keyboard.type("f 30 5")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tooltip]")).to_contain_text("F 5: forward of microbatch 5")
+    expect(page.locator("[data-part=tooltip]")).to_contain_text("stage 30, device 30")
+    assert scroll_top(page) > 0
+    search.fill("F99.0")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=note]")).to_contain_text("There is no op F99.0")
+
+
+def test_the_critical_path_and_dependencies_are_drawn(page: Page, surface: Locator) -> None:
+    overlay = "() => document.querySelector('[data-part=overlay]').toDataURL()"
+    frame = "() => new Promise(requestAnimationFrame)"
+    plain = page.evaluate(overlay)
+    page.get_by_label("Critical path").check()
+    expect(page.locator("[data-part=note]")).to_contain_text("Critical path: ")
+    page.evaluate(frame)
+    with_path = page.evaluate(overlay)
+    assert with_path != plain
+    page.get_by_label("Find an op").fill("B2.1")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tooltip]")).to_contain_text("starts after")
+    page.evaluate(frame)
+    assert page.evaluate(overlay) != with_path
+
+
+def test_a_link_opens_the_same_part(page: Page, surface: Locator) -> None:
+    page.get_by_role("button", name="Zoom in").click(click_count=2)
+    page.get_by_label("Find an op").fill("W1.3")
+    page.keyboard.press("Enter")
+    page.get_by_label("Critical path").check()
+    page.get_by_role("button", name="Link").click()
+    expect(page.locator("[data-part=note]")).to_contain_text("ink")
+    zoomed = page.get_attribute("figure", "data-magnification")
+    page.reload()
+    expect(page.locator(f"figure[data-magnification='{zoomed}']")).to_be_visible()
+    expect(page.locator("[data-part=tooltip]")).to_contain_text("W 3: backward weight of microbatch 3")
+    expect(page.get_by_label("Critical path")).to_be_checked()

@@ -13,18 +13,33 @@
  *
  * @param {Stage} stage
  * @param {import("./types.js").Kind} kind
+ * @param {import("./types.js").Mode | null} mode of the microbatch on that stage; null: kept, or offloaded whole
  * @returns {[number, number]}
  */
-export function deviceEffect(stage, kind) {
-  const moved = stage.offload?.bytes ?? 0;
+export function deviceEffect(stage, kind, mode) {
+  const moved = (mode ? mode.offload : stage.offload)?.bytes ?? 0;
   if (kind === "O") return [0, -moved];
   if (kind === "R") return [moved, 0];
-  const held = stage.activation_bytes;
-  const kept = stage.backward_weight_bytes;
-  const work = stage.workspace_bytes?.[kind] ?? 0;
-  const atEnd = { F: 0, B: kept - held, W: -kept, BW: -held }[kind];
-  return [work + (kind === "F" ? held : 0), atEnd - work];
+  const activation = stage.activation_bytes;
+  const kept = mode?.kept_bytes ?? activation;
+  const forWeight = stage.backward_weight_bytes;
+  const workspace = kind === "C" ? (mode?.workspace_bytes ?? 0) : (stage.workspace_bytes?.[WORKSPACE_KINDS[kind]] ?? 0);
+  const inForward = kept < activation ? (mode?.forward_workspace_bytes ?? activation - kept) : 0;
+  const segment = mode?.segment_bytes ?? 0;
+  const [atStart, atEnd] = {
+    F: [kept + inForward, -inForward],
+    C: [activation - kept, 0],
+    B: [0, forWeight - activation],
+    W: [0, -forWeight],
+    BW: [0, -activation],
+    CB: [segment, forWeight - kept - segment],
+    CBW: [segment, -kept - segment],
+  }[kind];
+  return [atStart + workspace, atEnd - workspace];
 }
+
+/** The kind whose workspace an op takes: a backward that recomputes takes that of the backward it is. */
+const WORKSPACE_KINDS = /** @type {const} */ ({ F: "F", B: "B", W: "W", BW: "BW", CB: "B", CBW: "BW" });
 
 /**
  * The memory of one device at the predicted times. At one instant ends count before starts.
@@ -36,15 +51,32 @@ export function deviceEffect(stage, kind) {
 export function plannedMemory(schedule, device) {
   const plan = schedule.devices[device];
   const ops = [...plan.compute, ...(plan.offload ?? []), ...(plan.reload ?? [])];
+  const modes = modesByActivation(schedule.problem.stages, plan.compute);
   /** @type {[number, number][]} */
   const changes = [];
   for (const op of ops) {
-    const [atStart, atEnd] = deviceEffect(schedule.problem.stages[op.stage], op.op);
+    const mode = modes.get(`${op.stage}.${op.microbatch}`) ?? null;
+    const [atStart, atEnd] = deviceEffect(schedule.problem.stages[op.stage], op.op, mode);
     if (atStart) changes.push([op.start_us, atStart]);
     if (atEnd) changes.push([op.end_us, atEnd]);
   }
   changes.sort((one, other) => one[0] - other[0]);
   return levels(changes);
+}
+
+/**
+ * @param {Stage[]} stages
+ * @param {import("./types.js").PlannedOp[]} ops of one device
+ * @returns {Map<string, import("./types.js").Mode>} by stage and microbatch, where a mode of the stage is used
+ */
+function modesByActivation(stages, ops) {
+  /** @type {Map<string, import("./types.js").Mode>} */
+  const modes = new Map();
+  for (const { stage, microbatch, mode: name } of ops) {
+    const mode = name && stages[stage].modes?.find((other) => other.name === name);
+    if (mode) modes.set(`${stage}.${microbatch}`, mode);
+  }
+  return modes;
 }
 
 /**

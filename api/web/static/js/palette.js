@@ -2,7 +2,7 @@
 
 /** @typedef {[number, number, number]} Rgb shares of red, green and blue */
 
-export const KINDS = /** @type {const} */ (["F", "B", "W", "BW", "O", "R"]);
+export const KINDS = /** @type {const} */ (["F", "B", "W", "BW", "O", "R", "C", "CB", "CBW"]);
 
 /** Names of the kinds of op. */
 export const KIND_NAMES = {
@@ -12,6 +12,9 @@ export const KIND_NAMES = {
   BW: "backward, fused",
   O: "offload",
   R: "reload",
+  C: "recomputation",
+  CB: "backward input, recomputing",
+  CBW: "backward, fused, recomputing",
 };
 
 /**
@@ -23,7 +26,7 @@ export const KIND_NAMES = {
  * @property {Rgb} idle
  * @property {Rgb} memoryFill
  * @property {Rgb} memoryEdge
- * @property {Record<"surface" | "ink" | "faintInk" | "grid" | "budget", string>} plain
+ * @property {Record<"surface" | "ink" | "faintInk" | "grid" | "budget" | "path", string>} plain
  */
 
 const PLAIN = {
@@ -32,6 +35,7 @@ const PLAIN = {
   faintInk: "--faint-ink",
   grid: "--grid",
   budget: "--budget",
+  path: "--danger",
 };
 
 /**

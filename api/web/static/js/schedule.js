@@ -4,14 +4,16 @@
 /** @typedef {import("./types.js").PlannedOp} PlannedOp */
 
 /**
- * The device whose bubble is the schedule's bubble rate.
+ * The schedule's bubble rate, which is that of its busiest device, and whose it is.
  *
  * @param {Schedule} schedule
- * @returns {{name: string, bubble: number}}
+ * @returns {{bubble: number, whose: string}}
  */
-export function busiestDevice({ devices, problem }) {
+export function bubbleRate({ devices, problem }) {
   const index = devices.reduce((most, plan, device) => (plan.busy_us > devices[most].busy_us ? device : most), 0);
-  return { name: deviceName(problem, index), bubble: devices[index].bubble };
+  const { bubble, busy_us: busyUs } = devices[index];
+  const isShared = devices.length > 1 && devices.every((plan) => plan.busy_us === busyUs);
+  return { bubble, whose: isShared ? "every device" : `${deviceName(problem, index)}, the busiest` };
 }
 
 /** @param {Schedule} schedule */

@@ -1,8 +1,19 @@
 /**
  * The documents of the service, as far as the page reads them. Times are microseconds, sizes bytes.
  *
- * @typedef {"F" | "B" | "W" | "BW" | "O" | "R"} Kind
+ * @typedef {"F" | "B" | "W" | "BW" | "O" | "R" | "C" | "CB" | "CBW"} Kind
  * @typedef {"compute" | "offload" | "reload"} StreamName
+ *
+ * @typedef {{bytes: number, offload_us: number, reload_us: number}} Offload
+ *
+ * @typedef {object} Mode a way of holding the activation of a microbatch until its backward
+ * @property {string} name
+ * @property {number} [kept_bytes] default: all of the activation
+ * @property {number} [recompute_us]
+ * @property {number} [forward_workspace_bytes] default: what is not kept
+ * @property {number} [workspace_bytes]
+ * @property {number} [segment_bytes]
+ * @property {Offload | null} [offload]
  *
  * @typedef {object} Stage
  * @property {number} device
@@ -11,15 +22,19 @@
  * @property {number} backward_weight_us
  * @property {number} activation_bytes
  * @property {number} backward_weight_bytes
- * @property {Partial<Record<"F" | "B" | "W" | "BW", number>> | null} [workspace_bytes]
- * @property {{bytes: number, offload_us: number, reload_us: number} | null} [offload]
+ * @property {Partial<Record<Kind, number>> | null} [workspace_bytes]
+ * @property {Offload | null} [offload]
+ * @property {Mode[] | null} [modes]
+ *
+ * @typedef {number | {forward: number, backward: number}} TransferUs
  *
  * @typedef {object} Problem
  * @property {string} format
  * @property {string} [name]
  * @property {number} microbatches
  * @property {"makespan" | "device_span"} objective
- * @property {unknown} [transfer_us]
+ * @property {TransferUs | TransferUs[]} [transfer_us] between the devices of neighbouring stages, or a list by boundary
+ * @property {{duplex?: boolean, shared_by?: number[][]} | null} [copy_channels]
  * @property {{memory_bytes?: number | null, name?: string}[]} devices
  * @property {Stage[]} stages
  * @property {string} [source]
@@ -31,6 +46,7 @@
  * @property {number} start_us
  * @property {number} end_us
  * @property {string[]} [waits]
+ * @property {string} [mode] of an F whose activation is not kept whole on the device
  *
  * @typedef {object} DevicePlan
  * @property {PlannedOp[]} compute

@@ -31,7 +31,8 @@ export function drawBoxes(context, scene, rows) {
   const made = picture(width, lanes.length);
   made.pixels.fill(toPixel(scene.theme.idle));
   lanes.forEach(({ row, lane }, line) => {
-    paintLane(made.pixels.subarray(line * width, (line + 1) * width), scene, lane, scene.looks[row.device.index].pixels);
+    const pixels = made.pixels.subarray(line * width, (line + 1) * width);
+    paintLane(pixels, scene.time, lane, scene.looks[row.device.index].pixels);
   });
   const source = asSource(made);
   context.imageSmoothingEnabled = false;
@@ -43,11 +44,11 @@ export function drawBoxes(context, scene, rows) {
 
 /**
  * @param {Uint32Array} pixels of one lane, from left to right
- * @param {Scene} scene
+ * @param {{fromUs: number, spanUs: number}} time in view
  * @param {Lane} lane
  * @param {Uint32Array} colours by look
  */
-function paintLane(pixels, { time }, lane, colours) {
+export function paintLane(pixels, time, lane, colours) {
   const { startUs, endUs, look } = lane;
   const width = pixels.length;
   const scale = width / time.spanUs;

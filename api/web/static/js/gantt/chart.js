@@ -4,36 +4,59 @@ import { announce } from "../announce.js";
 import { fromTemplate, part } from "../elements.js";
 import { readTheme } from "../palette.js";
 import { onThemeChange } from "../theme.js";
+import { countText, timeText } from "../units.js";
+import { Dependencies, opName, parseOpName } from "./dependencies.js";
 import { drawChart } from "./draw.js";
 import { drawHighlight } from "./highlight.js";
 import { findSpot, opAt, spotAt, stepFrom } from "./hit.js";
 import { listen } from "./input.js";
-import { SCALE_PX, buildLayout, timeAt, xAt } from "./layout.js";
+import { SCALE_PX, buildLayout, fittingScale, timeAt, xAt } from "./layout.js";
 import { fillLegend } from "./legend.js";
 import { buildLooks } from "./looks.js";
+import { drawMinimap, listenToMinimap } from "./minimap.js";
 import { buildModel } from "./model.js";
 import { fillTable } from "./table.js";
 import { TimeWindow } from "./time_window.js";
 import { showTooltip, spokenText } from "./tooltip.js";
 
+/** Rows are made flatter to fit a window, down to this scale, where their labels can still be read. */
+const LEAST_LEGIBLE_SCALE = 0.4;
+const LEAST_SCALE = 0.02;
+const MOST_SCALE = 3;
+const ZOOM_STEP = 1.5;
+
 export class GanttChart {
   /** @type {import("./layout.js").Scene | null} */
   #scene = null;
+  /** @type {Dependencies | null} */
+  #dependencies = null;
+  /** @type {import("./hit.js").Spot[]} */
+  #path = [];
+  /** The op that the pointer is on, and the one that was chosen, which stays when the pointer leaves.
+   * @type {import("./hit.js").Spot | null} */
+  #hovered = null;
   /** @type {import("./hit.js").Spot | null} */
-  #spot = null;
+  #chosen = null;
   /** @type {number | null} */
   #pointerX = null;
-  /** Where the tooltip was asked for. */
-  #tooltipAt = { x: 0, y: 0 };
+  /** Scale of the rows; null: the largest at which all are in view, as far as they stay legible.
+   * @type {number | null} */
+  #rowScale = null;
+  /** @type {{x: number, y: number} | null} null: beside the op */
+  #tooltipAt = null;
   #frame = 0;
   #baseIsStale = true;
   #ending = new AbortController();
 
   /**
    * @param {HTMLElement} host gets the chart
-   * @param {{name: string, time?: TimeWindow, memory?: boolean}} options `time` is shared by charts that move together
+   * @param {object} options
+   * @param {string} options.name
+   * @param {TimeWindow} [options.time] shared by charts that move together
+   * @param {boolean} [options.memory] whether memory is shown at first
+   * @param {(query: URLSearchParams) => string} [options.link] the address that shows the same part of the chart
    */
-  constructor(host, { name, time = new TimeWindow(0, 1), memory = true }) {
+  constructor(host, { name, time = new TimeWindow(0, 1), memory = true, link }) {
     this.time = time;
     const content = fromTemplate("template-chart");
     this.figure = part(content, "chart", HTMLElement);
@@ -42,13 +65,20 @@ export class GanttChart {
     this.space = part(content, "space", HTMLElement);
     this.base = part(content, "base", HTMLCanvasElement);
     this.overlay = part(content, "overlay", HTMLCanvasElement);
+    this.minimap = part(content, "minimap", HTMLCanvasElement);
     this.tooltip = part(content, "tooltip", HTMLElement);
     this.magnification = part(content, "magnification", HTMLElement);
+    this.clipped = part(content, "clipped", HTMLElement);
     this.memory = part(content, "memory", HTMLInputElement);
+    this.critical = part(content, "critical", HTMLInputElement);
+    this.search = part(content, "search", HTMLInputElement);
+    this.note = part(content, "note", HTMLElement);
+    this.link = part(content, "link", HTMLButtonElement);
     this.memory.checked = memory;
+    this.link.hidden = !link;
     host.replaceChildren(content);
     this.rename(name);
-    this.#listen();
+    this.#listen(link);
   }
 
   /** @param {string} name the accessible name */
@@ -58,7 +88,7 @@ export class GanttChart {
   }
 
   /**
-   * Show a schedule; the stretch of time in view stays where it is, and so does the op that is pointed at.
+   * Show a schedule; the stretch of time in view stays where it is, and so does the op that was chosen.
    *
    * @param {import("../types.js").Schedule} schedule
    * @param {boolean} [ownTime] whether the time scale follows this schedule alone
@@ -66,21 +96,24 @@ export class GanttChart {
   show(schedule, ownTime = true) {
     const model = buildModel(schedule);
     const theme = readTheme(this.figure);
-    const pointedAt = this.#scene && this.#spot && opAt(this.#scene, this.#spot);
+    const chosen = this.#scene && this.#chosen && opAt(this.#scene, this.#chosen);
     if (ownTime) this.time.setBounds(model.beginUs, model.endUs);
     this.#scene = {
       model,
       theme,
-      layout: buildLayout(model, this.surface.clientWidth, { memory: this.memory.checked }),
+      layout: buildLayout(model, this.surface.clientWidth, this.memory.checked, 1),
       looks: buildLooks(model, theme),
       time: this.time,
       width: 0,
       height: 0,
       scrollTop: 0,
     };
+    this.#dependencies = new Dependencies(model);
     fillTable(part(this.figure, "table", HTMLTableSectionElement), model);
     this.#measure();
-    this.#spot = pointedAt && findSpot(this.#scene, pointedAt);
+    this.#hovered = null;
+    this.#chosen = chosen && findSpot(this.#scene, chosen);
+    this.#findPath();
     this.#showTooltip();
   }
 
@@ -90,7 +123,35 @@ export class GanttChart {
     cancelAnimationFrame(this.#frame);
   }
 
-  #listen() {
+  /** The part of the chart in view, as parameters of an address. */
+  get state() {
+    const state = new URLSearchParams();
+    if (!this.time.isFitted) {
+      state.set("from", String(this.time.fromUs));
+      state.set("to", String(this.time.toUs));
+    }
+    if (this.#scene && this.#chosen) state.set("op", opName(opAt(this.#scene, this.#chosen)));
+    if (this.critical.checked) state.set("path", "1");
+    if (!this.memory.checked) state.set("memory", "0");
+    return state;
+  }
+
+  /** @param {URLSearchParams} state of a schedule that is shown; what it does not name stays as it is */
+  restore(state) {
+    const [fromUs, toUs] = [Number(state.get("from") ?? NaN), Number(state.get("to") ?? NaN)];
+    if (toUs > fromUs) this.time.show(fromUs, toUs);
+    if (state.get("memory") === "0") {
+      this.memory.checked = false;
+      this.#measure();
+    }
+    this.critical.checked = state.get("path") === "1";
+    this.#findPath();
+    const spot = this.#dependencies?.find(state.get("op") ?? "");
+    if (spot) this.#choose(spot);
+  }
+
+  /** @param {((query: URLSearchParams) => string) | undefined} link */
+  #listen(link) {
     const { signal } = this.#ending;
     listen(this.#target(), signal);
     const stopTime = this.time.subscribe(() => this.#changed());
@@ -102,11 +163,23 @@ export class GanttChart {
       stopTheme();
       observer.disconnect();
     });
+    listenToMinimap(this.minimap, (across, down) => this.#centre(across, down), signal);
     this.surface.addEventListener("scroll", () => this.#changed(), { signal });
-    this.surface.addEventListener("blur", () => this.#point(null), { signal });
     this.memory.addEventListener("change", () => this.#measure(), { signal });
-    const buttons = { "zoom-in": () => this.#zoom(1.5, null), "zoom-out": () => this.#zoom(1 / 1.5, null) };
-    for (const [name, act] of Object.entries({ ...buttons, fit: () => this.time.fit() })) {
+    this.critical.addEventListener("change", () => this.#findPath(), { signal });
+    this.figure.addEventListener("fullscreenchange", () => this.#setFull(document.fullscreenElement === this.figure), { signal });
+    part(this.figure, "search-form", HTMLFormElement).addEventListener("submit", (event) => this.#find(event), { signal });
+    const buttons = {
+      "zoom-in": () => this.#zoom(ZOOM_STEP, null),
+      "zoom-out": () => this.#zoom(1 / ZOOM_STEP, null),
+      taller: () => this.#scaleRows(ZOOM_STEP),
+      flatter: () => this.#scaleRows(1 / ZOOM_STEP),
+      fit: () => this.#fit(),
+      full: () => this.#toggleFull(),
+      "all-devices": () => this.#fit(),
+      link: () => link && this.#copy(link(this.state)),
+    };
+    for (const [name, act] of Object.entries(buttons)) {
       part(this.figure, name, HTMLButtonElement).addEventListener("click", act, { signal });
     }
   }
@@ -116,26 +189,57 @@ export class GanttChart {
     return {
       surface: this.surface,
       zoom: (factor, x) => this.#zoom(factor, x),
+      scaleRows: (factor) => this.#scaleRows(factor),
       pan: (dx, dy) => this.#pan(dx, dy),
-      fit: () => this.time.fit(),
-      hover: (x, y) => this.#point(this.#scene && spotAt(this.#scene, x, y), x, y),
-      leave: () => this.#point(null),
-      choose: (x, y) => this.#point(this.#scene && spotAt(this.#scene, x, y), x, y),
+      fit: () => this.#fit(),
+      full: () => this.#toggleFull(),
+      search: () => this.search.focus(),
+      hover: (x, y) => this.#hover(this.#scene && spotAt(this.#scene, x, y), x, y),
+      leave: () => this.#hover(null),
+      choose: (x, y) => this.#chooseAt(x, y),
       step: (step) => this.#step(step),
-      dismiss: () => this.#point(null),
+      dismiss: () => this.#dismiss(),
     };
   }
 
   /**
    * @param {number} factor
-   * @param {number | null} x null: the op pointed at, or the middle
+   * @param {number | null} x null: the chosen op, or the middle
    */
   #zoom(factor, x) {
     const scene = this.#scene;
     if (!scene) return;
-    const op = x === null && this.#spot ? opAt(scene, this.#spot) : null;
+    const op = x === null && this.#chosen ? opAt(scene, this.#chosen) : null;
     const middle = op ? (op.start_us + op.end_us) / 2 : (this.time.fromUs + this.time.toUs) / 2;
     this.time.zoom(factor, x === null ? middle : timeAt(scene, x));
+  }
+
+  /** @param {number} factor */
+  #scaleRows(factor) {
+    const scene = this.#scene;
+    if (!scene) return;
+    const share = this.surface.scrollTop / scene.layout.height;
+    this.#rowScale = Math.min(MOST_SCALE, Math.max(LEAST_SCALE, factor * this.#scaleInUse()));
+    this.#measure();
+    this.surface.scrollTop = share * scene.layout.height;
+  }
+
+  /** All of the time, and all devices however flat their rows become. */
+  #fit() {
+    this.time.fit();
+    if (this.#scene) this.#rowScale = fittingScale(this.#scene.model, this.memory.checked, this.#roomPx(), LEAST_SCALE);
+    this.#measure();
+  }
+
+  #scaleInUse() {
+    if (this.#rowScale !== null || !this.#scene) return this.#rowScale ?? 1;
+    return fittingScale(this.#scene.model, this.memory.checked, this.#roomPx(), LEAST_LEGIBLE_SCALE);
+  }
+
+  /** Height that the rows can take without scrolling. */
+  #roomPx() {
+    const limit = parseFloat(getComputedStyle(this.surface).maxHeight);
+    return (Number.isFinite(limit) ? limit : this.surface.clientHeight) - SCALE_PX;
   }
 
   /**
@@ -150,11 +254,27 @@ export class GanttChart {
     this.tooltip.hidden = true;
   }
 
+  /**
+   * @param {number} across share of the time that comes into the middle
+   * @param {number} down share of the rows that comes into the middle
+   */
+  #centre(across, down) {
+    const { beginUs, endUs, fromUs, spanUs } = this.time;
+    this.time.pan(beginUs + across * (endUs - beginUs) - spanUs / 2 - fromUs);
+    if (this.#scene) this.surface.scrollTop = down * this.#scene.layout.height - (this.#scene.height - SCALE_PX) / 2;
+  }
+
   /** @param {"next" | "previous" | "below" | "above"} step */
   #step(step) {
     const scene = this.#scene;
-    const spot = scene && stepFrom(scene, this.#spot, step);
-    if (!scene || !spot) return;
+    const spot = scene && stepFrom(scene, this.#chosen, step);
+    if (spot) this.#choose(spot);
+  }
+
+  /** @param {import("./hit.js").Spot} spot brought into view, pointed out and announced */
+  #choose(spot) {
+    const scene = this.#scene;
+    if (!scene) return;
     const op = opAt(scene, spot);
     const strip = scene.layout.rows[spot.row].lanes[spot.lane];
     this.time.reveal(op.start_us, op.end_us);
@@ -163,27 +283,103 @@ export class GanttChart {
       this.surface.scrollTop = strip.top - room / 2;
     }
     scene.scrollTop = this.surface.scrollTop;
-    this.#point(spot, xAt(scene, op.end_us), strip.top + strip.height + SCALE_PX - scene.scrollTop);
-    this.#pointerX = null;
-    announce(spokenText(scene, spot));
+    this.#chosen = spot;
+    this.#hover(null);
+    announce(spokenText(scene, spot, this.#dependencies));
+  }
+
+  /**
+   * @param {number} x
+   * @param {number} y
+   */
+  #chooseAt(x, y) {
+    this.#chosen = this.#scene && spotAt(this.#scene, x, y);
+    this.#hover(this.#chosen, x, y);
+  }
+
+  /** What Escape does: end the choice of an op, then the full screen. */
+  #dismiss() {
+    if (!this.#chosen && this.figure.hasAttribute("data-full")) this.#toggleFull();
+    this.#chosen = null;
+    this.#hover(null);
   }
 
   /**
    * @param {import("./hit.js").Spot | null} spot
-   * @param {number} [x] none: nothing is pointed at
+   * @param {number} [x] none: there is no pointer on the chart
    * @param {number} [y]
    */
-  #point(spot, x, y = 0) {
-    this.#spot = spot;
+  #hover(spot, x, y = 0) {
+    this.#hovered = spot;
     this.#pointerX = x ?? null;
-    this.#tooltipAt = { x: x ?? 0, y };
+    this.#tooltipAt = spot && x !== undefined ? { x, y } : null;
     this.#showTooltip();
     this.#schedule();
   }
 
   #showTooltip() {
-    if (this.#scene && this.#spot) showTooltip(this.tooltip, this.#scene, this.#spot, this.#tooltipAt);
-    else this.tooltip.hidden = true;
+    const scene = this.#scene;
+    const spot = this.#hovered ?? this.#chosen;
+    this.tooltip.hidden = !scene || !spot;
+    if (!scene || !spot) return;
+    const strip = scene.layout.rows[spot.row].lanes[spot.lane];
+    const besideOp = { x: xAt(scene, opAt(scene, spot).end_us), y: strip.top + strip.height + SCALE_PX - scene.scrollTop };
+    showTooltip(this.tooltip, scene, spot, this.#dependencies, this.#tooltipAt ?? besideOp);
+  }
+
+  /** @param {SubmitEvent} event */
+  #find(event) {
+    event.preventDefault();
+    const name = parseOpName(this.search.value);
+    const spot = name && this.#dependencies?.find(name);
+    const asked = this.search.value.trim();
+    if (spot) this.#choose(spot);
+    else if (asked) this.#tell(`There is no op ${asked}. Ops are named by kind, stage and microbatch, such as F0.3.`);
+    if (spot || !asked) this.#showPath();
+  }
+
+  #findPath() {
+    this.#path = this.critical.checked && this.#dependencies ? this.#dependencies.criticalPath() : [];
+    this.#showPath();
+    this.#schedule();
+  }
+
+  #showPath() {
+    this.#tell(this.#path.length && this.#dependencies ? pathText(this.#path, this.#dependencies) : "");
+  }
+
+  /** @param {string} address */
+  async #copy(address) {
+    history.replaceState(null, "", address);
+    // The clipboard is there in secure contexts only.
+    const copied = await navigator.clipboard?.writeText(location.href).then(
+      () => true,
+      () => false,
+    );
+    this.#tell(copied ? "Link copied." : "The address of this page is the link.");
+  }
+
+  /** @param {string} text */
+  #tell(text) {
+    this.note.textContent = text;
+    this.note.hidden = !text;
+  }
+
+  #toggleFull() {
+    const full = !this.figure.hasAttribute("data-full");
+    if (!full && document.fullscreenElement) document.exitFullscreen();
+    // Telephones give full screens to videos alone: there the chart fills the window.
+    if (full && this.figure.requestFullscreen) this.figure.requestFullscreen().catch(() => {});
+    this.#setFull(full);
+  }
+
+  /** @param {boolean} full */
+  #setFull(full) {
+    this.figure.toggleAttribute("data-full", full);
+    document.documentElement.toggleAttribute("data-covered", full);
+    part(this.figure, "full", HTMLButtonElement).setAttribute("aria-pressed", String(full));
+    this.#rowScale = null;
+    this.#measure();
   }
 
   #readTheme() {
@@ -198,16 +394,14 @@ export class GanttChart {
     const scene = this.#scene;
     if (!scene) return;
     const width = this.surface.clientWidth;
-    scene.layout = buildLayout(scene.model, width, { memory: this.memory.checked });
+    scene.layout = buildLayout(scene.model, width, this.memory.checked, this.#scaleInUse());
     fillLegend(part(this.figure, "legend", HTMLElement), scene.model, this.memory.checked);
     this.space.style.height = `${scene.layout.height + SCALE_PX}px`;
     scene.width = this.surface.clientWidth;
     scene.height = this.surface.clientHeight;
     this.view.style.height = `${scene.height}px`;
-    for (const canvas of [this.base, this.overlay]) {
-      canvas.width = Math.round(scene.width * devicePixelRatio);
-      canvas.height = Math.round(scene.height * devicePixelRatio);
-    }
+    for (const canvas of [this.base, this.overlay]) fitCanvas(canvas, scene.width, scene.height);
+    fitCanvas(this.minimap, this.minimap.clientWidth, this.minimap.clientHeight);
     this.#changed();
   }
 
@@ -223,16 +417,44 @@ export class GanttChart {
   #draw() {
     this.#frame = 0;
     const scene = this.#scene;
-    if (!scene || !scene.width) return;
+    if (!scene || !scene.width || !this.#dependencies) return;
     scene.scrollTop = this.surface.scrollTop;
     if (this.#baseIsStale) {
       this.#baseIsStale = false;
       drawChart(scaled(this.base), scene);
+      if (this.minimap.width) drawMinimap(scaled(this.minimap), scene, this.minimap.clientWidth, this.minimap.clientHeight);
+      this.#showClipped(scene);
       this.magnification.textContent = magnificationText(this.time.magnification);
       this.figure.dataset.magnification = this.time.magnification.toFixed(3);
     }
-    drawHighlight(scaled(this.overlay), scene, this.#spot, this.#pointerX);
+    drawHighlight(scaled(this.overlay), scene, {
+      spot: this.#hovered ?? this.#chosen,
+      pointerX: this.#pointerX,
+      path: this.#path,
+      dependencies: this.#dependencies,
+    });
   }
+
+  /** @param {import("./layout.js").Scene} scene */
+  #showClipped({ layout: { rows }, height, scrollTop }) {
+    const visible = rows.filter(({ top, bottom }) => top >= scrollTop && bottom <= scrollTop + height - SCALE_PX);
+    const isClipped = visible.length < rows.length;
+    this.clipped.hidden = !isClipped;
+    if (!isClipped) return;
+    const [first, last] = [visible[0] ?? rows[0], visible[visible.length - 1] ?? rows[0]];
+    part(this.clipped, "clipped-text", HTMLElement).textContent =
+      `${first.device.name} to ${last.device.name} of ${countText(rows.length, "device")}`;
+  }
+}
+
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @param {number} width in CSS pixels
+ * @param {number} height in CSS pixels
+ */
+function fitCanvas(canvas, width, height) {
+  canvas.width = Math.round(width * devicePixelRatio);
+  canvas.height = Math.round(height * devicePixelRatio);
 }
 
 /**
@@ -249,4 +471,22 @@ function scaled(canvas) {
 /** @param {number} factor */
 function magnificationText(factor) {
   return `${factor.toLocaleString("en-US", { maximumFractionDigits: factor < 10 ? 1 : 0 })}×`;
+}
+
+/**
+ * The critical path in words: its ops, the time they take and the time between them.
+ *
+ * @param {import("./hit.js").Spot[]} path
+ * @param {Dependencies} dependencies
+ */
+function pathText(path, dependencies) {
+  const ops = path.map((spot) => dependencies.op(spot));
+  const busyUs = ops.reduce((sum, op) => sum + op.end_us - op.start_us, 0);
+  const wholeUs = ops[ops.length - 1].end_us - ops[0].start_us;
+  const names = ops.map(opName);
+  const shown = names.length > 12 ? [...names.slice(0, 6), "…", ...names.slice(-5)] : names;
+  return (
+    `Critical path: ${countText(ops.length, "op")}, ${timeText(busyUs)} in ops and ` +
+    `${timeText(Math.max(0, wholeUs - busyUs))} in transfers. ${shown.join(" → ")}`
+  );
 }

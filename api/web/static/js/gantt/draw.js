@@ -9,8 +9,8 @@ import { roundStep, tickText, ticksIn } from "../ticks.js";
 
 /** @typedef {import("./layout.js").Scene} Scene */
 
-/** Room that a mark of the time scale needs. */
-const TICK_PX = 90;
+/** Room that a mark of the time scale takes. */
+const TICK_PX = { wide: 90, medium: 80, narrow: 60 };
 
 /**
  * @param {CanvasRenderingContext2D} context scaled to CSS pixels
@@ -44,7 +44,7 @@ export function drawChart(context, scene) {
  */
 function drawScale(context, scene) {
   const { layout, time, theme, height } = scene;
-  const most = Math.max(2, Math.floor((layout.right - layout.left) / TICK_PX));
+  const most = Math.max(2, Math.floor((layout.right - layout.left) / TICK_PX[layout.labels]));
   const step = roundStep(time.spanUs / most);
   const unit = timeUnit(time.endUs - time.beginUs);
   context.font = `11px ${FONT}`;

@@ -7,7 +7,10 @@
  * @property {HTMLElement} surface
  * @property {(factor: number, x: number | null) => void} zoom around x, null: around the middle
  * @property {(dx: number, dy: number) => void} pan content follows by that many pixels
+ * @property {(factor: number) => void} scaleRows
  * @property {() => void} fit
+ * @property {() => void} full toggles the full screen
+ * @property {() => void} search
  * @property {(x: number, y: number) => void} hover
  * @property {() => void} leave
  * @property {(x: number, y: number) => void} choose
@@ -152,6 +155,10 @@ function listenToKeys(target, signal) {
     "=": () => target.zoom(KEY_ZOOM, null),
     "-": () => target.zoom(1 / KEY_ZOOM, null),
     0: target.fit,
+    "[": () => target.scaleRows(1 / KEY_ZOOM),
+    "]": () => target.scaleRows(KEY_ZOOM),
+    f: target.full,
+    "/": target.search,
     ArrowLeft: () => target.pan(KEY_PAN_SHARE * surface.clientWidth, 0),
     ArrowRight: () => target.pan(-KEY_PAN_SHARE * surface.clientWidth, 0),
     Escape: target.dismiss,

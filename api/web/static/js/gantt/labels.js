@@ -9,6 +9,8 @@ import { FONT } from "./layout.js";
 /** Between the labels and the chart. */
 const GAP_PX = 14;
 const LOWEST_LANE_PX = 10;
+/** Rows closer than this leave out labels, so that those drawn do not overlap. */
+const LOWEST_LABEL_PX = 12;
 const LOWEST_STRIP_PX = 12;
 /** Lanes below this height have smaller labels. */
 const LOW_PX = 24;
@@ -23,12 +25,13 @@ export function drawLabels(context, scene, row) {
   const { device } = row;
   const right = layout.left - GAP_PX;
   const isLow = row.lanes[0].height < LOW_PX;
-  const name = layout.labels === "narrow" ? shortName(device) : device.name;
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.fillStyle = theme.plain.ink;
   context.font = `600 ${isLow ? 11 : 13}px ${FONT}`;
-  context.fillText(fitted(context, name, right - 8), right, middleY(row.lanes[0]));
+  if (layout.rowPitch >= LOWEST_LABEL_PX || device.index % Math.ceil(LOWEST_LABEL_PX / layout.rowPitch) === 0) {
+    context.fillText(deviceLabel(context, device, right - 4), right, middleY(row.lanes[0]));
+  }
   context.fillStyle = theme.plain.faintInk;
   context.font = `${isLow ? 10 : 11}px ${FONT}`;
   if (row.memory && row.memory.height >= LOWEST_STRIP_PX && layout.labels !== "narrow") {
@@ -38,7 +41,7 @@ export function drawLabels(context, scene, row) {
     const strip = row.lanes[index];
     if (stream !== "compute" && strip.height >= LOWEST_LANE_PX) context.fillText(stream, right, middleY(strip), right - 4);
   });
-  if (layout.labels === "wide") drawFigures(context, scene, row, isLow ? 11 : 12);
+  if (layout.labels === "wide" && layout.rowPitch >= LOWEST_LABEL_PX) drawFigures(context, scene, row, isLow ? 11 : 12);
 }
 
 /**
@@ -53,7 +56,7 @@ function drawFigures(context, { layout, theme, model, width }, row, size) {
   context.textAlign = "left";
   context.font = `${size}px ${FONT}`;
   context.fillText(`bubble ${percentText(plan.bubble)}`, left, middleY(row.lanes[0]));
-  if (!row.memory) return;
+  if (!row.memory || row.memory.height < LOWEST_STRIP_PX) return;
   if (budgetBytes !== null && plan.peak_bytes > budgetBytes) context.fillStyle = theme.plain.budget;
   const unit = memoryUnit(model.topBytes);
   const limit = budgetBytes === null ? "" : ` of ${bytesText(budgetBytes, unit)}`;
@@ -61,7 +64,20 @@ function drawFigures(context, { layout, theme, model, width }, row, size) {
 }
 
 /**
- * As much of a text as there is room for.
+ * The longest form of a device's name that fits: whole, with its number alone, or cut in the middle.
+ *
+ * @param {CanvasRenderingContext2D} context with the font in which it will be drawn
+ * @param {import("./model.js").Device} device
+ * @param {number} most its width
+ */
+export function deviceLabel(context, { name, index }, most) {
+  const isDefault = name === `device ${index}`;
+  const forms = isDefault ? [name, `dev ${index}`, `d${index}`, String(index)] : [name];
+  return forms.find((form) => context.measureText(form).width <= most) ?? fitted(context, name, most);
+}
+
+/**
+ * A text cut in the middle to the room there is: names of devices differ at their end more often than not.
  *
  * @param {CanvasRenderingContext2D} context with the font in which it will be drawn
  * @param {string} text
@@ -85,17 +101,13 @@ export function fitted(context, text, most) {
  * @param {number} shown
  */
 function cut(letters, shown) {
-  return `${letters.slice(0, shown).join("")}…`;
+  const head = Math.floor(shown / 3);
+  return `${letters.slice(0, head).join("")}…${letters.slice(letters.length - (shown - head)).join("")}`;
 }
 
 /** @param {import("./layout.js").Strip} strip */
 function middleY({ top, height }) {
   return top + height / 2;
-}
-
-/** @param {import("./model.js").Device} device */
-function shortName({ name, index }) {
-  return name.length <= 5 ? name : `dev ${index}`;
 }
 
 /** @param {number[]} stages */

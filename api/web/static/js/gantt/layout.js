@@ -20,6 +20,7 @@
  * @property {number} left where the time scale begins
  * @property {number} right where it ends
  * @property {"wide" | "medium" | "narrow"} labels how much is written beside the rows
+ * @property {number} rowPitch from one row to the next, on average
  *
  * @typedef {object} Scene everything that drawing needs
  * @property {import("./model.js").Model} model
@@ -44,6 +45,7 @@ const ROW_GAP_PX = 20;
 const LANE_GAP_PX = 2;
 const MEMORY_GAP_PX = 4;
 const TOP_PX = 8;
+const LARGEST_SCALE = 1.2;
 
 /** Room to the left and right of the time scale. */
 const GUTTERS = { wide: [124, 168], medium: [100, 12], narrow: [58, 8] };
@@ -51,50 +53,65 @@ const GUTTERS = { wide: [124, 168], medium: [100, 12], narrow: [58, 8] };
 /**
  * @param {Model} model
  * @param {number} width of the chart
- * @param {{memory: boolean}} shown
+ * @param {boolean} withMemory
+ * @param {number} scale of the height of rows
  * @returns {Layout}
  */
-export function buildLayout(model, width, shown) {
+export function buildLayout(model, width, withMemory, scale) {
   const labels = width >= 900 ? "wide" : width >= 560 ? "medium" : "narrow";
-  const stretch = rowStretch(model.devices.length);
   /** @type {Row[]} */
   const rows = [];
   let top = TOP_PX;
   for (const device of model.devices) {
-    const row = buildRow(device, top, stretch, shown.memory);
+    const row = buildRow(device, top, scale, withMemory);
     rows.push(row);
-    top = row.bottom + Math.round(stretch * (shown.memory ? ROW_GAP_PX : ROW_GAP_PX / 2));
+    top = row.bottom + Math.max(1, Math.floor(scale * (withMemory ? ROW_GAP_PX : ROW_GAP_PX / 2)));
   }
   const [left, right] = GUTTERS[labels];
-  return { rows, height: top, left, right: Math.max(left + 40, width - right), labels };
+  const rowPitch = (top - TOP_PX) / rows.length;
+  return { rows, height: top, left, right: Math.max(left + 40, width - right), labels, rowPitch };
 }
 
 /**
- * Fewer devices are drawn taller, more of them flatter.
+ * The largest scale at which all rows fit into `room`.
  *
- * @param {number} devices
+ * @param {Model} model
+ * @param {boolean} withMemory
+ * @param {number} room in CSS pixels
+ * @param {number} least scale, at which rows may no longer fit
  */
-function rowStretch(devices) {
-  return Math.min(1.2, Math.max(0.5, Math.sqrt(8 / devices)));
+export function fittingScale(model, withMemory, room, least) {
+  let low = least;
+  let high = LARGEST_SCALE;
+  if (buildLayout(model, 0, withMemory, high).height <= room) return high;
+  for (let step = 0; step < 12; step += 1) {
+    const middle = (low + high) / 2;
+    if (buildLayout(model, 0, withMemory, middle).height <= room) low = middle;
+    else high = middle;
+  }
+  return low;
 }
 
 /**
  * @param {import("./model.js").Device} device
  * @param {number} top
- * @param {number} stretch
+ * @param {number} scale
  * @param {boolean} withMemory
  * @returns {Row}
  */
-function buildRow(device, top, stretch, withMemory) {
+function buildRow(device, top, scale, withMemory) {
+  const spread = Math.min(1, 2 * scale);
   let next = top;
   const lanes = device.lanes.map((lane) => {
-    const height = Math.round(stretch * (lane.stream === "compute" ? COMPUTE_PX : TRANSFER_PX));
+    const height = Math.max(1, Math.floor(scale * (lane.stream === "compute" ? COMPUTE_PX : TRANSFER_PX)));
     const strip = { top: next, height };
-    next += height + LANE_GAP_PX;
+    next += height + Math.floor(spread * LANE_GAP_PX);
     return strip;
   });
-  const memory = withMemory ? { top: next + MEMORY_GAP_PX, height: Math.round(stretch * MEMORY_PX) } : null;
-  return { device, lanes, memory, top, bottom: memory ? memory.top + memory.height : next - LANE_GAP_PX };
+  const memoryTop = next + Math.floor(spread * MEMORY_GAP_PX);
+  const memory = withMemory ? { top: memoryTop, height: Math.max(1, Math.floor(scale * MEMORY_PX)) } : null;
+  const last = lanes[lanes.length - 1];
+  return { device, lanes, memory, top, bottom: memory ? memory.top + memory.height : last.top + last.height };
 }
 
 /**

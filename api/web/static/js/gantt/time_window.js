@@ -55,6 +55,16 @@ export class TimeWindow {
     else this.#show(this.fromUs, this.spanUs);
   }
 
+  /**
+   * Show a stretch, as far as it is within the bounds.
+   *
+   * @param {number} fromUs
+   * @param {number} toUs
+   */
+  show(fromUs, toUs) {
+    this.#show(fromUs, Math.max(toUs - fromUs, SHORTEST * (this.endUs - this.beginUs)));
+  }
+
   fit() {
     this.#show(this.beginUs, this.endUs - this.beginUs);
   }

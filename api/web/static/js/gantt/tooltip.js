@@ -4,6 +4,7 @@ import { element } from "../elements.js";
 import { levelAt } from "../memory.js";
 import { KIND_NAMES } from "../palette.js";
 import { bytesText, timeText, timeUnit } from "../units.js";
+import { opName } from "./dependencies.js";
 import { opAt } from "./hit.js";
 
 /** @typedef {import("./layout.js").Scene} Scene */
@@ -11,14 +12,17 @@ import { opAt } from "./hit.js";
 /** From the pointer to the tooltip, and from the tooltip to the edge of the chart. */
 const GAP_PX = 14;
 
+/** @typedef {import("./dependencies.js").Dependencies} Dependencies */
+
 /**
  * Facts about an op, as pairs of a name and a value.
  *
  * @param {Scene} scene
  * @param {import("./hit.js").Spot} spot
+ * @param {Dependencies | null} dependencies
  * @returns {{title: string, facts: [string, string][]}}
  */
-export function describe(scene, spot) {
+export function describe(scene, spot, dependencies) {
   const op = opAt(scene, spot);
   const { device } = scene.layout.rows[spot.row];
   const beginUs = scene.time.beginUs;
@@ -33,6 +37,9 @@ export function describe(scene, spot) {
     ["memory in it", `${bytesText(levelAt(device.memory, op.start_us))}${budget}`],
     ["memory after", bytesText(levelAt(device.memory, op.end_us))],
   ];
+  const cause = dependencies?.bindingCause(spot);
+  if (dependencies && cause) facts.push(["starts after", causeText(cause, dependencies)]);
+  if (op.mode) facts.push(["activation", op.mode]);
   if (op.waits?.length) facts.push(["waits for", waitsText(op.waits)]);
   return { title: `${op.op} ${op.microbatch}: ${KIND_NAMES[op.op]} of microbatch ${op.microbatch}`, facts };
 }
@@ -40,9 +47,10 @@ export function describe(scene, spot) {
 /**
  * @param {Scene} scene
  * @param {import("./hit.js").Spot} spot
+ * @param {Dependencies | null} dependencies
  */
-export function spokenText(scene, spot) {
-  const { title, facts } = describe(scene, spot);
+export function spokenText(scene, spot, dependencies) {
+  const { title, facts } = describe(scene, spot, dependencies);
   return `${title}; ${facts.map(([name, value]) => `${name} ${value}`).join(", ")}`;
 }
 
@@ -52,10 +60,11 @@ export function spokenText(scene, spot) {
  * @param {HTMLElement} tooltip
  * @param {Scene} scene
  * @param {import("./hit.js").Spot} spot
+ * @param {Dependencies | null} dependencies
  * @param {{x: number, y: number}} at
  */
-export function showTooltip(tooltip, scene, spot, { x, y }) {
-  const { title, facts } = describe(scene, spot);
+export function showTooltip(tooltip, scene, spot, dependencies, { x, y }) {
+  const { title, facts } = describe(scene, spot, dependencies);
   const list = element("dl");
   for (const [name, value] of facts) list.append(element("dt", name), element("dd", value));
   tooltip.replaceChildren(element("strong", title), list);
@@ -64,6 +73,16 @@ export function showTooltip(tooltip, scene, spot, { x, y }) {
   const left = x + GAP_PX + offsetWidth <= scene.width ? x + GAP_PX : Math.max(0, x - GAP_PX - offsetWidth);
   const top = y + GAP_PX + offsetHeight <= scene.height ? y + GAP_PX : Math.max(0, y - GAP_PX - offsetHeight);
   tooltip.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
+}
+
+/**
+ * @param {import("./dependencies.js").Cause} cause
+ * @param {Dependencies} dependencies
+ */
+function causeText({ spot, earliestUs }, dependencies) {
+  const op = dependencies.op(spot);
+  const delayUs = earliestUs - op.end_us;
+  return delayUs > 0 ? `${opName(op)} and ${timeText(delayUs)} of transfer` : opName(op);
 }
 
 /** @param {string[]} waits */

@@ -5,7 +5,7 @@ import { element, fromTemplate, part } from "../elements.js";
 import { GanttChart } from "../gantt/chart.js";
 import { TimeWindow } from "../gantt/time_window.js";
 import { OBJECTIVES, instantElement, jobName } from "../jobs.js";
-import { busiestDevice, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
+import { bubbleRate, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
 import { NONE, bytesText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Schedule} Schedule */
@@ -201,7 +201,7 @@ function comparedRow({ name, note, href, schedule }, bestUs) {
   const texts = [
     timeText(value),
     toBestText(value, bestUs),
-    percentText(busiestDevice(schedule).bubble),
+    percentText(bubbleRate(schedule).bubble),
     bytesText(highestPeakBytes(schedule)),
     timeText(bound),
     percentText(gap),

@@ -10,7 +10,7 @@ import { follow, hasEnded } from "../events.js";
 import { GanttChart } from "../gantt/chart.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { Progress } from "../progress.js";
-import { busiestDevice, highestPeakBytes } from "../schedule.js";
+import { bubbleRate, highestPeakBytes } from "../schedule.js";
 import { NONE, bytesText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
@@ -21,9 +21,9 @@ const SCHEDULE_PAUSE_MS = 700;
 const CURVE_PAUSE_MS = 500;
 
 /** @type {import("../router.js").View} */
-export function jobView(root, { argument }) {
+export function jobView(root, { argument, query }) {
   root.append(fromTemplate("template-job"));
-  const view = new JobView(root, argument);
+  const view = new JobView(root, argument, query);
   view.start();
   return () => view.stop();
 }
@@ -47,10 +47,12 @@ class JobView {
   /**
    * @param {HTMLElement} root
    * @param {string} id
+   * @param {URLSearchParams} linked the part of the chart that the address names
    */
-  constructor(root, id) {
+  constructor(root, id, linked) {
     this.root = root;
     this.id = id;
+    this.linked = linked;
     this.curve = part(root, "curve", SVGSVGElement);
     this.message = part(root, "message", HTMLElement);
     this.connection = part(root, "connection", HTMLElement);
@@ -232,15 +234,17 @@ class JobView {
   #showSchedule(schedule) {
     const host = part(this.root, "chart-host", HTMLElement);
     const name = schedule.problem.name || "this job's schedule";
-    this.#chart ??= new GanttChart(host, { name });
+    const isFirst = !this.#chart;
+    this.#chart ??= new GanttChart(host, { name, link: (state) => `#/jobs/${this.id}${state.size ? `?${state}` : ""}` });
     this.#chart.show(schedule);
+    if (isFirst) this.#chart.restore(this.linked);
     this.#offloads = schedule.devices.some((plan) => plan.offload?.length);
     const torch = part(this.root, "download-torch-csv", HTMLButtonElement);
     torch.textContent = this.#offloads ? "Torch CSV, without offloads" : "Torch CSV";
     torch.title = this.#offloads ? "Torch's runtime knows no offload; devices need more memory without it" : "";
-    const busiest = busiestDevice(schedule);
-    this.#setFigure("bubble", percentText(busiest.bubble));
-    this.#setFigure("bubble-of", `bubble of ${busiest.name}, the busiest`);
+    const { bubble, whose } = bubbleRate(schedule);
+    this.#setFigure("bubble", percentText(bubble));
+    this.#setFigure("bubble-of", `bubble of ${whose}`);
     this.#setFigure("peak", bytesText(highestPeakBytes(schedule)));
     part(this.root, "found-by", HTMLElement).textContent = schedule.method;
     part(this.root, "source", HTMLElement).textContent = schedule.problem.source || NONE;

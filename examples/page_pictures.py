@@ -1,0 +1,198 @@
+"""Pictures of every state of the service's page: `python -m examples.page_pictures --out docs/pictures/page`.
+
+Starts a service with a database of its own in a temporary folder, submits jobs, and photographs the page in Debian's
+Chromium, light, dark and as on a telephone. Needs Chromium (`make browser`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from instances import instance, uniform
+from optpipe.problem import Problem
+
+CHROMIUM = "/usr/bin/chromium"
+WAIT_MS = 60_000
+SHOWN = "figure[data-magnification]"
+
+OFFLOADED = uniform(
+    4, 12, budget=5, name="four devices, offload", offload={"bytes": 2, "offload_us": 7, "reload_us": 9}
+)
+WIDE = uniform(32, 64, budget=64, name="32 devices")
+HARD = instance("zb-1.5b-p8-m24-mem1")
+TIGHT = uniform(4, 8, budget=1, name="too little memory")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Window and colours of a picture."""
+
+    scheme: Literal["light", "dark"] = "light"
+    width: int = 1366
+    height: int = 900
+    touch: bool = False
+
+
+LIGHT, DARK, PHONE = Look(), Look("dark"), Look(width=390, height=844, touch=True)
+
+
+@dataclass(frozen=True)
+class Service:
+    """The service that is photographed, with a client of it."""
+
+    url: str
+    client: httpx.Client
+
+    def job(self, problem: Problem, wait: float = 60, **config: Any) -> str:
+        """The id of a new job; waits for its end unless `wait` is 0."""
+        body = {"problem": problem.to_data(), "config": {"seed": 1, **config}}
+        answer = self.client.post("/v1/schedules", params={"wait": wait}, json=body).raise_for_status()
+        return str(answer.json()["id"])
+
+    def running(self) -> str:
+        """The id of a job that is being solved and has a schedule."""
+        job = self.job(HARD, 0, name="a search under way", time_limit_s=600, method="search", tags=["night"])
+        until = time.monotonic() + WAIT_MS / 1000
+        while self.client.get(f"/v1/schedules/{job}").json()["value_us"] is None and time.monotonic() < until:
+            time.sleep(0.2)
+        return job
+
+
+Photograph = Callable[[Service, Page], None]
+
+
+def job_light(service: Service, page: Page) -> None:
+    """A finished job."""
+    page.goto(f"/#/jobs/{service.job(OFFLOADED, method='auto', time_limit_s=5, name=OFFLOADED.name)}")
+    expect(page.locator(SHOWN)).to_be_visible()
+
+
+def critical_path(service: Service, page: Page) -> None:
+    """The critical path, and an op with its dependencies."""
+    job_light(service, page)
+    page.get_by_label("Critical path").check()
+    page.get_by_label("Find an op").fill("B1.5")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tooltip]")).to_be_visible()
+
+
+def all_devices(service: Service, page: Page) -> None:
+    """Thirty-two devices, a quarter of the time."""
+    page.goto(f"/#/jobs/{service.job(WIDE, method='zb-h1')}")
+    expect(page.locator(SHOWN)).to_be_visible()
+    page.get_by_role("button", name="Zoom in").click(click_count=3)
+
+
+def full_screen(service: Service, page: Page) -> None:
+    """The same in full screen, all devices in view."""
+    all_devices(service, page)
+    page.get_by_role("button", name="Full screen").click()
+    page.locator("[data-part=fit]").click()
+
+
+STATES: dict[str, tuple[Look, Photograph]] = {
+    "job-light": (LIGHT, job_light),
+    "job-dark": (DARK, job_light),
+    "job-phone": (PHONE, job_light),
+    "critical-path": (LIGHT, critical_path),
+    "all-devices": (LIGHT, all_devices),
+    "full-screen": (DARK, full_screen),
+}
+"""States of the page by the name of their picture."""
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """A service of its own, with a worker, for as long as the context lasts."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        Path(folder).chmod(0o755)
+        environment = {**os.environ, "OPTPIPE_DATA_FOLDER": f"{folder}/data"}
+        command = [sys.executable, "-m", "optpipe", "serve", "--port", str(port)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            try:
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                process.terminate()
+
+
+def wait_until_ready(client: httpx.Client) -> None:
+    """Return once the service solves."""
+    until = time.monotonic() + WAIT_MS / 1000
+    while time.monotonic() < until:
+        try:
+            if client.get("/readyz").is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit("The service does not come up.")
+
+
+def photograph(browser: Browser, service: Service, name: str, out: Path) -> None:
+    """Write one picture."""
+    look, show = STATES[name]
+    context = open_context(browser, service, look)
+    page = context.new_page()
+    show(service, page)
+    page.wait_for_timeout(500)
+    page.screenshot(path=out / f"{name}.png", full_page=not page.locator("[data-full]").count())
+    context.close()
+    print(out / f"{name}.png", flush=True)
+
+
+def open_context(browser: Browser, service: Service, look: Look) -> BrowserContext:
+    """A browser context with a window and colours."""
+    expect.set_options(timeout=WAIT_MS)
+    context = browser.new_context(
+        base_url=service.url,
+        viewport={"width": look.width, "height": look.height},
+        color_scheme=look.scheme,
+        has_touch=look.touch,
+        is_mobile=look.touch,
+        reduced_motion="reduce",
+        device_scale_factor=1,
+    )
+    context.set_default_timeout(WAIT_MS)
+    return context
+
+
+def main() -> None:
+    """Photograph all states, or those named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures/page"))
+    parser.add_argument("--url", help="a service that runs already, without keys")
+    parser.add_argument("names", nargs="*", help="pictures to take; default: all")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with serving() if arguments.url is None else _running(arguments.url) as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        with httpx.Client(base_url=url, timeout=120) as client:
+            wait_until_ready(client)
+            for name in arguments.names or STATES:
+                photograph(browser, Service(url, client), name, arguments.out)
+
+
+@contextmanager
+def _running(url: str) -> Iterator[str]:
+    yield url
+
+
+if __name__ == "__main__":
+    main()
