@@ -19,18 +19,19 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-KINDS = ("F", "B", "W", "BW", "O", "R")
-"""forward, backward input, backward weight, both backwards fused, offload, reload"""
+KINDS = ("F", "B", "W", "BW", "O", "R", "C", "CB", "CBW")
+"""forward, backward input, backward weight, both backwards fused, offload, reload, recomputation ahead of the backward,
+and backwards (input, fused) that recompute inside themselves"""
 
 StreamName = Literal["compute", "offload", "reload"]
 STREAMS: tuple[StreamName, ...] = ("compute", "offload", "reload")
 
-STREAM_OF_KIND = (0, 0, 0, 0, 1, 2)
+STREAM_OF_KIND = (0, 0, 0, 0, 1, 2, 0, 0, 0)
 """Index into STREAMS of the stream of each kind."""
 
 _CODE = {kind: code for code, kind in enumerate(KINDS)}
 
-_OP = r"(F|BW|B|W|O|R)(0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})"
+_OP = r"(F|BW|B|W|O|R|CBW|CB|C)(0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})"
 _NAME = re.compile(_OP, re.ASCII)
 _NAMES = re.compile(f"(?:{_OP}(?: {_OP})*+)?", re.ASCII)
 _DOTS_AS_SPACES = bytes.maketrans(b".", b" ")
@@ -100,7 +101,7 @@ class OpArray(Sequence[Op]):
             raise _no_name(next(name for name in names.split(" ") if not is_op_name(name)))
         text = names.encode()
         kinds = text.translate(None, b"0123456789.").decode().split()
-        numbers = np.fromstring(text.translate(_DOTS_AS_SPACES, b"FBWOR"), np.int64, sep=" ")
+        numbers = np.fromstring(text.translate(_DOTS_AS_SPACES, b"FBWORC"), np.int64, sep=" ")
         return cls.of_columns(kinds, *numbers.reshape(-1, 2).T)
 
     @property
@@ -210,17 +211,28 @@ class Orders:
 
     `waits[op]`: ops of other streams of the same device that must end before `op` starts, beyond the rules of the
     model. `channels`: for each channel that serves more than one stream (half duplex, or devices behind one switch),
-    its transfers in order. Other channels follow the order of their only stream.
+    its transfers in order. Other channels follow the order of their only stream. `modes`: the activation mode of each
+    microbatch on each stage, as an index into the stage's `choices`, of shape (stages, microbatches); None where each
+    is offloaded whole or kept, as it has an O or not.
     """
 
     devices: Sequence[DeviceOrders]
     waits: Mapping[Op, Sequence[Op]] = field(default_factory=dict)
     channels: Sequence[Sequence[Op]] = ()
+    modes: Ints | None = None
 
     @classmethod
     def of_compute(cls, compute: Iterable[Sequence[Op]]) -> Self:
         """Orders without offload: one list of compute ops per device."""
         return cls(devices=[DeviceOrders(compute=ops) for ops in compute])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Orders):
+            return NotImplemented
+        pairs = ((self.devices, other.devices), (self.waits, other.waits), (self.channels, other.channels))
+        if (self.modes is None) != (other.modes is None) or not all(own == others for own, others in pairs):
+            return False
+        return self.modes is None or other.modes is None or np.array_equal(self.modes, other.modes)
 
     def ops(self) -> Iterator[Op]:
         """Every op, device by device, stream by stream."""
@@ -230,7 +242,10 @@ class Orders:
 
 
 def orders_to_data(orders: Orders) -> dict[str, Any]:
-    """Orders as JSON values, such as ``{"devices": [["F0.0 B0.0 W0.0", "", ""]], "waits": {}, "channels": []}``."""
+    """Orders as JSON values, such as ``{"devices": [["F0.0 B0.0 W0.0", "", ""]], "waits": {}, "channels": []}``.
+
+    With modes there is also ``"modes"``, a list of indices for each stage.
+    """
     columns = WaitArray.of(orders.waits)
     waits: dict[str, str] = {}
     for op, before in zip(columns.op.names.split(), columns.before.names.split(), strict=True):
@@ -239,7 +254,7 @@ def orders_to_data(orders: Orders) -> dict[str, Any]:
         "devices": [[OpArray.of(stream).names for stream in device.streams()] for device in orders.devices],
         "waits": waits,
         "channels": [OpArray.of(channel).names for channel in orders.channels],
-    }
+    } | ({} if orders.modes is None else {"modes": orders.modes.tolist()})
 
 
 def orders_from_data(data: dict[str, Any]) -> Orders:
@@ -249,9 +264,13 @@ def orders_from_data(data: dict[str, Any]) -> Orders:
     """
     waits = {name: others for name, others in data["waits"].items() if others}
     counts = [others.count(" ") + 1 for others in waits.values()]
+    modes = np.array(data["modes"]) if "modes" in data else None
+    if modes is not None and (modes.ndim != 2 or modes.dtype != np.int64):
+        raise ValueError("modes must be a list of integers for each stage")
     waiting = OpArray.parse(" ".join(waits))
     return Orders(
         [DeviceOrders(*map(OpArray.parse, streams)) for streams in data["devices"]],
         WaitArray(waiting[np.repeat(np.arange(len(counts)), counts)], OpArray.parse(" ".join(waits.values()))),
         [OpArray.parse(channel) for channel in data["channels"]],
+        modes,
     )

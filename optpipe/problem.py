@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard
 
 import numpy as np
 from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
@@ -178,11 +178,60 @@ class Workspace(Document):
     BW: Bytes = 0
 
 
+MAX_MODE_NAME = 100
+"""Longest name of an activation mode."""
+
+ModeName = Annotated[str, Field(min_length=1, max_length=MAX_MODE_NAME)]
+
+
+class ActivationMode(Document):
+    """One way to hold a microbatch's activation on a stage, as given; `Stage.choices` has it with its defaults.
+
+    `kept_bytes` stay from F until the recomputation, which takes `recompute_us` and makes the whole activation anew.
+    `segment_bytes`: the most beyond `kept_bytes` while a backward recomputes segment by segment; None: it cannot.
+    """
+
+    name: ModeName
+    kept_bytes: Bytes | None = None
+    recompute_us: TimeUs | None = None
+    forward_workspace_bytes: Bytes | None = None
+    workspace_bytes: Bytes = 0
+    segment_bytes: Bytes | None = None
+    offload: Offload | None = None
+
+
+class Mode(NamedTuple):
+    """A choice for the activation of one microbatch on one stage, with all defaults filled in.
+
+    Between F and its recomputation or backward it holds `kept_bytes`, of which `offload` may send a part to the host.
+    `recomputed_bytes` are made anew in `recompute_us`; both are 0 where nothing is recomputed.
+    """
+
+    name: str
+    kept_bytes: int
+    recomputed_bytes: int
+    recompute_us: int | float
+    forward_workspace_bytes: int
+    workspace_bytes: int
+    segment_bytes: int | None
+    offload: Offload | None
+
+    @property
+    def recomputes(self) -> bool:
+        """True if a C, or a backward CB or CBW, has to make the activation anew."""
+        return self.recomputed_bytes > 0
+
+
+KEPT, OFFLOAD = "kept", "offload"
+"""Names of the modes that need no entry in `modes`: held until the backward, and `stages[].offload`."""
+
+
 class Stage(Document):
     """One stage of the model on its device, with the costs of one microbatch.
 
     F takes `activation_bytes` at its start. The end of B frees `activation_bytes - backward_weight_bytes` (or takes
-    memory, if that is negative), the end of W frees the rest.
+    memory, if that is negative), the end of W frees the rest. `modes` are other ways to hold the activation than to
+    keep it. `split_backward`: False if the backward is always one fused op.
     """
 
     device: Index
@@ -193,6 +242,8 @@ class Stage(Document):
     backward_weight_bytes: Bytes
     workspace_bytes: Workspace = Workspace()
     offload: Offload | None = None
+    modes: list[ActivationMode] = []
+    split_backward: bool = True
 
     @model_validator(mode="after")
     def _offload_fits(self) -> Self:
@@ -204,8 +255,69 @@ class Stage(Document):
             )
         return self
 
+    @model_validator(mode="after")
+    def _modes_agree(self) -> Self:
+        seen = {KEPT, OFFLOAD}
+        for n, mode in enumerate(self.modes):
+            where = f"has modes[{n}]"
+            if mode.name in seen:
+                raise reject(
+                    "repeated_mode",
+                    f"{where}.name {mode.name!r}, which is taken; '{KEPT}' and '{OFFLOAD}' always are. "
+                    "Maybe name it after what is recomputed",
+                )
+            seen.add(mode.name)
+            kept = self.activation_bytes if mode.kept_bytes is None else mode.kept_bytes
+            if kept > self.activation_bytes:
+                raise reject(
+                    "mode_too_large",
+                    f"{where}.kept_bytes {kept} but activation_bytes is {self.activation_bytes}. "
+                    "Maybe the sizes are per layer in one and per stage in the other",
+                )
+            if kept < self.activation_bytes and mode.recompute_us is None:
+                raise reject(
+                    "missing_recompute_us",
+                    f"{where}.kept_bytes {kept}, less than activation_bytes {self.activation_bytes}, but no "
+                    "recompute_us. Maybe the recomputation takes as long as the forward",
+                )
+            if kept == self.activation_bytes:
+                for name in ("recompute_us", "forward_workspace_bytes", "workspace_bytes", "segment_bytes"):
+                    if getattr(mode, name):
+                        raise reject(
+                            "nothing_recomputed",
+                            f"{where}.{name} {getattr(mode, name)}, but keeps all {kept} bytes, so that nothing is "
+                            "recomputed. Maybe kept_bytes is missing",
+                        )
+            if mode.offload and mode.offload.bytes > kept:
+                raise reject(
+                    "offload_too_large",
+                    f"{where}.offload.bytes {mode.offload.bytes} but keeps {kept} bytes. "
+                    "Maybe the offload is of the whole activation: what is recomputed cannot leave",
+                )
+        return self
+
+    @cached_property
+    def choices(self) -> tuple[Mode, ...]:
+        """The modes among which each microbatch may choose: `kept`, then `offload` if given, then those of `modes`."""
+
+        def choice(mode: ActivationMode) -> Mode:
+            kept = self.activation_bytes if mode.kept_bytes is None else mode.kept_bytes
+            again = self.activation_bytes - kept
+            forward = again if mode.forward_workspace_bytes is None else mode.forward_workspace_bytes
+            segment = mode.segment_bytes if again else None
+            recompute_us = mode.recompute_us or 0
+            return Mode(mode.name, kept, again, recompute_us, forward, mode.workspace_bytes, segment, mode.offload)
+
+        offload = [ActivationMode.model_construct(name=OFFLOAD, offload=self.offload)] if self.offload else []
+        return tuple(map(choice, [ActivationMode.model_construct(name=KEPT), *offload, *self.modes]))
+
+    @cached_property
+    def choice_numbers(self) -> dict[str, int]:
+        """Index in `choices` of each mode by name."""
+        return {mode.name: n for n, mode in enumerate(self.choices)}
+
     def duration_us(self, kind: str) -> int | float:
-        """Duration of an op of `kind` (F, B, W, BW, O or R) on this stage."""
+        """Duration of an op of `kind` (F, B, W, BW, O or R) on this stage, of a microbatch kept or offloaded whole."""
         if kind == "BW":
             return self.backward_input_us + self.backward_weight_us
         if kind in "OR":
@@ -315,11 +427,16 @@ class Problem(Displayed, Document):
 
     @cached_property
     def work_us(self) -> Sequence[int | float]:
-        """Total time of all compute ops of each device."""
+        """Total time of all compute ops of each device, without recomputation."""
         return [
             self.microbatches * sum(self.stages[s].duration_us("F") + self.stages[s].duration_us("BW") for s in stages)
             for stages in self.stages_of
         ]
+
+    @cached_property
+    def has_modes(self) -> bool:
+        """True if some stage has activation modes besides `kept` and `offload`."""
+        return any(stage.modes for stage in self.stages)
 
     @cached_property
     def channel_groups(self) -> Sequence[Sequence[int]]:

@@ -7,7 +7,7 @@ cost of an object per op; such an object is built when one op is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -41,9 +41,24 @@ from optpipe.ops import (
     WaitArray,
     is_op_name,
 )
-from optpipe.problem import Bytes, Index, Instant, Objective, Problem, Share, TimeUs, are_indices, are_instants, reject
+from optpipe.problem import (
+    MAX_MODE_NAME,
+    OFFLOAD,
+    Bytes,
+    Index,
+    Instant,
+    ModeName,
+    Objective,
+    Problem,
+    Share,
+    TimeUs,
+    are_indices,
+    are_instants,
+    reject,
+)
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 def _op_name(name: str) -> str:
@@ -59,13 +74,17 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 class ScheduledOp(Document):
-    """An op with its predicted times and the ops of other streams that it waits for."""
+    """An op with its predicted times and the ops of other streams that it waits for.
 
-    op: Literal["F", "B", "W", "BW", "O", "R"]
+    `mode` is given for an F whose activation is not kept; None: as stages[].offload if there is an O, else kept.
+    """
+
+    op: Literal["F", "B", "W", "BW", "O", "R", "C", "CB", "CBW"]
     stage: Index
     microbatch: Index
     start_us: Instant
     end_us: Instant
+    mode: ModeName | None = None
     waits: list[Annotated[str, AfterValidator(_op_name)]] = []
 
     @property
@@ -75,6 +94,7 @@ class ScheduledOp(Document):
 
 
 _FIELDS = ("op", "stage", "microbatch", "start_us", "end_us")
+_FIELD_SETS = {frozenset((*_FIELDS, *more)) for more in ((), ("waits",), ("mode",), ("mode", "waits"))}
 
 
 class PlannedOps(Sequence[ScheduledOp]):
@@ -82,6 +102,7 @@ class PlannedOps(Sequence[ScheduledOp]):
 
     `starts` and `ends` are the times of `ops` in us, as given. `waits` maps the index of an op to the names of the ops
     that it waits for. `silent`: indices of ops for which the document has no field `waits`, kept for the round trip.
+    `modes` maps the index of an op to its field `mode`, where the document has one.
     """
 
     def __init__(
@@ -91,11 +112,13 @@ class PlannedOps(Sequence[ScheduledOp]):
         ends: Sequence[int | float] = (),
         waits: Mapping[int, Sequence[str]] | None = None,
         silent: frozenset[int] = frozenset(),
+        modes: Mapping[int, str | None] | None = None,
     ) -> None:
         self.ops = OpArray([], [], []) if ops is None else ops
         self.starts, self.ends = starts, ends
         self.waits = waits or {}
         self.silent = silent
+        self.modes = modes or {}
 
     @cached_property
     def start_us(self) -> Floats:
@@ -121,6 +144,9 @@ class PlannedOps(Sequence[ScheduledOp]):
             {"op": kind, "stage": stage, "microbatch": microbatch, "start_us": start, "end_us": end, "waits": []}
             for kind, stage, microbatch, start, end in zip(*columns, self.starts, self.ends, strict=True)
         ]
+        for index, mode in self.modes.items():
+            row = rows[index]
+            row["mode"], row["waits"] = mode, row.pop("waits")
         for index, names in self.waits.items():
             rows[index]["waits"] = list(names)
         for index in self.silent:
@@ -146,13 +172,15 @@ class PlannedOps(Sequence[ScheduledOp]):
         values = dict(zip(_FIELDS, (*op, self.starts[index], self.ends[index]), strict=True))
         waits = list(self.waits.get(index, ()))
         given = {*_FIELDS} if index in self.silent else {*_FIELDS, "waits"}
-        return ScheduledOp.model_construct(given, **values, waits=waits)
+        if index in self.modes:
+            given.add("mode")
+        return ScheduledOp.model_construct(given, **values, mode=self.modes.get(index), waits=waits)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlannedOps):
             return isinstance(other, list) and list(self) == other
-        times_and_waits = [(list(ops.starts), list(ops.ends), dict(ops.waits)) for ops in (self, other)]
-        return self.ops == other.ops and times_and_waits[0] == times_and_waits[1]
+        columns = [(list(ops.starts), list(ops.ends), dict(ops.waits), dict(ops.modes)) for ops in (self, other)]
+        return self.ops == other.ops and columns[0] == columns[1]
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -186,6 +214,7 @@ class PlannedOps(Sequence[ScheduledOp]):
             [op.end_us for op in ops],
             {k: op.waits for k, op in enumerate(ops) if op.waits},
             frozenset(k for k, op in enumerate(ops) if "waits" not in op.model_fields_set),
+            {k: op.mode for k, op in enumerate(ops) if "mode" in op.model_fields_set},
         )
 
     @classmethod
@@ -193,7 +222,8 @@ class PlannedOps(Sequence[ScheduledOp]):
         """Columns of JSON objects; None if there are none, or any of them might be wrong."""
         if not isinstance(rows, list) or set(map(type, rows)) != {dict}:
             return None
-        if not set(map(frozenset, rows)) <= {frozenset(_FIELDS), frozenset((*_FIELDS, "waits"))}:
+        fields = set(map(frozenset, rows))
+        if not fields <= _FIELD_SETS:
             return None
         kinds, stages, microbatches, starts, ends = zip(*map(itemgetter(*_FIELDS), rows), strict=True)
         if set(map(type, kinds)) != {str} or not set(kinds) <= set(KINDS):
@@ -204,7 +234,12 @@ class PlannedOps(Sequence[ScheduledOp]):
         if not all(map(_is_list_of_names, waits.values())):
             return None
         silent = frozenset(k for k, row in enumerate(rows) if "waits" not in row)
-        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent)
+        modes = {}
+        if any("mode" in names for names in fields):
+            modes = {k: row["mode"] for k, row in enumerate(rows) if "mode" in row}
+            if not all(type(mode) is str and 0 < len(mode) <= MAX_MODE_NAME for mode in set(modes.values())):
+                return None
+        return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent, modes)
 
 
 __all__ = ["DevicePlan", "PlannedOps", "Schedule", "ScheduledOp", "shared_channels"]
@@ -270,7 +305,22 @@ class Schedule(Displayed, Document):
         for d, device in enumerate(self.devices):
             for stream, (name, ops) in enumerate(device.streams()):
                 self._check_ops(f"devices[{d}].{name}", stream, ops.ops)
+                self._check_modes(f"devices[{d}].{name}", ops)
         return self
+
+    def _check_modes(self, where: str, planned: PlannedOps) -> None:
+        """Reject the first `mode` that belongs to no F, or that the stage does not have."""
+        for index, mode in planned.modes.items():
+            op = planned.ops[index]
+            if op.kind != "F":
+                raise reject("misplaced_mode", f"{where}[{index}].mode is given for {op}, but only an F has a mode")
+            choices = self.problem.stages[op.stage].choice_numbers
+            if mode is not None and mode not in choices:
+                raise reject(
+                    "unknown_mode",
+                    f"{where}[{index}].mode is {mode!r}, but stages[{op.stage}] has {', '.join(choices)}. "
+                    "Maybe the schedule is of another problem",
+                )
 
     def _check_ops(self, where: str, stream: int, ops: OpArray) -> None:
         """Reject the first op with an unknown stage or microbatch, or on another stream than its own."""
@@ -328,7 +378,7 @@ class Schedule(Displayed, Document):
         waits = WaitArray.joined([ops.waits_of() for device in self.devices for _, ops in device.streams()])
         shared = shared_channels(self.problem)
         if not shared:
-            return Orders(devices, waits)
+            return Orders(devices, waits, modes=self.modes)
         at = {
             op: times
             for device in self.devices
@@ -340,7 +390,24 @@ class Schedule(Displayed, Document):
         for lists in shared:
             transfers = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
             channels.append(sorted(transfers, key=lambda op: (*at[op], index.get(op, 0))))
-        return Orders(devices, waits, [channel for channel in channels if channel])
+        return Orders(devices, waits, [channel for channel in channels if channel], self.modes)
+
+    @cached_property
+    def modes(self) -> Ints | None:
+        """Activation mode of each microbatch on each stage: an index into its `choices`, (stages, microbatches).
+
+        None where each is offloaded whole or kept, as it has an O or not.
+        """
+        if not any(device.compute.modes for device in self.devices):
+            return None
+        implied = implied_modes(self.problem, [device.offload.ops for device in self.devices])
+        modes = implied.copy()
+        for device in self.devices:
+            for index, name in device.compute.modes.items():
+                op = device.compute.ops[index]
+                if name is not None:
+                    modes[op.stage, op.microbatch] = self.problem.stages[op.stage].choice_numbers[name]
+        return None if np.array_equal(modes, implied) else modes
 
     def _in_causal_order(self, at: Mapping[Op, tuple[float, float]]) -> Sequence[Op]:
         """Ops by time, ties broken by precedence; empty unless some transfer takes no time.
@@ -359,12 +426,25 @@ class Schedule(Displayed, Document):
                 waits = ops.waits_of().items()
                 graph.add_edges_from((before, op) for op, others in waits for before in others if before in at)
         for kind, s, i in at:
-            before = {"O": ("F",), "R": ("O",), "B": ("R",), "BW": ("R",)}.get(kind, ())
+            before = {"O": ("F",), "R": ("O",)}.get(kind, ("R",) if kind in ("B", "BW", "C", "CB", "CBW") else ())
             graph.add_edges_from((Op(other, s, i), Op(kind, s, i)) for other in before if Op(other, s, i) in at)
         try:
             return list(networkx.lexicographical_topological_sort(graph, key=lambda op: (*at[op], op)))
         except networkx.NetworkXUnfeasible:
             return []  # simulation and verification report the cycle
+
+
+def implied_modes(problem: Problem, offloads: Iterable[Sequence[Op]]) -> Ints:
+    """Activation modes of microbatches that are offloaded whole if they have an O, else kept: (stages, microbatches).
+
+    `offloads`: the offload streams.
+    """
+    modes = np.zeros((len(problem.stages), problem.microbatches), np.int64)
+    whole = np.array([stage.choice_numbers.get(OFFLOAD, 0) for stage in problem.stages])
+    for stream in offloads:
+        ops = OpArray.of(stream)
+        modes[ops.stage, ops.microbatch] = whole[ops.stage]
+    return modes
 
 
 def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName]]]:
@@ -409,6 +489,8 @@ def _op_lines(planned: PlannedOps) -> list[str]:
         f'"start_us": {start!r}, "end_us": {end!r}, "waits": []}}'
         for kind, stage, microbatch, start, end in rows
     ]
+    for index, mode in planned.modes.items():
+        lines[index] = lines[index].removesuffix('"waits": []}') + f'"mode": {_line(mode)}, "waits": []}}'
     for index, names in planned.waits.items():
         lines[index] = lines[index].removesuffix("[]}") + f"{_line(list(names))}}}"
     for index in planned.silent:

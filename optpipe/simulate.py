@@ -20,26 +20,31 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from optpipe.costs import Costs
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.memory import Curve, device_effect, effect_table, host_effect, memory_curve
+from optpipe.memory import Curve, memory_curve
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders, WaitArray
-from optpipe.problem import Problem
+from optpipe.problem import Mode, Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-F, B, W, BW, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
+F, B, W, BW, O, R, C, CB, CBW = range(len(KINDS))  # noqa: E741 (the field's names for ops)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times of orders: `ops[k]` runs on `device[k]` (ascending) from `start_us[k]` to `end_us[k]`."""
+    """Times of orders: `ops[k]` runs on `device[k]` (ascending) from `start_us[k]` to `end_us[k]`.
+
+    `modes` are those of the orders.
+    """
 
     problem: Problem
     ops: OpArray
     device: Ints
     start_us: Floats
     end_us: Floats
+    modes: Ints | None = None
 
     @cached_property
     def index(self) -> dict[Op, int]:
@@ -74,20 +79,20 @@ class Simulation:
     def host_memory(self) -> Curve:
         """Offloaded bytes of all devices on the host over time."""
         copies = np.flatnonzero((self.ops.kind == O) | (self.ops.kind == R))
-        effects = effect_table(self.problem, host_effect)[self.ops.kind[copies], self.ops.stage[copies]]
+        effects = Costs(self.problem, self.modes).host_effects(self.ops[copies])
         return memory_curve(self.start_us[copies], self.end_us[copies], effects)
 
     @cached_property
     def _device_effects(self) -> Ints:
-        effects: Ints = effect_table(self.problem, device_effect)[self.ops.kind, self.ops.stage]
-        return effects
+        return Costs(self.problem, self.modes).device_effects(self.ops)
 
 
 def simulate(problem: Problem, orders: Orders) -> Simulation:
     """Time the orders under the rules of the model.
 
     Memory budgets are not enforced: read `device_memory` and `host_memory` of the result.
-    Raises OrderError if an op is missing, repeated or misplaced, DeadlockError if ops wait in a cycle.
+    Raises OrderError if an op is missing, repeated or misplaced, or not of its microbatch's mode, DeadlockError if ops
+    wait in a cycle.
     """
     network = _Network(problem, orders)
     start, sequence = _earliest_starts(network.duration, *network.edges, np.zeros(network.size))
@@ -95,7 +100,7 @@ def simulate(problem: Problem, orders: Orders) -> Simulation:
         raise _deadlock(network, sequence)
     if problem.objective == "device_span":
         start = _least_span(network, start)
-    return Simulation(problem, network.ops, network.device, start, start + network.duration)
+    return Simulation(problem, network.ops, network.device, start, start + network.duration, orders.modes)
 
 
 class _Network:
@@ -113,7 +118,8 @@ class _Network:
         self.kind, self.stage, self.microbatch = self.ops.kind, self.ops.stage, self.ops.microbatch
         self._check_inside()
         self.at = self._positions(stream % len(STREAMS))
-        self.duration = self._durations()
+        self._check_modes(orders.modes)
+        self.duration = Costs(problem, orders.modes).duration_us(self.ops)
         self.edges = self._edges(orders)
 
     def _check_inside(self) -> None:
@@ -151,32 +157,66 @@ class _Network:
                 s, i = (int(x) for x in np.argwhere(missing)[0])
                 raise OrderError(message.format(f"{s}.{i}"))
 
+        fused = present[BW] | present[CBW]
         first(~present[F], "F{} is missing")
-        first(~(present[B] | present[BW]), "B{0} (or BW{0}) is missing")
-        first(present[BW] & (present[B] | present[W]), "BW{0} is there together with B{0} or W{0}")
-        first(present[B] & ~present[W], "W{} is missing")
+        first(~(present[B] | present[CB] | fused), "B{0} (or BW{0}) is missing")
+        first(fused & (present[B] | present[W] | present[CB]), "BW{0} is there together with B{0} or W{0}")
+        first(~fused & ~present[W], "W{} is missing")
+        first((present[B] & present[CB]) | (present[BW] & present[CBW]), "two backwards of {0} are there")
         first(present[O] != present[R], "only one of O{0} and R{0} is there")
         for s, stage in enumerate(self.problem.stages):
-            if stage.offload is None and present[O, s].any():
-                raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
+            if not stage.split_backward and present[W, s].any():
+                raise OrderError(
+                    f"W{s}.{int(np.argmax(present[W, s]))} is there, but stages[{s}].split_backward is false"
+                )
+
+    def _check_modes(self, modes: Ints | None) -> None:
+        """Reject an op that its microbatch's mode does not have, and a microbatch that lacks one."""
+        present = self.at >= 0
+        stages = self.problem.stages
+        if modes is None:
+            for s, stage in enumerate(stages):
+                if stage.offload is None and present[O, s].any():
+                    raise OrderError(f"O{s}.{int(np.argmax(present[O, s]))} is there, but stages[{s}].offload is null")
+            recomputed = present[[C, CB, CBW]].any(axis=0)
+            if recomputed.any():
+                s, i = (int(x) for x in np.argwhere(recomputed)[0])
+                raise OrderError(f"microbatch {i} is recomputed on stage {s}, but the orders have no modes")
+            return
+        counts = np.array([len(stage.choices) for stage in stages])[:, None]
+        if modes.shape != present.shape[1:] or ((modes < 0) | (modes >= counts)).any():
+            raise OrderError(f"modes must hold the number of a mode for each of {len(stages)} stages and microbatch")
+
+        def of_modes(rule: Callable[[Mode], bool]) -> NDArray[np.bool_]:
+            table = np.zeros((len(stages), counts.max()), bool)
+            for s, stage in enumerate(stages):
+                table[s, : len(stage.choices)] = [rule(mode) for mode in stage.choices]
+            return table[np.arange(len(stages))[:, None], modes]
+
+        inside = present[CB] | present[CBW]
+        leaves = of_modes(lambda mode: mode.offload is not None)
+        again = of_modes(lambda mode: mode.recomputes)
+        by_segments = of_modes(lambda mode: mode.segment_bytes is not None)
+        for wrong, detail in (
+            (present[O] & ~leaves, "O{0} is there, but its mode {1!r} does not offload"),
+            (leaves & ~present[O], "O{0} is missing: its mode {1!r} offloads"),
+            ((present[C] | inside) & ~again, "{0} is recomputed, but its mode {1!r} keeps all"),
+            (again & ~present[C] & ~inside, "{0} is in mode {1!r}, but neither C nor CB or CBW is there"),
+            (present[C] & inside, "{0} is recomputed twice, by C and by CB or CBW"),
+            (inside & ~by_segments, "CB or CBW of {0} is there, but its mode {1!r} has no segment_bytes"),
+        ):
+            if wrong.any():
+                s, i = (int(x) for x in np.argwhere(wrong)[0])
+                raise OrderError(detail.format(f"{s}.{i}", stages[s].choices[modes[s, i]].name))
 
     def _check_microbatch_order(self, at: Ints) -> None:
         """Reject microbatches out of order within one kind of op of one stage; BW counts as B, not as W."""
-        backward = np.where(at[B] >= 0, at[B], at[BW])
-        for ops in (*at[[F, W, O, R]].reshape(-1, at.shape[2]), *backward):
+        for ops in (*at[[F, W, O, R, C]].reshape(-1, at.shape[2]), *_backwards(at)):
             nodes = ops[ops >= 0]
             wrong = np.flatnonzero(np.diff(nodes) < 0)
             if wrong.size:
                 early, late = self.ops[nodes[wrong[0] + 1]], self.ops[nodes[wrong[0]]]
                 raise OrderError(f"{early} comes before {late}, but microbatches keep their order within a stage")
-
-    def _durations(self) -> Floats:
-        def row(kind: str) -> list[float]:
-            offloads = kind in "OR"
-            return [0.0 if offloads and s.offload is None else s.duration_us(kind) for s in self.problem.stages]
-
-        table = np.array([row(kind) for kind in KINDS], np.float64)
-        return table[self.kind, self.stage]
 
     def _edges(self, orders: Orders) -> tuple[Ints, Ints, Floats]:
         parts = [*self._stream_edges(), *self._rule_edges(), *self._order_edges(orders)]
@@ -189,13 +229,16 @@ class _Network:
 
     def _rule_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
         at = self.at
-        backward = np.where(at[B] >= 0, at[B], at[BW])  # gives the gradient that the previous stage waits for
+        backward = _backwards(at)  # gives the gradient that the previous stage waits for
         ahead = np.asarray(self.problem.forward_delay_us, np.float64)[:, None]
         back = np.asarray(self.problem.backward_delay_us, np.float64)[:, None]
         yield self._between(at[F][:-1], at[F][1:], ahead)
         yield self._between(backward[1:], backward[:-1], back)
-        for before, after in ((F, B), (F, BW), (B, W), (F, O), (O, R), (R, B), (R, BW)):
-            yield self._between(at[before], at[after], 0.0)
+        for before, after in (
+            *((at[F], backward), (backward, at[W]), (at[F], at[O]), (at[O], at[R]), (at[R], backward)),
+            *((at[F], at[C]), (at[R], at[C]), (at[C], backward)),
+        ):
+            yield self._between(before, after, 0.0)
 
     @staticmethod
     def _between(before: Ints, after: Ints, delay: Floats | float) -> tuple[Ints, Ints, Floats]:
@@ -222,6 +265,12 @@ class _Network:
         if (nodes < 0).any():
             raise OrderError(f"a wait or a channel names {named[int(np.argmin(nodes))]}, which is in no stream")
         return nodes
+
+
+def _backwards(at: Ints) -> Ints:
+    """Node of the one backward other than W of each microbatch on each stage; -1 if absent."""
+    nodes: Ints = at[[B, BW, CB, CBW]].max(axis=0)
+    return nodes
 
 
 def _columns(ops: Sequence[Op]) -> OpArray:

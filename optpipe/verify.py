@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, cycle_text
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, OpArray, WaitArray
-from optpipe.problem import Stage
+from optpipe.problem import Offload, Stage
 from optpipe.schedule import Schedule
-from optpipe.worst_case_memory import memory_changes, worst_case_peak_bytes
+from optpipe.worst_case_memory import memory_changes, mode_names, worst_case_peak_bytes
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -103,12 +104,57 @@ class _Verifier:
         self.length_us = float(np.ptp(times)) if len(times) else 0.0
         self.resolution_us = 4 * float(np.spacing(np.abs(times).max(initial=0.0)))
         self.tolerance = max(RELATIVE_TOLERANCE * self.length_us, self.resolution_us)
-        table = np.array([[_duration_us(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.float64)
-        self.duration_us: Floats = table[self.ops.kind, self.ops.stage]
+        self.modes = self._modes()
+        self.mode = self._mode_of_ops()
+        self.duration_us: Floats = self._by_kind(_duration_us, np.float64)
+
+    def _modes(self) -> Ints | None:
+        """Number of the mode of each microbatch on each stage, as `mode_names` counts them; None if no F names one."""
+        if not any(stream.modes for stream in self.streams):
+            return None
+        modes = np.zeros((len(self.problem.stages), self.problem.microbatches), np.int64)
+        whole = np.array([stage.offload is not None for stage in self.problem.stages])
+        away = self.ops[np.flatnonzero(self.ops.kind == KINDS.index("O"))]
+        modes[away.stage, away.microbatch] = whole[away.stage]
+        for stream in self.streams:
+            for index, name in stream.modes.items():
+                op = stream.ops[index]
+                if name is not None:
+                    modes[op.stage, op.microbatch] = mode_names(self.problem.stages[op.stage]).index(name)
+        return modes
+
+    def _mode_of_ops(self) -> Ints:
+        """Number of the mode of each op's microbatch; copies are of one offloaded whole where no F names a mode."""
+        if self.modes is not None:
+            return self.modes[self.ops.stage, self.ops.microbatch]
+        whole = np.array([stage.offload is not None for stage in self.problem.stages])
+        copies = np.isin(self.ops.kind, _codes("O", "R"))
+        return np.where(copies, whole[self.ops.stage], 0)
+
+    def _by_kind(self, rule: Callable[[Stage, str, str], Any], dtype: type) -> Any:
+        """Value of `rule` for each op: by its stage, kind and mode."""
+
+        def of_kind(kind: str) -> list[list[Any]]:
+            return self._by_stage(lambda stage, mode: rule(stage, kind, mode))
+
+        return np.array(list(map(of_kind, KINDS)), dtype)[self.ops.kind, self.ops.stage, self.mode]
+
+    def _by_mode(self, rule: Callable[[Stage, str], Any]) -> Any:
+        """Value of `rule` for each op: by its stage and mode."""
+        return np.array(self._by_stage(rule))[self.ops.stage, self.mode]
+
+    def _by_stage(self, rule: Callable[[Stage, str], Any]) -> list[list[Any]]:
+        """Values of `rule` for each mode of each stage, filled up where a stage has fewer modes than another."""
+        # Without names there are no ops in further modes.
+        stages = [(stage, mode_names(stage)[: None if self.modes is not None else 2]) for stage in self.problem.stages]
+        most = max(len(names) for _, names in stages)
+        values = [[rule(stage, name) for name in names] for stage, names in stages]
+        return [own + own[:1] * (most - len(own)) for own in values]
 
     def verdict(self) -> Verdict:
         self._check_once()
         self._check_presence()
+        self._check_modes()
         self._check_placement_and_duration()
         self._check_begins()
         self._check_streams()
@@ -160,8 +206,9 @@ class _Verifier:
         pairs, group = np.unique(self.ops.stage * microbatches + self.ops.microbatch, return_inverse=True)
         kinds_present = np.zeros(len(pairs), np.int64)
         np.bitwise_or.at(kinds_present, group, 1 << self.ops.kind)
-        passes = kinds_present & _bits("F", "B", "W", "BW")
-        incomplete = (passes != _bits("F", "B", "W")) & (passes != _bits("F", "BW"))
+        passes = kinds_present & _bits("F", "B", "W", "BW", "CB", "CBW")
+        complete = [_bits("F", *backward) for backward in (("B", "W"), ("BW",), ("CB", "W"), ("CBW",))]
+        incomplete = ~np.isin(passes, complete)
         for pair, kinds in zip(pairs[incomplete].tolist(), passes[incomplete].tolist(), strict=True):
             found = ", ".join(sorted(kind for kind in KINDS if kinds & _bits(kind))) or "none"
             where = f"{pair // microbatches}.{pair % microbatches}"
@@ -175,6 +222,62 @@ class _Verifier:
             where = f"{gap // microbatches}.{gap % microbatches}"
             detail = f"needs F, B, W or F, BW; none found, and {total - len(pairs) - 1} more are missing altogether."
             self._broken("presence", where, None, detail)
+        whole = np.array([not stage.split_backward for stage in self.problem.stages])
+        apart = np.isin(self.ops.kind, _codes("B", "W", "CB")) & whole[self.ops.stage]
+        self._broken_where("split", apart, lambda _: "is part of a backward, but this stage never splits it.")
+
+    def _check_modes(self) -> None:
+        """Each microbatch is recomputed once where its mode says so, and moved to the host where its mode does.
+
+        A CB or CBW needs a mode with segment_bytes.
+        """
+        ops = self.ops
+
+        def has(kinds: Sequence[str]) -> Bools:
+            """True for each op whose microbatch has an op of these kinds on its stage."""
+            keys = [self._keys(np.full(len(ops), code), ops.stage, ops.microbatch) for code in _codes(*kinds)]
+            present: Bools = np.any([self._find(key) >= 0 for key in keys], axis=0)
+            return present
+
+        forward = ops.kind == KINDS.index("F")
+        again, inside, leaves = (self._by_mode(rule) for rule in (_recomputes, _by_segments, _leaves))
+        recomputation = np.isin(ops.kind, _codes("C", "CB", "CBW"))
+        mode_of = self._mode_name
+        self._broken_where(
+            "mode", recomputation & ~again, lambda k: f"recomputes, but its mode {mode_of(k)} keeps everything."
+        )
+        if recomputation.any() or (forward & again).any():
+            ahead, within = has(("C",)), has(("CB", "CBW"))
+            self._broken_where(
+                "mode",
+                forward & again & ~ahead & ~within,
+                lambda k: f"is in mode {mode_of(k)}, but nothing recomputes its activation.",
+            )
+            self._broken_where(
+                "mode", (ops.kind == KINDS.index("C")) & within, lambda _: "comes beside a CB or CBW, which recomputes."
+            )
+            self._broken_where(
+                "segments",
+                recomputation & again & ~inside & (ops.kind != KINDS.index("C")),
+                lambda k: f"recomputes inside, but its mode {mode_of(k)} has no segment_bytes.",
+            )
+        copies = np.isin(ops.kind, _codes("O", "R"))
+        stays = [
+            "its mode {} does not offload" if stage.modes else "this stage never offloads"
+            for stage in self.problem.stages
+        ]
+        self._broken_where(
+            "offload", copies & ~leaves, lambda k: f"moves although {stays[ops.stage[k]].format(mode_of(k))}."
+        )
+        if self.modes is not None:
+            self._broken_where(
+                "offload",
+                forward & leaves & ~has(("O",)),
+                lambda k: f"is in mode {mode_of(k)}, which offloads, but has no O.",
+            )
+
+    def _mode_name(self, k: int) -> str:
+        return repr(mode_names(self.problem.stages[self.ops.stage[k]])[self.mode[k]])
 
     def _check_placement_and_duration(self) -> None:
         stages = self.problem.stages
@@ -183,7 +286,6 @@ class _Verifier:
             "placement", placed != self.home, lambda k: f"is on device {self.home[k]}, not on {placed[k]}."
         )
         expected, took = self.duration_us, self.end_us - self.start_us
-        self._broken_where("offload", np.isnan(expected), lambda _: "moves although this stage never offloads.")
         self._broken_where(
             "duration",
             np.abs(took - expected) > self.tolerance,
@@ -205,7 +307,8 @@ class _Verifier:
             early,
             lambda k: f"starts before {self.ops[k - 1]} on its stream ends ({self.end_us[k - 1]:g} us).",
         )
-        kind = np.where(self.ops.kind == KINDS.index("BW"), KINDS.index("B"), self.ops.kind)  # BW counts as B, not as W
+        backward = np.isin(self.ops.kind, _codes("BW", "CB", "CBW"))  # all count as B, BW and CBW not as W
+        kind = np.where(backward, KINDS.index("B"), self.ops.kind)
         alike = (self.list_of * len(KINDS) + kind) * len(self.problem.stages) + self.ops.stage
         order = np.argsort(alike, kind="stable")
         group, microbatch = alike[order], self.ops.microbatch[order]
@@ -234,15 +337,19 @@ class _Verifier:
     def _rules(self) -> Iterator[tuple[Ints, Ints, Floats | float]]:
         """The precedences of each rule, with -1 for a predecessor that is not in the schedule."""
         stage, last = self.ops.stage, len(self.problem.stages) - 1
-        f, b, w, bw, o, r = (self.ops.kind == code for code in range(len(KINDS)))
+        f, b, w, bw, o, r, c, cb, cbw = (self.ops.kind == code for code in range(len(KINDS)))
+        backward = b | bw | cb | cbw
         ahead = np.array([0.0, *self.problem.forward_delay_us])
         back = np.array([*self.problem.backward_delay_us, 0.0])
         op = np.flatnonzero(f & (stage > 0))
         yield op, self._relative(op, "F", -1), ahead[stage[op]]
-        op = np.flatnonzero((b | bw) & (stage < last))
-        split = self._relative(op, "B", 1)
-        yield op, np.where(split >= 0, split, self._relative(op, "BW", 1)), back[stage[op]]
-        for mask, earlier in ((b | bw, "F"), (b | bw, "R"), (w, "B"), (o, "F"), (r, "O")):
+        op = np.flatnonzero(backward & (stage < last))
+        gradients = [self._relative(op, kind, 1) for kind in ("B", "BW", "CB", "CBW")]
+        yield op, np.max(gradients, axis=0), back[stage[op]]
+        rules = [(backward, "F"), (backward, "R"), (w, "B"), (o, "F"), (r, "O")]
+        if c.any() or cb.any():
+            rules += [(backward, "C"), (c, "F"), (c, "R"), (w, "CB")]
+        for mask, earlier in rules:
             op = np.flatnonzero(mask)
             yield op, self._relative(op, earlier, 0), 0.0
 
@@ -323,7 +430,7 @@ class _Verifier:
     @cached_property
     def _copies(self) -> tuple[Ints, Ints]:
         """Indices of all O and R, and the channel number of each."""
-        copies = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        copies = np.flatnonzero(np.isin(self.ops.kind, _codes("O", "R")))
         group_of = np.zeros(len(self.problem.devices), np.int64)
         for g, group in enumerate(self.problem.channel_groups):
             group_of[list(group)] = g
@@ -394,14 +501,15 @@ class _Verifier:
     def _device_facts(self, d: int, value_us: float, span_us: float) -> DeviceFacts:
         budget = self.problem.devices[d].memory_bytes
         ops = self._device_slice(d)
-        changes = self._memory_changes[self.ops.kind[ops], self.ops.stage[ops]]
+        changes = self._memory_changes[ops]
         peak, time_us = _peak(self.start_us[ops], self.end_us[ops], changes)
         if budget is not None and peak > budget:
             self._broken("budget", f"device {d}", time_us, f"holds {peak} bytes of {budget}.")
         worst_case = self._worst_case_peak_bytes(d)
         if budget is not None and worst_case is not None and worst_case > budget:
             self._broken("budget-any-timing", f"device {d}", None, f"can reach {worst_case} bytes of {budget}.")
-        busy = float(self.duration_us[ops][self.ops.kind[ops] < KINDS.index("O")].sum())
+        computes = np.asarray(STREAM_OF_KIND)[self.ops.kind[ops]] == STREAMS.index("compute")
+        busy = float(np.nansum(self.duration_us[ops][computes]))
         return DeviceFacts(peak, worst_case, busy, 1 - busy / value_us if value_us else 0.0, span_us)
 
     def _worst_case_peak_bytes(self, d: int) -> int | None:
@@ -409,23 +517,23 @@ class _Verifier:
         waits = WaitArray.joined([ops.waits_of() for ops in streams])
         compute, offload, reload = (ops.ops for ops in streams)
         try:
-            return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits)
+            return worst_case_peak_bytes(self.problem, (compute, offload, reload), waits, self.modes)
         except DeadlockError:  # reported as a violation by _check_cycles
             return None
 
     @cached_property
     def _memory_changes(self) -> Ints:
-        """Changes of device memory at the start and end of each kind of op: an array (kinds, stages, 2)."""
-        return np.array([[memory_changes(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.int64)
+        """Changes of device memory at the start and end of each op: an array (ops, 2)."""
+        changes: Ints = self._by_kind(memory_changes, np.int64)
+        return changes
 
     def _check_host(self) -> int:
         """Host memory within its budget; a host buffer is held from the start of O to the end of R."""
-        sizes = np.array([stage.offload.bytes if stage.offload else 0 for stage in self.problem.stages], np.int64)
-        held = sizes[self.ops.stage]
+        held = self._by_mode(_moved_bytes)
         changes = np.stack(
             [held * (self.ops.kind == KINDS.index("O")), -held * (self.ops.kind == KINDS.index("R"))], axis=1
         )
-        copies = np.flatnonzero(self.ops.kind >= KINDS.index("O"))
+        copies, _ = self._copies
         peak, time_us = _peak(self.start_us[copies], self.end_us[copies], changes[copies])
         limit = self.problem.host_memory_bytes
         if limit is not None and peak > limit:
@@ -512,15 +620,48 @@ def _bits(*kinds: str) -> int:
     return sum(1 << KINDS.index(kind) for kind in kinds)
 
 
-def _duration_us(stage: Stage, kind: str) -> float | None:
-    """Duration of an op by the problem; None for a copy of a stage that never offloads."""
+def _codes(*kinds: str) -> list[int]:
+    return [KINDS.index(kind) for kind in kinds]
+
+
+def _recomputes(stage: Stage, mode: str) -> bool:
+    kept = [entry.kept_bytes for entry in stage.modes if entry.name == mode]
+    return any(size is not None and size < stage.activation_bytes for size in kept)
+
+
+def _by_segments(stage: Stage, mode: str) -> bool:
+    return any(entry.name == mode and entry.segment_bytes is not None for entry in stage.modes)
+
+
+def _offload(stage: Stage, mode: str) -> Offload | None:
+    """The part of an activation that leaves in this mode; None if nothing does."""
+    return {"offload": stage.offload, **{entry.name: entry.offload for entry in stage.modes}}.get(mode)
+
+
+def _leaves(stage: Stage, mode: str) -> bool:
+    return _offload(stage, mode) is not None
+
+
+def _moved_bytes(stage: Stage, mode: str) -> int:
+    offload = _offload(stage, mode)
+    return offload.bytes if offload else 0
+
+
+def _duration_us(stage: Stage, kind: str, mode: str) -> float | None:
+    """Duration of an op by the problem; None for one that a microbatch in this mode does not have."""
+    offload = _offload(stage, mode)
+    again = next((entry.recompute_us for entry in stage.modes if entry.name == mode), None)
+    fused = stage.backward_input_us + stage.backward_weight_us
     durations = {
         "F": stage.forward_us,
         "B": stage.backward_input_us,
         "W": stage.backward_weight_us,
-        "BW": stage.backward_input_us + stage.backward_weight_us,
-        "O": stage.offload.offload_us if stage.offload else None,
-        "R": stage.offload.reload_us if stage.offload else None,
+        "BW": fused,
+        "O": offload.offload_us if offload else None,
+        "R": offload.reload_us if offload else None,
+        "C": again,
+        "CB": None if again is None else stage.backward_input_us + again,
+        "CBW": None if again is None else fused + again,
     }
     return durations[kind]
 

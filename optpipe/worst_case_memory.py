@@ -7,6 +7,11 @@ dependencies through other devices add nothing (they leave and reach the compute
 Offloads only free memory, so for given prefixes of compute and reload the shortest prefix of offloads that these
 require is the worst case, and a scan finds the closure without a minimum cut.
 
+Activation modes change none of this. The document states the mode of each microbatch, so what each event takes or frees
+is a constant, whatever the durations. C, CB and CBW run on the compute stream, and C needs nothing of another device:
+the closed sets are three prefixes as before, with the weights of these ops among those of the compute stream, of which
+every prefix is tried. Reloads still only take memory and offloads only free it, of whatever size their modes say.
+
 The verifier depends on this module, so it shares no code with the simulator or the solvers.
 """
 
@@ -30,13 +35,15 @@ Streams = tuple[Sequence[Op], Sequence[Op], Sequence[Op]]
 Waits = Mapping[Op, Sequence[Op]]
 
 
-def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> int:
+def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits, modes: Ints | None = None) -> int:
     """Largest activation memory of a device over every choice of durations.
 
-    Raises DeadlockError if orders and waits contradict one another on this device.
+    `modes`: for each stage and microbatch the number of its mode, counted over `kept`, the `offload` of the stage if it
+    has one, and its `modes`; None where each is kept, or offloaded whole if it has an O. Raises DeadlockError if orders
+    and waits contradict one another on this device.
     """
     columns = [OpArray.of(ops) for ops in streams]
-    compute, offload, reload = (_levels(problem, ops) for ops in columns)
+    compute, offload, reload = (_levels(problem, ops, modes) for ops in columns)
     if not columns[1] and not columns[2]:
         return int(compute.max())
     ops = OpArray.joined(columns)
@@ -48,29 +55,54 @@ def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits) -> i
     return int(_largest(compute, offload, reload, compute_clocks, reload_clocks))
 
 
-def _levels(problem: Problem, ops: OpArray) -> Ints:
+def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
     """Memory of this stream alone after each prefix of its events (start, end, start, end, ...)."""
-    stages, stage = np.unique(ops.stage, return_inverse=True)
-    changes = np.array([[memory_changes(problem.stages[s], kind) for s in stages] for kind in KINDS], np.int64)
-    return np.concatenate([[0], np.cumsum(changes[ops.kind, stage])]) if len(ops) else np.zeros(1, np.int64)
+    if not len(ops):
+        return np.zeros(1, np.int64)
+    numbers, stage = np.unique(ops.stage, return_inverse=True)
+    stages = [problem.stages[s] for s in numbers]
+    kinds = np.unique(ops.kind)
+    names = [mode_names(one) for one in stages] if modes is not None else [()] * len(stages)
+    most = max(1, *map(len, names))
+    table = np.zeros((len(KINDS), len(stages), most, 2), np.int64)
+    for k in kinds.tolist():
+        for s, one in enumerate(stages):
+            table[k, s, : len(names[s]) or 1] = [memory_changes(one, KINDS[k], name) for name in names[s] or (None,)]
+    mode = modes[ops.stage, ops.microbatch] if modes is not None else 0
+    return np.concatenate([[0], np.cumsum(table[ops.kind, stage, mode])])
 
 
-def memory_changes(stage: Stage, kind: str) -> tuple[int, int]:
-    """Signed changes of device memory (bytes) at the start and at the end of an op."""
-    moved = stage.offload.bytes if stage.offload else 0
-    if kind == "O":
-        return 0, -moved
-    if kind == "R":
-        return moved, 0
-    work: int = getattr(stage.workspace_bytes, kind)
+def mode_names(stage: Stage) -> Sequence[str]:
+    """Names of the ways to hold an activation of this stage, in the order in which they are numbered."""
+    return ("kept", *(("offload",) if stage.offload else ()), *(mode.name for mode in stage.modes))
+
+
+def memory_changes(stage: Stage, kind: str, mode: str | None = None) -> tuple[int, int]:
+    """Signed changes of device memory (bytes) at the start and at the end of an op of a microbatch in this mode.
+
+    Without a mode the microbatch is kept or, if this is a copy, offloaded whole.
+    """
+    own = next((entry for entry in stage.modes if entry.name == mode), None)
+    if kind in ("O", "R"):
+        offload = own.offload if own else stage.offload if mode in (None, "offload") else None
+        moved = offload.bytes if offload else 0
+        return (0, -moved) if kind == "O" else (moved, 0)
+    whole, left = stage.activation_bytes, stage.backward_weight_bytes
+    kept = whole if own is None or own.kept_bytes is None else own.kept_bytes
+    if kind == "C":
+        work = own.workspace_bytes if own else 0
+        return whole - kept + work, -work
     if kind == "F":
-        return work + stage.activation_bytes, -work
-    freed = {
-        "B": stage.activation_bytes - stage.backward_weight_bytes,
-        "W": stage.backward_weight_bytes,
-        "BW": stage.activation_bytes,
-    }
-    return work, -work - freed[kind]
+        beside = whole - kept if own is None or own.forward_workspace_bytes is None else own.forward_workspace_bytes
+        beside += stage.workspace_bytes.F
+        return kept + beside, -beside
+    if kind == "W":
+        return stage.workspace_bytes.W, -stage.workspace_bytes.W - left
+    work = stage.workspace_bytes.BW if kind in ("BW", "CBW") else stage.workspace_bytes.B
+    if kind in ("CB", "CBW"):
+        work += (own.segment_bytes if own else None) or 0
+    held = kept if kind in ("CB", "CBW") else whole
+    return work, -work - held + (left if kind in ("B", "CB") else 0)
 
 
 def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tuple[Ints, Ints, Ints]:
@@ -116,7 +148,10 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
     return first, stream, 2 * index + 2
 
 
-_EARLIER = {"B": ("F", "R"), "BW": ("F", "R"), "W": ("B",), "O": ("F",), "R": ("O",)}
+_EARLIER = {
+    **dict.fromkeys(("B", "BW", "CB", "CBW"), ("F", "R", "C")),
+    **{"W": ("B", "CB"), "C": ("F", "R"), "O": ("F",), "R": ("O",)},
+}
 """Kinds of ops of the same stage and microbatch that must end before an op of a kind starts."""
 
 

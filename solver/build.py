@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.costs import Costs
 from optpipe.errors import VerificationError
 from optpipe.memory import Times, derive_waits
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders, WaitArray
-from optpipe.problem import Problem
+from optpipe.problem import KEPT, OFFLOAD, Problem
 from optpipe.schedule import PlannedOps, Schedule, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
 from optpipe.verify import verify
@@ -85,9 +86,11 @@ def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us:
     for name, stream in zip(STREAMS, device.streams(), strict=True):
         plan[name] = _planned(waits, simulation, slice(first, first + len(stream)))
         first += len(stream)
-    busy = float(sum(_durations_us(simulation.problem, plan["compute"].ops)))
+    # The problem's own durations, which ends minus starts give only up to rounding.
+    busy = float(sum(Costs(simulation.problem, orders.modes).duration_us(plan["compute"].ops).tolist()))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-    plan["peak_bytes_any_timing"] = worst_case_peak_bytes(simulation.problem, _streams(device), orders.waits)
+    peak = worst_case_peak_bytes(simulation.problem, _streams(device), orders.waits, orders.modes)
+    plan["peak_bytes_any_timing"] = peak
     plan["busy_us"] = busy
     plan["bubble"] = 1 - busy / value_us if value_us else 0.0
     return plan
@@ -95,13 +98,6 @@ def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us:
 
 def _streams(device: DeviceOrders) -> tuple[Any, Any, Any]:
     return device.compute, device.offload, device.reload
-
-
-def _durations_us(problem: Problem, ops: OpArray) -> list[float]:
-    """The problem's own durations, which ends minus starts give only up to rounding."""
-    table = np.array([[stage.duration_us(kind) for stage in problem.stages] for kind in KINDS[:4]], np.float64)
-    durations: list[float] = table[ops.kind, ops.stage].tolist()
-    return durations
 
 
 def _planned(waits: NamedWaits, simulation: Simulation, where: slice) -> PlannedOps:
@@ -112,7 +108,22 @@ def _planned(waits: NamedWaits, simulation: Simulation, where: slice) -> Planned
     for k, name in zip((waiting[first:last] - where.start).tolist(), names[first:last], strict=True):
         named.setdefault(k, []).append(name)
     ops = simulation.ops[where]
-    return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), named)
+    modes = _named_modes(simulation, ops)
+    return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), named, modes=modes)
+
+
+def _named_modes(simulation: Simulation, ops: OpArray) -> dict[int, str]:
+    """Modes that a schedule states: those of each F, by its index, that is neither kept nor offloaded whole."""
+    if simulation.modes is None:
+        return {}
+    stages = simulation.problem.stages
+    unsaid = [
+        {stage.choice_numbers[name] for name in (KEPT, OFFLOAD) if name in stage.choice_numbers} for stage in stages
+    ]
+    forwards = np.flatnonzero(ops.kind == KINDS.index("F"))
+    modes = simulation.modes[ops.stage[forwards], ops.microbatch[forwards]]
+    named = zip(forwards.tolist(), ops.stage[forwards].tolist(), modes.tolist(), strict=True)
+    return {k: stages[s].choices[mode].name for k, s, mode in named if mode not in unsaid[s]}
 
 
 def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
@@ -120,7 +131,7 @@ def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:
     over = []
     for d, (device, entry) in enumerate(zip(orders.devices, problem.devices, strict=True)):
         if entry.memory_bytes is not None:
-            peak = worst_case_peak_bytes(problem, _streams(device), orders.waits)
+            peak = worst_case_peak_bytes(problem, _streams(device), orders.waits, orders.modes)
             if peak > entry.memory_bytes:
                 over.append((d, peak, entry.memory_bytes))
     return over
@@ -139,11 +150,13 @@ def within_budgets(problem: Problem, orders: Orders, simulation: Simulation) -> 
 
 def peak_budgets(problem: Problem, orders: Orders) -> list[int]:
     """The smallest budget of each device with which these orders would be allowed, under any timing."""
-    return [worst_case_peak_bytes(problem, _streams(device), orders.waits) for device in orders.devices]
+    return [worst_case_peak_bytes(problem, _streams(device), orders.waits, orders.modes) for device in orders.devices]
 
 
-def orders_from_times(problem: Problem, planned: Times, tolerance: float = 0.0) -> Orders:
-    """Orders, channel orders and waits of a plan that gives every op's start and end.
+def orders_from_times(
+    problem: Problem, planned: Times, tolerance: float = 0.0, modes: NDArray[np.int64] | None = None
+) -> Orders:
+    """Orders, channel orders and waits of a plan that gives every op's start and end, and its modes as in `Orders`.
 
     A plan is in any unit of time; times that differ by at most `tolerance` count as equal where waits are derived.
     """
@@ -154,18 +167,22 @@ def orders_from_times(problem: Problem, planned: Times, tolerance: float = 0.0) 
     ends = np.cumsum(np.bincount(lists, minlength=len(problem.devices) * len(STREAMS)))
     streams = [ops[places] for places in np.split(by_list, ends[:-1])]
     devices = [DeviceOrders(*streams[k : k + len(STREAMS)]) for k in range(0, len(streams), len(STREAMS))]
-    waits = derive_waits(problem, devices, planned, tolerance)
+    waits = derive_waits(problem, devices, planned, tolerance, modes)
     channels = []
     for served in shared_channels(problem):
         mine = np.isin(lists, [d * len(STREAMS) + STREAMS.index(stream) for d, stream in served])
         channels.append(ops[np.flatnonzero(mine)])
-    return Orders(devices, waits, [channel for channel in channels if channel])
+    return Orders(devices, waits, [channel for channel in channels if channel], modes)
 
 
 def _in_order(planned: Times) -> OpArray:
     """Ops by time; ops without length at one instant in the order in which a microbatch passes through them."""
     ops = OpArray.of(list(planned))
     start, end = np.array(list(planned.values())).reshape(-1, 2).T
-    rank = np.array(["FORBW".index(kind[0]) for kind in KINDS])[ops.kind]
-    way = np.where((rank == 0) | (rank == 1), ops.stage, -ops.stage)
+    rank = np.array([_PASSAGE[kind] for kind in KINDS])[ops.kind]
+    way = np.where((rank == _PASSAGE["F"]) | (rank == _PASSAGE["O"]), ops.stage, -ops.stage)
     return ops[np.lexsort((ops.microbatch, way, rank, end, start))]
+
+
+_PASSAGE = {"F": 0, "O": 1, "R": 2, "C": 3, "B": 4, "BW": 4, "CB": 4, "CBW": 4, "W": 5}
+"""Rank of each kind of op in the order in which a microbatch passes through them on a stage."""

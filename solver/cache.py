@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
 from optpipe.ops import Orders, orders_from_data, orders_to_data
-from optpipe.problem import Problem, Stage
+from optpipe.problem import KEPT, OFFLOAD, Mode, Problem, Stage
 from optpipe.schedule import Schedule
 from solver.limits import Limits
 from solver.scale import stage_times_us, time_unit_us
@@ -58,11 +58,26 @@ def canonical_form(problem: Problem) -> Canonical:
     """The canonical form of a problem."""
     time_us = time_unit_us(problem)
     unit_bytes = gcd(*(size for stage in problem.stages for size in _sizes_bytes(stage)))
-    moved_bytes = gcd(*(stage.offload.bytes for stage in problem.stages if stage.offload))
-    offloads = any(stage.offload for stage in problem.stages)
+    copies = [mode.offload for stage in problem.stages for mode in stage.choices if mode.offload]
+    moved_bytes = gcd(*(copy.bytes for copy in copies))
 
     def ticks(time: float) -> int:
         return int(Fraction(str(time)) / time_us)
+
+    def mode_data(mode: Mode) -> Data:
+        copy = mode.offload
+        sizes = [mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes]
+        return {
+            "recompute": ticks(mode.recompute_us) if mode.recomputes else None,
+            "sizes": [size // (unit_bytes or 1) for size in sizes],
+            "segment": None if mode.segment_bytes is None else mode.segment_bytes // (unit_bytes or 1),
+            "copy": copy and [copy.bytes // (unit_bytes or 1), ticks(copy.offload_us), ticks(copy.reload_us)],
+        }
+
+    def new_fields(stage: Stage) -> Data:
+        """Data of what stages have had since there are entries without it, where it says anything."""
+        modes = [mode_data(mode) for mode in stage.choices if mode.name not in (KEPT, OFFLOAD)]
+        return ({"modes": modes} if modes else {}) | ({} if stage.split_backward else {"split": False})
 
     data = {
         "microbatches": problem.microbatches,
@@ -75,12 +90,13 @@ def canonical_form(problem: Problem) -> Canonical:
                 "times": [ticks(time) for time in stage_times_us(stage)],
                 "sizes": [size // (unit_bytes or 1) for size in _sizes_bytes(stage)],
                 "offloads": stage.offload is not None,
+                **new_fields(stage),
             }
             for stage in problem.stages
         ],
         "forward_delay": [ticks(time) for time in problem.forward_delay_us],
         "backward_delay": [ticks(time) for time in problem.backward_delay_us],
-        "channels": _channels(problem) if offloads else None,
+        "channels": _channels(problem) if copies else None,
     }
     return Canonical(data, time_us)
 
@@ -97,8 +113,12 @@ def _units(budget_bytes: int | None, unit_bytes: int) -> int | None:
 
 def _sizes_bytes(stage: Stage) -> list[int]:
     work = stage.workspace_bytes
-    moved = [stage.offload.bytes] if stage.offload else []
-    return [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW, *moved]
+    sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
+    sizes += [mode.offload.bytes for mode in stage.choices if mode.offload]
+    for mode in stage.choices:
+        if mode.recomputes:
+            sizes += [mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes, mode.segment_bytes or 0]
+    return sizes
 
 
 def _digest(data: Data) -> str:

@@ -27,6 +27,7 @@ class Method:
     """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all.
 
     `refuse` raises MethodError for problems that the method cannot handle whatever the start, before there is one.
+    `modes`: it decides on activation modes. `unsplit`: it is right where stages cannot split their backwards.
     """
 
     name: str
@@ -36,6 +37,13 @@ class Method:
     orders: Callable[[Problem], Orders] | None = None
     search: Search | None = None
     refuse: Callable[[Problem], None] = lambda _: None
+    modes: bool = False
+    unsplit: bool = False
+
+    @property
+    def handles_modes(self) -> bool:
+        """True if its schedules and bounds are right where stages have modes; published schedules use none of them."""
+        return self.modes or self.kind == "published"
 
 
 _ONE_STAGE = "one stage a device, no offload"
@@ -55,9 +63,23 @@ METHODS: dict[str, Method] = {
             "search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=searches.annealing
         ),
         Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=searches.modulo),
-        Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe),
-        Method("1f1b", "published", "one forward, one backward, B and W fused", _ONE_STAGE, orders=one_f_one_b),
-        Method("interleaved-1f1b", "published", "1F1B over the chunks of a device", _CHUNKS, orders=interleaved_1f1b),
+        Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe, unsplit=True),
+        Method(
+            "1f1b",
+            "published",
+            "one forward, one backward, B and W fused",
+            _ONE_STAGE,
+            orders=one_f_one_b,
+            unsplit=True,
+        ),
+        Method(
+            "interleaved-1f1b",
+            "published",
+            "1F1B over the chunks of a device",
+            _CHUNKS,
+            orders=interleaved_1f1b,
+            unsplit=True,
+        ),
         Method("zb-h1", "published", "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, orders=zb_h1),
         Method("zb-h2", "published", "Zero Bubble, handcrafted, 2p - 1 microbatches", _ONE_STAGE, orders=zb_h2),
         Method("zb-auto", "published", "Zero Bubble, heuristic within each budget", _ONE_STAGE, orders=zb_auto),
@@ -82,9 +104,23 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
+def refuse_unsupported(method: Method, problem: Problem) -> None:
+    """Raise MethodError where stages have activation modes, or backwards in one piece, that it is not made for."""
+    modes = [s for s, stage in enumerate(problem.stages) if stage.modes]
+    unsplit = [s for s, stage in enumerate(problem.stages) if not stage.split_backward]
+    if modes and not method.handles_modes:
+        able = ", ".join(name for name, other in METHODS.items() if other.handles_modes)
+        raise MethodError(f"{method.name} cannot decide on stages[{modes[0]}].modes. Maybe use one of {able}.")
+    if unsplit and not method.unsplit:
+        able = ", ".join(name for name, other in METHODS.items() if other.unsplit)
+        field = f"stages[{unsplit[0]}].split_backward"
+        raise MethodError(f"{method.name} splits backwards, but {field} is false. Maybe use one of {able}.")
+
+
 def published_orders(method: Method, problem: Problem) -> Orders:
     """The orders of a published schedule. Raises MethodError where placement or a budget forbids it, with numbers."""
     assert method.orders is not None
+    refuse_unsupported(method, problem)
     orders = method.orders(problem)
     over = over_budget(problem, orders)
     if over:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numba import njit
 
-from optpipe.memory import device_effect, effect_table
+from optpipe.costs import device_effect, effect_table
 from optpipe.ops import Bools, Floats, Ints
 from optpipe.problem import Problem
 

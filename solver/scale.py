@@ -69,9 +69,10 @@ def time_unit_us(problem: Problem) -> Fraction:
 
 
 def stage_times_us(stage: Stage) -> list[float]:
-    """Durations of F, B and W, and of O and R where the stage may offload."""
-    moves = [stage.offload.offload_us, stage.offload.reload_us] if stage.offload else []
-    return [stage.forward_us, stage.backward_input_us, stage.backward_weight_us, *moves]
+    """Durations of F, B and W, of O and R where the stage may offload, and of the C, O and R of its modes."""
+    moves = [time for mode in stage.choices if (copy := mode.offload) for time in (copy.offload_us, copy.reload_us)]
+    again = [mode.recompute_us for mode in stage.choices if mode.recomputes]
+    return [stage.forward_us, stage.backward_input_us, stage.backward_weight_us, *moves, *again]
 
 
 def _common_divisor(times: Iterable[Fraction]) -> Fraction:

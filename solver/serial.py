@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optpipe.memory import device_effect
+from optpipe.costs import device_effect
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem, Stage
 from solver.build import orders_from_times, peak_budgets

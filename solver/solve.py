@@ -16,7 +16,7 @@ from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
 from solver.kernels import forget_stale
 from solver.limits import Limits
-from solver.methods import method_named, published_orders
+from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes
 from solver.solution import OnProgress, Solution
@@ -63,6 +63,7 @@ def search(
         value_us = simulate(problem, orders).value_us
         bound_us = snapped_bound(value_us, lower_bound_us(problem), value_step_us(problem))
         return Solution(orders, value_us, bound_us, chosen.name)
+    refuse_unsupported(chosen, problem)
     chosen.refuse(problem)
     _refuse_impossible(problem)
     shared = SharedIncumbent(problem, limits, on_progress)

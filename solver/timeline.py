@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.memory import device_effect, effect_table
+from optpipe.costs import device_effect, effect_table
 from optpipe.ops import Floats, Ints, OpArray, Orders
 from optpipe.problem import Problem
 

@@ -112,7 +112,10 @@ def offer_published(problem: Problem, shared: SharedIncumbent) -> None:
     timed = shared.limits.deterministic_limit is None
     limit_s = max(shared.limits.time_limit_s, LEAST_S)
     began_s = time.thread_time()
+    whole = not all(stage.split_backward for stage in problem.stages)
     for name, make in _published():
+        if whole and not (name in METHODS and METHODS[name].unsplit):
+            continue
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
         if shared.stop.requested or (taken and shared.best.orders is not None):
             return

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
-from optpipe.memory import curve, device_effect
+from optpipe.costs import device_effect
+from optpipe.memory import curve
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from solver.build import orders_from_times

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.memory import device_effect
+from optpipe.costs import device_effect
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 

@@ -22,6 +22,7 @@ from optpipe.compile.events import Key, Rules, with_events
 from optpipe.compile.memory import action_effect
 from optpipe.compile.offload import insert_releases, plan_slabs, reload_begins_us
 from optpipe.compile.program import SENDS, Action, Program, matching_receive, matching_send
+from optpipe.errors import MethodError
 from optpipe.memory import Times
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
@@ -129,10 +130,16 @@ def compile_schedule(schedule: Schedule, *, reduce_gradients: bool = False) -> P
     """Compile a schedule to a checked program.
 
     Only orders and waits of the schedule are used; times are simulated. With `reduce_gradients` each stage has a REDUCE
-    when its gradients are complete. Raises OrderError if an op is missing, repeated or misplaced, DeadlockError if ops
-    wait for one another in a cycle, and BudgetError if the program would exceed a budget of the problem.
+    when its gradients are complete. Raises MethodError for a schedule with activation modes, OrderError if an op is
+    missing, repeated or misplaced, DeadlockError if ops wait for one another in a cycle, and BudgetError if the program
+    would exceed a budget of the problem.
     """
     problem = schedule.problem
+    if schedule.modes is not None:
+        raise MethodError(
+            "the executor keeps activations or offloads them whole, but this schedule recomputes some or uses modes. "
+            "Maybe leave stages[].modes out of the problem and solve it again."
+        )
     simulation = simulate(problem, schedule.orders)  # raises if the orders cannot run
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
     times = dict(zip(simulation.ops, spans, strict=True))

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from optpipe.compile.program import RECEIVES, SENDS, Action, Program
+from optpipe.costs import Effect, device_effect, host_effect
 from optpipe.errors import BudgetError
-from optpipe.memory import Effect, device_effect, host_effect
 from optpipe.problem import Problem, Stage
 
 NOTHING = Effect(0, 0)

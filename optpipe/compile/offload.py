@@ -40,7 +40,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from optpipe.compile.program import Action, Slab
-from optpipe.memory import Times, host_effect
+from optpipe.costs import host_effect
+from optpipe.memory import Times
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 

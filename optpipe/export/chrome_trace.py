@@ -86,10 +86,12 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, Sche
     at: dict[tuple[str, int, int], tuple[int, ScheduledOp]] = {}
     for d, device in enumerate(schedule.devices):
         for op in device.compute:
-            direction = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}[op.op]
+            if op.op in ("W", "C"):  # they send nothing
+                continue
+            direction = "forward" if op.op == "F" else "backward"
             at[direction, op.stage, op.microbatch] = d, op
     for (direction, stage, microbatch), (sender, op) in at.items():
-        following = {"forward": stage + 1, "backward": stage - 1}.get(direction, -1)
+        following = {"forward": stage + 1, "backward": stage - 1}[direction]
         if 0 <= following < len(stages) and (direction, following, microbatch) in at:
             receiver, after = at[direction, following, microbatch]
             if receiver != sender:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from optpipe.errors import InputError, Issue
-from optpipe.ops import Orders
+from optpipe.ops import KINDS, Orders
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
@@ -28,12 +30,21 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     Waits are left out: compute ops wait for copies only. Raises InputError if torch's runtime cannot run the schedule,
     OrderError and DeadlockError if no executor can.
     """
-    issues = [*_empty_devices(schedule), *([] if drop_offload else _offloads(schedule))]
+    issues = [*_recomputations(schedule), *_empty_devices(schedule), *([] if drop_offload else _offloads(schedule))]
     if issues:
         raise InputError(issues)
     compute = [device.compute.ops for device in schedule.devices]
     simulate(schedule.problem, Orders.of_compute(compute))  # raises if the orders cannot run
     return "".join(",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\n" for ops in compute)
+
+
+def _recomputations(schedule: Schedule) -> Iterator[Issue]:
+    """Devices that recompute activations: torch has no action for that."""
+    for d, device in enumerate(schedule.devices):
+        again = np.flatnonzero(~np.isin(device.compute.ops.kind, [KINDS.index(kind) for kind in _LETTERS]))
+        if len(again):
+            detail = f"has {len(again)} ops that recompute, the first {device.compute.ops[int(again[0])]}, but torch's "
+            yield Issue(("devices", d, "compute"), "recomputation", f"{detail}runtime has none.")
 
 
 def peak_bytes_without_offload(schedule: Schedule) -> Sequence[int]:

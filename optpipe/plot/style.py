@@ -28,6 +28,9 @@ OP_LOOKS = {
     "BW": OpLook("#D55E00", "BW  backward, fused"),
     "O": OpLook("#CC79A7", "O  offload"),
     "R": OpLook("#56B4E9", "R  reload"),
+    "C": OpLook("#F0E442", "C  recompute ahead"),
+    "CB": OpLook("#B7950B", "CB  recompute and backward input"),
+    "CBW": OpLook("#8C4A1F", "CBW  recompute and backward"),
 }
 
 IDLE = "#E9ECEF"

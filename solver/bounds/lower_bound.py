@@ -11,7 +11,13 @@ from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 
 
 def lower_bound_us(problem: Problem) -> float:
-    """The best bound known on the problem's objective without search: milliseconds, whatever the size."""
+    """The best bound known on the problem's objective without search: milliseconds, whatever the size.
+
+    Bounds by memory hold where activations are kept or offloaded whole. Where there are other modes, budgets are left
+    out: without them nothing needs to be recomputed, and keeping everything is as fast as any choice of modes.
+    """
+    if problem.has_modes:
+        problem = _without_budgets(problem)
     return max(longest_chain_us(problem), *device_bounds_us(problem))
 
 
@@ -19,3 +25,11 @@ def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
     kinds = (warmup_cooldown_bounds_us(problem), memory_time_bounds_us(problem), round_bounds_us(problem))
     return [max(bounds) for bounds in zip(*kinds, strict=True)]
+
+
+def _without_budgets(problem: Problem) -> Problem:
+    """The problem with room for everything, on devices and host, and without modes, of which it then needs none."""
+    data = problem.to_data() | {"host_memory_bytes": None}
+    data["devices"] = [device | {"memory_bytes": None} for device in data["devices"]]
+    data["stages"] = [{name: stage[name] for name in stage if name != "modes"} for stage in data["stages"]]
+    return Problem.from_data(data)

@@ -21,7 +21,7 @@ from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 from typing import NamedTuple, TypeVar
 
-from optpipe.memory import device_effect
+from optpipe.costs import device_effect
 from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
 

@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from optpipe.memory import device_effect, effect_table
+from optpipe.costs import WITHOUT_MODES, device_effect, effect_table
 from optpipe.ops import KINDS, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
@@ -86,7 +86,7 @@ class TransferPlanner:
 
     def _course(self) -> Course:
         problem, stages, devices = self.problem, self.problem.stages, len(self.compute)
-        effects = effect_table(problem, device_effect)
+        effects = effect_table(problem, device_effect)[: len(WITHOUT_MODES)]
         change = effects.sum(axis=2)
         listed, first_stage = _flat(problem.stages_of)
         member, first_member = _flat(problem.channel_groups)
@@ -96,7 +96,7 @@ class TransferPlanner:
         device[FIRST_MEMBER, : len(first_member)] = first_member
         device[MEMBER, :devices] = member
         device[GROUP, member] = np.repeat(np.arange(len(first_member) - 1), np.diff(first_member))
-        durations = [[_duration_us(stage, kind) for stage in stages] for kind in KINDS]
+        durations = [[_duration_us(stage, kind) for stage in stages] for kind in WITHOUT_MODES]
         return Course(
             op=np.array([self.ops.kind, self.ops.stage, self.ops.microbatch]),
             backward=self.at[B],

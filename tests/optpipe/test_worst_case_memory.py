@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instances import WHOLE, uniform
+from optpipe.costs import device_effect
 from optpipe.errors import DeadlockError
-from optpipe.memory import derive_waits, device_effect
+from optpipe.memory import derive_waits
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate

@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.memory import device_effect
+from optpipe.costs import device_effect
 from optpipe.ops import KINDS as ORDER_KINDS
 from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
@@ -159,8 +159,8 @@ def _relate(problem: Problem, classes: Records) -> None:
 
 FUSED = ORDER_KINDS.index("BW")
 
-KIND_OF_PART = np.array([KINDS.index("B" if kind == "BW" else kind) for kind in ORDER_KINDS])
-"""For each kind of op its kind here, for a fused backward that of its first part."""
+KIND_OF_PART = np.array([KINDS.find("B" if kind == "BW" else kind) for kind in ORDER_KINDS])
+"""For each kind of op its kind here, for a fused backward that of its first part; -1 for those of recomputation."""
 
 KIND_OF_ORDERS = np.array([ORDER_KINDS.index(kind) for kind in KINDS])
 """For each kind of op here its place among those of orders."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from optpipe.compile import Action, Program
 from optpipe.compile.program import RECEIVES, SENDS, matching_receive
-from optpipe.memory import device_effect
+from optpipe.costs import device_effect
 from optpipe.ops import Op
 from optpipe.problem import Problem
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from instances import uniform
-from optpipe.memory import Effect, curve, device_effect
+from optpipe.costs import Effect, device_effect
+from optpipe.memory import curve
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from solver.exact.rules import count_like_pairs, in_weight_order, least_work_around, like_pairs, like_weights

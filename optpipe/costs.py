@@ -1,0 +1,168 @@
+"""Costs of ops: the duration, and the effect on device and host memory, of each kind on each stage in each mode.
+
+An op changes memory twice: it takes bytes at its start, and changes the level (by either sign) at its end. Which mode
+the activation of a microbatch is in decides what its F leaves, whether O and R move it, and whether C, or a CB or CBW
+that recomputes inside the backward, makes it anew.
+
+`Costs` gives columns for columns of ops. `verify` and `worst_case_memory` read the rules for themselves and use nothing
+of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.ops import KINDS, OpArray
+from optpipe.problem import OFFLOAD, Mode, Problem, Stage
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+BACKWARD_OF = {"CB": "B", "CBW": "BW"}
+"""The plain backward of each backward that recomputes inside itself."""
+
+COPIES = ("O", "R")
+
+WITHOUT_MODES = ("F", "B", "W", "BW", "O", "R")
+"""Kinds of ops of a microbatch that is kept, or offloaded whole."""
+
+
+class Effect(NamedTuple):
+    """Bytes that an op takes at its start (at least 0), and the signed change at its end."""
+
+    at_start: int
+    at_end: int
+
+    @property
+    def releases(self) -> bool:
+        """True if the op frees memory at its end."""
+        return self.at_end < 0
+
+    @property
+    def acquires(self) -> bool:
+        """True if memory can rise while the op runs or at its end."""
+        return self.at_start > 0 or self.at_start + self.at_end > 0
+
+
+def implied_mode(stage: Stage, kind: str) -> Mode:
+    """The mode of a microbatch whose op this is where no mode is named: a copy is of one offloaded whole."""
+    return stage.choices[stage.choice_numbers.get(OFFLOAD, 0) if kind in COPIES else 0]
+
+
+def duration_us(stage: Stage, kind: str, mode: Mode | None = None) -> float:
+    """Duration of an op of `kind` for a microbatch in `mode` (default: `implied_mode`); NaN if it has no such op."""
+    mode = mode or implied_mode(stage, kind)
+    if kind in COPIES:
+        copy = mode.offload
+        return float("nan") if copy is None else copy.offload_us if kind == "O" else copy.reload_us
+    if kind == "C" or kind in BACKWARD_OF:
+        if not mode.recomputes or (kind != "C" and mode.segment_bytes is None):
+            return float("nan")
+        return mode.recompute_us + (0 if kind == "C" else stage.duration_us(BACKWARD_OF[kind]))
+    return stage.duration_us(kind)
+
+
+def device_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
+    """Effect on its device's memory of an op of `kind` for a microbatch in `mode` (default: `implied_mode`)."""
+    mode = mode or implied_mode(stage, kind)
+    if kind in COPIES:
+        moved = mode.offload.bytes if mode.offload else 0
+        return Effect(0, -moved) if kind == "O" else Effect(moved, 0)
+    if kind == "C":
+        return Effect(mode.recomputed_bytes + mode.workspace_bytes, -mode.workspace_bytes)
+    inside = kind in BACKWARD_OF
+    kind = BACKWARD_OF.get(kind, kind)
+    work: int = getattr(stage.workspace_bytes, kind)
+    if kind == "F":
+        return Effect(mode.kept_bytes + mode.forward_workspace_bytes + work, -mode.forward_workspace_bytes - work)
+    if kind == "W":
+        return Effect(work, -stage.backward_weight_bytes - work)
+    held = mode.kept_bytes if inside else stage.activation_bytes
+    left = stage.backward_weight_bytes if kind == "B" else 0
+    work += mode.segment_bytes or 0 if inside else 0
+    return Effect(work, left - held - work)
+
+
+def host_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
+    """Effect of an op on host memory: the buffer is held from the start of O to the end of R."""
+    mode = mode or implied_mode(stage, kind)
+    moved = mode.offload.bytes if mode.offload else 0
+    return Effect(moved if kind == "O" else 0, -moved if kind == "R" else 0)
+
+
+def effect_table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> Ints:
+    """Effects of every kind of op on every stage where no mode is named: bytes at start and end, (kinds, stages, 2).
+
+    Those of C, CB and CBW are 0: their microbatches are in a mode.
+    """
+    rows = [[effect(stage, kind) for stage in problem.stages] for kind in WITHOUT_MODES]
+    table = np.zeros((len(KINDS), len(problem.stages), 2), np.int64)
+    table[[KINDS.index(kind) for kind in WITHOUT_MODES]] = rows
+    return table
+
+
+class Costs:
+    """Costs of the ops of a problem.
+
+    `modes`: the mode of each microbatch on each stage, of shape (stages, microbatches), as in `Orders`; None where each
+    is kept, or offloaded whole.
+    """
+
+    def __init__(self, problem: Problem, modes: Ints | None = None) -> None:
+        self.problem = problem
+        self.modes = modes
+
+    def duration_us(self, ops: OpArray) -> Floats:
+        """Duration of each op; NaN for one that its microbatch's mode does not have."""
+        return self._durations[self._rows(ops)]
+
+    def device_effects(self, ops: OpArray) -> Ints:
+        """Changes of device memory at the start and end of each op: bytes, of shape (ops, 2)."""
+        return self._device_effects[self._rows(ops)]
+
+    def host_effects(self, ops: OpArray) -> Ints:
+        """Changes of host memory at the start and end of each op: bytes, of shape (ops, 2)."""
+        return self._host_effects[self._rows(ops)]
+
+    def _rows(self, ops: OpArray) -> tuple[Ints, ...]:
+        if self.modes is None:
+            return ops.kind, ops.stage
+        return ops.kind, ops.stage, self.modes[ops.stage, ops.microbatch]
+
+    @cached_property
+    def _durations(self) -> Floats:
+        if self.modes is not None:
+            return self._table(duration_us)
+        table = np.full((len(KINDS), len(self.problem.stages)), np.nan)
+        rows = [[duration_us(stage, kind) for stage in self.problem.stages] for kind in WITHOUT_MODES]
+        table[[KINDS.index(kind) for kind in WITHOUT_MODES]] = rows
+        return table
+
+    @cached_property
+    def _device_effects(self) -> Ints:
+        if self.modes is not None:
+            return self._table(device_effect).astype(np.int64)
+        return effect_table(self.problem, device_effect)
+
+    @cached_property
+    def _host_effects(self) -> Ints:
+        if self.modes is not None:
+            return self._table(host_effect).astype(np.int64)
+        return effect_table(self.problem, host_effect)
+
+    def _table(self, cost: Callable[[Stage, str, Mode], float | Effect]) -> NDArray[Any]:
+        """Cost of each kind on each stage in each mode; those of modes that a stage does not have are never read."""
+        stages = self.problem.stages
+        most = max(len(stage.choices) for stage in stages)
+        choices = [stage.choices + stage.choices[:1] * (most - len(stage.choices)) for stage in stages]
+        return np.array(
+            [
+                [[cost(stage, kind, mode) for mode in modes] for stage, modes in zip(stages, choices, strict=True)]
+                for kind in KINDS
+            ]
+        )
