@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -119,6 +120,18 @@ class CheckedAnswer(_Answer):
     microbatches: int
     ops: int = Field(description="F, B and W of all stages and microbatches, O and R of those that may offload.")
 
+    @classmethod
+    def of(cls, problem: Problem) -> CheckedAnswer:
+        """Figures of a problem that was read."""
+        return cls(
+            name=problem.name,
+            objective=problem.objective,
+            devices=len(problem.devices),
+            stages=len(problem.stages),
+            microbatches=problem.microbatches,
+            ops=count_ops(problem),
+        )
+
 
 class HealthAnswer(_Answer):
     """The state of the service."""
@@ -190,6 +203,26 @@ def read_submission(body: bytes, caps: Caps) -> SubmissionBody:
     caps.check_problem(submission.problem)
     caps.check_config(submission.problem, submission.config)
     return submission
+
+
+class ReadSubmission(_Answer):
+    """What the server needs of a large submission, from the process that parsed it; the problem's text comes beside it.
+
+    `equality_key` and `time_us` are those of the problem's canonical form (`solver.cache`).
+    """
+
+    name: str
+    objective: Objective
+    config: JobConfig
+    body_hash: str
+    digest: str = Field(description="SHA-256 of the problem's text.")
+    equality_key: str
+    time_us: float
+
+
+def hash_submission(submission: SubmissionBody) -> bytes:
+    """SHA-256 of a parsed body: white space and the order of its fields make no difference."""
+    return hashlib.sha256(submission.to_json().encode()).digest()
 
 
 D = TypeVar("D", bound=Document)

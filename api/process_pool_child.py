@@ -7,6 +7,7 @@ that all modules are loaded. Started by `api.process_pool.HeavyProcess` as
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import sys
@@ -16,19 +17,48 @@ from typing import Any, BinaryIO
 
 from api.analysis import analysis, comparison
 from api.errors import HttpError, input_error, unprocessable
-from api.models import Caps, ProblemBody, read_document, read_submission
+from api.models import Caps, CheckedAnswer, ProblemBody, ReadSubmission, hash_submission, read_document, read_submission
 from optpipe.errors import InputError, OptPipeError
 from optpipe.export.chrome_trace import chrome_trace
 from optpipe.export.torch_csv import torch_csv
-from optpipe.schedule import Schedule
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule, schedule_text
+from solver.cache import canonical_form, rebuild_schedule
 from solver.process import claim_stdout, end_with_parent
 from solver.process.parent import load_verifier
 
 
 def check_submission(body: bytes, caps: Mapping[str, Any]) -> bytes:
-    """Nothing, if the body is a submission within the caps."""
-    read_submission(body, Caps(**caps))
-    return b""
+    """The figures of a submission within the caps."""
+    return CheckedAnswer.of(read_submission(body, Caps(**caps)).problem).model_dump_json().encode()
+
+
+def parse_submission(body: bytes, caps: Mapping[str, Any]) -> bytes:
+    """A line with the `ReadSubmission` of a submission within the caps, and the text of its problem."""
+    submission = read_submission(body, Caps(**caps))
+    text = submission.problem.to_json().encode()
+    form = canonical_form(submission.problem)
+    read = ReadSubmission(
+        name=submission.problem.name,
+        objective=submission.problem.objective,
+        config=submission.config,
+        body_hash=hash_submission(submission).hex(),
+        digest=hashlib.sha256(text).hexdigest(),
+        equality_key=form.key,
+        time_us=float(form.time_us),
+    )
+    return read.model_dump_json().encode() + b"\n" + text
+
+
+def build_equal(body: bytes, orders: str, bound_us: float, method: str, solve_seconds: float) -> bytes:
+    """A line with value and bound, and the document of the schedule that stored orders make of the problem in the body.
+
+    Nothing where they make none.
+    """
+    schedule = rebuild_schedule(Problem.from_json(body), orders, bound_us, method, solve_seconds)
+    if schedule is None:
+        return b""
+    return _json([schedule.value_us, schedule.bound_us]) + b"\n" + schedule_text(schedule).encode()
 
 
 def analyze(body: bytes, max_ops: int) -> bytes:
@@ -65,7 +95,17 @@ def _json(document: Any) -> bytes:
 
 
 TASKS: Mapping[str, Callable[..., bytes]] = {
-    task.__name__: task for task in (check_submission, analyze, compare, to_torch_csv, to_chrome_trace, to_picture)
+    task.__name__: task
+    for task in (
+        check_submission,
+        parse_submission,
+        build_equal,
+        analyze,
+        compare,
+        to_torch_csv,
+        to_chrome_trace,
+        to_picture,
+    )
 }
 
 

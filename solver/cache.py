@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -61,8 +62,10 @@ def canonical_form(problem: Problem) -> Canonical:
     copies = [mode.offload for stage in problem.stages for mode in stage.choices if mode.offload]
     moved_bytes = gcd(*(copy.bytes for copy in copies))
 
+    @cache  # stages repeat their times, and reading digits is most of the work
     def ticks(time: float) -> int:
-        return int(Fraction(str(time)) / time_us)
+        exact = Fraction(str(time))
+        return exact.numerator * time_us.denominator // (exact.denominator * time_us.numerator)
 
     def mode_data(mode: Mode) -> Data:
         copy = mode.offload
@@ -169,6 +172,22 @@ def solved_well_enough(gap: float, requested_method: str, cpu_seconds: float, me
     return good_enough or (method == requested_method and cpu_seconds >= limits.time_limit_s * limits.workers)
 
 
+def rebuild_schedule(
+    problem: Problem, orders: str | Data, bound_us: float, method: str, solve_seconds: float
+) -> Schedule | None:
+    """Schedule of stored orders (JSON data, or its text), timed and verified for this problem.
+
+    None where the orders are damaged or not valid for the problem: whoever stored them may have had other rules.
+    """
+    from solver.build import build_schedule
+
+    try:
+        read = orders_from_data(json.loads(orders) if isinstance(orders, str) else orders)
+        return build_schedule(problem, read, bound_us, method, solve_seconds)
+    except (OptPipeError, *_NO_ORDERS):
+        return None
+
+
 class _Entry(BaseModel):
     """The content of a file. Values and bounds are in units of the problem's canonical form."""
 
@@ -210,18 +229,14 @@ class Cache:
 
     def lookup(self, problem: Problem) -> CachedSchedule | None:
         """The best known schedule of this problem or an equal one, in this one's units; None where there is none."""
-        from solver.build import build_schedule
-
         form = self._form(problem)
         path = self._path(form)
         entry = _read(path)
         if entry is None or entry.problem != form.data:
             return None
         bound_us = entry.bound * float(form.time_us)
-        try:
-            orders = orders_from_data(entry.orders)
-            schedule = build_schedule(problem, orders, bound_us, entry.method, entry.solve_seconds)
-        except (OptPipeError, *_NO_ORDERS):
+        schedule = rebuild_schedule(problem, entry.orders, bound_us, entry.method, entry.solve_seconds)
+        if schedule is None:
             return None
         with suppress(OSError):
             os.utime(path)

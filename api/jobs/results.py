@@ -14,7 +14,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from uuid import UUID
 
 from sqlalchemy import bindparam, case, delete, func, select, tuple_, update
@@ -26,7 +26,6 @@ from api.jobs.database import Statement
 from api.jobs.queries import OWNED, not_found
 from api.jobs.records import TERMINAL, BestSchedule, JobConfig
 from api.jobs.tables import AnyRow, answers, documents, incumbents, jobs, schedules, solved_problems
-from optpipe.errors import OptPipeError
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap, schedule_text
@@ -46,10 +45,19 @@ class Equality:
     time_us: float
 
     @classmethod
-    def of(cls, problem: Problem) -> Equality:
+    def of(cls, problem: Problem) -> Self:
         """Equality key of `problem`."""
         form = canonical_form(problem)
         return cls(form.key, float(form.time_us))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A verified schedule as the text of its document, with the figures that decide whether it answers a job."""
+
+    text: str
+    value_us: float
+    bound_us: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ async def find_answer(connection: AsyncConnection, problem: bytes, config: JobCo
         return None
     await _use(connection, row)
     known = Answer(row.document, row.value_us, row.bound_us)
-    return known if _will_do(known, row, config) else None
+    return known if is_good_enough(known, row, config) else None
 
 
 async def find_solution(connection: AsyncConnection, key: str) -> Any:
@@ -107,25 +115,14 @@ async def _use(connection: AsyncConnection, row: Any) -> None:
         await connection.execute(used)
 
 
-def build_schedule_of_solution(row: Any, problem: Problem, equality: Equality, config: JobConfig) -> Schedule | None:
-    """Verified schedule of a row in the problem's units, if it meets the requested limits."""
-    try:
-        orders = orders_from_data(json.loads(row.orders))
-        schedule = build_schedule(problem, orders, row.bound * equality.time_us, row.method, row.solve_seconds)
-    except (OptPipeError, ValueError, TypeError, KeyError):
-        return None  # a row that some other program made or damaged counts as absent
-    return schedule if _will_do(schedule, row, config) else None
-
-
-def _will_do(known: Answer | Schedule, row: Any, config: JobConfig) -> bool:
-    """True if it meets the requested limits, by the rule of `solver.cache`, which reads no more than the gap."""
+def is_good_enough(known: Answer | Built, row: Any, config: JobConfig) -> bool:
+    """True if a schedule of a row meets the requested limits, by the rule of `solver.cache`."""
     limits = Limits(config.time_limit_s, config.gap, config.workers, config.seed)
-    return solved_well_enough(known.gap, row.asked, row.worker_s, config.method, limits)
+    gap = relative_gap(known.value_us, known.bound_us)
+    return solved_well_enough(gap, row.asked, row.worker_s, config.method, limits)
 
 
-async def remember_answer(
-    connection: AsyncConnection, row: Any, problem: bytes, schedule: Schedule, text: str
-) -> Answer | None:
+async def remember_answer(connection: AsyncConnection, row: Any, problem: bytes, built: Built) -> Answer | None:
     """Write the document that was made of a row, as the answer to the problem with this digest from now on.
 
     None where the row has changed meanwhile.
@@ -133,7 +130,7 @@ async def remember_answer(
     same = [solved_problems.c[name] == getattr(row, name) for name in ("key", "orders", "bound")]
     if (await connection.execute(select(solved_problems.c.key).where(*same).with_for_update())).one_or_none() is None:
         return None
-    known = Answer(await write_document(connection, text), schedule.value_us, schedule.bound_us)
+    known = Answer(await write_document(connection, built.text), built.value_us, built.bound_us)
     await connection.execute(delete(answers).where((answers.c.key == row.key) | (answers.c.problem == problem)))
     await connection.execute(insert(answers).values(problem=problem, key=row.key, **vars(known)))
     return known
@@ -145,7 +142,7 @@ async def find_warm_start(connection: AsyncConnection, key: str) -> Orders | Non
     try:
         return orders_from_data(json.loads(row.orders)) if row else None
     except (ValueError, TypeError, KeyError):
-        return None  # see `build_schedule_of_solution`
+        return None  # see `solver.cache.rebuild_schedule`
 
 
 async def keep_solution(

@@ -316,9 +316,9 @@ class Run:
             await self._store(lambda: leases.give_back(self._workplace.engine, self.lease, outcome.schedule))
             self._log.info("job given back")
             return
-        await self._store(lambda: self._end(outcome))
-        if result is not None and outcome.schedule is not None:
+        if result is not None and outcome.schedule is not None:  # first, for who submits it again once it has ended
             await self._keep(prepared, outcome.schedule, result)
+        await self._store(lambda: self._end(outcome))
 
     def _outcome(self, prepared: Prepared, result: ChildResult) -> JobResult:
         schedule = prepared.better(result.schedule, self._best)

@@ -42,7 +42,7 @@ from api.jobs.records import (
     Status,
     Submission,
 )
-from api.jobs.submit import Request, Submissions, load_usage
+from api.jobs.submit import ParsedProblem, Request, Submissions, SubmittedProblem, load_usage
 from api.jobs.tables import api_keys, events, jobs, schedules, totals
 from api.settings import Settings
 from optpipe.errors import InputError, Issue
@@ -78,7 +78,7 @@ class Store:
 
     async def submit(
         self,
-        problem: Problem,
+        problem: Problem | SubmittedProblem,
         config: JobConfig,
         owner: UUID | None = None,
         idempotency_key: str | None = None,
@@ -89,7 +89,8 @@ class Store:
         The same `idempotency_key` (at most 200 characters, of one owner) gives the same job. `body_hash` is a digest
         of the parsed body. Raises IdempotencyMismatchError, TooManyError.
         """
-        return await self._submissions.submit(Request(problem, config, owner, idempotency_key, body_hash))
+        submitted = problem if isinstance(problem, SubmittedProblem) else ParsedProblem(problem)
+        return await self._submissions.submit(Request(submitted, config, owner, idempotency_key, body_hash))
 
     async def get(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """The job. Raises NotFoundError."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 from uuid import UUID, uuid4
 
@@ -34,11 +34,12 @@ from api.errors import DatabaseGoneError, IdempotencyMismatchError, JobError, To
 from api.jobs import queries, queue, results
 from api.jobs.database import Statement, for_reading, transaction
 from api.jobs.records import Job, JobConfig, StopReason, Submission
-from api.jobs.results import Answer, Equality
+from api.jobs.results import Answer, Built, Equality
 from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
 from api.settings import Settings
-from optpipe.problem import Problem
-from optpipe.schedule import Schedule, schedule_text
+from optpipe.problem import Objective, Problem
+from optpipe.schedule import schedule_text
+from solver.cache import rebuild_schedule
 from solver.methods import METHODS
 
 
@@ -57,24 +58,20 @@ class Submissions:
     async def _answer(self, request: Request) -> Answer | None:
         """Stored answer to this very problem, or one written now from the solution of an equal problem."""
         async with transaction(self._reading) as connection:
-            known = await results.find_answer(connection, request.digest, request.config)
+            known = await results.find_answer(connection, request.problem.digest, request.config)
         if known is not None:
             return known
-        equality = await asyncio.to_thread(Equality.of, request.problem)
+        equality = await request.problem.equality()
         async with transaction(self._reading) as connection:
             row = await results.find_solution(connection, equality.key)
         if row is None:
             return None
-
-        def write() -> tuple[Schedule, str] | None:
-            schedule = results.build_schedule_of_solution(row, request.problem, equality, request.config)
-            return (schedule, schedule_text(schedule)) if schedule else None
-
-        written = await asyncio.to_thread(write)
-        if written is None:
+        bound_us = row.bound * equality.time_us
+        built = await request.problem.build(row.orders, bound_us, row.method, row.solve_seconds)
+        if built is None or not results.is_good_enough(built, row, request.config):
             return None
         async with transaction(self._engine) as connection:
-            return await results.remember_answer(connection, row, request.digest, *written)
+            return await results.remember_answer(connection, row, request.problem.digest, built)
 
     async def _insert_all(
         self, owner: UUID | None, batch: Sequence[tuple[Request, Answer | None]]
@@ -103,7 +100,7 @@ async def _insert_job(
     values = {
         "id": job_id,
         "owner": request.owner,
-        "problem": request.problem_json,
+        "problem": request.problem.text,
         "problem_name": _storable(request.problem.name),
         "objective": request.problem.objective,
         "config": Jsonb(request.config.model_dump(mode="json")),
@@ -111,7 +108,7 @@ async def _insert_job(
     }
     row = None
     if answer is not None:  # no row comes back where another answer has been stored meanwhile
-        given: dict[str, Any] = {"digest": request.digest, "answer": answer.document}
+        given: dict[str, Any] = {"digest": request.problem.digest, "answer": answer.document}
         given |= {"reason": answer.status, "stopped_by": _stop_reason(answer, request.config)}
         row = await _ANSWERED.one_or_none(connection, **values, **given)
     if row is not None:
@@ -143,25 +140,57 @@ async def _find_idempotent(connection: AsyncConnection, request: Request) -> Job
     return await queries.job(connection, row.job_id, request.owner)
 
 
+class SubmittedProblem(ABC):
+    """A problem as it is stored, and the work on it that takes longer than an event loop may wait.
+
+    `text` is the problem's JSON, `digest` the text's SHA-256.
+    """
+
+    text: str
+    digest: bytes
+    name: str
+    objective: Objective
+
+    @abstractmethod
+    async def equality(self) -> Equality:
+        """Equality key of the problem."""
+
+    @abstractmethod
+    async def build(self, orders: str, bound_us: float, method: str, solve_seconds: float) -> Built | None:
+        """Schedule of the stored orders of an equal problem; None where they are not valid for this one."""
+
+
+class ParsedProblem(SubmittedProblem):
+    """A problem that was parsed in this process, where threads do the work."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.text, self.name, self.objective = problem.to_json(), problem.name, problem.objective
+        self.digest = hashlib.sha256(self.text.encode()).digest()
+
+    async def equality(self) -> Equality:
+        """See `SubmittedProblem.equality`."""
+        return await asyncio.to_thread(Equality.of, self._problem)
+
+    async def build(self, orders: str, bound_us: float, method: str, solve_seconds: float) -> Built | None:
+        """See `SubmittedProblem.build`."""
+
+        def build() -> Built | None:
+            schedule = rebuild_schedule(self._problem, orders, bound_us, method, solve_seconds)
+            return Built(schedule_text(schedule), schedule.value_us, schedule.bound_us) if schedule else None
+
+        return await asyncio.to_thread(build)
+
+
 @dataclass(frozen=True)
 class Request:
     """A job to be submitted. `body_hash` is a digest of the parsed body."""
 
-    problem: Problem
+    problem: SubmittedProblem
     config: JobConfig
     owner: UUID | None
     idempotency_key: str | None
     body_hash: bytes
-
-    @cached_property
-    def problem_json(self) -> str:
-        """The problem as it is stored."""
-        return self.problem.to_json()
-
-    @cached_property
-    def digest(self) -> bytes:
-        """SHA-256 of `problem_json`: equal for problems that are identical as text."""
-        return hashlib.sha256(self.problem_json.encode()).digest()
 
 
 def _storable(name: str) -> str:

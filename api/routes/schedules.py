@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Annotated, Literal
 from uuid import UUID
 
-from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from api.errors import HttpError
 from api.jobs.records import Job, Status
+from api.jobs.results import Built, Equality
+from api.jobs.submit import SubmittedProblem
 from api.middleware import JsonBody, Owner
-from api.models import CheckedAnswer, JobAnswer, JobsAnswer, SubmissionBody, read_submission
+from api.models import (
+    CheckedAnswer,
+    JobAnswer,
+    JobsAnswer,
+    ReadSubmission,
+    SubmissionBody,
+    hash_submission,
+    read_submission,
+)
 from api.openapi import WITH_BODY, errors, json_request
-from api.service import Service, TheService
-from solver.scale import count_ops
+from api.process_pool import ProcessPool
+from api.service import TheService
+from optpipe.problem import Problem
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 INLINE_BYTES = 64 * 2**10
-"""Bodies up to here are read within milliseconds, and so at once; larger ones are first tried in another process."""
+"""Bodies up to here are parsed within milliseconds, and so at once; larger ones in a process of the pool."""
 
 MOST_WAIT_S = 60.0
 MOST_JOBS = 200
@@ -79,12 +90,23 @@ async def submit(
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Have a problem solved. An equal problem that was solved at least as well before is answered at once."""
-    submission = await _read(service, owner, body)
-    if operation == "validate":
-        return JSONResponse(_checked(submission).model_dump())
-    digest = hashlib.sha256(submission.to_json().encode()).digest()
-    taken = await service.store.submit(submission.problem, submission.config, owner, idempotency_key, digest)
-    job = taken.job
+    large = len(body) > INLINE_BYTES
+    caps = asdict(service.caps)
+    if operation == "validate" and large:
+        checked = await service.pool.run("check_submission", body, owner, caps=caps)
+        return Response(checked, media_type="application/json")
+    problem: Problem | LargeProblem
+    if large:
+        head, text = (await service.pool.run("parse_submission", body, owner, caps=caps)).split(b"\n", 1)
+        read = ReadSubmission.model_validate_json(head)
+        problem = LargeProblem(read, text.decode(), service.pool, owner)
+        config, body_hash = read.config, bytes.fromhex(read.body_hash)
+    else:
+        submission = read_submission(body, service.caps)
+        problem, config, body_hash = submission.problem, submission.config, hash_submission(submission)
+        if operation == "validate":
+            return JSONResponse(CheckedAnswer.of(problem).model_dump())
+    job = (await service.store.submit(problem, config, owner, idempotency_key, body_hash)).job
     if wait and not job.ended:
         job = await service.store.wait_until_ended(job.id, owner, wait)
     answer = _job_response(job, 200 if job.ended else 202)
@@ -92,24 +114,29 @@ async def submit(
     return answer
 
 
-async def _read(service: Service, owner: UUID | None, body: bytes) -> SubmissionBody:
-    """The submission in a body. One that is large is tried first where it can take neither our time nor our memory."""
-    if len(body) <= INLINE_BYTES:
-        return read_submission(body, service.caps)
-    await service.pool.run("check_submission", body, owner, caps=asdict(service.caps))
-    return await to_thread.run_sync(read_submission, body, service.caps)
+class LargeProblem(SubmittedProblem):
+    """A problem that only processes of the pool parse, so that it takes neither this process's time nor its memory."""
 
+    def __init__(self, read: ReadSubmission, text: str, pool: ProcessPool, owner: UUID | None) -> None:
+        self.text, self.digest = text, bytes.fromhex(read.digest)
+        self.name, self.objective = read.name, read.objective
+        self._equality = Equality(read.equality_key, read.time_us)
+        self._pool, self._owner = pool, owner
 
-def _checked(submission: SubmissionBody) -> CheckedAnswer:
-    problem = submission.problem
-    return CheckedAnswer(
-        name=problem.name,
-        objective=problem.objective,
-        devices=len(problem.devices),
-        stages=len(problem.stages),
-        microbatches=problem.microbatches,
-        ops=count_ops(problem),
-    )
+    async def equality(self) -> Equality:
+        """See `SubmittedProblem.equality`."""
+        return self._equality
+
+    async def build(self, orders: str, bound_us: float, method: str, solve_seconds: float) -> Built | None:
+        """See `SubmittedProblem.build`. Also None where the pool is busy or fails: the job is then queued."""
+        options = {"orders": orders, "bound_us": bound_us, "method": method, "solve_seconds": solve_seconds}
+        answer = b""
+        with suppress(HttpError):
+            answer = await self._pool.run("build_equal", self.text.encode(), self._owner, **options)
+        if not answer:
+            return None
+        head, text = answer.split(b"\n", 1)
+        return Built(text.decode(), *json.loads(head))
 
 
 def _job_response(job: Job, status: int = 200) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from api.jobs import results
+from api.jobs import submit
 from api.jobs.database import make_engine
 from api.jobs.queries import remove_old
 from api.jobs.records import Job, JobConfig
@@ -47,7 +47,7 @@ async def test_the_same_words_have_the_same_document(
 ) -> None:
     await _solved(store)
     first = await _again(store)  # timed, verified and written
-    monkeypatch.setattr(results, "build_schedule", None)  # nothing is made any more
+    monkeypatch.setattr(submit, "rebuild_schedule", None)  # nothing is made any more
     again = [await _again(store, name=f"again {k}", tags=["t"]) for k in range(3)]
     texts = [await store.best_schedule(job.id) for job in (first, *again)]
     assert len({text.text for text in texts}) == 1

@@ -9,7 +9,10 @@ from uuid import UUID
 import pytest
 from httpx import Client
 
+from api.jobs.results import Equality
+from api.routes.schedules import INLINE_BYTES
 from instances import HALF, uniform
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.solve import solve
@@ -180,14 +183,52 @@ def test_a_schedule_that_is_known_is_not_sent_again(client: Client) -> None:
     assert other.status_code == 200
 
 
-def test_large_bodies_are_read_elsewhere(idle: Client) -> None:
-    stage = PROBLEM.stages[0].to_data()
-    large = body(uniform(2, 1)) | {}
-    large["problem"] = {**large["problem"], "stages": [stage] * 1000}
-    assert len(json.dumps(large)) > 100_000
+def _large(**config: Any) -> dict[str, Any]:
+    stages = [PROBLEM.stages[0].to_data() | {"device": k % 2} for k in range(600)]
+    large = body(PROBLEM, **config)
+    large["problem"] |= {"microbatches": 1, "stages": stages, "devices": [{"memory_bytes": None}] * 2}
+    assert len(json.dumps(large)) > INLINE_BYTES
+    return large
+
+
+def test_large_bodies_are_read_elsewhere(idle: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.models.parse_json", None)  # nothing is parsed in this process
+    large = _large()
     answer = idle.post("/v1/schedules", params={"operation": "validate"}, json=large)
-    assert answer.json()["ops"] == 3000
-    large["problem"]["stages"][999] = stage | {"forward_us": -1}
+    assert answer.json()["ops"] == 1800
+    large["problem"]["stages"][599]["forward_us"] = -1
     refused = idle.post("/v1/schedules", params={"operation": "validate"}, json=large)
     assert refused.status_code == 422
-    assert [fault["pointer"] for fault in refused.json()["errors"]] == ["/problem/stages/999/forward_us"]
+    assert [fault["pointer"] for fault in refused.json()["errors"]] == ["/problem/stages/599/forward_us"]
+
+
+def test_a_large_problem_is_submitted_without_parsing_it_here(idle: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.models.parse_json", None)
+    monkeypatch.setattr(Equality, "of", None)
+    large = _large(name="mine", tags=["a"], priority=1)
+    headers = {"Idempotency-Key": "large"}
+    job = idle.post("/v1/schedules", json=large, headers=headers).json()
+    assert (job["name"], job["tags"], job["objective"]) == ("mine", ["a"], "makespan")
+    reordered = dict(reversed(large.items()))
+    assert idle.post("/v1/schedules", json=reordered, headers=headers).json()["id"] == job["id"]
+    other = idle.post("/v1/schedules", json=_large(), headers=headers)
+    assert other.json()["errors"][0]["code"] == "idempotency_mismatch"
+
+
+def test_a_large_equal_problem_is_answered_in_its_own_words(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.routes.schedules.INLINE_BYTES", 1)
+    large = body(uniform(2, 5, budget=8, transfer_us=0), gap=1.0)
+    first = client.post("/v1/schedules", params={"wait": 20}, json=large).json()
+    assert first["status"] == "succeeded"
+    monkeypatch.setattr("api.models.parse_json", None)
+    monkeypatch.setattr("api.jobs.submit.rebuild_schedule", None)
+    large["problem"]["name"] = "other words"
+    for stage in large["problem"]["stages"]:
+        stage |= {name: 1000 * stage[name] for name in stage if name.endswith("_us")}
+    for _ in range(2):  # built from the solution; then the document that was stored
+        again = client.post("/v1/schedules", json=large)
+        assert again.status_code == 200
+        assert again.json()["value_us"] == 1000 * first["value_us"]
+        schedule = Schedule.from_json(client.get(f"/v1/schedules/{again.json()['id']}/schedule").content)
+        assert schedule.problem == Problem.from_data(large["problem"])
+        assert verify(schedule).ok
