@@ -1,4 +1,4 @@
-"""Times of merged sequences, compiled: what every step of the local search asks for.
+"""Times of merged sequences, compiled: incremental heads (earliest starts) and tails (latest starts) for the annealer.
 
 Forwards, the sequences are swept with one pointer a group; a pointer moves on when what its op needs from other
 groups has ended. The order in which ops are reached is kept, with the state of the sweep at regular marks, so that a
@@ -9,6 +9,9 @@ because the value would be too large.
 For spans every device begins no earlier than its release time, and its deadline counts from its first start. Moving
 the releases to the latest starts that keep all ends (`hold_back`) makes that an upper bound on the span that
 `optpipe.simulate` finds; most often it is equal.
+
+Heads and tails decide a move without timing the whole schedule, as in Taillard's and in Nowicki and Smutnicki's tabu
+searches for job shops (1994, 1996); here heads are computed anew only where they change. Proofs: docs/math/search.md.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Latest(NamedTuple):
 
 
 def empty_times(table: Table) -> Times:
-    """Room for the times of any sequences of a problem."""
+    """Allocate the times of any sequences of a problem."""
     ops = len(table.classes) << table.shift
     return Times(
         end_us=np.zeros(ops),
@@ -60,7 +63,7 @@ def empty_times(table: Table) -> Times:
 
 
 def empty_latest(table: Table) -> Latest:
-    """Room for latest starts; no op has one yet."""
+    """Allocate latest starts; no op has one yet."""
     return Latest(
         np.full(len(table.classes) << table.shift, NEVER_US),
         np.full((MARKS + 2, table.streams + 2 * table.devices), NEVER_US),
@@ -85,9 +88,9 @@ def sweep(
     whose latest starts are out of date. Returns how many ops of the order are new; the mark from which on all is as
     before (MARKS + 1: the end; NONE: it gave up); by how much later all F and B end, together.
 
-    Op `x` of microbatch `i` stands at place `q`; `one` is the record of its class, `at` its earliest start and then its
-    end. All this is one piece because all time is spent here: with the earliest start in a function of its own
-    annealing took 1.8 to 3 times as long.
+    Op `x` of microbatch `i` stands at place `q`; `record` is that of its class, `at` its earliest start and then its
+    end. One function, since nearly all time is spent here: with the earliest start in a function of its own annealing
+    took 1.8 to 3 times as long.
     """
     shift, step, offloads = table.shift, table.step, O * table.stages
     compute, copies, groups = table.streams, table.streams + table.devices, table.streams + 2 * table.devices
@@ -95,7 +98,7 @@ def sweep(
     clock = np.empty(groups + len(table.first))
     copy(times.marks[mark], clock)
     done, total = mark * step, size(merged)
-    reach = 0  # whatever may still differ because of ops that differ stands before this position
+    reach = 0  # ops whose inputs have changed all stand before this position of the order
     later_us = 0.0
     progress = True
     while progress:
@@ -105,43 +108,46 @@ def sweep(
             stop = table.first[g] + merged.length[g]
             while q < stop:
                 x = merged.ops[q]
-                one = table.classes[x >> shift]
+                record = table.classes[x >> shift]
                 i = x & mask
-                at = clock[one.stream]
-                if one.before >= 0:
-                    y = one.before << shift | i
-                    h = table.classes[one.before].group
+                at = clock[record.stream]
+                if record.before >= 0:
+                    y = record.before << shift | i
+                    h = table.classes[record.before].group
                     if h != g and merged.place[y] >= clock[groups + h]:
-                        break  # the pointer of the other group has not come there yet
-                    at = max(at, times.end_us[y] + one.delay_us)
-                if one.returns >= 0 and merged.place[one.returns << shift | i] >= 0:
-                    at = max(at, times.end_us[one.returns << shift | i])
-                if one.acquires:  # waits for the last release before it on each other stream of its device
-                    at = max(at, clock[copies + one.device])
+                        break  # not timed yet: go on with the other groups; a round without progress is a deadlock
+                    at = max(at, times.end_us[y] + record.delay_us)
+                if record.returns >= 0 and merged.place[record.returns << shift | i] >= 0:
+                    at = max(at, times.end_us[record.returns << shift | i])
+                if record.acquires:
+                    # The waits that let a sequence keep its budgets under any timing (docs/math/any-timing.md): for the
+                    # last release before it on each other stream of its device. On its own stream it is later anyway.
+                    at = max(at, clock[copies + record.device])
                     if x >> shift >= offloads:
-                        at = max(at, clock[compute + one.device])
+                        at = max(at, clock[compute + record.device])
                 if at > latest.start_us[x] + slack_us and (q < touched[0, g] or q > touched[1, g]):
                     return done, NONE, later_us
-                at += one.duration_us
+                at += record.duration_us
                 if at != times.end_us[x]:
-                    if x >> shift < W * table.stages:
+                    if x >> shift < W * table.stages:  # F and B, whose ends other stages wait for
                         later_us += at - times.end_us[x]
                     if table.spans and i == 0 and x >> shift < table.stages:
                         reach = total + 1  # a device may begin at another time: its span is to be measured again
                     times.end_us[x] = at
-                    if one.after >= 0:
-                        reach = max(reach, kept.position[one.after << shift | i] + 1)
-                    if one.leaves >= 0:
-                        reach = max(reach, kept.position[one.leaves << shift | i] + 1)
-                clock[one.stream] = at
-                if one.releases:
-                    clock[(copies if x >> shift >= offloads else compute) + one.device] = at
+                    if record.after >= 0:
+                        reach = max(reach, kept.position[record.after << shift | i] + 1)
+                    if record.leaves >= 0:
+                        reach = max(reach, kept.position[record.leaves << shift | i] + 1)
+                clock[record.stream] = at
+                if record.releases:
+                    clock[(copies if x >> shift >= offloads else compute) + record.device] = at
                 times.order[done] = x
                 done += 1
                 q += 1
                 if done % step == 0 and done < total:
                     clock[groups + g] = q
                     row = done // step
+                    # From equal states, with no changed input ahead, the rest of both sweeps is the same.
                     if reach <= done and _as_before(kept.marks[row], clock, groups, touched):
                         return done, row, later_us
                     copy(clock, times.marks[row])
@@ -166,7 +172,8 @@ def _as_before(state: Floats, clock: Floats, groups: int, touched: Ints) -> bool
 def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, row: int, settled: int) -> int:
     """Latest starts of the ops before a mark (all, for row MARKS + 1), from the backward state there.
 
-    Stops early at a mark from `settled` on down where the state is as it was. Returns how many ops it went through.
+    The rules of `sweep` read backwards. Stops early at a mark from `settled` on down where the state is as it was and
+    no op before it has a successor whose latest start changed (`reach`). Returns how many ops it went through.
     """
     shift, step, offloads, reloads = table.shift, table.step, O * table.stages, R * table.stages
     acquired, reloaded = table.streams, table.streams + table.devices
@@ -177,27 +184,27 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
     reach = begin
     for k in range(begin - 1, -1, -1):
         x = times.order[k]
-        one = table.classes[x >> shift]
+        record = table.classes[x >> shift]
         i = x & mask
-        end = clock[one.stream]
-        if one.after >= 0:
-            end = min(end, latest.start_us[one.after << shift | i] - one.after_us)
-        if one.leaves >= 0 and merged.place[one.leaves << shift | i] >= 0:
-            end = min(end, latest.start_us[one.leaves << shift | i])
-        if one.releases:
-            end = min(end, clock[reloaded + one.device])
+        end = clock[record.stream]
+        if record.after >= 0:
+            end = min(end, latest.start_us[record.after << shift | i] - record.after_us)
+        if record.leaves >= 0 and merged.place[record.leaves << shift | i] >= 0:
+            end = min(end, latest.start_us[record.leaves << shift | i])
+        if record.releases:
+            end = min(end, clock[reloaded + record.device])
             if x >> shift >= offloads:
-                end = min(end, clock[acquired + one.device])
-        start = end - one.duration_us
+                end = min(end, clock[acquired + record.device])
+        start = end - record.duration_us
         if start != latest.start_us[x]:
             latest.start_us[x] = start
-            if one.before >= 0:
-                reach = min(reach, times.position[one.before << shift | i])
-            if one.returns >= 0 and merged.place[one.returns << shift | i] >= 0:
-                reach = min(reach, times.position[one.returns << shift | i])
-        clock[one.stream] = start
-        if one.acquires:
-            clock[(reloaded if x >> shift >= reloads else acquired) + one.device] = start
+            if record.before >= 0:
+                reach = min(reach, times.position[record.before << shift | i])
+            if record.returns >= 0 and merged.place[record.returns << shift | i] >= 0:
+                reach = min(reach, times.position[record.returns << shift | i])
+        clock[record.stream] = start
+        if record.acquires:
+            clock[(reloaded if x >> shift >= reloads else acquired) + record.device] = start
         if k % step == 0:
             if k // step <= settled and reach >= k and equal(clock, latest.marks[k // step]):
                 return begin - k
@@ -214,8 +221,8 @@ def value_us(table: Table, times: Times, start_us: Floats) -> tuple[float, float
     fill(start_us, NEVER_US if table.spans else 0.0)
     if table.spans:
         for s in range(table.stages):
-            one = table.classes[s]
-            start_us[one.device] = min(start_us[one.device], times.end_us[s << table.shift] - one.duration_us)
+            record = table.classes[s]
+            start_us[record.device] = min(start_us[record.device], times.end_us[s << table.shift] - record.duration_us)
     largest, total = 0.0, 0.0
     for d in range(table.devices):
         if start_us[d] < NEVER_US:
@@ -227,7 +234,7 @@ def value_us(table: Table, times: Times, start_us: Floats) -> tuple[float, float
 
 @njit(cache=True)
 def set_deadlines(table: Table, latest: Latest, start_us: Floats, span_us: float) -> None:
-    """Put the last mark of the backward sweep: every device ends `span_us` after its start."""
+    """Set the last mark of the backward sweep: every device ends `span_us` after its start."""
     fill(latest.marks[MARKS + 1], NEVER_US)
     for d in range(table.devices):
         latest.marks[MARKS + 1, d] = start_us[d] + span_us
@@ -235,9 +242,9 @@ def set_deadlines(table: Table, latest: Latest, start_us: Floats, span_us: float
 
 @njit(cache=True)
 def hold_back(table: Table, merged: Merged, times: Times, latest: Latest) -> bool:
-    """Sweep all, for spans with every device held back as long as all of them still end as early as they can.
+    """Sweep all; for spans every device is held back as long as all of them still end as early as they can.
 
-    False at a deadlock.
+    A device that begins later without ending later has a shorter span. False at a deadlock.
     """
     fill(times.marks[0], 0.0)
     for g in range(len(table.first)):

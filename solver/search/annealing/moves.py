@@ -1,8 +1,13 @@
 """Moves of the annealer, compiled: proposals, shifts, offloads, and repairs of memory.
 
-A change is made in place; ``touched[0, g]`` and ``touched[1, g]`` are the first and last place of group g that it
-touches, so that it can be kept or taken back. Every change leaves each group's sequence in an order that its own
+A move is made in place; ``touched[0, g]`` and ``touched[1, g]`` are the first and last place of group g that it
+touches, so that it can be accepted or reverted. Every move leaves each group's sequence in an order that its own
 dependencies allow; what another group makes impossible shows as a deadlock in the sweep.
+
+Ops are shifted within a sequence (the insertion neighbourhood of job shops: van Laarhoven, Aarts and Lenstra 1992;
+Dell'Amico and Trubian 1993), mostly ops without slack, since only these can make the schedule shorter. Chains and
+diagonals shift many ops alike: good pipeline schedules repeat by microbatch and by stage, and between two of them lie
+worse ones that no single shift gets past.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ UNTOUCHED = 1 << 40
 
 @njit(cache=True)
 def clear(touched: Ints) -> None:
-    """Nothing is touched."""
+    """Mark every place as untouched."""
     for g in range(touched.shape[1]):
         touched[0, g] = UNTOUCHED
         touched[1, g] = NONE
@@ -59,42 +64,42 @@ def earliest(table: Table, merged: Merged, x: int) -> int:
     stages, mask = table.stages, (1 << table.shift) - 1
     c, i = x >> table.shift, x & mask
     g = table.classes[c].group
-    at = max(table.first[g], neighbour(table, merged, x, -1) + 1)
+    place = max(table.first[g], neighbour(table, merged, x, -1) + 1)  # microbatches keep their order
     before = table.classes[c].before
     if before >= 0 and table.classes[before].group == g:
-        at = max(at, merged.place[before << table.shift | i] + 1)
-    if B * stages <= c < W * stages:
-        at = max(at, merged.place[(c - stages) << table.shift | i] + 1)
+        place = max(place, merged.place[before << table.shift | i] + 1)
+    if B * stages <= c < W * stages:  # B after its F and after its reload
+        place = max(place, merged.place[(c - stages) << table.shift | i] + 1)
         if table.classes[c].returns >= 0:
-            at = max(at, merged.place[table.classes[c].returns << table.shift | i] + 1)
-    elif W * stages <= c < O * stages:
-        at = max(at, merged.place[(c - stages) << table.shift | i] + 1)
-    return int(at)
+            place = max(place, merged.place[table.classes[c].returns << table.shift | i] + 1)
+    elif W * stages <= c < O * stages:  # W after its B
+        place = max(place, merged.place[(c - stages) << table.shift | i] + 1)
+    return int(place)
 
 
 @njit(cache=True)
 def last(table: Table, merged: Merged, x: int) -> int:
-    """The last place that `x` may take while all others stay."""
+    """The last place that `x` may take while all others stay: in front of what depends on it within its group."""
     stages, mask = table.stages, (1 << table.shift) - 1
     c, i = x >> table.shift, x & mask
     g = table.classes[c].group
-    at = table.first[g] + merged.length[g] - 1
+    place = table.first[g] + merged.length[g] - 1
     following = neighbour(table, merged, x, 1)
     if following >= 0:
-        at = min(at, following - 1)
+        place = min(place, following - 1)
     after = table.classes[c].after
     if after >= 0 and table.classes[after].group == g:
-        at = min(at, merged.place[after << table.shift | i] - 1)
-    if c < W * stages:
-        at = min(at, merged.place[(c + stages) << table.shift | i] - 1)
+        place = min(place, merged.place[after << table.shift | i] - 1)
+    if c < W * stages:  # F before its B, B before its W; F before its offload
+        place = min(place, merged.place[(c + stages) << table.shift | i] - 1)
         if table.classes[c].leaves >= 0 and merged.place[table.classes[c].leaves << table.shift | i] >= 0:
-            at = min(at, merged.place[table.classes[c].leaves << table.shift | i] - 1)
-    return int(at)
+            place = min(place, merged.place[table.classes[c].leaves << table.shift | i] - 1)
+    return int(place)
 
 
 @njit(cache=True)
 def shift(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> None:
-    """Move `x` to place `target`; what lies between makes room."""
+    """Move `x` to place `target`; the ops between move up by one place."""
     at = merged.place[x]
     step = 1 if target > at else -1
     g = table.classes[x >> table.shift].group
@@ -126,7 +131,7 @@ def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int)
 
 @njit(cache=True)
 def insert(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> None:
-    """Add an op that is not there at place `target`."""
+    """Add an absent op at place `target`."""
     g = table.classes[x >> table.shift].group
     end = table.first[g] + merged.length[g]
     merged.ops[end] = x
@@ -137,7 +142,7 @@ def insert(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> 
 
 @njit(cache=True)
 def remove(table: Table, merged: Merged, touched: Ints, x: int) -> None:
-    """Take an op out."""
+    """Remove an op."""
     g = table.classes[x >> table.shift].group
     end = table.first[g] + merged.length[g] - 1
     shift(table, merged, touched, x, end)
@@ -147,9 +152,9 @@ def remove(table: Table, merged: Merged, touched: Ints, x: int) -> None:
 
 @njit(cache=True)
 def add_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int, after: int, ahead: int) -> bool:
-    """Let the activation of F(s, i) leave `after` places behind F and return `ahead` places before B, if it stays now.
+    """Offload the activation of F(s, i): O `after` places behind F, R `ahead` places before B, if it stays now.
 
-    Both places give way to the offloads of the microbatches before and after. False where there is no room.
+    Both are moved to keep the order of microbatches among the stage's offloads and reloads. False where no place does.
     """
     leaves = (O * table.stages + s) << table.shift | i
     returns = (R * table.stages + s) << table.shift | i
@@ -157,26 +162,26 @@ def add_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int, aft
         return False
     forward = merged.place[s << table.shift | i]
     backward = merged.place[(B * table.stages + s) << table.shift | i]
-    returned, left = neighbour(table, merged, returns, -1), neighbour(table, merged, leaves, -1)
-    returning, leaving = neighbour(table, merged, returns, 1), neighbour(table, merged, leaves, 1)
-    back = max(backward - ahead, returned + 1, forward + 1)
-    if returning >= 0:
-        back = min(back, returning)
-    if back > backward or back <= max(returned, forward):
+    last_reload, last_offload = neighbour(table, merged, returns, -1), neighbour(table, merged, leaves, -1)
+    next_reload, next_offload = neighbour(table, merged, returns, 1), neighbour(table, merged, leaves, 1)
+    back = max(backward - ahead, last_reload + 1, forward + 1)
+    if next_reload >= 0:
+        back = min(back, next_reload)
+    if back > backward or back <= max(last_reload, forward):
         return False
-    out = max(min(forward + 1 + after, back), left + 1)
-    if leaving >= 0:
-        out = min(out, leaving)
-    if out > back or out <= max(left, forward):
+    out = max(min(forward + 1 + after, back), last_offload + 1)
+    if next_offload >= 0:
+        out = min(out, next_offload)
+    if out > back or out <= max(last_offload, forward):
         return False
-    insert(table, merged, touched, returns, back)
+    insert(table, merged, touched, returns, back)  # first, since it stands behind: `out` stays the place of O
     insert(table, merged, touched, leaves, out)
     return True
 
 
 @njit(cache=True)
 def drop_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int) -> bool:
-    """Let the activation of F(s, i) stay, if it leaves now."""
+    """Keep the activation of F(s, i) on its device, if it is offloaded now."""
     leaves = (O * table.stages + s) << table.shift | i
     if merged.place[leaves] < 0:
         return False
@@ -194,7 +199,7 @@ MOVES = 7
 def propose(
     table: Table, merged: Merged, times: Times, latest: Latest, touched: Ints, weights: Floats, random: Word
 ) -> None:
-    """Make a random change of a random kind, or none where there is no room."""
+    """Make a random move of a random kind, or none where there is no room for it."""
     total = 0.0
     for weight in weights:
         total += weight
@@ -211,10 +216,11 @@ def propose(
     if move == RELAY:
         _relay(table, merged, touched, random)
         return
-    x = _chosen(table, merged, times, latest, random)
+    x = _random_op(table, merged, times, latest, random)
     if move == FILL:
         _fill(table, merged, touched, random, x)
         return
+    # Up to a random power of two, so that all scales occur and short shifts, which are accepted most, most often.
     distance = 1 + below(random, 1 << below(random, 7))
     distance = -distance if below(random, 2) else distance
     if move == SHIFT:
@@ -228,8 +234,11 @@ def propose(
 
 
 @njit(cache=True)
-def _chosen(table: Table, merged: Merged, times: Times, latest: Latest, random: Word) -> int:
-    """A random op, preferably one without slack."""
+def _random_op(table: Table, merged: Merged, times: Times, latest: Latest, random: Word) -> int:
+    """A random op, in two of three cases one without slack if a few tries meet one.
+
+    Only ops without slack lie on a critical path; the others are needed too, to make room for them.
+    """
     total = size(merged)
     x = times.order[below(random, total)]
     if below(random, 3) == 0:
@@ -244,23 +253,23 @@ def _chosen(table: Table, merged: Merged, times: Times, latest: Latest, random: 
 
 @njit(cache=True)
 def _fill(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> None:
-    """Bring some later op in front of `x`."""
+    """Bring some later op in front of `x`: where `x` waits, the device is idle until it starts."""
     g = table.classes[x >> table.shift].group
-    at = int(merged.place[x])
-    room = table.first[g] + merged.length[g] - 1 - at
+    place = int(merged.place[x])
+    room = table.first[g] + merged.length[g] - 1 - place
     if room <= 0:
         return
     reach = min(room, 1 << (1 + below(random, 7)))
     for _ in range(4):
-        y = int(merged.ops[at + 1 + below(random, reach)])
-        if earliest(table, merged, y) <= at:
-            shift(table, merged, touched, y, at)
+        y = int(merged.ops[place + 1 + below(random, reach)])
+        if earliest(table, merged, y) <= place:
+            shift(table, merged, touched, y, place)
             return
 
 
 @njit(cache=True)
 def _chain(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
-    """Shift an op and those of the next microbatches alike."""
+    """Shift an op and those of the next microbatches alike, in the order in which none is in the way of the next."""
     i = x & ((1 << table.shift) - 1)
     count = min(2 + below(random, 1 << (1 + below(random, 6))), table.microbatches - i)
     for k in range(count):
@@ -287,14 +296,14 @@ def _grid(table: Table, merged: Merged, touched: Ints, random: Word, x: int, dis
 
 @njit(cache=True)
 def _stages_from(table: Table, random: Word, x: int) -> int:
-    """A random number of stages from that of an op on, as many as there are at most."""
+    """A random number of stages from that of an op on, no more than there are."""
     s = (x >> table.shift) % table.stages
     return int(min(2 + below(random, 8), table.stages - s))
 
 
 @njit(cache=True)
 def _relay(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
-    """Let another activation of a device leave in the place of one that leaves now."""
+    """Offload another activation of a device in the place of one that is offloaded now: the traffic stays the same."""
     s = int(table.offloadable[below(random, len(table.offloadable))])
     i = below(random, table.microbatches)
     if not drop_offload(table, merged, touched, s, i):
@@ -321,14 +330,15 @@ def _toggle_offload(table: Table, merged: Merged, touched: Ints, random: Word) -
 
 
 REACH = 200
-"""How far a repair looks for a release, in places."""
+"""Places up to which a repair searches for a release."""
 
 
 @njit(cache=True)
-def _begin(table: Table, levels: Ints, touched: Ints, g: int, level: Ints) -> int:
-    """Where counting must begin, and the level of each device of the group there.
+def _first_counted(table: Table, levels: Ints, touched: Ints, g: int, level: Ints) -> int:
+    """The place from which on levels must be counted; sets `level`, zeros before, to those of the devices there.
 
-    Where a group has one device, its level before each place is known. `level` comes in as zeros.
+    A group of one device starts at its first touched place, before which `levels` holds. In a group of several,
+    `levels` has only the level of each op's own device, so counting starts at the group's first place.
     """
     d = table.alone[g]
     if d < 0 or touched[0, g] == table.first[g]:
@@ -345,10 +355,10 @@ def note_levels(table: Table, merged: Merged, levels: Ints, touched: Ints) -> No
         if touched[1, g] < 0:
             continue
         fill(level, 0)
-        for q in range(_begin(table, levels, touched, g, level), table.first[g] + merged.length[g]):
-            one = table.classes[merged.ops[q] >> table.shift]
-            levels[q] = level[one.device]
-            level[one.device] += one.change_bytes
+        for q in range(_first_counted(table, levels, touched, g, level), table.first[g] + merged.length[g]):
+            record = table.classes[merged.ops[q] >> table.shift]
+            levels[q] = level[record.device]
+            level[record.device] += record.change_bytes
             if q > touched[1, g]:
                 break
 
@@ -357,36 +367,38 @@ def note_levels(table: Table, merged: Merged, levels: Ints, touched: Ints) -> No
 def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: int, repairs: int, pull: bool) -> bool:
     """True if the sequence of a group keeps the budgets of its devices, after up to `repairs` further shifts.
 
-    `levels` are those before the change. A repair brings a release forward to the op that has no room (`pull`), or
-    puts that op off behind the release.
+    `levels` are those before the move. A repair brings a release forward to the op that has no room (`pull`), or
+    puts that op off behind the release. Only touched places are counted: a move permutes what stands between the first
+    and the last of them, so behind them every level is as before. Repairs extend what is touched.
     """
     level = np.zeros(table.devices, np.int64)
-    q = _begin(table, levels, touched, g, level)
+    q = _first_counted(table, levels, touched, g, level)
     while q < table.first[g] + merged.length[g] and q <= touched[1, g]:
-        one = table.classes[merged.ops[q] >> table.shift]
-        if one.need_bytes > 0 and level[one.device] + one.need_bytes > table.budget_bytes[one.device]:
+        record = table.classes[merged.ops[q] >> table.shift]
+        if record.need_bytes > 0 and level[record.device] + record.need_bytes > table.budget_bytes[record.device]:
             if repairs == 0 or not _repair(table, merged, touched, q, pull):
                 return False
             repairs -= 1
             continue
-        level[one.device] += one.change_bytes
+        level[record.device] += record.change_bytes
         q += 1
     return True
 
 
 @njit(cache=True)
 def _repair(table: Table, merged: Merged, touched: Ints, q: int, pull: bool) -> bool:
+    """Exchange the op at place `q`, which has no room, and the next release of its device that can be exchanged."""
     x = merged.ops[q]
     short = table.classes[x >> table.shift]
-    for at in range(q + 1, min(q + REACH, table.first[short.group] + merged.length[short.group])):
-        y = merged.ops[at]
-        one = table.classes[y >> table.shift]
-        if one.device != short.device or one.change_bytes >= 0:
+    for place in range(q + 1, min(q + REACH, table.first[short.group] + merged.length[short.group])):
+        y = merged.ops[place]
+        record = table.classes[y >> table.shift]
+        if record.device != short.device or record.change_bytes >= 0:
             continue
         if not pull:
-            if last(table, merged, x) < at:
+            if last(table, merged, x) < place:
                 return False
-            shift(table, merged, touched, x, at)
+            shift(table, merged, touched, x, place)
             return True
         if earliest(table, merged, y) <= q:
             shift(table, merged, touched, y, q)

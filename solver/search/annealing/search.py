@@ -1,7 +1,8 @@
-"""Simulated annealing over merged sequences, in as many threads as a solve has.
+"""Simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983) over merged sequences, in as many threads as a solve has.
 
-All compiled code of the search ends up in `anneal` and `begin_annealing`. The cache of numba looks only at the file in
-which a function stands: after a change of a file that this one imports, clear ``__pycache__``.
+Representation, moves and timing are those of docs/math/search.md. All compiled code of the search ends up in `anneal`
+and `begin_annealing`. The cache of numba looks only at the file in which a function stands: after a change of a file
+that this one imports, clear ``__pycache__``.
 """
 
 from __future__ import annotations
@@ -64,30 +65,30 @@ WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5])
 """Relative frequency of each kind of move."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
-"""Places in `State.numbers`."""
+"""Indices into `State.numbers`."""
 
 MEAN, FLOW = range(2)
-"""Places in `State.energy_weights`."""
+"""Indices into `State.energy_weights`."""
 
 PROPOSAL_WORK = 20
-"""Ops that could be timed while a change is proposed."""
+"""Cost of proposing a move, in ops timed."""
 
 PLACES_AN_OP = 4
-"""Places along which memory is counted while an op is timed."""
+"""Places along which memory is counted at the cost of one op timed."""
 
 MOST_REPAIRS = 5
-"""Shifts that may bring a change back into the budgets; how many is drawn for each change."""
+"""Largest number of shifts that bring a move back into the budgets; the number is drawn for each move."""
 
 
 class State(NamedTuple):
-    """One annealing: the sequences tried and those kept, their times, and the best found.
+    """One annealing: the sequences tried and those kept, their times, and the best sequences.
 
     Annealing minimizes an energy: the value, plus ``energy_weights[MEAN]`` times the mean span, plus
     ``energy_weights[FLOW]`` times the sum of the ends of all F and B (less what it was at the beginning). Both lead
     across the plateaus of the value. `numbers`: value, mean span and energy of what is kept, best value. `work`: ops
-    timed so far (and what costs as much). `start_us`: when each device begins. `levels`: the bytes on its device before
-    each place of what is kept. `touched`: where `tried` differs from that. `weights`: how often each kind of move is
-    tried.
+    timed so far, with the cost of the rest in ops timed. `start_us`: when each device begins. `levels`: the bytes on
+    its device before each place of what is kept. `touched`: where `tried` differs from that. `weights`: relative
+    frequency of each kind of move.
     """
 
     table: Table
@@ -108,7 +109,7 @@ class State(NamedTuple):
 
 
 def build_state(table: Table, merged: Merged, seed: int, weights: Floats = WEIGHTS) -> State | None:
-    """A state that begins at given sequences, None where these break a budget or deadlock."""
+    """Build a state that begins at given sequences; None where these break a budget or deadlock."""
     state = State(
         table=table,
         tried=copied(merged),
@@ -131,7 +132,7 @@ def build_state(table: Table, merged: Merged, seed: int, weights: Floats = WEIGH
 
 @njit(cache=True)
 def begin_annealing(state: State, merged: Merged) -> bool:
-    """Begin (again) at some sequences. False where these break a budget or deadlock."""
+    """Begin, or begin again, at some sequences. False where these break a budget or deadlock."""
     table, groups = state.table, len(state.table.first)
     overwrite(merged, state.kept)
     overwrite(merged, state.tried)
@@ -145,7 +146,7 @@ def begin_annealing(state: State, merged: Merged) -> bool:
     state.work[0] += 3 * size(state.tried)
     copy(state.times.marks[0], state.kept_times.marks[0])
     value, mean = value_us(table, state.times, state.start_us)
-    _keep(state, 0, size(state.tried), MARKS + 1, value, mean)
+    _accept(state, 0, size(state.tried), MARKS + 1, value, mean)
     state.numbers[ENERGY] = value
     _note_best(state)
     return True
@@ -158,6 +159,8 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
     limit = state.work[0] + work
     best = state.numbers[BEST]
     while state.work[0] < limit:
+        # The Metropolis rule, accept with probability exp(-rise / temperature), with its random number drawn first: so
+        # the rise that would still be accepted is known before timing, and a sweep can stop as soon as it exceeds that.
         threshold = state.numbers[ENERGY] - temperature_us * np.log(1.0 - unit(state.random))
         propose(
             table,
@@ -169,10 +172,11 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
             state.random,
         )
         state.work[0] += PROPOSAL_WORK
-        mark = _allowed(state)
+        mark = _first_mark(state)
         if mark == NONE:
-            _take_back(state, 0, 0)
+            _revert(state, 0, 0)
             continue
+        # A share of the value above the threshold, for sums of floats in another order.
         slack_us = threshold - state.numbers[ENERGY] + 1e-9 * state.numbers[VALUE]
         done, row, later_us = sweep(
             table,
@@ -186,15 +190,15 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
         )
         state.work[0] += done - mark * table.step
         value, mean = state.numbers[VALUE], state.numbers[MEAN_SPAN]
-        if row > MARKS:
+        if row > MARKS:  # a sweep that met its old state again leaves the ends of all devices as they were
             value, mean = value_us(table, state.times, state.start_us)
         energy = state.numbers[ENERGY] + value - state.numbers[VALUE]
         energy += state.energy_weights[MEAN] * (mean - state.numbers[MEAN_SPAN])
         energy += state.energy_weights[FLOW] * later_us
         if row == NONE or energy > threshold:
-            _take_back(state, mark, done)
+            _revert(state, mark, done)
             continue
-        _keep(state, mark, done, row, value, mean)
+        _accept(state, mark, done, row, value, mean)
         state.numbers[ENERGY] = energy
         _note_best(state)
     return bool(state.numbers[BEST] < best)
@@ -208,10 +212,12 @@ def _note_best(state: State) -> None:
 
 
 @njit(cache=True)
-def _keep(state: State, mark: int, done: int, row: int, value: float, mean: float) -> None:
+def _accept(state: State, mark: int, done: int, row: int, value: float, mean: float) -> None:
     """Make what was tried the state kept: its order is new from a mark on, up to `done`, which `row` belongs to."""
     table = state.table
-    settled = mark if equal(state.tried.length, state.kept.length) else NONE  # an offload dropped frees its F
+    # Before the mark ops are as they were. But a dropped offload no longer bounds the latest start of its F, which may
+    # stand before the mark: then the backward sweep goes on to the first op.
+    settled = mark if equal(state.tried.length, state.kept.length) else NONE
     copy_touched(table, state.tried, state.kept, state.touched)
     note_levels(table, state.kept, state.levels, state.touched)
     clear(state.touched)
@@ -222,7 +228,7 @@ def _keep(state: State, mark: int, done: int, row: int, value: float, mean: floa
         state.kept_times.end_us[x] = state.times.end_us[x]
     for r in range(mark + 1, done // table.step + 1):
         copy(state.times.marks[r], state.kept_times.marks[r])
-    if row > MARKS:
+    if row > MARKS:  # else value and deadlines are as before
         copy(state.times.marks[row], state.kept_times.marks[row])
         set_deadlines(table, state.latest, state.start_us, value)
     state.numbers[VALUE] = value
@@ -231,7 +237,7 @@ def _keep(state: State, mark: int, done: int, row: int, value: float, mean: floa
 
 
 @njit(cache=True)
-def _take_back(state: State, mark: int, done: int) -> None:
+def _revert(state: State, mark: int, done: int) -> None:
     """Make what was tried equal to what is kept again: its order differs from a mark on, up to `done`."""
     table = state.table
     copy_touched(table, state.kept, state.tried, state.touched)
@@ -246,8 +252,8 @@ def _take_back(state: State, mark: int, done: int) -> None:
 
 
 @njit(cache=True)
-def _allowed(state: State) -> int:
-    """The mark from which the change must be timed, NONE where nothing changed or a budget is broken."""
+def _first_mark(state: State) -> int:
+    """The mark from which the move must be timed, NONE where nothing changed or a budget is broken."""
     table, touched = state.table, state.touched
     repairs = int((MOST_REPAIRS + 1) * unit(state.random))
     pull = unit(state.random) < 0.5
@@ -267,7 +273,7 @@ WORK_PER_UNIT = 5e7
 """Ops timed in about a second on one core: the unit of a deterministic limit."""
 
 CHUNK_WORK = 500_000
-"""Ops timed between two looks at the limits: some 10 to 20 ms."""
+"""Ops timed between two checks of the limits: some 10 to 20 ms."""
 
 REPORT_WORK_PER_OP = 2500
 """Ops timed, for each op of a schedule, before the next better one is simulated, which takes a tenth of that time."""
@@ -276,20 +282,20 @@ FIRST_CYCLE_S = 1.0
 """Length of the first cycle in seconds or units of work; each next one is half as long again."""
 
 
-class Mood(NamedTuple):
-    """How a cycle anneals: its first temperature in mean durations of a compute op, and the weight of early ends."""
+class Cooling(NamedTuple):
+    """Cooling schedule of a cycle: first temperature, in mean durations of a compute op; the weight of early ends."""
 
-    hot: float
+    temperature: float
     flow: float
 
 
-MOODS = (Mood(0.02, 0.005), Mood(0.1, 0.002), Mood(0.2, 0.0), Mood(0.03, 0.02))
+COOLINGS = (Cooling(0.02, 0.005), Cooling(0.1, 0.002), Cooling(0.2, 0.0), Cooling(0.03, 0.02))
 """Large problems gain most from cool beginnings, small ones from hot ones; early ends lead across wide plateaus."""
 
 OPS_TO_COOL = 1e7
 """Ops timed, for each op of the schedule, to cool down from a whole mean duration; half as hot takes a quarter."""
 
-COOLING = 20.0
+COOLING_FACTOR = 20.0
 """First over last temperature of a cycle."""
 
 
@@ -302,31 +308,28 @@ def local_search(
 ) -> Solution:
     """Anneal from the best schedule known, now and then from `others` within the budgets; report every better answer.
 
-    Without any schedule it begins at the floor. The answer's bound is that of the start: a local search proves nothing.
+    Without any schedule it begins at the serial one. The answer's bound is that of the start: a local search proves
+    nothing.
     """
-    found = _Best(problem, start, on_solution)
+    best = _SharedBest(problem, start, on_solution)
     table = build_table(problem)
-    begins = _begins(problem, table, start, others)
-    if begins and not limits.cancel.requested:
+    candidates = [orders for orders in (start.orders, *others) if orders is not None]
+    if not candidates:
+        serial = serial_orders(problem)
+        candidates = [] if serial is None else [serial]
+    simulations = (simulate(problem, orders) for orders in candidates)
+    merged = (merge(table, timed) for timed in sorted(simulations, key=lambda timed: timed.value_us))
+    starts = [sequences for sequences in merged if build_state(table, sequences, 0) is not None]
+    if starts and not limits.cancel.requested:
         threads = 1 if limits.deterministic_limit is not None else max(1, limits.workers)
         with ThreadPoolExecutor(threads) as pool:
-            runs = [pool.submit(_Run(table, begins, limits, found, worker)) for worker in range(threads)]
+            runs = [pool.submit(_Thread(table, starts, limits, best, worker)) for worker in range(threads)]
         for run in runs:
             run.result()
-    return found.answer
+    return best.answer
 
 
-def _begins(problem: Problem, table: Table, start: Solution, others: Sequence[Orders]) -> list[Merged]:
-    """Sequences to begin from, best first; orders whose sequences would break a budget are left out."""
-    known = [orders for orders in (start.orders, *others) if orders is not None]
-    if not known:
-        known = [floor for floor in (serial_orders(problem),) if floor is not None]
-    timed = sorted((simulate(problem, orders) for orders in known), key=lambda simulation: simulation.value_us)
-    merged = (merge(table, simulation) for simulation in timed)
-    return [sequences for sequences in merged if build_state(table, sequences, 0) is not None]
-
-
-class _Best:
+class _SharedBest:
     """The best of all threads: the answer, and the sequences that it came from with their value in the kernel."""
 
     def __init__(self, problem: Problem, start: Solution, on_solution: OnSolution) -> None:
@@ -352,35 +355,46 @@ class _Best:
         return True
 
 
-class _Run:
+class _Thread:
     """The annealing of one thread: cycles that cool down from the best of all threads, or from another start."""
 
-    def __init__(self, table: Table, begins: Sequence[Merged], limits: Limits, found: _Best, worker: int) -> None:
+    def __init__(self, table: Table, starts: Sequence[Merged], limits: Limits, best: _SharedBest, worker: int) -> None:
         self.limits = limits
-        self.found = found
-        self.begins = begins
+        self.best = best
+        self.starts = starts
         self.worker = worker
-        self.safe = begins[0]
-        state = build_state(table, self.safe, limits.seed * 1009 + worker)
+        self.within_budgets = starts[0]
+        """The last sequences that also keep the host's budget."""
+        state = build_state(table, starts[0], limits.seed * 1009 + worker)
         assert state is not None
         self.state: State = state
-        self.scale_us = float(table.classes["duration_us"][: 3 * table.stages].mean())
+        self.mean_duration_us = float(table.classes["duration_us"][: 3 * table.stages].mean())
         self.offered_us = float("inf")
         self.offered_at = 0
 
     def __call__(self) -> None:
         for number, (first, end) in enumerate(self._cycles()):
-            mood = MOODS[(number + self.worker) % len(MOODS)]
-            hot = min(mood.hot, self._hottest(end - first))
-            self.state.energy_weights[FLOW] = mood.flow
+            cooling = COOLINGS[(number + self.worker) % len(COOLINGS)]
+            # A cycle begins no hotter than it can cool down from in its time: a large problem needs many ops timed.
+            ops_to_cool = OPS_TO_COOL * self.state.best.length.sum()
+            hottest = float(((end - first) * WORK_PER_UNIT / ops_to_cool) ** 0.5)
+            temperature_us = self.mean_duration_us * min(cooling.temperature, hottest)
+            self.state.energy_weights[FLOW] = cooling.flow
             while not self._over() and self._spent() < end:
                 done = min(1.0, (self._spent() - first) / (end - first))
-                anneal(self.state, self.scale_us * hot * COOLING**-done, CHUNK_WORK)
-                self._offer(patient=True)
-            self._offer(patient=False)
+                anneal(self.state, temperature_us * COOLING_FACTOR**-done, CHUNK_WORK)
+                self._offer(REPORT_WORK_PER_OP * int(self.state.best.length.sum()))
+            self._offer(0)
             if self._over():
                 return
-            begin_annealing(self.state, self._next_start(number + 1))
+            # Restart from the best of all threads; in every third cycle from another start, to leave its basin.
+            if (number + 1) % 3 == 2 and len(self.starts) > 1:
+                restart = self.starts[1 + ((number + 1) // 3 + self.worker) % (len(self.starts) - 1)]
+            elif self.best.sequences is not None and self.best.sequences_us < self.state.numbers[BEST]:
+                restart = self.best.sequences
+            else:
+                restart = self.state.best
+            begin_annealing(self.state, restart)
 
     def _cycles(self) -> Iterator[tuple[float, float]]:
         """Begin and end of each cycle; the last one ends with the limit."""
@@ -390,17 +404,6 @@ class _Run:
             end = first + (length if left > 2.5 * length else max(left, 0.01))
             yield first, end
             first, length = end, 1.5 * length
-
-    def _hottest(self, length: float) -> float:
-        """The first temperature from which a cycle can cool down in its time: a large problem needs many ops timed."""
-        return float((length * WORK_PER_UNIT / (OPS_TO_COOL * self.state.best.length.sum())) ** 0.5)
-
-    def _next_start(self, number: int) -> Merged:
-        """The best of all, in every third cycle another start."""
-        if number % 3 == 2 and len(self.begins) > 1:
-            return self.begins[1 + (number // 3 + self.worker) % (len(self.begins) - 1)]
-        better = self.found.sequences_us < self.state.numbers[BEST]
-        return self.found.sequences if better and self.found.sequences is not None else self.state.best
 
     def _spent(self) -> float:
         """Seconds, or units of work, since the search began."""
@@ -413,29 +416,27 @@ class _Run:
         return self.limits.time_limit_s if deterministic is None else deterministic
 
     def _over(self) -> bool:
-        answer = self.found.answer
+        answer = self.best.answer
         return (
             self.limits.cancel.requested
             or self._spent() >= self._limit()
             or self.limits.reached(answer.value_us, answer.bound_us)
         )
 
-    def _offer(self, patient: bool) -> None:
-        """Offer the best so far; while `patient` not so often that simulation takes more than a tenth of the time.
+    def _offer(self, interval: int) -> None:
+        """Offer the best so far, if it is better than the last offered and `interval` ops were timed since then.
 
-        Host memory is looked at here alone; where it is exceeded, the search goes on from its last sequences within it.
+        Only here is the host's memory counted: sequences of one group know nothing of the host's level, to which all
+        groups add. Where it is exceeded, the search goes on from its last sequences within it.
         """
         state = self.state
         best_us, work = float(state.numbers[BEST]), int(state.work[0])
-        if best_us >= self.offered_us or (patient and work < self.offered_at + self._patience()):
+        if best_us >= self.offered_us or work < self.offered_at + interval:
             return
         self.offered_at = work
-        if self.found.offer(state.table, state.best, best_us):
-            self.offered_us, self.safe = best_us, copied(state.best)
+        if self.best.offer(state.table, state.best, best_us):
+            self.offered_us, self.within_budgets = best_us, copied(state.best)
         else:
-            overwrite(self.safe, state.best)
+            overwrite(self.within_budgets, state.best)
             state.numbers[BEST] = self.offered_us
-            begin_annealing(state, self.safe)
-
-    def _patience(self) -> int:
-        return REPORT_WORK_PER_OP * int(self.state.best.length.sum())
+            begin_annealing(state, self.within_budgets)

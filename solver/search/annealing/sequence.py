@@ -4,12 +4,13 @@ A sequence fixes everything that orders fix: the order on every compute stream a
 that takes memory waits for the last release of each other stream of its device that stands before it. So, whatever
 the timings do, the op that stands last among those that have taken memory finds every release before it done, and
 the memory of a device never exceeds the level that is counted along the sequence (the argument of `optpipe.memory`,
-with the place in the sequence as the planned time). Budgets are kept by looking at prefixes alone.
+with the place in the sequence as the planned time). So a budget is kept if every prefix keeps it, whatever the times.
 
 An op is ``class << shift | microbatch`` with ``class = kind * stages + stage``, kinds in the order of KINDS. A fused
 backward is a B with its W right behind it. A *group* is the devices that share copy channels, usually one device.
 
-The generator of numba belongs to a thread; this one belongs to a search, so that a seed gives one run.
+Random numbers are xorshift (Marsaglia 2003), since numba's own generator belongs to a thread: this one belongs to a
+search, so that a seed gives one run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NONE = -1
 """No class, or the place of an op that is in no sequence."""
 
 MARKS = 48
-"""Marks a sweep at most; a sweep resumes at one of them."""
+"""Largest number of marks of a sweep, the positions at which it can resume."""
 
 NO_BUDGET = np.iinfo(np.int64).max // 4
 """The budget of a device without one: no sum of bytes reaches it, and sums with it stay whole numbers of 64 bits."""
@@ -65,7 +66,7 @@ _CLASS = np.dtype(
 
 
 class Table(NamedTuple):
-    """The constants. `classes`: one record a class.
+    """Constants of a problem. `classes`: one record a class.
 
     `first`: by group, where its part of the sequence array begins. `alone`: by group, its device if it has one only.
     `step`: ops from one mark of a sweep to the next. `offloadable`: the stages that may offload.
@@ -86,7 +87,7 @@ class Table(NamedTuple):
 
 
 def build_table(problem: Problem) -> Table:
-    """The constants of a problem."""
+    """Build the constants of a problem."""
     count, m = len(problem.stages), problem.microbatches
     classes = _classes(problem)
     capacity = np.bincount(classes["group"], minlength=len(problem.channel_groups)) * m
@@ -113,36 +114,25 @@ def budgets_bytes(problem: Problem) -> Ints:
 
 
 def _classes(problem: Problem) -> Records:
-    """The records, with what does not look at other classes."""
-    stages, count = problem.stages, len(problem.stages)
+    stages, count, devices = problem.stages, len(problem.stages), len(problem.devices)
     group_of = {d: g for g, members in enumerate(problem.channel_groups) for d in members}
     classes = np.zeros(len(KINDS) * count, _CLASS)
     for c, record in enumerate(classes):
         kind, stage = KINDS[c // count], stages[c % count]
         effect = device_effect(stage, kind)
-        record["device"], record["group"] = stage.device, group_of[stage.device]
-        record["stream"] = _stream(problem, group_of, kind, stage.device)
+        group = group_of[stage.device]
+        channel = devices + 2 * group + int(kind == "R" and problem.copy_channels.duplex)
+        record["device"], record["group"] = stage.device, group
+        record["stream"] = stage.device if kind in "FBW" else channel
         record["acquires"], record["releases"] = effect.acquires, effect.releases
         record["duration_us"] = 0.0 if kind in "OR" and stage.offload is None else stage.duration_us(kind)
         record["need_bytes"] = max(effect.at_start, sum(effect))
         record["change_bytes"] = sum(effect)
-    _relate(problem, classes)
-    return classes
-
-
-def _stream(problem: Problem, group_of: dict[int, int], kind: str, device: int) -> int:
-    if kind in "FBW":
-        return device
-    return len(problem.devices) + 2 * group_of[device] + int(kind == "R" and problem.copy_channels.duplex)
-
-
-def _relate(problem: Problem, classes: Records) -> None:
-    """Fill in what waits for what on other streams."""
-    count = len(problem.stages)
     for name in ("before", "returns", "after", "leaves"):
         classes[name] = NONE
 
     def follow(after: int, before: int, delays_us: Sequence[float]) -> None:
+        """Relate neighbouring stages, from two first classes on."""
         for k, delay_us in enumerate(delays_us):
             classes["before"][after + k], classes["after"][before + k] = before + k, after + k
             classes["delay_us"][after + k] = classes["after_us"][before + k] = delay_us
@@ -155,15 +145,16 @@ def _relate(problem: Problem, classes: Records) -> None:
         if stage.offload:
             classes["leaves"][s] = out
             classes["returns"][B * count + s], classes["after"][back] = back, B * count + s
+    return classes
 
 
 FUSED = ORDER_KINDS.index("BW")
 
 KIND_OF_PART = np.array([KINDS.find("B" if kind == "BW" else kind) for kind in ORDER_KINDS])
-"""For each kind of op its kind here, for a fused backward that of its first part; -1 for those of recomputation."""
+"""For each kind of orders its kind in sequences, for a fused backward that of its first part; -1 for recomputation."""
 
 KIND_OF_ORDERS = np.array([ORDER_KINDS.index(kind) for kind in KINDS])
-"""For each kind of op here its place among those of orders."""
+"""For each kind of sequences its index among those of orders."""
 
 
 class Merged(NamedTuple):
@@ -192,7 +183,7 @@ def overwrite(source: Merged, target: Merged) -> None:
 
 
 def copied(merged: Merged) -> Merged:
-    """Sequences of their own."""
+    """A copy that shares no array."""
     return Merged(merged.ops.copy(), merged.length.copy(), merged.place.copy())
 
 
@@ -203,44 +194,39 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     is the planned memory, and no wait delays an op at its planned time. Fused backwards are split; where one overtakes
     a W (docs/adr/0006), the W of that stage, which are all alike, change places to be in order.
     """
-    ops, key_us, lanes = _numbered(table, simulation)
-    for weights in range(W * table.stages, (W + 1) * table.stages):
-        mine = ops >> table.shift == weights
-        ops[mine] = np.sort(ops[mine])
-    return _merge(table, ops, key_us, lanes)
-
-
-def _numbered(table: Table, simulation: Simulation) -> tuple[Codes, Floats, Ints]:
-    """All ops as numbers, the time at which each stands, and the bounds of their lanes (a device's streams)."""
     ops = simulation.ops
     fused = ops.kind == FUSED
-    part = np.repeat(np.arange(len(ops)), 1 + fused)
+    part = np.repeat(np.arange(len(ops)), 1 + fused)  # a fused backward twice: B, then W
     second = np.diff(part, prepend=-1) == 0
     kind, stage, first = KIND_OF_PART[ops.kind[part]], ops.stage[part], fused[part] & ~second
     kind[second] = W
     of_class = kind * table.stages + stage
-    begin, close = simulation.start_us[part], simulation.end_us[part]
-    between = begin + table.classes["duration_us"][B * table.stages + stage]
-    begin[second], close[first] = between[second], between[first]
-    lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
-    bounds = np.concatenate([[0], 1 + np.flatnonzero(np.diff(lane)), [len(lane)]])
+    start_us, end_us = simulation.start_us[part], simulation.end_us[part]
+    between_us = start_us + table.classes["duration_us"][B * table.stages + stage]
+    start_us[second], end_us[first] = between_us[second], between_us[first]
     releases_only = table.classes["releases"] > table.classes["acquires"]
-    numbers = of_class << table.shift | ops.microbatch[part]
-    return numbers.astype(np.int32), np.where(releases_only[of_class], close, begin), bounds
+    key_us = np.where(releases_only[of_class], end_us, start_us)
+    lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
+    lanes = np.concatenate([[0], 1 + np.flatnonzero(np.diff(lane)), [len(lane)]])
+    codes = (of_class << table.shift | ops.microbatch[part]).astype(np.int32)
+    for weights in range(W * table.stages, (W + 1) * table.stages):
+        of_stage = codes >> table.shift == weights
+        codes[of_stage] = np.sort(codes[of_stage])
+    return _merge(table, codes, key_us, lanes)
 
 
 @njit(cache=True, nogil=True)
 def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
-    """Take, again and again, the earliest op at the head of a lane that depends on nothing still to come.
+    """Merge lanes (the streams of devices): take the earliest op at the head of one that depends on nothing to come.
 
     At one time releases go before ops that take memory.
     """
     ops = np.full(len(table.classes) * table.microbatches, NONE, np.int32)
     length = np.zeros(len(table.first), np.int64)
     place = np.full(len(table.classes) << table.shift, NONE, np.int32)
-    there = np.zeros(len(place), np.bool_)
+    present = np.zeros(len(place), np.bool_)
     for x in waiting:
-        there[x] = True
+        present[x] = True
     head = lanes[:-1].copy()
     for _ in range(len(waiting)):
         best = NONE
@@ -253,7 +239,7 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
                 takes = table.classes[waiting[k] >> table.shift].acquires
                 if late > 0 or (late == 0 and takes >= table.classes[waiting[head[best]] >> table.shift].acquires):
                     continue
-            if _ready(table, there, place, waiting[k]):
+            if _ready(table, present, place, waiting[k]):
                 best = lane
         x = waiting[head[best]]
         head[best] += 1
@@ -265,23 +251,23 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
 
 
 @njit(cache=True)
-def _ready(table: Table, there: Flags, place: Codes, x: int) -> bool:
+def _ready(table: Table, present: Flags, place: Codes, x: int) -> bool:
     """True if everything on other streams that must come before `x` is placed."""
     c, i = x >> table.shift, x & ((1 << table.shift) - 1)
     before = table.classes[c].before
     if before >= 0 and place[before << table.shift | i] < 0:
         return False
     reload = table.classes[c].returns
-    return bool(reload < 0 or not there[reload << table.shift | i] or place[reload << table.shift | i] >= 0)
+    return bool(reload < 0 or not present[reload << table.shift | i] or place[reload << table.shift | i] >= 0)
 
 
 def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Orders:
     """The orders, channel orders and waits that sequences stand for."""
     groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
-    numbers = np.concatenate([merged.ops[first : first + length] for first, length in groups])
-    of_class = numbers >> table.shift
+    codes = np.concatenate([merged.ops[first : first + length] for first, length in groups])
+    of_class = codes >> table.shift
     kind, stage = np.divmod(of_class, table.stages)
-    ops = OpArray(KIND_OF_ORDERS[kind], stage, numbers & ((1 << table.shift) - 1))
+    ops = OpArray(KIND_OF_ORDERS[kind], stage, codes & ((1 << table.shift) - 1))
     stream = np.asarray(STREAM_OF_KIND)[ops.kind]
     lane = len(STREAMS) * table.classes["device"][of_class] + stream
     lanes = len(STREAMS) * len(problem.devices)
@@ -290,22 +276,25 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     devices = [DeviceOrders(*streams[k : k + len(STREAMS)]) for k in range(0, lanes, len(STREAMS))]
     channels = []
     for served in shared_channels(problem):
-        mine = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
-        channels.append(ops[np.flatnonzero(mine)])
+        on_channel = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
+        channels.append(ops[np.flatnonzero(on_channel)])
     return Orders(devices, _waits(table, ops, of_class, lane), [channel for channel in channels if channel])
 
 
 def _waits(table: Table, ops: OpArray, of_class: Ints, lane: Ints) -> dict[Op, list[Op]]:
-    """Each op that takes memory waits for the last release of another stream that nothing before it waited for."""
+    """Each op that takes memory waits for the last release before it on each other stream of its device.
+
+    Where an earlier op of its stream already waits for that release, the wait is implied and left out.
+    """
     waits: dict[Op, list[Op]] = {}
     acquires, releases = (table.classes[name][of_class] > 0 for name in ("acquires", "releases"))
     stream = lane % len(STREAMS)
     for d in np.unique(lane[stream > 0] // len(STREAMS)):
-        mine = np.flatnonzero(lane // len(STREAMS) == d)
-        for of, others in product(range(len(STREAMS)), repeat=2):
-            taking = mine[(stream[mine] == of) & acquires[mine]]
-            freeing = mine[(stream[mine] == others) & releases[mine]]
-            if of == others or not len(freeing):
+        of_device = np.flatnonzero(lane // len(STREAMS) == d)
+        for own, other in product(range(len(STREAMS)), repeat=2):
+            taking = of_device[(stream[of_device] == own) & acquires[of_device]]
+            freeing = of_device[(stream[of_device] == other) & releases[of_device]]
+            if own == other or not len(freeing):
                 continue
             last = np.searchsorted(freeing, taking) - 1
             new = np.flatnonzero(np.diff(last, prepend=-1))
