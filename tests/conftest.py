@@ -6,8 +6,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RunRanks, ranks
+
+settings.register_profile("any_machine", parent=settings(), deadline=None)
+settings.load_profile("any_machine")  # a first example may compile a kernel or wait for a busy core
 
 SLOW_TEST_S = 3600
 """A limit for tests that are marked as slow; that of all others is in pyproject.toml."""

@@ -1,6 +1,8 @@
 """Bounds of one device: usable budget, shortest paths to it, and knapsacks of work in memory.
 
-The answer of a knapsack is at least what any choice of whole microbatches reaches, so that it may stand in a proof.
+Fractional knapsacks are filled greedily by time a byte (Dantzig 1957), those with a choice between states along upper
+hulls (multiple choice, Sinha and Zoltners 1979). Such a relaxation is at least what any choice of whole microbatches
+reaches, so that it may stand in a proof.
 """
 
 from __future__ import annotations
@@ -38,12 +40,6 @@ class Held(NamedTuple):
     whole: Piece
     rest: Piece = Piece(0, 0)
 
-    def steps(self) -> Sequence[Piece]:
-        """The upper hull of nothing, rest and whole: pieces to be taken in this order, the best rate first."""
-        if self.rest.size_bytes >= self.whole.size_bytes or self.rest.rate < self.whole.rate:
-            return [self.whole]
-        return [self.rest, Piece(*(a - b for a, b in zip(self.whole, self.rest, strict=True)))]
-
 
 def most_time_us(pieces: Iterable[Piece], count: int, room_bytes: float) -> float:
     """The most work in `room_bytes` if each piece can be taken up to `count` times, in parts too."""
@@ -63,17 +59,21 @@ def most_held_us(held: Sequence[Held], count: int, room_bytes: float, *, in_part
     if room_bytes < 0:
         return 0.0
     if in_parts or room_bytes == float("inf") or len(set(held)) > 1:
-        return most_time_us((step for one in held for step in one.steps()), count, room_bytes)
-    return _most_of_one_kind_us(held[0], count * len(held), int(room_bytes))
-
-
-def _most_of_one_kind_us(held: Held, count: int, room_bytes: int) -> float:
-    whole, rest = held
-    most = min(count, room_bytes // int(whole.size_bytes)) if whole.size_bytes else count
+        pieces = []
+        for whole, rest in held:
+            # The upper hull of nothing, rest and whole, the best rate first.
+            if rest.size_bytes >= whole.size_bytes or rest.rate < whole.rate:
+                pieces.append(whole)
+            else:
+                pieces += [rest, Piece(whole.time_us - rest.time_us, whole.size_bytes - rest.size_bytes)]
+        return most_time_us(pieces, count, room_bytes)
+    # One kind of stage: every number of microbatches before B, and beside them as many with W left as fit.
+    (whole, rest), total, room = held[0], count * len(held), int(room_bytes)
+    most = min(total, room // int(whole.size_bytes)) if whole.size_bytes else total
     wholes = np.arange(most + 1)
-    rests = count - wholes
+    rests = total - wholes
     if rest.size_bytes:
-        rests = np.minimum(rests, (room_bytes - wholes * int(whole.size_bytes)) // int(rest.size_bytes))
+        rests = np.minimum(rests, (room - wholes * int(whole.size_bytes)) // int(rest.size_bytes))
     return float((wholes * whole.time_us + rests * rest.time_us).max())
 
 
@@ -85,14 +85,12 @@ def usable_bytes(problem: Problem, device: int) -> float:
     budget = problem.devices[device].memory_bytes
     if budget is None:
         return float("inf")
-    divisor = gcd(*(size for s in problem.stages_of[device] for size in _sizes_bytes(problem.stages[s])))
+    divisor = 0
+    for stage in (problem.stages[s] for s in problem.stages_of[device]):
+        work, moved = stage.workspace_bytes, stage.offload.bytes if stage.offload else 0
+        sizes = (stage.activation_bytes, stage.backward_weight_bytes, moved, work.F, work.B, work.W, work.BW)
+        divisor = gcd(divisor, *sizes)
     return budget - budget % divisor if divisor else budget
-
-
-def _sizes_bytes(stage: Stage) -> list[int]:
-    work = stage.workspace_bytes
-    moved = stage.offload.bytes if stage.offload else 0
-    return [stage.activation_bytes, stage.backward_weight_bytes, moved, work.F, work.B, work.W, work.BW]
 
 
 Time = int | float
@@ -133,8 +131,8 @@ class Paths:
 
         All F that follow, all B that come before, and the delays between them. A fused backward only makes it longer.
         """
-        there = self.forward_from[forward + 1] + self.activations_from[forward]
-        return there + self.backward_from[backward + 1] + self.gradients_from[backward]
+        forward_us = self.forward_from[forward + 1] + self.activations_from[forward]
+        return forward_us + self.backward_from[backward + 1] + self.gradients_from[backward]
 
 
 def _sums_before(times: Iterable[Time]) -> Sequence[Time]:
@@ -151,8 +149,8 @@ def longest_chain_us(problem: Problem) -> float:
     A bound on the makespan; on the span of the device of the first stage too, since that chain begins and ends there.
     """
     first = problem.stages[0]
-    there_and_back = Paths.of(problem).turnaround_us(0, 0)
-    return first.forward_us + there_and_back + first.backward_input_us + first.backward_weight_us
+    turnaround_us = Paths.of(problem).turnaround_us(0, 0)
+    return first.forward_us + turnaround_us + first.backward_input_us + first.backward_weight_us
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,9 @@ class OnDevice:
     def value_us(self, span_us: float, to_last_backward_us: float) -> float:
         """Lower bound on the objective, from two bounds: on the device's span, and on that up to its last backward.
 
-        The device of stage 0 begins earlier by the way to this device, and after its last backward the gradient still
-        passes the way back, and W of stage 0. For the makespan the device's own span begins after that way as well.
+        Head and tail of a device (Carlier 1982): the device of stage 0 begins earlier by F of the stages before this
+        device, and after its last backward the gradient still passes B of these, and W of stage 0 follows. For the
+        makespan the device's own span begins after that head as well.
         """
         low = self.numbers[0]
         head_us, tail_us = self.paths.forward_before[low], self.paths.backward_before[low]
@@ -203,7 +202,11 @@ def split_backward_suffices(problem: Problem) -> bool:
 
 
 def fusing_may_help(problem: Problem, s: int) -> bool:
-    """True if BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split."""
+    """True if BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split.
+
+    Beside the activation, B and W need at most the workspace of B, the growth at B's end, and that growth and the
+    workspace of W; BW needs its own workspace.
+    """
     stage = problem.stages[s]
     work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
     return max(work.B, grows, grows + work.W) > work.BW and problem.devices[stage.device].memory_bytes is not None

@@ -1,4 +1,4 @@
-"""The best bound that needs no search."""
+"""The best lower bound that needs no search (docs/math/bounds.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,16 +40,10 @@ class _MemoryTime(OnDevice):
         """0 where a budget does not count."""
         if self.budget in (0, float("inf")):
             return 0.0
-        return self.value_us(self._span_us, self._to_last_backward_us)
-
-    @property
-    def _span_us(self) -> float:
-        return self._least_time_us(self._needed_byte_us, "BW")
-
-    @property
-    def _to_last_backward_us(self) -> float:
+        # W after the last backward held what they need by then: the budget together, each for its own length.
         later_byte_us = self.budget * max(stage.backward_weight_us for stage in self.stages)
-        return self._least_time_us(self._needed_byte_us - later_byte_us, "B")
+        span_us = self._least_time_us(self._needed_byte_us, "BW")
+        return self.value_us(span_us, self._least_time_us(self._needed_byte_us - later_byte_us, "B"))
 
     @cached_property
     def _needed_byte_us(self) -> float:
@@ -67,33 +61,35 @@ class _MemoryTime(OnDevice):
         """The least time in which the byte-time can be had, with ramps at both ends."""
         ramps = [_ramp(self.budget, self.stages, "F"), _ramp(self.budget, self.stages, backward)]
         work_us = sum(stage.duration_us(kind) for stage in self.stages for kind in ("F", backward))
+        # Ramps that overlapped would count the same byte-time twice; a span of at least the work excludes it.
         if sum(ramp.length_us for ramp in ramps) <= self.problem.microbatches * work_us:
             needed_byte_us += sum(ramp.unused_byte_us for ramp in ramps)
         directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
         return max(self._time_with_copies_us(needed_byte_us, kinds) for kinds in directions)
 
     def _time_with_copies_us(self, needed_byte_us: float, kinds: str) -> float:
-        """The least L with ``budget * L`` and what copies of these kinds save in L no less than what is needed."""
-        time_us = 0.0
-        for saving in sorted(self._savings(kinds), key=lambda saving: -saving.rate_bytes):
-            in_all_us = self.problem.microbatches * saving.copy_us
-            if not saving.copy_us:
-                needed_byte_us -= self.problem.microbatches * saving.byte_us
-            elif needed_byte_us > (self.budget + saving.rate_bytes) * in_all_us:
-                needed_byte_us -= (self.budget + saving.rate_bytes) * in_all_us
-                time_us += in_all_us
-            else:
-                return time_us + max(0.0, needed_byte_us / (self.budget + saving.rate_bytes))
-        return time_us + max(0.0, needed_byte_us / self.budget)
+        """The least L with ``budget * L`` and what copies of these kinds save in L no less than what is needed.
 
-    def _savings(self, kinds: str) -> Sequence[_Saving]:
+        Copies of a channel follow one another, so those of L take at most L. Savings count in the order of their rate:
+        what they save in L is then concave in L, and the least L is found by going through its pieces.
+        """
         savings = []
         for s, stage in zip(self.numbers, self.stages, strict=True):
             if stage.offload:
                 away_us = self.paths.turnaround_us(s, s) - stage.duration_us("O") - stage.duration_us("R")
                 copy_us = sum(stage.duration_us(kind) for kind in kinds)
                 savings.append(_Saving(stage.offload.bytes * max(0.0, away_us), copy_us))
-        return savings
+        time_us = 0.0
+        for saving in sorted(savings, key=lambda saving: -saving.rate_bytes):
+            copies_us = self.problem.microbatches * saving.copy_us
+            if not saving.copy_us:
+                needed_byte_us -= self.problem.microbatches * saving.byte_us
+            elif needed_byte_us > (self.budget + saving.rate_bytes) * copies_us:
+                needed_byte_us -= (self.budget + saving.rate_bytes) * copies_us
+                time_us += copies_us
+            else:
+                return time_us + max(0.0, needed_byte_us / (self.budget + saving.rate_bytes))
+        return time_us + max(0.0, needed_byte_us / self.budget)
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class _Ramp:
 
 
 def _ramp(budget: float, stages: Sequence[Stage], kind: str) -> _Ramp:
-    """One activation may be there at once, and others as fast as ops of a kind take or free them."""
+    """The ramp if one activation is held at once, and others only as fast as ops of a kind take or free them."""
     times = [(stage.activation_bytes, stage.duration_us(kind)) for stage in stages]
     rate = max(size / time_us if time_us else float("inf") for size, time_us in times)
     room = max(0, budget - max(stage.activation_bytes for stage in stages))
@@ -141,17 +137,18 @@ def round_bounds_us(problem: Problem) -> Sequence[float]:
     The bound strings such steps together: from 0 in steps of k, the last one longer by n = r; and then the turnaround,
     B and W of the last microbatch, or from some step on all B, W and F that are left.
     """
-    return [_bound_us(device) if len(device.numbers) == 1 else 0.0 for device in OnDevice.each(problem)]
-
-
-def _bound_us(device: OnDevice) -> float:
-    [s], [stage], microbatches = device.numbers, device.stages, device.problem.microbatches
-    moved = stage.offload.bytes if stage.offload else 0
-    room, size = device.budget - stage.workspace_bytes.F - moved, stage.activation_bytes - moved
-    if not 0 < size <= room < microbatches * size:
-        return 0.0
-    rounds = _Rounds(microbatches, int(room), size, stage, stage.forward_us + device.paths.turnaround_us(s, s))
-    return device.value_us(rounds.span_us, rounds.to_last_backward_us)
+    bounds = []
+    for device in OnDevice.each(problem):
+        bound_us, stage, microbatches = 0.0, device.stages[0], problem.microbatches
+        moved = stage.offload.bytes if stage.offload else 0
+        room, size = device.budget - stage.workspace_bytes.F - moved, stage.activation_bytes - moved
+        if len(device.stages) == 1 and 0 < size <= room < microbatches * size:
+            s = device.numbers[0]
+            turnaround_us = stage.forward_us + device.paths.turnaround_us(s, s)
+            rounds = _Rounds(microbatches, int(room), size, stage, turnaround_us)
+            bound_us = device.value_us(rounds.span_us, rounds.to_last_backward_us)
+        bounds.append(bound_us)
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -201,15 +198,14 @@ class _Rounds:
 
     def _step_us(self, more: int) -> float:
         """From the start of F(j) to the earliest start of F(j + k + more)."""
-        asked_us = (more + 1) * self.stage.backward_input_us + more * self.stage.forward_us
-        return self.turnaround_us + asked_us + min(self._extra_us(more))
-
-    def _extra_us(self, more: int) -> Iterator[float]:
-        """W that must run in a step of k + `more`, and B beyond those asked for, by how many of these run."""
-        kept = self.stage.backward_weight_bytes
+        required_us = (more + 1) * self.stage.backward_input_us + more * self.stage.forward_us
+        # Either W run in the step to make room, or more B than required do, after which more W can be pending: the
+        # cheapest of all numbers of further B.
+        kept, least_us = self.stage.backward_weight_bytes, float("inf")
         for extra in range(self._in_flight):
             free = self.room_bytes - (self._in_flight - extra) * self.size_bytes
             weights = max(0, more + 1 + extra - free // kept) if kept else 0
-            yield extra * self.stage.backward_input_us + weights * self.stage.backward_weight_us
+            least_us = min(least_us, extra * self.stage.backward_input_us + weights * self.stage.backward_weight_us)
             if not weights:
                 break
+        return self.turnaround_us + required_us + least_us

@@ -1,7 +1,7 @@
 """Idle time of a device before its first backward and after its last forward.
 
 Zero Bubble's bound is the first of the two for linear placement. The second is its mirror image: once a device has
-run its last F it lives on the backwards that its memory still holds, until the last of them comes back.
+run its last F it has only the backwards that its memory still holds to run, until the last of them comes back.
 """
 
 from __future__ import annotations
@@ -100,19 +100,21 @@ class _Windows(OnDevice):
         window_us = self.stages[0].forward_us + self.paths.turnaround_us(self._low, self._high)
         room = self.budget - min(stage.workspace_bytes.F for stage in self.stages)
         least_moved = min(stage.activation_bytes - _staying_bytes(stage) for stage in self.stages)
-        fits = min(
-            self._most_forwards_us(_activation_bytes, room + self._moved_bytes("O", window_us)),
-            self._most_forwards_us(_staying_bytes, room - least_moved),
-        )
-        return max(0.0, window_us - fits)
 
-    def _most_forwards_us(self, size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
-        forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self.stages]
-        return most_held_us(forwards, self.problem.microbatches, room_bytes)
+        def most_forwards_us(size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
+            forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self.stages]
+            return most_held_us(forwards, self.problem.microbatches, room_bytes)
+
+        # With the channel's help whole activations; without it what never leaves of them, beside the whole last one.
+        fits_us = min(
+            most_forwards_us(_activation_bytes, room + self._moved_bytes("O", window_us)),
+            most_forwards_us(_staying_bytes, room - least_moved),
+        )
+        return max(0.0, window_us - fits_us)
 
     @cached_property
     def _cool_down_idle_us(self) -> float:
-        """Below 0 by what the stock of work exceeds the window."""
+        """Negative where the stock of work exceeds the window."""
 
         def pending(stage: Stage, size_bytes: int) -> Held:
             rest = Piece(stage.backward_weight_us, stage.backward_weight_bytes)
@@ -128,20 +130,21 @@ class _Windows(OnDevice):
         def pending(stage: Stage, size_bytes: int) -> Held:
             return Held(Piece(stage.backward_weight_us, min(size_bytes, stage.backward_weight_bytes)))
 
+        # The three counts of docs/math/bounds.md ("Both, and the way back").
+        # 1. W that are neither in the stock of the last F nor of the last microbatch. A longer window may bring back
+        # more where there are copies: then only what never leaves is counted, which no window changes.
         copies = self._moved_bytes("R", 1.0) > 0
         stock_us = self._most_staying_us(pending) if copies else self._most_in_stock_us(pending)
-        all_but_last_us = self._work_us("W") - self.stages[0].backward_weight_us
         before_us = [(self.problem.microbatches - 1) * self._one_of_each_us("W") - stock_us]
-        before_us.append(all_but_last_us - self._most_pending_at_the_end_us)
+        # 2. All but one W, less those that fit beside the activation of the last backward when it starts.
+        weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
+        room = self.budget - self.stages[0].activation_bytes
+        all_but_last_us = self._work_us("W") - self.stages[0].backward_weight_us
+        before_us.append(all_but_last_us - most_held_us(weights, self.problem.microbatches, room))
+        # 3. All but one W and the idle time of the cool-down; with copies only where the shortest window idles.
         if self._cool_down_idle_us >= 0 or not copies:
             before_us.append(all_but_last_us + self._cool_down_idle_us)
         return max(0.0, *before_us)
-
-    @property
-    def _most_pending_at_the_end_us(self) -> float:
-        """The most W that fit beside the activation of the last backward."""
-        weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
-        return most_held_us(weights, self.problem.microbatches, self.budget - self.stages[0].activation_bytes)
 
     def _most_in_stock_us(self, pending: Callable[[Stage, int], Held]) -> float:
         """The most work of the microbatches in flight when the last F starts, beside the last microbatch.
@@ -185,7 +188,7 @@ class _Windows(OnDevice):
 
     @property
     def _copies_idle_us(self) -> float:
-        """Idle time before the end of the last F if all F come first, for what does not fit has to leave by then."""
+        """Idle time before the end of the last F if all F come first, since what does not fit has to leave by then."""
         leaving_bytes = self.problem.microbatches * sum(map(_activation_bytes, self.stages)) - self.budget
         rate = self._moved_bytes("O", 1.0)
         if leaving_bytes <= 0 or not rate:
