@@ -93,8 +93,9 @@ class JobsAnswer(_Answer):
 class EventAnswer(_Answer):
     """The data of one event. `method` found the schedule, `seconds` after the attempt began."""
 
+    job_id: UUID
     kind: EventKind = Field(description="Also the event's type.")
-    revision: int = Field(description="Also the event's id.")
+    revision: int = Field(description="Also the event's id in the stream of one job.")
     at: datetime
     attempt: int
     status: Status

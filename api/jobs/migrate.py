@@ -20,6 +20,17 @@ from optpipe.errors import InputError, Issue
 LOCK = 0x6F70747069706531
 """Key of the advisory lock under which one process at a time migrates."""
 
+RENUMBER = """
+DO $$ BEGIN
+    IF EXISTS (SELECT FROM events WHERE transaction >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint) THEN
+        ALTER TABLE events DISABLE TRIGGER append_only;
+        UPDATE events SET transaction = 0;
+        ALTER TABLE events ENABLE TRIGGER append_only;
+    END IF;
+END $$
+"""
+"""Puts all events before those to come, where they were restored from a server that had counted more transactions."""
+
 OLDEST_POSTGRESQL = 15
 """For unique constraints in which NULL equals NULL."""
 
@@ -37,6 +48,7 @@ def migrate(url: str) -> None:
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        connection.execute(text(RENUMBER))
 
 
 def check_revision(url: str) -> None:

@@ -113,7 +113,7 @@ def job_from_row(row: AnyRow, queue_place: int | None = None) -> Job:
 
 
 CHANGED = "optpipe_changed"
-"""The channel of new events; the payload is the job's id."""
+"""The channel of new events; the payload is the job's id and its owner's."""
 
 CANCEL = "optpipe_cancel"
 """The channel of cancel requests for running jobs; the payload is the job's id."""
@@ -141,13 +141,13 @@ async def change_job(
             seconds=schedule.solve_seconds if schedule else None,
         )
     )
-    await notify(connection, CHANGED, job.id)
+    await notify(connection, CHANGED, f"{job.id} {job.owner}")
     return job
 
 
-async def notify(connection: AsyncConnection, channel: str, job_id: UUID) -> None:
+async def notify(connection: AsyncConnection, channel: str, payload: str) -> None:
     """Notify a channel when this transaction is committed."""
-    await connection.execute(select(func.pg_notify(channel, str(job_id))))
+    await connection.execute(select(func.pg_notify(channel, payload)))
 
 
 Totals = Mapping[tuple[str, str], float]

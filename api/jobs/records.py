@@ -122,6 +122,7 @@ class Event:
     better bound for the same one; `status`: a new `status`, and for a terminal one how it ended.
     """
 
+    job_id: UUID
     revision: int
     kind: EventKind
     at: datetime

@@ -25,8 +25,9 @@ from uuid import UUID, uuid4
 from sqlalchemy import bindparam, func, insert, select, text, tuple_, update
 
 from api.errors import BadCursorError, ConflictError, DatabaseGoneError, NotFoundError
-from api.jobs import queries, queue, results
+from api.jobs import feed, queries, queue, results
 from api.jobs.database import OUTAGE, Listener, Statement, for_reading, make_engine, transaction
+from api.jobs.feed import FeedBatch, FeedPosition
 from api.jobs.migrate import head_revision
 from api.jobs.queries import CANCEL, CHANGED, change_job, notify
 from api.jobs.records import (
@@ -51,6 +52,9 @@ from optpipe.problem import Problem
 LOOK_AGAIN_S = 5.0
 """Polling interval of those who wait for an event, for the case that a notification was lost."""
 
+LOOK_SOON_S = 0.05
+"""The same for an event that is written, while a transaction that began before it is still running."""
+
 
 class Store:
     """Access to the jobs in a database. As an async context it connects when needed and closes at the end."""
@@ -63,7 +67,8 @@ class Store:
         self._engine = make_engine(url)
         self._reading = for_reading(self._engine)
         self._submissions = Submissions(self._engine, settings)
-        self._waiting: defaultdict[UUID, set[asyncio.Event]] = defaultdict(set)
+        self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        """Those who wait for a job to change, by its id, or for any job of an owner, by the owner's."""
         self._listener = Listener(url, {CHANGED: self._changed}, self._anything_changed)
 
     async def __aenter__(self) -> Self:
@@ -90,7 +95,10 @@ class Store:
         of the parsed body. Raises IdempotencyMismatchError, TooManyError.
         """
         submitted = problem if isinstance(problem, SubmittedProblem) else ParsedProblem(problem)
-        return await self._submissions.submit(Request(submitted, config, owner, idempotency_key, body_hash))
+        submission = await self._submissions.submit(Request(submitted, config, owner, idempotency_key, body_hash))
+        if submission.created:
+            self._changed(str(owner))
+        return submission
 
     async def get(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """The job. Raises NotFoundError."""
@@ -152,7 +160,7 @@ class Store:
                 await change_job(connection, job_id, "status", **queries.cancelled(job))
             elif job.status == "running":
                 await connection.execute(jobs.update().where(jobs.c.id == job_id).values(cancel_requested=True))
-                await notify(connection, CANCEL, job_id)
+                await notify(connection, CANCEL, str(job_id))
             return await queries.job(connection, job_id, owner)
 
     async def delete(self, job_id: UUID, owner: UUID | None = None) -> None:
@@ -164,7 +172,7 @@ class Store:
             if job.queue_id is not None:
                 await queue.remove(connection, job.queue_id, "canceled")
             await connection.execute(jobs.delete().where(jobs.c.id == job_id))
-            await notify(connection, CHANGED, job_id)
+            await notify(connection, CHANGED, str(job_id))
 
     async def retry(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """Queue an ended job again; it begins from its best schedule. Raises NotFoundError, TooManyError;
@@ -192,7 +200,7 @@ class Store:
         removed meanwhile).
         """
         until = time.monotonic() + wait_s
-        with self._told(job_id) as told:
+        with self._told(str(job_id)) as told:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
@@ -205,6 +213,26 @@ class Store:
                     return newer
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
+                        await told.wait()
+
+    async def newest_position(self) -> FeedPosition:
+        """Position after all events so far, for `all_events`."""
+        async with transaction(self._reading) as connection:
+            return await feed.newest(connection)
+
+    async def all_events(self, owner: UUID | None, after: FeedPosition, wait_s: float = 0) -> FeedBatch:
+        """The events of all jobs of an owner after a position; where there is none yet, wait up to `wait_s` for one."""
+        until = time.monotonic() + wait_s
+        with self._told(str(owner)) as told:
+            while True:
+                told.clear()
+                async with transaction(self._reading) as connection:
+                    batch = await feed.read(connection, owner, after)
+                left_s = until - time.monotonic()
+                if batch.events or left_s <= 0:
+                    return batch
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left_s, LOOK_SOON_S if batch.more else LOOK_AGAIN_S)):
                         await told.wait()
 
     async def wait_until_ended(self, job_id: UUID, owner: UUID | None = None, wait_s: float = 0) -> Job:
@@ -279,20 +307,21 @@ class Store:
         return _key(row) if row is not None and same and row.revoked_at is None else None
 
     @contextmanager
-    def _told(self, job_id: UUID) -> Iterator[asyncio.Event]:
-        """An event that is set by every change of the job."""
+    def _told(self, subject: str) -> Iterator[asyncio.Event]:
+        """An event that is set by every change of a job, or of any job of an owner."""
         told = asyncio.Event()
-        self._waiting[job_id].add(told)
+        self._waiting[subject].add(told)
         try:
             yield told
         finally:
-            self._waiting[job_id].discard(told)
-            if not self._waiting[job_id]:
-                del self._waiting[job_id]
+            self._waiting[subject].discard(told)
+            if not self._waiting[subject]:
+                del self._waiting[subject]
 
     def _changed(self, payload: str) -> None:
-        for told in self._waiting.get(UUID(payload), ()):
-            told.set()
+        for subject in payload.split():
+            for told in self._waiting.get(subject, ()):
+                told.set()
 
     def _anything_changed(self) -> None:
         for waiting in self._waiting.values():

@@ -250,8 +250,8 @@ def _given(*names: str) -> dict[str, ColumnElement[Any]]:
 
 
 def _event(job: CTE, source: FromClause, **found: ColumnElement[Any]) -> CTE:
-    """The first event of a new job. Nobody follows it yet, so nobody is told: PostgreSQL lets those that tell commit
-    one after the other only."""
+    """The first event of a new job. Nobody follows the job yet, so nobody is notified: transactions that notify are
+    committed one after the other. `Store.submit` tells those who follow all jobs of the owner."""
     of_job = {"job_id": job.c.id} | {name: job.c[name] for name in ("revision", "attempt", "status")}
     return _insert(events, source, kind=literal("status"), **of_job, **found).cte("event")
 

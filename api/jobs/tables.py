@@ -4,7 +4,8 @@
     incumbents       the orders of each job's best schedule so far: where a lost job begins again
     schedules        which document is the final schedule of each job that has one
     documents        schedules as callers read them, each text once, under its digest; verified before they are written
-    events           what happened to each job, appended only; the revision counts from 1 within a job
+    events           what happened to each job, appended only; the revision counts from 1 within a job, transaction and
+                     number order the events of all jobs (`api.jobs.feed`)
     idempotency_keys which job an Idempotency-Key of an owner stands for
     api_keys         bearer keys, hashed
     solved_problems  the best schedule of each problem up to names and units
@@ -162,8 +163,11 @@ events = Table(
     Column("bound_us", Double),
     Column("method", Text),
     Column("seconds", REAL),
+    Column("transaction", BigInteger, nullable=False, server_default=text("(pg_current_xact_id()::text)::bigint")),
+    Column("number", BigInteger, nullable=False, server_default=text("nextval('events_number_seq')")),
     CheckConstraint("kind IN ('incumbent', 'bound', 'status')", "kind"),
     CheckConstraint("revision >= 1", "revision"),
+    Index("ix_events_transaction", "transaction"),
 )
 
 idempotency_keys = Table(

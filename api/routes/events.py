@@ -1,4 +1,4 @@
-"""Server-sent events of a job (HTML Living Standard, 9.2): every revision once, in order, to the last."""
+"""Server-sent events (HTML Living Standard, 9.2) of one job, or of all jobs of a key: every revision once, in order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 
-from api.errors import DatabaseGoneError, NotFoundError
-from api.jobs.records import TERMINAL
+from api.errors import DatabaseGoneError, NotFoundError, unprocessable
+from api.jobs.feed import FeedPosition
+from api.jobs.records import TERMINAL, Event
 from api.jobs.store import Store
 from api.middleware import Owner
 from api.models import EventAnswer
@@ -48,8 +49,7 @@ async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: in
             await asyncio.sleep(error.retry_after_s)
             continue
         for event in events:
-            data = EventAnswer.of(event).model_dump_json()
-            yield format_sse_event(data_str=data, event=event.kind, id=str(event.revision))
+            yield _sent(event, str(event.revision))
             after = event.revision
         if over or (events and events[-1].kind == "status" and events[-1].status in TERMINAL):
             return
@@ -57,7 +57,28 @@ async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: in
             yield format_sse_event(comment="nothing new")
 
 
-router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
+async def all_events_stream(store: Store, owner: UUID | None, position: FeedPosition) -> AsyncIterator[bytes]:
+    """Server-sent events of all jobs of an owner after a position, as they happen, without an end."""
+    yield format_sse_event(retry=RETRY_MS, id=str(position))  # for a client that loses it before the first event
+    while True:
+        try:
+            batch = await store.all_events(owner, position, KEEP_ALIVE_S)
+        except DatabaseGoneError as error:
+            yield format_sse_event(comment="the database is gone")
+            await asyncio.sleep(error.retry_after_s)
+            continue
+        for entry in batch.events:
+            yield _sent(entry.event, str(entry.position))
+        position = batch.position
+        if not batch.events:
+            yield format_sse_event(id=str(position))  # without data: a client keeps it, and sees no event
+
+
+def _sent(event: Event, event_id: str) -> bytes:
+    return format_sse_event(data_str=EventAnswer.of(event).model_dump_json(), event=event.kind, id=event_id)
+
+
+router = APIRouter(prefix="/v1", tags=["schedules"])
 
 LARGEST_REVISION = 2**31 - 1
 
@@ -66,7 +87,7 @@ _EVENT = {
     "type": "object",
     "properties": {
         "event": {"enum": ["incumbent", "bound", "status"]},
-        "id": {"type": "string", "pattern": "^[0-9]+$"},
+        "id": {"type": "string", "pattern": "^[0-9-]+$"},
         "data": {"type": "string", "contentMediaType": "application/json"},
     },
 }
@@ -80,7 +101,7 @@ async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
 
 
 @router.get(
-    "/{job_id}/events",
+    "/schedules/{job_id}/events",
     response_class=Response,
     dependencies=[Depends(_connection)],
     responses={
@@ -92,7 +113,7 @@ async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
         **errors(404, 422),
     },
 )
-async def events(
+async def job_events(
     service: TheService,
     owner: Owner,
     job_id: UUID,
@@ -103,3 +124,30 @@ async def events(
     if job.ended and job.revision <= last_event_id:
         return Response(status_code=204)
     return StreamingResponse(event_stream(service.store, job_id, owner, last_event_id), media_type=MEDIA_TYPE)
+
+
+@router.get(
+    "/events",
+    response_class=Response,
+    dependencies=[Depends(_connection)],
+    responses={
+        200: {
+            "description": "Events `incumbent`, `bound` and `status`, each with EventAnswer as its data.",
+            "content": {MEDIA_TYPE: {"schema": _EVENT}},
+        },
+        **errors(422),
+    },
+)
+async def all_events(
+    service: TheService,
+    owner: Owner,
+    last_event_id: Annotated[str, Header(max_length=100, description="Resume after the event with this id.")] = "",
+) -> Response:
+    """Server-sent events of all jobs of the caller's key, from now on or from `Last-Event-ID` on, without an end."""
+    if last_event_id:
+        after = FeedPosition.from_text(last_event_id)
+    else:
+        after = await service.store.newest_position()
+    if after is None:
+        raise unprocessable("bad_event_id", f"Last-Event-ID is {last_event_id!a}, which this stream never sent.")
+    return StreamingResponse(all_events_stream(service.store, owner, after), media_type=MEDIA_TYPE)

@@ -90,7 +90,7 @@ class Client:
 
     def events(self, job_id: str, until: float | None = None) -> Iterator[Event]:
         """Yield each event of a job once and in order up to its terminal status, reconnecting as needed."""
-        seen = 0
+        seen = ""
         pauses = Pauses(self._connection.patience_s)
         while True:
             silence_s = SILENCE_S if until is None else max(0.0, min(SILENCE_S, until - time.monotonic()))
@@ -98,7 +98,7 @@ class Client:
                 with self._connection.lines(f"/v1/schedules/{job_id}/events", seen, silence_s) as lines:
                     pauses.reset()
                     for event in read_events(_until(lines, until)):
-                        seen = event.revision
+                        seen = event.id
                         yield event
                 if self.job(job_id).ended:
                     return

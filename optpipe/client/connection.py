@@ -95,12 +95,12 @@ class Connection:
         raise ServiceError(_foreign_answer(answer), status=answer.status_code)
 
     @contextmanager
-    def lines(self, path: str, after: int, silence_s: float) -> Iterator[Iterator[str]]:
+    def lines(self, path: str, after: str, silence_s: float) -> Iterator[Iterator[str]]:
         """Yield the lines of an event stream that follow event `after`. There is no retry: the caller resumes.
 
         Raises as `request`, and after `silence_s` seconds without data.
         """
-        headers = {"Last-Event-ID": str(after)}
+        headers = {"Last-Event-ID": after} if after else {}
         with self._errors(), self._http.stream("GET", path, headers=headers, timeout=silence_s) as answer:
             if not answer.is_success:
                 answer.read()
@@ -158,11 +158,16 @@ def _httpx() -> Any:
 
 @dataclass(frozen=True)
 class Event:
-    """Server-sent event of a job."""
+    """Server-sent event of a job. `id` resumes the stream that it came by."""
 
     kind: str
-    revision: int
+    id: str
     data: dict[str, Any]
+
+    @property
+    def revision(self) -> int:
+        """Number of the event within its job, from 1."""
+        return int(self.data["revision"])
 
 
 def read_events(lines: Iterable[str]) -> Iterator[Event]:
@@ -171,7 +176,7 @@ def read_events(lines: Iterable[str]) -> Iterator[Event]:
     for line in lines:
         if not line:
             if "data" in fields:
-                yield Event(fields.get("event", "message"), int(fields["id"]), json.loads(fields["data"]))
+                yield Event(fields.get("event", "message"), fields["id"], json.loads(fields["data"]))
             fields = {}
         name, _, value = line.partition(":")
         if name:

@@ -9,6 +9,7 @@ import pytest
 from httpx import Client
 
 from api.settings import Settings
+from optpipe.client.connection import read_events
 from tests.api.services import client_of, new_key
 from tests.api.solves import body
 
@@ -38,6 +39,14 @@ def test_lists_hold_the_keys_own_jobs(client: Client, other: Client) -> None:
     assert len(client.get("/v1/schedules", params={"tag": "mine"}).json()["jobs"]) == 1
     assert other.get("/v1/schedules").json()["jobs"] == []
     assert other.get("/v1/schedules", params={"tag": "mine"}).json()["jobs"] == []
+
+
+def test_the_stream_of_all_jobs_has_the_keys_own(client: Client, other: Client) -> None:
+    with other.stream("GET", "/v1/events") as answer:
+        client.post("/v1/schedules", params={"wait": 20}, json=body())
+        theirs = other.post("/v1/schedules", json=body()).json()
+        event = next(read_events(answer.iter_lines()))
+    assert event.data["job_id"] == theirs["id"]
 
 
 def test_the_same_idempotency_key_of_two_keys_is_two_jobs(client: Client, other: Client) -> None:

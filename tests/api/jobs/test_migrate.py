@@ -18,10 +18,12 @@ from api import migrations
 from api.errors import DatabaseGoneError
 from api.jobs.database import listening_connection, sqlalchemy_url
 from api.jobs.migrate import check_revision, migrate
+from api.jobs.records import JobConfig
 from api.jobs.store import Store
 from api.jobs.tables import metadata
 from api.settings import Settings
 from optpipe.errors import InputError
+from tests.api.solves import PROBLEM
 
 
 def test_the_revisions_make_what_the_tables_say(database_url: str) -> None:
@@ -80,6 +82,21 @@ def test_a_database_that_is_not_there(database_url: str) -> None:
     elsewhere = make_url(database_url).set(database="nowhere").render_as_string(hide_password=False)
     with pytest.raises(DatabaseGoneError, match='"nowhere" does not exist'):
         migrate(elsewhere)
+
+
+async def test_events_of_another_server_come_before_all_others(store: Store, database_url: str) -> None:
+    """Another server counts its transactions anew, and a restored event keeps the number that the old one gave it."""
+    await store.submit(PROBLEM, JobConfig())
+    after = await store.newest_position()
+    _run(database_url, "ALTER TABLE events DISABLE TRIGGER append_only")
+    _run(database_url, "UPDATE events SET transaction = transaction + 1000000")
+    _run(database_url, "ALTER TABLE events ENABLE TRIGGER append_only")
+    assert (await store.all_events(None, after)).more
+    migrate(database_url)
+    batch = await store.all_events(None, after)
+    assert (batch.events, batch.more) == ([], False)
+    with pytest.raises(psycopg.errors.RaiseException, match="appended only"):
+        _run(database_url, "UPDATE events SET number = 0")
 
 
 def test_documents_of_the_first_revision_are_kept(postgresql: str) -> None:

@@ -30,6 +30,7 @@ def test_every_answer_is_as_described(service_url: str, service_settings: Settin
         "--max-examples": str(EXAMPLES),
         "--request-timeout": "90",
         "--seed": "1",
+        "--exclude-path": "/v1/events",  # its stream has no end; `test_events` has what it answers
     }
     arguments = [*command, "--continue-on-failure", *(part for option in options.items() for part in option)]
     run = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -1,10 +1,12 @@
-"""Server-sent events: every revision once and in order, resumed without a gap, ended with the terminal status."""
+"""Server-sent events: every revision once and in order, resumed without a gap; those of one job end with its status."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from httpx import Client
@@ -123,3 +125,44 @@ def test_a_stream_ends_when_its_job_is_removed(idle: Client) -> None:
         assert next(event.data["status"] for event in read_events(lines)) == "queued"
         assert idle.delete(path).status_code == 204
         assert list(read_events(lines)) == []
+
+
+def test_all_jobs_of_a_key_in_one_stream(client: Client) -> None:
+    with client.stream("GET", "/v1/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        jobs = [client.post("/v1/schedules", params={"wait": 20}, json=body()).json() for _ in range(3)]
+        first, ids = read_until_ended(answer.iter_lines(), jobs[0]["id"])
+        assert first[-1]["status"] == "succeeded"
+    with client.stream("GET", "/v1/events", headers={"Last-Event-ID": ids[-1]}) as answer:
+        rest, _ = read_until_ended(answer.iter_lines(), jobs[-1]["id"])
+    for job in jobs:
+        of_job = [data["revision"] for data in first + rest if data["job_id"] == job["id"]]
+        assert of_job == list(range(1, job["revision"] + 1))
+    assert {data["job_id"] for data in first + rest} == {job["id"] for job in jobs}
+
+
+def read_until_ended(lines: Iterator[str], job_id: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Data and ids of the events up to the one with which a job ends."""
+    data: list[dict[str, Any]] = []
+    ids: list[str] = []
+    while not data or (data[-1]["job_id"], data[-1]["status"]) != (job_id, "succeeded"):
+        name, _, value = next(lines).partition(": ")
+        if name == "data":
+            data.append(json.loads(value))
+        elif name == "id":
+            ids.append(value)
+    return data, [*ids, next(lines).partition(": ")[2]]
+
+
+def test_a_stream_of_all_jobs_resumes_where_nothing_had_happened_yet(idle: Client) -> None:
+    with idle.stream("GET", "/v1/events") as answer:
+        place = next(line for line in answer.iter_lines() if line.startswith("id: ")).removeprefix("id: ")
+    job = idle.post("/v1/schedules", json=body()).json()
+    with idle.stream("GET", "/v1/events", headers={"Last-Event-ID": place}) as answer:
+        data = next(line for line in answer.iter_lines() if line.startswith("data: ")).removeprefix("data: ")
+    assert (json.loads(data)["job_id"], json.loads(data)["revision"]) == (job["id"], 1)
+
+
+@pytest.mark.parametrize("last", ["x", "1", "-1", "2-1-0", "9" * 400])
+def test_a_bad_last_event_id_of_all_jobs(idle: Client, last: str) -> None:
+    assert idle.get("/v1/events", headers={"Last-Event-ID": last}).status_code == 422

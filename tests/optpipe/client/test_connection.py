@@ -29,9 +29,9 @@ id: 3
 def test_whole_events_are_read() -> None:
     events = list(read_events(STREAM.split("\n")))
     assert events == [
-        Event("status", 1, {"status": "queued"}),
-        Event("incumbent", 2, {"value_us": 5}),
-        Event("status", 3, {"status": "succeeded"}),
+        Event("status", "1", {"status": "queued"}),
+        Event("incumbent", "2", {"value_us": 5}),
+        Event("status", "3", {"status": "succeeded"}),
     ]
 
 
