@@ -1,0 +1,229 @@
+"""Simulator, verifier and builder against the rules of the contract, on every schedule of tiny problems with modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise, permutations
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.build import build_schedule, orders_from_times
+from tests import mode_oracle as oracle
+from tests.recomputing import COPY, FULL, LEAVES, recomputing
+
+WORK = {
+    "workspace_bytes": {"F": 1, "B": 2, "W": 1, "BW": 3},
+    "backward_weight_bytes": 4,
+    "offload": COPY | {"bytes": 10},
+}
+
+
+def orders_of(problem: Problem, data: dict[str, Any], case: oracle.Case) -> Orders:
+    numbers = [
+        [oracle.mode_names(stage).index(name) for name in names]
+        for stage, names in zip(data["stages"], case.modes, strict=True)
+    ]
+    devices = [DeviceOrders(*([Op(*op) for op in stream] for stream in streams)) for streams in case.streams]
+    return Orders(devices, modes=np.array(numbers))
+
+
+def judge(problem: Problem, data: dict[str, Any], case: oracle.Case) -> float | None:
+    """The makespan of a case, on which program and contract agree with the peaks; None where both see a deadlock."""
+    costs = {
+        op: oracle.cost(data["stages"][op[1]], case.modes[op[1]][op[2]], op[0])
+        for streams in case.streams
+        for stream in streams
+        for op in stream
+    }
+    start = oracle.earliest(costs, [stream for streams in case.streams for stream in streams])
+    orders = orders_of(problem, data, case)
+    if start is None:
+        with pytest.raises(DeadlockError):
+            simulate(problem, orders)
+        return None
+    schedule = build_schedule(problem, orders, 0.0, "every one", 0.0)  # which verifies it
+    ends = [start[op] + costs[op].us for op in costs]
+    assert schedule.value_us == max(ends) - min(start.values())
+    for streams, device in zip(case.streams, schedule.devices, strict=True):
+        own = [op for stream in streams for op in stream]
+        assert device.peak_bytes == oracle.peak(costs, start, own)
+        assert device.peak_bytes_any_timing == oracle.worst_peak(costs, streams, {})
+        assert device.busy_us == sum(costs[op].us for op in streams[0])
+    assert schedule.orders.modes is None or (schedule.orders.modes == orders.modes).all()
+    return schedule.value_us
+
+
+def test_every_schedule_of_two_microbatches_on_one_stage() -> None:
+    problem = recomputing(1, 2, [FULL, LEAVES], **WORK)
+    data = problem.to_data()
+    values = [judge(problem, data, case) for case in oracle.every_case(data)]
+    assert None not in values
+    assert len(values) == 728
+    assert min(value for value in values if value is not None) == 6
+
+
+def test_every_schedule_of_two_microbatches_on_two_stages() -> None:
+    problem = recomputing(2, 2, [FULL], split_backward=False)
+    data = problem.to_data()
+    values = [judge(problem, data, case) for case in oracle.every_case(data)]
+    assert (len(values), values.count(None)) == (625, 144)
+    assert min(value for value in values if value is not None) == 9
+
+
+def random_stage(rng: Random, device: int) -> dict[str, Any]:
+    """A stage with up to three modes of every form, of positive durations."""
+
+    def copy(most: int) -> dict[str, Any]:
+        return {"bytes": rng.randint(0, most), "offload_us": rng.randint(1, 5), "reload_us": rng.randint(1, 5)}
+
+    activation = rng.randint(1, 9)
+    modes = []
+    for n in range(rng.randint(0, 3)):
+        kept = rng.randint(0, activation)
+        mode: dict[str, Any] = {"name": f"mode {n}", "kept_bytes": kept}
+        if kept < activation:
+            mode["recompute_us"] = rng.randint(1, 4)
+            optional = {"forward_workspace_bytes": 9, "workspace_bytes": 3, "segment_bytes": 9}
+            mode |= {name: rng.randint(0, most) for name, most in optional.items() if rng.random() < 0.6}
+        if rng.random() < 0.4:
+            mode["offload"] = copy(kept)
+        modes.append(mode)
+    return {
+        "device": device,
+        **{name: rng.randint(1, 4) for name in ("forward_us", "backward_input_us", "backward_weight_us")},
+        "activation_bytes": activation,
+        "backward_weight_bytes": rng.randint(0, activation),
+        "workspace_bytes": {kind: rng.randint(0, 2) for kind in ("F", "B", "W", "BW")} if rng.random() < 0.5 else {},
+        "offload": copy(activation) if rng.random() < 0.5 else None,
+        "modes": modes,
+        "split_backward": rng.random() < 0.8,
+    }
+
+
+def random_problem(rng: Random) -> dict[str, Any]:
+    """A problem with modes on up to two devices, with every kind of copy channel."""
+    devices = rng.randint(1, 2)
+    return {
+        "format": "optpipe.problem/1",
+        "microbatches": rng.randint(1, 3),
+        "transfer_us": rng.randint(0, 2),
+        "devices": [{"memory_bytes": None}] * devices,
+        "stages": [random_stage(rng, rng.randrange(devices)) for _ in range(rng.randint(1, 3))],
+        "copy_channels": {"duplex": rng.random() < 0.5, "shared_by": rng.choice([[], [list(range(devices))]])},
+    }
+
+
+def random_case(data: dict[str, Any], rng: Random) -> tuple[list[list[str]], dict[oracle.Key, oracle.Cost]]:
+    """A random mode and set of ops for each microbatch of each stage: the modes' names, and the costs of all ops."""
+    modes, costs = [], {}
+    for s, stage in enumerate(data["stages"]):
+        modes.append([rng.choice(oracle.mode_names(stage)) for _ in range(data["microbatches"])])
+        for i, name in enumerate(modes[s]):
+            for kind in ("F", *rng.choice(oracle.ways(stage, name))):
+                costs[kind, s, i] = oracle.cost(stage, name, kind)
+    return modes, costs
+
+
+def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Random) -> dict[Op, tuple[float, float]]:
+    """Times of a list schedule that always runs some op that can run."""
+    last = len(problem.stages) - 1
+    before = {op: set(oracle.needs(op, set(costs), last)) for op in costs}
+    for op in costs:
+        before[op] |= {other for other in costs if oracle.alike(other) == oracle.alike(op) and other[2] < op[2]}
+    free: dict[Any, float] = {}
+    planned: dict[Op, tuple[float, float]] = {}
+    left = sorted(costs)
+    while left:
+        op = rng.choice([op for op in left if all(other in planned for other in before[op])])
+        left.remove(op)
+        device = problem.stages[op[1]].device
+        group = next(tuple(group) for group in problem.channel_groups if device in group)
+        resource: Any = (group, op[0] if problem.copy_channels.duplex else "") if op[0] in ("O", "R") else device
+        ready = [planned[Op(*other)][1] + delay_us(problem, other, op) for other in before[op]]
+        start = max([free.get(resource, 0.0), *ready])
+        free[resource] = start + costs[op].us
+        planned[Op(*op)] = (start, free[resource])
+    return planned
+
+
+def delay_us(problem: Problem, before: oracle.Key, op: oracle.Key) -> float:
+    if before[1] == op[1]:
+        return 0.0
+    return problem.forward_delay_us[before[1]] if before[1] < op[1] else problem.backward_delay_us[op[1]]
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_worst_case_memory_of_random_schedules_with_modes(first: int) -> None:
+    """The peak under any timing is exact, no random timing exceeds it, and most reach it."""
+    reached = []
+    for seed in range(first, first + 250):
+        rng = Random(seed)
+        data = random_problem(rng)
+        problem = Problem.from_data(data)
+        modes, costs = random_case(data, rng)
+        numbers = [
+            [oracle.mode_names(stage).index(name) for name in names]
+            for stage, names in zip(data["stages"], modes, strict=True)
+        ]
+        plan = random_plan(problem, costs, rng)
+        orders = orders_from_times(problem, plan, modes=np.array(numbers))
+        schedule = build_schedule(problem, orders, 0.0, "random", 0.0)  # which verifies it
+        assert schedule.value_us <= max(end for _, end in plan.values())
+        streams = [[tuple(map(tuple, stream)) for stream in device.streams()] for device in orders.devices]
+        waits = {tuple(op): [tuple(other) for other in others] for op, others in orders.waits.items()}
+        limits = [device.peak_bytes_any_timing for device in schedule.devices]
+        assert limits == [oracle.worst_peak(costs, own, waits) if any(own) else 0 for own in streams]
+        more = [(other, op, 0.0) for op, others in waits.items() for other in others]
+        more += [(*pair, 0.0) for channel in orders.channels for pair in pairwise(map(tuple, channel))]
+        if all(cost.end <= 0 for cost in costs.values()):  # else a backward may grow at its end, when no wait helps
+            start = {tuple(op): times[0] for op, times in plan.items()}
+            planned = [oracle.peak(costs, start, [op for stream in own for op in stream]) for own in streams]
+            assert all(np.array(limits) <= np.maximum(planned, [device.peak_bytes for device in schedule.devices]))
+        peaks = []
+        for _ in range(4):
+            drawn = {
+                op: cost._replace(us=rng.choice([0.01, 1.0, 100.0]) * (0.001 + rng.random()))
+                for op, cost in costs.items()
+            }
+            start = oracle.earliest(drawn, [stream for own in streams for stream in own], more)
+            assert start is not None
+            peaks.append([oracle.peak(drawn, start, [op for stream in own for op in stream]) for own in streams])
+        highest = np.max(peaks, axis=0)
+        assert (highest <= limits).all(), seed
+        reached += (highest == limits).tolist()
+    assert np.mean(reached) > 0.9
+
+
+KINDS = ("F", "B", "W", "BW", "C", "CB", "CBW")
+
+
+@pytest.mark.parametrize("mode", ["kept", "offload", "full", "half", "whole"])
+def test_what_is_no_schedule_of_a_mode_is_refused(mode: str) -> None:
+    """Every sequence of at most four different ops of one microbatch, with and without copies."""
+    whole = {"name": "whole", "kept_bytes": 1, "recompute_us": 1}
+    problem = recomputing(1, 1, [FULL, LEAVES, whole], offload=COPY | {"bytes": 10})
+    data = problem.to_data()
+    number = oracle.mode_names(data["stages"][0]).index(mode)
+    valid = {(case.streams[0][0], case.streams[0][1]) for case in oracle.every_case(data) if case.modes == ((mode,),)}
+    accepted = set()
+    sequences = [order for length in range(1, 5) for order in permutations(KINDS, length)]
+    for copies in ((), ("O",)):
+        for order in sequences:
+            streams = _streams(order, copies)
+            try:
+                simulate(problem, Orders([DeviceOrders(*streams)], modes=np.array([[number]])))
+            except (OrderError, DeadlockError):
+                continue
+            accepted.add((tuple(map(tuple, streams[0])), tuple(map(tuple, streams[1]))))
+    assert accepted == valid
+
+
+def _streams(order: Sequence[str], copies: Sequence[str]) -> list[list[Op]]:
+    return [[Op(kind, 0, 0) for kind in kinds] for kinds in (order, copies, ["R"] * len(copies))]

@@ -1,0 +1,208 @@
+"""The verifier's rules about activation modes: each has a schedule that breaks this rule alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.schedule import Schedule
+from optpipe.verify import Verdict, verify
+from solver.build import build_schedule
+from tests.recomputing import COPY, FULL, LEAVES, ops, recomputing
+
+Data = dict[str, Any]
+
+WHOLE = {"name": "whole", "kept_bytes": 1, "recompute_us": 1}
+"""Recomputed ahead only."""
+
+MODES = {"kept": 0, "full": 1, "half": 2, "whole": 3}
+
+
+@cache
+def example() -> Schedule:
+    """Two stages of three microbatches in all modes and forms, with room left between the ops."""
+    problem = recomputing(2, 3, [FULL, LEAVES, WHOLE])
+    orders = Orders(
+        [
+            DeviceOrders(ops("F0.0 F0.1 F0.2 C0.0 B0.0 W0.0 C0.1 BW0.1 CB0.2 W0.2"), ops("O0.1"), ops("R0.1")),
+            DeviceOrders(ops("F1.0 CBW1.0 F1.1 BW1.1 F1.2 C1.2 BW1.2")),
+        ],
+        modes=np.array([[MODES["full"], MODES["half"], MODES["full"]], [MODES["full"], MODES["kept"], MODES["whole"]]]),
+    )
+    return build_schedule(problem, orders, 0.0, "by hand", 0.0)
+
+
+def op_of(data: Data, name: str) -> Data:
+    op = Op.parse(name)
+    streams = [
+        stream for device in data["devices"] for stream in (device["compute"], device["offload"], device["reload"])
+    ]
+    rows = (row for stream in streams for row in stream)
+    return next(row for row in rows if (row["op"], row["stage"], row["microbatch"]) == op)
+
+
+def judged(data: Data) -> Verdict:
+    """The verdict when every claimed figure is what the verifier finds."""
+    verdict = verify(Schedule.from_data(data))
+    data["value_us"], data["bound_us"], data["gap"], data["status"] = verdict.value_us, 0.0, 1.0, "feasible"
+    for device, fact in zip(data["devices"], verdict.devices, strict=True):
+        device |= {"peak_bytes": fact.peak_bytes, "busy_us": fact.busy_us, "bubble": fact.bubble}
+        if fact.peak_bytes_any_timing is not None:
+            device["peak_bytes_any_timing"] = fact.peak_bytes_any_timing
+    return verify(Schedule.from_data(data))
+
+
+def at(data: Data, name: str, start_us: float, end_us: float) -> None:
+    op_of(data, name).update(start_us=start_us, end_us=end_us)
+
+
+def without(data: Data, *names: str) -> None:
+    for name in names:
+        row = op_of(data, name)
+        for device in data["devices"]:
+            for stream in ("compute", "offload", "reload"):
+                device[stream] = [other for other in device[stream] if other is not row]
+
+
+def renamed(data: Data, name: str, new: str) -> Data:
+    row = op_of(data, name)
+    op = Op.parse(new)
+    row.update(op=op.kind, stage=op.stage, microbatch=op.microbatch)
+    return row
+
+
+def added(data: Data, name: str, start_us: float, end_us: float) -> None:
+    """Put an op on the stream of its device behind what starts no later."""
+    op = Op.parse(name)
+    row = {"op": op.kind, "stage": op.stage, "microbatch": op.microbatch, "start_us": start_us, "end_us": end_us}
+    stream = data["devices"][op.stage][op.stream]
+    stream.insert(sum(other["start_us"] < start_us for other in stream), row | {"waits": []})
+
+
+def sort(data: Data) -> None:
+    for device in data["devices"]:
+        device["compute"].sort(key=lambda row: (row["start_us"], row["end_us"]))
+
+
+def test_the_example_is_valid() -> None:
+    data = example().to_data()
+    assert judged(data).ok
+    assert data == example().to_data() | {"bound_us": 0.0}
+    assert {row["op"] for device in data["devices"] for row in device["compute"]} == {*"FCBW", "BW", "CB", "CBW"}
+
+
+def whole_by_segments(data: Data) -> None:
+    without(data, "C1.2")
+    at(data, "BW1.2", 9, 12)
+    renamed(data, "BW1.2", "CBW1.2")
+
+
+def copies_of_full(data: Data) -> None:
+    added(data, "O0.2", 5, 5)
+    added(data, "R0.2", 7, 7)
+
+
+def recomputed_after_the_backward(data: Data) -> None:
+    at(data, "BW0.1", 8, 10)
+    at(data, "C0.1", 10, 12)
+    sort(data)
+
+
+def recomputed_before_the_forward(data: Data) -> None:
+    at(data, "C1.2", 8, 9)
+    at(data, "F1.2", 9, 10)
+    sort(data)
+
+
+def weights_before_their_input(data: Data) -> None:
+    at(data, "W0.2", 12, 13)
+    at(data, "CB0.2", 13, 15)
+    sort(data)
+
+
+def recomputations_out_of_order(data: Data) -> None:
+    at(data, "C0.0", 4, 5)
+    added(data, "C0.2", 3, 4)
+    at(data, "CB0.2", 12, 13)
+    renamed(data, "CB0.2", "B0.2")
+
+
+def backwards_out_of_order(data: Data) -> None:
+    for name, start_us, end_us in (("F1.1", 2, 3), ("BW1.1", 3, 5), ("CBW1.0", 5, 8)):
+        at(data, name, start_us, end_us)
+    for name in ("B0.0", "W0.0", "C0.1", "BW0.1", "CB0.2", "W0.2"):
+        row = op_of(data, name)
+        at(data, name, row["start_us"] + 3, row["end_us"] + 3)
+    sort(data)
+
+
+@pytest.mark.parametrize(
+    ("edit", "rules"),
+    [
+        (lambda d: without(d, "C0.0"), {"mode"}),
+        (lambda d: added(d, "C1.1", 6, 6), {"mode"}),
+        (lambda d: added(d, "C0.2", 11, 12), {"mode"}),
+        (lambda d: op_of(d, "F0.0").update(mode="kept"), {"mode"}),
+        (lambda d: op_of(d, "F0.0").pop("mode"), {"mode"}),
+        (lambda d: op_of(d, "F1.1").update(mode="full"), {"mode"}),
+        (lambda d: renamed(d, "BW1.1", "CBW1.1"), {"mode"}),
+        (whole_by_segments, {"segments"}),
+        (lambda d: without(d, "O0.1", "R0.1"), {"offload"}),
+        (copies_of_full, {"offload"}),
+        (lambda d: without(d, "R0.1"), {"presence"}),
+        (lambda d: without(d, "W0.2"), {"presence"}),
+        (lambda d: without(d, "CBW1.0"), {"presence", "mode"}),
+        (lambda d: d["problem"]["stages"][0].update(split_backward=False), {"split"}),
+        (lambda d: at(d, "C0.1", 7, 8.5), {"duration"}),
+        (lambda d: at(d, "CB0.2", 12, 13), {"duration"}),
+        (lambda d: at(d, "CBW1.0", 2, 4), {"duration"}),
+        (lambda d: at(d, "O0.1", 2, 4), {"duration"}),
+        (lambda d: op_of(d, "F0.0").update(mode="half"), {"duration", "offload"}),
+        (lambda d: at(d, "R0.1", 6, 8), {"dependency"}),
+        (lambda d: at(d, "O0.1", 1, 4), {"dependency"}),
+        (lambda d: at(d, "CB0.2", 11, 13), {"dependency"}),
+        (lambda d: at(d, "B0.0", 4, 5), {"dependency"}),
+        (recomputed_after_the_backward, {"dependency", "deadlock"}),
+        (recomputed_before_the_forward, {"dependency", "deadlock"}),
+        (weights_before_their_input, {"dependency", "deadlock"}),
+        (recomputations_out_of_order, {"microbatch-order"}),
+        (backwards_out_of_order, {"microbatch-order"}),
+    ],
+)
+def test_each_rule_is_broken_alone(edit: Callable[[Data], Any], rules: set[str]) -> None:
+    data = example().to_data()
+    edit(data)
+    assert {violation.rule for violation in judged(data).violations} == rules
+
+
+def test_a_mode_keeps_its_budget_to_the_byte() -> None:
+    """Device 0: 10 of the activation that C0.1 makes anew beside its workspace of 2, and what the others keep."""
+    for device in range(2):
+        data = example().to_data()
+        peak = example().devices[device].peak_bytes_any_timing
+        data["problem"]["devices"][device]["memory_bytes"] = peak
+        assert judged(data).ok
+        data["problem"]["devices"][device]["memory_bytes"] = peak - 1
+        assert "budget-any-timing" in {violation.rule for violation in judged(data).violations}
+
+
+@pytest.mark.parametrize("field", ["busy_us", "bubble", "peak_bytes", "peak_bytes_any_timing"])
+def test_figures_count_recomputation(field: str) -> None:
+    """What would be claimed if nothing was recomputed."""
+    data = example().to_data()
+    data["devices"][0][field] -= {"busy_us": 1 + 2 + 1, "bubble": -4 / 15}.get(field, 1)
+    assert {violation.rule for violation in verify(Schedule.from_data(data)).violations} == {"claim"}
+
+
+def test_the_host_holds_what_modes_send_there() -> None:
+    assert verify(example()).host_peak_bytes == COPY["bytes"]
+    data = example().to_data()
+    data["problem"]["host_memory_bytes"] = 3
+    assert {violation.rule for violation in judged(data).violations} == {"host-budget"}
+    data["problem"]["host_memory_bytes"] = 4
+    assert judged(data).ok
