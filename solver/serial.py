@@ -1,12 +1,19 @@
-"""The floor: one microbatch at a time, with activations offloaded where the budget asks for it.
+"""The floor: one microbatch at a time, with activations offloaded or recomputed where the budget asks for it.
 
 Slow, but it needs less memory than anything else known for a placement, so it is where a search can begin when no
 published schedule fits, and it tells which budgets are known to do.
+
+With one microbatch at a time what a device holds follows from how each of its stages treats it. A stage takes at most
+`peak_bytes` beside what the stages before it on the device have left there, and leaves `left_bytes` itself until its
+backward. `_least_ways` chooses among all ways of all stages of a device by dynamic programming over the pairs (bytes
+left by the stages so far, peak so far), of which it keeps those that no other is below: an exact minimum of the peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,6 +30,8 @@ def serial_orders(problem: Problem) -> Orders | None:
 
 def known_budgets_bytes(problem: Problem) -> list[int]:
     """For each device the smallest budget with which the floor runs, all of them together."""
+    if problem.has_modes:
+        return peak_budgets(problem, _with_modes(problem))
     no_limits: list[int | None] = [None] * len(problem.devices)
     eager, lazy = _Serial(problem, no_limits, eager=True).orders(), _Serial(problem, no_limits).orders()
     assert eager is not None
@@ -36,7 +45,83 @@ def known_budgets_bytes(problem: Problem) -> list[int]:
 def _within(problem: Problem, budgets: Sequence[int | None]) -> Orders | None:
     """Orders in which what is in the way leaves or, where the host has no room for that, whatever may leave."""
     lazy = _Serial(problem, budgets).orders()
-    return lazy if lazy is not None else _Serial(problem, budgets, eager=True).orders()
+    orders = lazy if lazy is not None else _Serial(problem, budgets, eager=True).orders()
+    if orders is None and problem.has_modes:
+        orders = _with_modes(problem)
+        peaks = peak_budgets(problem, orders)
+        return None if any(b is not None and p > b for p, b in zip(peaks, budgets, strict=True)) else orders
+    return orders
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a stage treats a microbatch: the number of its mode, its ops, and its memory on the device.
+
+    `forward` are the ops up to where it rests, `backward` those after; `left_bytes` stay between the two.
+    """
+
+    mode: int
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    left_bytes: int
+    peak_bytes: int
+
+
+def ways(stage: Stage) -> list[Way]:
+    """Every mode of a stage in every form, the backward split or fused where it may be."""
+    found = []
+    for number, mode in enumerate(stage.choices):
+        backwards = [("B", "W"), ("BW",)] if stage.split_backward else [("BW",)]
+        if mode.recomputes:
+            inside = [(f"C{backward[0]}", *backward[1:]) for backward in backwards if mode.segment_bytes is not None]
+            backwards = [*(("C", *backward) for backward in backwards), *inside]
+        forward = ("F", "O") if mode.offload else ("F",)
+        for kinds in backwards:
+            backward = ("R", *kinds) if mode.offload else kinds
+            effects = [device_effect(stage, kind, mode) for kind in (*forward, *backward)]
+            changes = [change for effect in effects for change in effect]
+            left = sum(changes[: 2 * len(forward)])
+            found.append(Way(number, forward, backward, left, max(accumulate(changes))))
+    return found
+
+
+def _least_ways(stages: Sequence[Sequence[Way]]) -> list[Way]:
+    """A way for each stage of a device, in their order, with which its peak is smallest."""
+    states: list[tuple[int, int, list[Way]]] = [(0, 0, [])]
+    for choices in stages:
+        grown = [
+            (left + way.left_bytes, max(peak, left + way.peak_bytes), [*chosen, way])
+            for left, peak, chosen in states
+            for way in choices
+        ]
+        grown.sort(key=lambda state: state[:2])
+        lowest = accumulate((peak for _, peak, _ in grown), min)
+        states = [grown[0], *(state for state, low in zip(grown[1:], lowest, strict=False) if state[1] < low)]
+    return min(states, key=lambda state: state[1])[2]
+
+
+def _with_modes(problem: Problem) -> Orders:
+    """Orders of the floor with the modes that need the least memory of each device, within the host's budget."""
+    for host in (True, False):
+        chosen: dict[int, Way] = {}
+        for stages in problem.stages_of:
+            choices = [[way for way in ways(problem.stages[s]) if host or way.forward == ("F",)] for s in stages]
+            chosen |= dict(zip(stages, _least_ways(choices), strict=True))
+        on_host = sum(_copied_bytes(problem.stages[s], way) for s, way in chosen.items())
+        if problem.host_memory_bytes is None or on_host <= problem.host_memory_bytes:
+            break
+    planned: dict[Op, tuple[float, float]] = {}
+    for i in range(min(problem.microbatches, 2)):
+        passes = [Op(kind, s, i) for s in sorted(chosen) for kind in chosen[s].forward]
+        passes += [Op(kind, s, i) for s in sorted(chosen, reverse=True) for kind in chosen[s].backward]
+        planned |= {op: (len(planned) + n, len(planned) + n + 1) for n, op in enumerate(passes)}
+    modes = np.array([[chosen[s].mode] * problem.microbatches for s in range(len(problem.stages))])
+    return _repeated(orders_from_times(problem, planned, modes=modes), problem.microbatches)
+
+
+def _copied_bytes(stage: Stage, way: Way) -> int:
+    offload = stage.choices[way.mode].offload
+    return offload.bytes if offload else 0
 
 
 def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
@@ -55,15 +140,15 @@ def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
 
 
 def _alone_bytes(stage: Stage) -> int:
-    """The least peak of one microbatch alone on a stage, whether its backward is split or fused."""
-    return stage.activation_bytes + max(stage.workspace_bytes.F, _backward_room_bytes(stage)[0])
+    """The least peak of one microbatch alone on a stage, over all modes, and whether its backward is split or fused."""
+    return min(way.peak_bytes for way in ways(stage))
 
 
 def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
-    """Memory of a backward beside the activation, and its ops: split, unless fused needs less."""
+    """Memory of a backward beside the activation, and its ops: split, unless fused needs less or it never splits."""
     work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
     split = max(work.B, grows, grows + work.W)
-    return (work.BW, ["BW"]) if split > work.BW else (split, ["B", "W"])
+    return (work.BW, ["BW"]) if split > work.BW or not stage.split_backward else (split, ["B", "W"])
 
 
 def _repeated(orders: Orders, microbatches: int) -> Orders:
@@ -75,7 +160,7 @@ def _repeated(orders: Orders, microbatches: int) -> Orders:
         for later in range(1, microbatches - 1) if op.microbatch else ():
             waits[_later(op, later)] = [_later(other, later) for other in others]
     devices = [DeviceOrders(*(_tiled(ops, microbatches) for ops in device.streams())) for device in orders.devices]
-    return Orders(devices, waits, [_tiled(channel, microbatches) for channel in orders.channels])
+    return Orders(devices, waits, [_tiled(channel, microbatches) for channel in orders.channels], orders.modes)
 
 
 def _tiled(ops: Sequence[Op], microbatches: int) -> OpArray:

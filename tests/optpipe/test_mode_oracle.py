@@ -16,7 +16,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, orders_from_times
 from tests import mode_oracle as oracle
-from tests.recomputing import COPY, FULL, LEAVES, recomputing
+from tests.recomputing import COPY, FULL, LEAVES, random_problem, recomputing
 
 WORK = {
     "workspace_bytes": {"F": 1, "B": 2, "W": 1, "BW": 3},
@@ -75,49 +75,6 @@ def test_every_schedule_of_two_microbatches_on_two_stages() -> None:
     values = [judge(problem, data, case) for case in oracle.every_case(data)]
     assert (len(values), values.count(None)) == (625, 144)
     assert min(value for value in values if value is not None) == 9
-
-
-def random_stage(rng: Random, device: int) -> dict[str, Any]:
-    """A stage with up to three modes of every form, of positive durations."""
-
-    def copy(most: int) -> dict[str, Any]:
-        return {"bytes": rng.randint(0, most), "offload_us": rng.randint(1, 5), "reload_us": rng.randint(1, 5)}
-
-    activation = rng.randint(1, 9)
-    modes = []
-    for n in range(rng.randint(0, 3)):
-        kept = rng.randint(0, activation)
-        mode: dict[str, Any] = {"name": f"mode {n}", "kept_bytes": kept}
-        if kept < activation:
-            mode["recompute_us"] = rng.randint(1, 4)
-            optional = {"forward_workspace_bytes": 9, "workspace_bytes": 3, "segment_bytes": 9}
-            mode |= {name: rng.randint(0, most) for name, most in optional.items() if rng.random() < 0.6}
-        if rng.random() < 0.4:
-            mode["offload"] = copy(kept)
-        modes.append(mode)
-    return {
-        "device": device,
-        **{name: rng.randint(1, 4) for name in ("forward_us", "backward_input_us", "backward_weight_us")},
-        "activation_bytes": activation,
-        "backward_weight_bytes": rng.randint(0, activation),
-        "workspace_bytes": {kind: rng.randint(0, 2) for kind in ("F", "B", "W", "BW")} if rng.random() < 0.5 else {},
-        "offload": copy(activation) if rng.random() < 0.5 else None,
-        "modes": modes,
-        "split_backward": rng.random() < 0.8,
-    }
-
-
-def random_problem(rng: Random) -> dict[str, Any]:
-    """A problem with modes on up to two devices, with every kind of copy channel."""
-    devices = rng.randint(1, 2)
-    return {
-        "format": "optpipe.problem/1",
-        "microbatches": rng.randint(1, 3),
-        "transfer_us": rng.randint(0, 2),
-        "devices": [{"memory_bytes": None}] * devices,
-        "stages": [random_stage(rng, rng.randrange(devices)) for _ in range(rng.randint(1, 3))],
-        "copy_channels": {"duplex": rng.random() < 0.5, "shared_by": rng.choice([[], [list(range(devices))]])},
-    }
 
 
 def random_case(data: dict[str, Any], rng: Random) -> tuple[list[list[str]], dict[oracle.Key, oracle.Cost]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, product
+from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 
 from instances import HALF, uniform
@@ -11,7 +14,9 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, over_budget
 from solver.serial import impossible_budgets, known_budgets_bytes, serial_orders
+from tests import mode_oracle as oracle
 from tests.problems import problems
+from tests.recomputing import random_problem, recomputing
 
 
 def test_offloads_only_where_the_budget_asks_for_it() -> None:
@@ -93,3 +98,63 @@ def test_is_valid_wherever_it_answers(problem: Problem) -> None:
     assert not impossible_budgets(problem)
     build_schedule(problem, orders, 0.0, "floor", 0.0)
     assert simulate(problem, orders).value_us >= 0
+
+
+def test_recomputes_where_nothing_else_does() -> None:
+    """Of two stages on a device the first keeps its input of 1 beside all the 10 of the second."""
+    problem = Problem.from_data(
+        recomputing(2, 3).to_data() | {"devices": [{"memory_bytes": 11}] * 2} | {"stages": one_device()}
+    )
+    assert known_budgets_bytes(problem) == [11, 0]
+    orders = serial_orders(problem)
+    assert orders is not None
+    assert orders.modes is not None
+    assert orders.modes.tolist() == [[1] * 3, [0] * 3]
+    less = Problem.from_data(problem.to_data() | {"devices": [{"memory_bytes": 10}] * 2})
+    assert serial_orders(less) is None
+    assert impossible_budgets(less) == []  # a device needs 10 for one stage alone; of two the floor says no more
+    assert impossible_budgets(Problem.from_data(less.to_data() | {"devices": [{"memory_bytes": 9}] * 2})) == [
+        (0, 10, 9)
+    ]
+
+
+def one_device() -> list[dict[str, Any]]:
+    return [stage.to_data() | {"device": 0} for stage in recomputing(2, 3).stages]
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_the_floor_of_random_problems_with_modes(first: int) -> None:
+    """The budgets known to do are as small as any choice of ways allows, one microbatch at a time."""
+    for seed in range(first, first + 100):
+        data = random_problem(Random(seed))
+        problem = Problem.from_data(data)
+        if not problem.has_modes:
+            continue
+        known = with_known_budgets(problem)
+        orders = serial_orders(known)
+        assert orders is not None
+        assert over_budget(known, orders) == []
+        assert build_schedule(known, orders, 0.0, "floor", 0.0).problem is known
+        assert not impossible_budgets(known)
+        assert [device.memory_bytes for device in known.devices] == least_peaks(data)
+
+
+def least_peaks(data: dict[str, Any]) -> list[int]:
+    """The least peak of each device over every way to hold each stage's activation, by the contract alone."""
+    peaks = []
+    for d in range(len(data["devices"])):
+        stages = [stage for stage in data["stages"] if stage["device"] == d]
+        choices = [
+            [(name, way) for name in oracle.mode_names(stage) for way in oracle.ways(stage, name)] for stage in stages
+        ]
+        peaks.append(min(serial_peak(stages, chosen) for chosen in product(*choices)))
+    return peaks
+
+
+def serial_peak(stages: list[dict[str, Any]], chosen: tuple[tuple[str, tuple[str, ...]], ...]) -> int:
+    """The peak when each stage in order runs F and O, and in reverse order all that is left of its ops."""
+    passes = list(zip(stages, chosen, strict=True))
+    there = [(stage, name, kind) for stage, (name, way) in passes for kind in ("F", *(k for k in way if k == "O"))]
+    back = [(stage, name, kind) for stage, (name, way) in reversed(passes) for kind in way if kind != "O"]
+    costs = [oracle.cost(stage, name, kind) for stage, name, kind in there + back]
+    return max(accumulate((change for cost in costs for change in (cost.start, cost.end)), initial=0))
