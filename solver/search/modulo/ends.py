@@ -1,10 +1,10 @@
 """Prologue and epilogue (warm-up and cool-down) of a repeated block.
 
-The pattern's order is a plan for every device (`solver.plan_player`). How far ahead of its plan a pass may run is a
-number of rounds for each pass and each end; it is what `tuned_ends` searches over, and so is when W begin to wait for
-the cool-down. In between the plan is followed as it is.
+The pattern's order is a plan for every device (`solver.plan_player`). A pass may run some rounds ahead of its plan, a
+number for each pass and each end: `tuned_ends` searches over these numbers, and over the time from which W wait for the
+cool-down. In between the plan is followed as it is.
 
-It plays few microbatches, just enough for a warm-up, a cool-down and some rounds between, so that its time does not
+Few microbatches are played, just enough for a warm-up, a cool-down and some rounds between, so that the time does not
 depend on how many there are. The same ends then serve for any number.
 """
 
@@ -71,17 +71,17 @@ FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
 """Number of times `first_ends` plays a pattern."""
 
 EARLY_BELOW = 12
-"""A change lets passes run fewer rounds than this ahead of their plan."""
+"""Rounds that a step lets passes run ahead of their plan are fewer than this."""
 
 HURRY_CHANGES = 0.2
-"""Share of the steps that change when devices begin to hurry."""
+"""Share of the steps that change `Ends.hurry`."""
 
 SLACK = 1e-4
 """Share of the value by which a step may be worse at the beginning of a search."""
 
 
 def few_microbatches(pattern: Pattern, microbatches: int) -> int:
-    """Number of microbatches with which both ends of the schedule are there in full, as many as rounds allow."""
+    """Number of microbatches with which both ends of the schedule are complete, as many as rounds allow."""
     lanes = pattern.passes.lanes
     enough = 2 * pattern.in_flight + 4 * lanes
     return microbatches if microbatches <= enough else enough + (microbatches - enough) % lanes
@@ -89,8 +89,8 @@ def few_microbatches(pattern: Pattern, microbatches: int) -> int:
 
 def first_ends(filler: Filler) -> tuple[float, Ends]:
     """The best of a few simple ends, with its value in us."""
-    ahead, calm = np.ones((2, filler.passes.size), np.int64), np.zeros_like(filler.cool_down)
-    value, ends = _best(filler, [Ends(early * ahead, patience, calm) for early, patience in product(EARLY, PATIENCE)])
+    ahead, never = np.ones((2, filler.passes.size), np.int64), np.zeros_like(filler.cool_down)
+    value, ends = _best(filler, [Ends(early * ahead, patience, never) for early, patience in product(EARLY, PATIENCE)])
     hurries = [np.floor(share * filler.cool_down).astype(np.int64) for share in HURRY]
     other = _best(filler, [replace(ends, hurry=hurry) for hurry in hurries])
     return min((value, ends), other, key=lambda pair: pair[0])
@@ -106,12 +106,16 @@ def _best(filler: Filler, tried: list[Ends]) -> tuple[float, Ends]:
 def tuned_ends(
     filler: Filler, ends: Ends, steps: int, rng: np.random.Generator, stopped: Callable[[], bool]
 ) -> tuple[float, Ends]:
-    """The best ends found in so many steps from some to begin with, with their value in us."""
+    """The best ends of a random walk of so many steps from given ones, with their value in us.
+
+    A step is taken unless it is worse by more than a slack that falls to 0 (threshold accepting, Dueck and Scheuer
+    1990): many changes leave the value as it is, and only several together gain.
+    """
     current = best = (filler.value_us(ends), ends)
     for step in range(steps):
         if stopped():
             break
-        other = _changed(current[1], filler, rng)
+        other = _neighbour(current[1], filler, rng)
         value = filler.value_us(other)
         if value <= current[0] * (1 + SLACK * (1 - step / steps)):
             current = (value, other)
@@ -119,32 +123,24 @@ def tuned_ends(
     return best
 
 
-def _changed(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
-    """Up to three changes: of one pass, of one kind on neighbouring stages, or of a device; or when to hurry."""
+def _neighbour(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
+    """Other ends: another hurry on neighbouring devices, or up to three groups of passes earlier or later."""
     if rng.random() < HURRY_CHANGES:
-        return replace(ends, hurry=_hurried(ends.hurry, filler.cool_down, rng))
-    early = ends.early.copy()
+        hurry = ends.hurry.copy()
+        first = int(rng.integers(len(hurry)))
+        last = first + 1 + int(rng.integers(len(hurry) - first))
+        hurry[first:last] = np.floor(rng.random() * (filler.cool_down[first:last] + 1))
+        return replace(ends, hurry=hurry)
+    passes, early = filler.passes, ends.early.copy()
     for _ in range(int(rng.integers(1, 4))):
-        early[rng.integers(2), _group(filler.passes, rng)] = rng.integers(EARLY_BELOW)
+        rounds, end, which = rng.integers(EARLY_BELOW), rng.integers(2), rng.random()
+        if which < 0.4:
+            group = rng.integers(passes.size, size=1)
+        elif which < 0.8:  # those of one kind on neighbouring stages
+            first = int(rng.integers(passes.stages))
+            last = min(passes.stages, first + 1 + int(rng.integers(passes.stages)))
+            group = int(rng.integers(3)) * passes.stages + np.arange(first, last)
+        else:  # those of a device
+            group = np.flatnonzero(passes.device == rng.integers(passes.devices))
+        early[end, group] = rounds
     return replace(ends, early=early, patience=float(rng.choice(PATIENCE)) if rng.random() < 0.1 else ends.patience)
-
-
-def _hurried(hurry: Ints, at_most: Ints, rng: np.random.Generator) -> Ints:
-    """The same with another share of the cool-down on one device or some neighbours."""
-    first = int(rng.integers(len(hurry)))
-    last = first + 1 + int(rng.integers(len(hurry) - first))
-    changed = hurry.copy()
-    changed[first:last] = np.floor(rng.random() * (at_most[first:last] + 1))
-    return changed
-
-
-def _group(passes: PassCosts, rng: np.random.Generator) -> Ints:
-    """One pass, those of one kind on neighbouring stages, or those of a device."""
-    way = rng.random()
-    if way < 0.4:
-        return rng.integers(passes.size, size=1)
-    if way < 0.8:
-        first = int(rng.integers(passes.stages))
-        last = min(passes.stages, first + 1 + int(rng.integers(passes.stages)))
-        return int(rng.integers(3)) * passes.stages + np.arange(first, last)
-    return np.flatnonzero(passes.device == rng.integers(passes.devices))

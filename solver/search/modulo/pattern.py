@@ -1,9 +1,9 @@
-"""Patterns: the passes of one block and the schedule its repetition gives; offload relaxation.
+"""Patterns: the passes of one block and the schedule its repetition gives; offload relaxation (docs/math/pattern.md).
 
-An activation that may leave counts while its F runs and again from the start of its B, not in between. Copies take
-time, so some room of each device is set aside for what is on its way. The transfers themselves follow from the compute
-orders (`solver.published.transfers`), which keep the real budgets and channels, at the price of waiting where the
-room set aside was too small.
+With offload an activation that may leave counts while its F runs and again from the start of its B, not in between.
+Copies take time, so some room of each device is reserved for activations that are being copied. The transfers
+themselves follow from the compute orders (`solver.published.transfers`), which keep the real budgets and channels, and
+wait where the reserved room is too small.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Passes(PassCosts):
     @staticmethod
     def of(problem: Problem, lanes: int = 1) -> Passes:
         """The passes of a problem, for rounds of `lanes` microbatches."""
-        one, count = pass_costs(problem), len(problem.stages)
+        single, count = pass_costs(problem), len(problem.stages)
         backward = 2 * count - 1 - np.arange(count)
         chain = np.concatenate([np.arange(count), backward])
 
@@ -78,18 +78,18 @@ class Passes(PassCosts):
             kind, stage = np.divmod(passes, count)
             return np.where(passes < 0, -1, kind * lanes * count + lane * count + stage)
 
-        needed = np.stack([laned(one.before, lane) for lane in range(lanes)]).reshape(lanes, 3, count)
+        needed = np.stack([laned(single.before, lane) for lane in range(lanes)]).reshape(lanes, 3, count)
         chains = [laned(chain, lane) for lane in range(lanes)]
         weights = [laned(backward + count, lane) for lane in range(lanes)]
         return Passes(
             stages=lanes * count,
-            devices=one.devices,
-            duration_us=tiled(one.duration_us),
-            device=tiled(one.device),
+            devices=single.devices,
+            duration_us=tiled(single.duration_us),
+            device=tiled(single.device),
             before=needed.transpose(1, 0, 2).ravel(),
-            delay_us=tiled(one.delay_us),
-            at_start=tiled(one.at_start),
-            at_end=tiled(one.at_end),
+            delay_us=tiled(single.delay_us),
+            at_start=tiled(single.at_start),
+            at_end=tiled(single.at_end),
             lanes=lanes,
             chain=np.concatenate(chains + weights),
             stage_bytes=np.tile([stage.activation_bytes for stage in problem.stages], lanes),
@@ -103,7 +103,7 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Pattern:
-    """One round's passes at `start_us`, repeated every `round_us`: mostly one microbatch, a few with several lanes."""
+    """One round's passes at `start_us`, repeated every `round_us`: one microbatch, or several in lanes."""
 
     passes: Passes
     round_us: float
@@ -111,7 +111,7 @@ class Pattern:
 
     @property
     def period_us(self) -> float:
-        """Time a microbatch: a statement on throughput, which holds for as many microbatches as one likes."""
+        """Time per microbatch (the initiation interval), for any number of microbatches."""
         return self.round_us / self.passes.lanes
 
     @property
@@ -126,16 +126,15 @@ class Pattern:
 
     @cached_property
     def round(self) -> Ints:
-        """For each pass how many rounds after its microbatch's first it runs."""
+        """For each pass the number of rounds after its microbatch's first in which it runs (its stage number)."""
         return np.floor(self.start_us / self.round_us + TOLERANCE).astype(np.int64)
 
     @cached_property
     def sequences(self) -> list[Ints]:
         """For each device its passes in the order in which every round runs them."""
-        place = self.start_us - self.round * self.round_us
-        return [
-            mine[np.lexsort((mine, place[mine]))] for mine in map(self.passes.of_device, range(self.passes.devices))
-        ]
+        place_us = self.start_us - self.round * self.round_us
+        of_devices = map(self.passes.of_device, range(self.passes.devices))
+        return [passes[np.lexsort((passes, place_us[passes]))] for passes in of_devices]
 
     @cached_property
     def key(self) -> bytes:
@@ -145,28 +144,32 @@ class Pattern:
 
     @cached_property
     def keeps_order(self) -> bool:
-        """True if microbatches keep their order within every pass: a lane is behind the lane before it, and less
-        than a round behind."""
+        """True if microbatches keep their order: each lane of a pass within a round after the last."""
         lanes = self.start_us.reshape(3, self.passes.lanes, -1)
         last = lanes[:, -1] < lanes[:, 0] + self.round_us
         return bool((np.diff(lanes, axis=1) > 0).all() and last.all())
 
     @cached_property
     def peak_bytes(self) -> Ints:
-        """For each device the peak of its memory once the block repeats: it depends on the order alone."""
-        return np.array([self._peak_bytes(sequence) for sequence in self.sequences], np.int64)
+        """For each device the peak of its memory once the block repeats.
 
-    def _peak_bytes(self, sequence: Ints) -> int:
+        It depends on the order alone: at the begin of a round a microbatch holds its activation once for each round
+        between its F and its B, and what W needs once for each round between B and W; within the round the level
+        changes in the order of the passes.
+        """
         passes, count = self.passes, self.passes.stages
-        here = sequence[sequence < count]
-        flying = self.round[here + count] - self.round[here]
-        kept = self.round[here + 2 * count] - self.round[here + count]
-        level = int((flying * passes.stage_bytes[here] + kept * passes.weight_bytes[here]).sum())
-        changes = np.stack([passes.at_start[sequence], passes.at_end[sequence]], axis=1).ravel()
-        return level + int(np.cumsum(changes).max(initial=0))
+        peaks = []
+        for sequence in self.sequences:
+            stages = sequence[sequence < count]
+            in_flight = self.round[stages + count] - self.round[stages]
+            pending = self.round[stages + 2 * count] - self.round[stages + count]
+            level = int((in_flight * passes.stage_bytes[stages] + pending * passes.weight_bytes[stages]).sum())
+            changes = np.stack([passes.at_start[sequence], passes.at_end[sequence]], axis=1).ravel()
+            peaks.append(level + int(np.cumsum(changes).max(initial=0)))
+        return np.array(peaks, np.int64)
 
     def stretched(self, at: int, rounds: int, over: int = 1) -> Pattern:
-        """The same rounds with a longer block: whatever a microbatch does from `at` on comes some rounds later.
+        """The same rounds with a longer block: all passes of a microbatch from `at` on come some rounds later.
 
         `at` counts F and B along the chain; W goes with its B, or alone where `at` is behind the last B. The rounds are
         spread evenly `over` so many passes up to there. It takes more memory, and gives more for the devices to do
@@ -185,8 +188,8 @@ class Pattern:
         """The same rounds with all W of a device up to `most` rounds later, as many as its budget (bytes) allows."""
         passes = self.passes
         weights = np.arange(2 * passes.stages, passes.size)
-        a_round = np.bincount(passes.device[weights], passes.weight_bytes, passes.devices)
-        room = np.floor((budgets - self.peak_bytes) / np.maximum(a_round, 1))
+        bytes_per_round = np.bincount(passes.device[weights], passes.weight_bytes, passes.devices)
+        room = np.floor((budgets - self.peak_bytes) / np.maximum(bytes_per_round, 1))
         start = self.start_us.copy()
         start[weights] += self.round_us * np.clip(room, 0, most)[passes.device[weights]]
         return replace(self, start_us=start)
@@ -223,12 +226,12 @@ def orders_from_pattern(problem: Problem, compute: Iterable[tuple[Ints, Ints]]) 
 
 @njit(cache=True)
 def unwrapped(place: Floats, period: float, chain: Ints, before: Ints, lag: Floats, tolerance: float) -> Floats:
-    """Starts of one round's passes that run at `place` modulo the period, each as soon as it may."""
+    """Starts of one round's passes that run at `place` modulo the period, each as early as its input allows."""
     start = np.empty(len(place))
     for p in chain:
         ready = start[before[p]] + lag[p] if before[p] >= 0 else 0.0
         wait = (place[p] - ready) % period
-        if wait > period - tolerance:
+        if wait > period - tolerance:  # a rounding error before `ready`, not a whole period after it
             wait = 0.0
         start[p] = ready + wait
     return start
@@ -244,17 +247,17 @@ def pattern_at(passes: Passes, place: Floats, round_us: float) -> Pattern:
 
 
 LEADS = (1.0, 3.0)
-"""Reload times before its B at which an activation may come back."""
+"""Lead of a reload before its B, in reload times."""
 
 
 @dataclass(frozen=True)
 class OffloadRelaxation:
-    """Everything that may leave does; room for the largest activation of a device is set aside `margin` times."""
+    """Every activation that may leave does; room for the largest of a device is reserved `margin` times for copies."""
 
     margin: int
 
     def passes(self, problem: Problem, passes: Passes) -> Passes:
-        """The passes with the memory that is left to them."""
+        """The passes with the memory of activations that are on the host between F and B."""
         moved = np.tile(_moved_bytes(problem), passes.lanes)
         nothing = np.zeros_like(moved)
         return replace(
@@ -265,13 +268,13 @@ class OffloadRelaxation:
         )
 
     def budgets_bytes(self, problem: Problem, budgets: Ints) -> Ints:
-        """The budgets without the room set aside."""
+        """The budgets without the reserved room."""
         moved = _moved_bytes(problem)
-        largest = [max((int(moved[s]) for s in here), default=0) for here in problem.stages_of]
+        largest = [max((int(moved[s]) for s in stages), default=0) for stages in problem.stages_of]
         return budgets - self.margin * np.array(largest, np.int64)
 
     def orders(self, problem: Problem, compute: Sequence[Sequence[Op]]) -> Iterator[Orders]:
-        """The compute orders with transfers, in as many ways as can be played, each made when it is asked for."""
+        """Add transfers to the compute orders, one result for each lead with which they can be played."""
         leaving = {
             (s, i)
             for (s, stage), i in product(enumerate(problem.stages), range(problem.microbatches))

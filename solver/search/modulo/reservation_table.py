@@ -1,13 +1,17 @@
 """Beam search for a block of a given period on the modulo reservation table.
 
+The table is that of modulo scheduling (Rau and Glaeser 1981, Lam 1988, Rau 1994): a pass that starts at t occupies its
+device at t modulo the period. Dependences between passes are along one chain and the period is given, so places of all
+passes are searched for at once instead of one op at a time with ejections.
+
 A device's passes are tied to those of its neighbours: a pass may not begin before its input has come (from a device
 placed already), nor so late that its result comes too late there. So devices are placed one after another, each pass
-at the place on its device's circle that is nearest to where the neighbour wants it, in many orders, and the states
-with the least waiting are kept (a beam search). With all of a device's time taken, a place counts only where the rest
-of its passes still fits. Neighbouring devices with equal costs come out shifted copies of one another, or alternate:
-nobody has to say so.
+at the free place nearest to the one that the neighbour asks for, in many orders, and the states with the least waiting
+are kept (a beam search). With all of a device's time taken, a place counts only where the rest of its passes still
+fits. Neighbouring devices with equal costs come out as shifted copies of one another, or alternate, without a rule that
+says so.
 
-Waiting between two passes of a chain keeps a microbatch alive on all the devices before them, so it is counted by the
+Waiting between two passes of a chain keeps a microbatch alive on all the devices before them, so it is weighted by the
 number of stages that hold it; a W that waits holds its own stage alone.
 """
 
@@ -28,13 +32,13 @@ MOST_PERMUTATIONS = 24
 """Orders in which a device's F and B are placed: all of them with two stages a device, a sample with more."""
 
 FREE_PLACES = 48
-"""Places tried on the circle for each pass of the first device that nothing ties."""
+"""Places in the period tried for each pass of the first device that nothing ties."""
 
-SAME_CIRCLE = 512
+SAME_STATE = 512
 """States whose places agree within the period over this are one state."""
 
 TRIES_AT_ONCE = 10_000
-"""Ways to place a device that are tried between two looks at whether to stop: some hundredths of a second."""
+"""Ways to place a device that are tried between two checks of the limits: some hundredths of a second."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class _Step:
     """Placing one device. Local index k is pass ``passes[k]``.
 
     `anchor[k]`: the pass that ties k, as an index into the device placed before (>= 0), into this device (-2 - index),
-    or none (-1). It wants its start `offset_us` after the anchor's (or before, with `direction` -1), and waits for
+    or none (-1). Its preferred start is `offset_us` after the anchor's (before, with `direction` -1); another costs
     `weight` times the difference. `closing` are pairs of the chain that come together here, with lag and weight.
     """
 
@@ -64,12 +68,13 @@ def find_places(
     rng: np.random.Generator,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Floats]:
-    """Places modulo the period for all passes: the best `width` found, with the least waiting first.
+    """Places modulo the period for all passes: the best `width` of the beam, with the least waiting first.
 
-    `lean` from 0 to 1 weighs the waiting of later stages more, up to the mean over the devices. Without places where
-    none were found, or where `stopped` says so.
+    `lean` from 0 to 1 weighs the waiting of later stages more, up to the mean over the devices. Empty where no places
+    fit, or where `stopped` ends the search.
     """
-    steps = plan_steps(passes, lean, rng)
+    planner = _Planner(passes, lean, rng)
+    steps = [planner.step(d) for d in reversed(range(passes.devices)) if len(passes.of_device(d))]
     if not steps:
         return []
     placed = np.full((1, passes.size), np.nan)
@@ -80,20 +85,21 @@ def find_places(
         if not len(cost) or stopped():
             return []
         cost = cost + _closing_wait(step, placed, parents, children, period_us)
-        kept = _best_of(children, cost, width, period_us)
+        # The best states, one of those that differ by a rotation alone: the block may begin anywhere in the period.
+        rotated = (children - children[:, :1]) % period_us
+        arrangement = np.round(rotated * (SAME_STATE / period_us)).astype(np.int64) % SAME_STATE
+        order = np.argsort(cost, kind="stable")
+        _, firsts = np.unique(arrangement[order], axis=0, return_index=True)
+        kept = order[np.sort(firsts)][:width]
         placed = placed[parents[kept]]
         placed[:, step.passes] = children[kept]
         cost = cost[kept]
     return list(placed)
 
 
-def plan_steps(passes: Passes, lean: float, rng: np.random.Generator) -> list[_Step]:
-    """The devices in the order in which they are placed, last one first, and what ties their passes."""
-    planner = _Planner(passes, lean, rng)
-    return [planner.step(d) for d in reversed(range(passes.devices)) if len(passes.of_device(d))]
-
-
 class _Planner:
+    """Plans the steps: devices from the last one on, each tied to those placed before it."""
+
     def __init__(self, passes: Passes, lean: float, rng: np.random.Generator) -> None:
         self.passes = passes
         self.rng = rng
@@ -104,21 +110,22 @@ class _Planner:
         self.after = {int(passes.before[p]): p for p in chained if passes.before[p] >= 0}
 
     def step(self, device: int) -> _Step:
-        """What ties the passes of a device to those placed."""
-        here = self.passes.of_device(device)
-        count = len(here)
-        local = {p: k for k, p in enumerate(here.tolist())}
+        """The step that places the passes of a device."""
+        of_device = self.passes.of_device(device)
+        count = len(of_device)
+        local = {p: k for k, p in enumerate(of_device.tolist())}
         earlier = {p: k for k, p in enumerate(self.previous.tolist())}
         anchor, direction = np.full(count, -1, np.int64), np.ones(count, np.int64)
         offset, weight = np.zeros(count), np.zeros(count)
         tied = set()
         for p, k in local.items():
-            for other, way in ((self.after.get(p, -1), -1), (int(self.passes.before[p]), 1)):
-                inside = way == 1 and other in local
+            # Tied to the pass that needs it, if that is placed: then it is as late as it may; else to its own input.
+            for other, sign in ((self.after.get(p, -1), -1), (int(self.passes.before[p]), 1)):
+                inside = sign == 1 and other in local
                 if (other in earlier or inside) and anchor[k] == -1:
-                    late = other if way == -1 else p
+                    late = other if sign == -1 else p
                     anchor[k] = -2 - local[other] if inside else earlier[other]
-                    direction[k], offset[k] = way, way * self.passes.lag_us[late]
+                    direction[k], offset[k] = sign, sign * self.passes.lag_us[late]
                     weight[k] = self._weight(late)
                     tied.add(late)
         self.done.update(local)
@@ -127,13 +134,13 @@ class _Planner:
             for p in (*local, *(self.after.get(q, -1) for q in local))
             if p in self.done and p not in tied and int(self.passes.before[p]) in self.done
         ]
-        self.previous = here
-        orders = self._permutations(here, anchor)
-        duration = self.passes.duration_us[here]
-        return _Step(here, duration, anchor, direction, offset, weight, orders, list(dict.fromkeys(closing)))
+        self.previous = of_device
+        orders = self._permutations(of_device, anchor)
+        duration = self.passes.duration_us[of_device]
+        return _Step(of_device, duration, anchor, direction, offset, weight, orders, list(dict.fromkeys(closing)))
 
     def _weight(self, late: int) -> float:
-        """How much it costs in memory that a pass waits for its input."""
+        """Cost in memory of each us that a pass waits for its input."""
         kind, stage = divmod(late, self.passes.stages)
         if kind == 2:
             held = max(1, int(self.passes.stage_bytes[stage]))
@@ -141,13 +148,13 @@ class _Planner:
         holding = stage % self.passes.model_stages + kind
         return 1 + self.lean * (2 * holding / self.passes.model_stages - 1)
 
-    def _permutations(self, here: Ints, anchor: Ints) -> Ints:
-        """Orders of placing F and B in which each comes after what ties it, W last; a sample where there are many.
+    def _permutations(self, of_device: Ints, anchor: Ints) -> Ints:
+        """Orders of placing F and B in which each comes after its anchor, W last; a sample where there are many.
 
         The lanes of a pass are placed one right after the other.
         """
         lanes: dict[tuple[int, int], list[int]] = {}
-        for k, p in enumerate(here.tolist()):
+        for k, p in enumerate(of_device.tolist()):
             kind, stage = divmod(p, self.passes.stages)
             lanes.setdefault((kind, stage % self.passes.model_stages), []).append(k)
         chained = [ks for (kind, _), ks in lanes.items() if kind < 2]
@@ -160,12 +167,12 @@ class _Planner:
 
 
 def _after_anchors(order: list[int], anchor: Ints) -> list[int]:
-    """The order with each pass moved behind the pass of the same device that ties it."""
+    """The order with each pass moved behind its anchor on the same device."""
     result: list[int] = []
-    waiting = list(order)
-    while waiting:
-        k = next(k for k in waiting if anchor[k] >= -1 or -2 - anchor[k] in result)
-        waiting.remove(k)
+    rest = list(order)
+    while rest:
+        k = next(k for k in rest if anchor[k] >= -1 or -2 - anchor[k] in result)
+        rest.remove(k)
         result.append(k)
     return result
 
@@ -181,30 +188,31 @@ def _expand(
 ) -> tuple[Ints, Floats, Floats]:
     """All ways tried to place one device after each state: parents, places, costs.
 
-    Each order of placing is taken twice: as it is, and with one pass, chosen at random, at its second best place.
-    On the first device, where nothing ties some passes, these are tried all around the circle.
+    Each order of placing is taken twice: as it is, and with one pass, chosen at random, at its second best place: the
+    nearest place for each is greedy, and closes better arrangements of the device.
+    On the first device passes without an anchor are tried at random places of the period.
     """
     free = np.flatnonzero(step.anchor == -1)[1:]
     tries = 2 * len(step.permutations) * (FREE_PLACES if first and len(free) else 1)
     count = len(step.passes)
     skipped = rng.integers(count, size=(len(cost), tries))
     skipped[:, : len(step.permutations)] = -1
-    wished = np.zeros((tries, count))
+    preferred = np.zeros((tries, count))
     if first:
-        wished[:, free] = rng.random((tries, len(free))) * period_us
+        preferred[:, free] = rng.random((tries, len(free))) * period_us
     places = np.empty((len(cost) * tries, count))
     costs = np.full(len(cost) * tries, -1.0)
     at_once = max(1, TRIES_AT_ONCE // tries)
     for state in range(0, len(cost), at_once):
         if stopped():
             break
-        some, rows = slice(state, state + at_once), slice(state * tries, (state + at_once) * tries)
+        part, rows = slice(state, state + at_once), slice(state * tries, (state + at_once) * tries)
         _place_all(
-            before[some], cost[some], step.permutations, step.anchor, step.direction, step.offset_us, step.weight,
-            step.duration_us, skipped[some], wished, period_us, TOLERANCE * period_us, places[rows], costs[rows],
+            before[part], cost[part], step.permutations, step.anchor, step.direction, step.offset_us, step.weight,
+            step.duration_us, skipped[part], preferred, period_us, TOLERANCE * period_us, places[rows], costs[rows],
         )  # fmt: skip
-    good = np.flatnonzero(costs >= 0)
-    return good // tries, places[good], costs[good]
+    fitting = np.flatnonzero(costs >= 0)
+    return fitting // tries, places[fitting], costs[fitting]
 
 
 @njit(cache=True)
@@ -218,7 +226,7 @@ def _place_all(
     weight: Floats,
     duration: Floats,
     skipped: Ints,
-    wished: Floats,
+    preferred: Floats,
     period: float,
     tolerance: float,
     places: Floats,
@@ -230,7 +238,7 @@ def _place_all(
             row = state * tries + k
             added = _place_one(
                 before[state], orders[k % len(orders)], anchor, direction, offset, weight, duration,
-                skipped[state, k], wished[k], period, tolerance, places[row],
+                skipped[state, k], preferred[k], period, tolerance, places[row],
             )  # fmt: skip
             costs[row] = -1.0 if added < 0 else cost[state] + added
 
@@ -245,7 +253,7 @@ def _place_one(
     weight: Floats,
     duration: Floats,
     skipped: int,
-    wished: Floats,
+    preferred: Floats,
     period: float,
     tolerance: float,
     place: Floats,
@@ -257,7 +265,7 @@ def _place_one(
     for done in range(count):
         k = order[done]
         left = -np.sort(-duration[order[done + 1 :]])
-        at = wished[k]
+        at = preferred[k]
         if anchor[k] >= 0:
             at = before[anchor[k]] + offset[k]
         elif anchor[k] <= -2:
@@ -282,26 +290,17 @@ def _place_one(
 
 
 def _closing_wait(step: _Step, placed: Floats, parents: Ints, children: Floats, period_us: float) -> Floats:
-    """What passes wait whose input was not what tied them."""
-    here = {p: k for k, p in enumerate(step.passes.tolist())}
+    """Cost of the waits between passes of which neither is the other's anchor."""
+    local = {p: k for k, p in enumerate(step.passes.tolist())}
 
     def place(p: int) -> Floats:
-        return children[:, here[p]] if p in here else placed[parents, p]
+        return children[:, local[p]] if p in local else placed[parents, p]
 
     total = np.zeros(len(children))
     for early, late, lag, weight in step.closing:
         wait = (place(late) - place(early) - lag) % period_us
         total += weight * np.where(wait > period_us * (1 - TOLERANCE), 0.0, wait)
     return total
-
-
-def _best_of(children: Floats, cost: Floats, width: int, period_us: float) -> Ints:
-    """The best states, one of each arrangement, whatever its turn."""
-    turned = (children - children[:, :1]) % period_us
-    circle = np.round(turned * (SAME_CIRCLE / period_us)).astype(np.int64) % SAME_CIRCLE
-    order = np.argsort(cost, kind="stable")
-    _, firsts = np.unique(circle[order], axis=0, return_index=True)
-    return order[np.sort(firsts)][:width]
 
 
 PACKING_STEPS = 200
@@ -313,7 +312,10 @@ MANY = 6
 
 @njit(cache=True)
 def packs(gaps: Floats, lengths: Floats, tolerance: float) -> bool:
-    """True if passes of these lengths (longest first) fit into the gaps, by depth-first search of limited length."""
+    """True if passes of these lengths (longest first) fit into the gaps, by depth-first search of limited length.
+
+    Bin packing, so hard in general; but gaps and passes are few, and with the longest first dead ends come early.
+    """
     count = len(lengths)
     if lengths.sum() > gaps.sum() + tolerance:
         return False
@@ -347,7 +349,7 @@ def packs(gaps: Floats, lengths: Floats, tolerance: float) -> bool:
 def _gaps_around(
     at: float, length: float, period: float, starts: Floats, lengths: Floats, gaps: Floats, tolerance: float
 ) -> bool:
-    """Write to `gaps` what is left between placed passes and a new one at `at`; False where the new one overlaps."""
+    """Write to `gaps` the gaps between placed passes and a new one at `at`; False where the new one overlaps."""
     filled = 0
     placed = False
     count = len(starts)
@@ -370,7 +372,7 @@ def _gaps_around(
 
 @njit(cache=True)
 def nearest_start(
-    wished: float,
+    preferred: float,
     direction: int,
     skip: int,
     length: float,
@@ -380,44 +382,45 @@ def nearest_start(
     left: Floats,
     tolerance: float,
 ) -> float:
-    """The start nearest to `wished`, at or after it (`direction` 1) or at or before it (-1), not reduced modulo T.
+    """The start nearest to `preferred`, at or after it (`direction` 1) or at or before it (-1), not reduced modulo T.
 
     `starts` (ascending, in [0, period)) and `lengths` are the passes that are placed, `left` the lengths (longest
     first) of those that still have to fit beside them. `skip` passes over that many places. NaN where none is left.
 
-    A place is tight on one side: at the wished time, or against a placed pass with room for none, one or two of
-    those left in between. With all of a device's time taken no other place can be completed.
+    Only places that are tight on one side are tried: at the preferred time, or against a placed pass with room for
+    none, one or two of those left in between. With all of a device's time taken a gap must be filled by whole passes,
+    so that few other places can be completed.
     """
     count, waiting = len(starts), len(left)
     if count == 0:
-        return wished
+        return preferred
     places = np.empty(1 + count * (1 + waiting + waiting * waiting))
     places[0] = 0.0
-    found = 1
+    filled = 1
     for k in range(count):
-        side = starts[k] + lengths[k] - wished if direction > 0 else wished + length - starts[k]
-        places[found] = side % period
-        found += 1
+        side = starts[k] + lengths[k] - preferred if direction > 0 else preferred + length - starts[k]
+        places[filled] = side % period
+        filled += 1
         for a in range(waiting):
             if a and left[a] == left[a - 1]:
                 continue
-            places[found] = (side + left[a]) % period
-            found += 1
+            places[filled] = (side + left[a]) % period
+            filled += 1
             for b in range(a if waiting <= MANY else 0):
-                places[found] = (side + left[a] + left[b]) % period
-                found += 1
+                places[filled] = (side + left[a] + left[b]) % period
+                filled += 1
     gaps = np.empty(count + 1)
     last = -1.0
-    for away in np.sort(places[:found]):
+    for away in np.sort(places[:filled]):
         if away >= period - tolerance:
             break
         if away - last <= tolerance:
             continue
-        at = (wished + direction * away) % period
+        at = (preferred + direction * away) % period
         if not _gaps_around(at, length, period, starts, lengths, gaps, tolerance) or not packs(gaps, left, tolerance):
             continue
         last = away
         if skip == 0:
-            return float(wished + direction * away)
+            return float(preferred + direction * away)
         skip -= 1
     return float(np.nan)

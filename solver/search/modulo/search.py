@@ -1,4 +1,8 @@
-"""Modulo search: the smallest feasible period, then short blocks, then good ends."""
+"""Modulo search: the smallest feasible period, then short blocks, then good ends (docs/math/pattern.md).
+
+As in modulo scheduling (Rau 1994) the period, its initiation interval, is raised from the least that the devices' work
+allows until a block fits. The value also has the two ends, whose time depends on the block, so many blocks are kept.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +25,25 @@ from solver.search.modulo.reservation_table import MOST_PERMUTATIONS, find_place
 from solver.solution import OnSolution, Solution
 
 LEANS = (0.15, 0.0, 0.4, 0.8)
-"""Weighings of late stages' waiting, tried in turn."""
+"""Weights of late stages' waiting, tried in turn."""
 
 SHARES = (0.0, 0.3, 0.6, 0.9)
-"""Parts of the period's excess over the least that are tried next."""
+"""Shares of the period's excess over the least that are tried next."""
 
 LANES = (1, 2)
-"""Microbatches a round: two only where one does not reach the least period."""
+"""Microbatches per round: two only where one does not reach the least period."""
 
 FIRST_WIDTH, MOST_WIDTH = 24, 1000
 """First and largest width of the beams, which double."""
 
 MARGINS = (2, 1, 4)
-"""Activations for which room is set aside where copies run beside the compute ops, tried in turn."""
+"""Activations for which room is reserved where copies run beside the compute ops, tried in turn."""
 
 BEGIN_SHARE = 0.5
-"""Most of the time for the first patterns of all searches, where there are several: then the most promising goes on."""
+"""Largest share of the time for the first patterns of all searches, where there are several."""
 
 TRIED_ENDS = 12
-"""Patterns of one period whose ends are compared: so many, or up to twice as many, of those found."""
+"""Patterns of one period whose ends are compared: this many, or up to twice as many, of those that fit."""
 
 STRETCHED_AT_ONCE = 4
 """Blocks stretched before their ends are tuned and other blocks are looked for."""
@@ -51,24 +55,25 @@ LATE_ROUNDS = (0, 1, 3, 8, 20)
 """Rounds by which W may come later where memory allows, tried with each block."""
 
 TUNING_STEPS = 400
-"""Changes of the ends of one pattern before the next pattern has its turn."""
+"""Steps in which the ends of one pattern are tuned before another pattern is."""
 
-WORTH_A_LOOK = 1.02
-"""Orders are written down where their promise is at most this much above the best value: a promise of the largest
-span begins every device as early as it can, so that the orders may be a little better."""
+WORTH_WRITING = 1.02
+"""Largest ratio of a pattern's expected value to the best value with which its orders are built and simulated.
+
+It is above 1 since the expected span begins every device as early as it can, so that the orders may be a little better.
+"""
 
 
 def modulo_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """Orders that repeat one block in the middle, better than the start's where such are found.
+    """Orders that repeat one block in the middle, if they are better than the start's.
 
-    Answers with the start where no pattern fits the budgets, which does not prove that none exists.
+    Returns the start where no pattern fits the budgets, which does not prove that none exists.
     """
     best = start
-    reliefs = (
-        [OffloadRelaxation(margin) for margin in MARGINS] if any(stage.offload for stage in problem.stages) else []
-    )
-    searches = [PatternSearch(problem, limits, on_solution, relief) for relief in (None, *reliefs)]
-    for part, search in _shared(limits.part(BEGIN_SHARE) if reliefs else limits, searches):
+    offloads = any(stage.offload for stage in problem.stages)
+    relaxations = [OffloadRelaxation(margin) for margin in MARGINS] if offloads else []
+    searches = [PatternSearch(problem, limits, on_solution, relaxation) for relaxation in (None, *relaxations)]
+    for part, search in _shared(limits.part(BEGIN_SHARE) if relaxations else limits, searches):
         best = search.begin(part, best)
     for part, search in _shared(limits, sorted(searches, key=lambda search: search.period_us)):
         best = search.go_on(part, best)
@@ -91,37 +96,37 @@ def fitting_patterns(
     rng: np.random.Generator,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Pattern]:
-    """Patterns found that repeat within the budgets, one microbatch every `period_us`; the shortest block first."""
+    """Patterns that repeat within the budgets, one microbatch every `period_us`; the shortest block first."""
     round_us = period_us * passes.lanes
-    found = [
-        pattern_at(passes, places, round_us) for places in find_places(passes, round_us, width, lean, rng, stopped)
-    ]
-    fitting = [pattern for pattern in found if pattern.keeps_order and (pattern.peak_bytes <= budgets).all()]
+    all_places = find_places(passes, round_us, width, lean, rng, stopped)
+    patterns = [pattern_at(passes, places, round_us) for places in all_places]
+    fitting = [pattern for pattern in patterns if pattern.keeps_order and (pattern.peak_bytes <= budgets).all()]
     return sorted(fitting, key=lambda pattern: pattern.block_us)
 
 
 class PatternSearch:
     """One run: first `begin`, then `go_on`, each with its part of the limits and the best answer known by then.
 
-    `best` is the best answer so far, `pattern` the one with the smallest period. Without `relief` nothing is offloaded.
+    `best` is the best answer so far, `pattern` the one with the smallest period. Without `relaxation` nothing is
+    offloaded.
     """
 
     best: Solution
 
     def __init__(
-        self, problem: Problem, limits: Limits, on_solution: OnSolution, relief: OffloadRelaxation | None
+        self, problem: Problem, limits: Limits, on_solution: OnSolution, relaxation: OffloadRelaxation | None
     ) -> None:
         self.problem = problem
         self.limits = limits
         self.on_solution = on_solution
         self.effort = WorkBudget(limits)
         self.rng = np.random.default_rng(limits.seed)
-        self.relief = relief
+        self.relaxation = relaxation
         self.passes = {lanes: Passes.of(problem, lanes) for lanes in LANES}
         self.budgets = budgets_bytes(problem)
-        if relief:
-            self.passes = {lanes: relief.passes(problem, passes) for lanes, passes in self.passes.items()}
-            self.budgets = relief.budgets_bytes(problem, self.budgets)
+        if relaxation:
+            self.passes = {lanes: relaxation.passes(problem, passes) for lanes, passes in self.passes.items()}
+            self.budgets = relaxation.budgets_bytes(problem, self.budgets)
         self.by_span = problem.objective == "device_span"
         self.least_us = float(self.passes[1].work_us().max())
         self.pattern: Pattern | None = None
@@ -136,22 +141,35 @@ class PatternSearch:
         return self.pattern.period_us if self.pattern else np.inf
 
     def begin(self, limits: Limits, best: Solution) -> Solution:
-        """Quickly to some pattern, from the best that is known. Returns the best after it."""
+        """Find a first pattern quickly: from the least period up, in growing steps. Returns the best answer after it.
+
+        At the last period microbatches follow one another, which always fits if anything does.
+        """
         self._resume(limits, best)
-        for period_us in self._ladder() if self.least_us else ():
-            if self._done() or self._try(1, period_us, FIRST_WIDTH, LEANS[0]):
+        period_us, step = self.least_us, 1.02
+        alone_us = float(self.passes[1].lag_us.sum() + self.passes[1].duration_us.sum())
+        while self.least_us and not self._done():
+            if self._try(1, min(period_us, alone_us), FIRST_WIDTH, LEANS[0]) or period_us >= alone_us:
                 break
+            period_us *= step
+            step = min(step + 0.01, 1.1)
         return self.best
 
     def go_on(self, limits: Limits, best: Solution) -> Solution:
-        """To better patterns as long as there is time, from the best that is known. Returns the best after it."""
+        """Find better patterns as long as there is time. Returns the best answer after it."""
         self._resume(limits, best)
         width = FIRST_WIDTH
         while self.pattern is not None and width <= MOST_WIDTH and not self._done():
             self._stretch()
             self._tune()
             width *= 2
-            self._widen(width)
+            # With this width: periods that would be better than the best, and shorter blocks at the best.
+            for lanes, lean, share in product(LANES, LEANS, SHARES):
+                excess_us = self.pattern.period_us - self.least_us
+                if self._done():
+                    break
+                if excess_us or (lanes == 1 and share == 0):
+                    self._try(lanes, self.least_us + share * excess_us, width, lean)
         while self.choice is not None and not self._done():
             self._stretch()
             self._tune()
@@ -164,88 +182,64 @@ class PatternSearch:
     def _done(self) -> bool:
         return self.effort.spent() or self.limits.reached(self.best.value_us, self.best.bound_us)
 
-    def _ladder(self) -> Iterator[float]:
-        """Periods from the least to the one at which microbatches follow one another."""
-        period, step = self.least_us, 1.02
-        alone = float(self.passes[1].lag_us.sum() + self.passes[1].duration_us.sum())
-        while period < alone:
-            yield period
-            period *= step
-            step = min(step + 0.01, 1.1)
-        yield alone
-
-    def _widen(self, width: int) -> None:
-        """Look with this width at the periods that would be better than the best, and for shorter blocks."""
-        assert self.pattern is not None
-        for lanes, lean, share in product(LANES, LEANS, SHARES):
-            excess = self.pattern.period_us - self.least_us
-            if self._done():
-                break
-            if excess or (lanes == 1 and share == 0):
-                self._try(lanes, self.least_us + share * excess, width, lean)
-
     def _try(self, lanes: int, period_us: float, width: int, lean: float) -> bool:
-        """Look for patterns of this period; whether one has a smaller period than the best that is known."""
+        """Look for patterns of this period. True if one has a smaller period than the best so far."""
         passes = self.passes[lanes]
         self.effort.place(2 * MOST_PERMUTATIONS * width * passes.size)  # each is tried twice
-        found = fitting_patterns(passes, self.budgets, period_us, width, lean, self.rng, self.effort.spent)
-        if not found:
+        fitting = fitting_patterns(passes, self.budgets, period_us, width, lean, self.rng, self.effort.spent)
+        if not fitting:
             return False
-        known = self.pattern
-        better = known is None or period_us < known.period_us
-        if better or (known and (period_us, found[0].block_us) < (known.period_us, known.block_us)):
-            self.pattern = found[0]
-        for pattern in found[:: max(1, len(found) // TRIED_ENDS)]:
+        best = self.pattern
+        better = best is None or period_us < best.period_us
+        if better or (best and (period_us, fitting[0].block_us) < (best.period_us, best.block_us)):
+            self.pattern = fitting[0]
+        for pattern in fitting[:: max(1, len(fitting) // TRIED_ENDS)]:
             if self._done():
                 break
             self._compare(pattern, pattern)
         return better
 
     def _compare(self, pattern: Pattern, base: Pattern) -> bool:
-        """Simple ends for a pattern; whether they are the best so far of all that its base was stretched to."""
+        """Try simple ends of a pattern. True if they are the best so far of all that its base was stretched to."""
         if not self.pool.is_new(pattern):
             return False
         few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
         value, ends = first_ends(few)
         self.effort.play(FIRST_PLAYS * len(few.planned))
-        return self._keep(PooledPattern(base, pattern, ends, self._promise(few, pattern, value)))
+        return self._keep(PooledPattern(base, pattern, ends, self._expected_us(few, pattern, value)))
 
     def _stretch(self) -> None:
-        """Longer blocks of some of the blocks found."""
+        """Stretch some of the blocks of the pool: ever longer ones, while memory allows and the ends get better."""
         for _ in range(STRETCHED_AT_ONCE):
             base = None if self._done() else self.pool.next_to_stretch()
             if base is None:
                 return
-            self._stretch_one(base)
-
-    def _stretch_one(self, base: Pattern) -> None:
-        """Ever longer blocks of the same rounds, as long as the memory is there and the ends get better."""
-        candidates, idle_levels = [base], 0
-        while candidates and idle_levels < IDLE_LEVELS:
-            best = None
-            for candidate, most in product(candidates, LATE_ROUNDS):
-                if self._done():
-                    return
-                if self._compare(candidate.with_late_weights(self.budgets, most), base):
-                    best = candidate
-            idle_levels = 0 if best else idle_levels + 1
-            candidates = self._longer(best or candidates[0])
+            candidates, idle_levels = [base], 0
+            while candidates and idle_levels < IDLE_LEVELS:
+                best = None
+                for candidate, most in product(candidates, LATE_ROUNDS):
+                    if self._done():
+                        return
+                    if self._compare(candidate.with_late_weights(self.budgets, most), base):
+                        best = candidate
+                idle_levels = 0 if best else idle_levels + 1
+                candidates = self._longer(best or candidates[0])
 
     def _longer(self, pattern: Pattern) -> list[Pattern]:
-        """The pattern stretched at once, at the turn or before it, or evenly on the way out, back or both.
+        """The pattern stretched at the turn or before it, or evenly over the forwards, the backwards or both.
 
-        By a round for each device, evenly, the first one gets through the warm-up without waiting; less takes less
-        memory.
+        Stretched evenly by a round for each device, the first device gets through the warm-up without waiting; fewer
+        rounds take less memory.
         """
         count, devices = self.passes[1].stages, self.passes[1].devices
         last = 2 * count - 1
         rounds = sorted({1, 2, max(1, devices // 4), max(1, devices // 2), devices})
-        ways = ((count, 1), (count // 2, 1), (count, count), (last, last), (last, count))
-        longer = [pattern.stretched(at, more, over) for (at, over), more in product(ways, rounds)]
+        spreads = ((count, 1), (count // 2, 1), (count, count), (last, last), (last, count))
+        longer = [pattern.stretched(at, more, over) for (at, over), more in product(spreads, rounds)]
         return [pattern for pattern in longer if (pattern.peak_bytes <= self.budgets).all()]
 
     def _tune(self) -> None:
-        """Better ends for one of the best patterns."""
+        """Tune the ends of one of the best patterns."""
         choice = self.pool.next_to_tune(self.rng)
         if choice is None:
             return
@@ -257,19 +251,19 @@ class PatternSearch:
             return self._done()
 
         value, ends = tuned_ends(few, choice.ends, TUNING_STEPS, self.rng, stopped)
-        self._keep(PooledPattern(choice.base, pattern, ends, self._promise(few, pattern, value)))
+        self._keep(PooledPattern(choice.base, pattern, ends, self._expected_us(few, pattern, value)))
 
     def _filler(self, pattern: Pattern, microbatches: int) -> Filler:
         return Filler(pattern, self.passes[1], microbatches, self.budgets, self.by_span)
 
-    def _promise(self, few: Filler, pattern: Pattern, value_us: float) -> float:
-        """The value for all microbatches, from that for few."""
+    def _expected_us(self, few: Filler, pattern: Pattern, value_us: float) -> float:
+        """The value for all microbatches, from that for few: each further one takes a period."""
         return value_us + (self.problem.microbatches - few.microbatches) * pattern.period_us
 
     def _keep(self, choice: PooledPattern) -> bool:
-        """Report what promises to be better than the best; whether it is better than what its base had.
+        """Offer the orders if they may be better than the best. True if the pattern is the best of its base.
 
-        What copies make of a promise shows only when they are played: so with these the best of every base is tried.
+        With offload the value is known only after the copies are played: so the best pattern of every base is tried.
         """
         if choice.value_us == np.inf:
             return False
@@ -277,26 +271,26 @@ class PatternSearch:
         best = self.choice is None or choice.value_us < self.choice.value_us
         if best:
             self.choice = choice
-        if best or (better and self.relief and choice.value_us < self.best.value_us):
+        if best or (better and self.relaxation and choice.value_us < self.best.value_us):
             self._offer(choice)
         return better
 
     def _offer(self, choice: PooledPattern) -> None:
         """Report the orders for all microbatches if they are better than the best."""
         began = self.effort.seconds
-        if choice.value_us > WORTH_A_LOOK * self.best.value_us or began + self.offer_s > self.effort.allowed:
+        if choice.value_us > WORTH_WRITING * self.best.value_us or began + self.offer_s > self.effort.allowed:
             return
         filler = self._filler(choice.pattern, self.problem.microbatches)
         orders = orders_from_pattern(self.problem, filler.orders(choice.ends))
         try:
-            if self.relief:
+            if self.relaxation:
                 compute = [device.compute for device in orders.devices]
-                for moving in self.relief.orders(self.problem, compute):
-                    self._report(moving)
+                for with_copies in self.relaxation.orders(self.problem, compute):
+                    self._report(with_copies)
             else:
                 self._report(orders)
         except DeadlockError:
-            pass  # passes without length at one instant may come in a circle
+            pass  # passes without length at one instant may wait for one another in a cycle
         self.effort.write(self.ops)
         self.offer_s = self.effort.seconds - began
 
@@ -309,15 +303,15 @@ class PatternSearch:
 
 
 TUNED = 0.8
-"""Probability that the best choice is the one to be tuned, and if it is not, the next best, and so on."""
+"""Probability that the best pattern is tuned; of the others the next best with the same probability, and so on."""
 
 KEPT = 200
-"""Blocks that are remembered with their ends: those with the best."""
+"""Largest number of blocks in the pool: those with the best ends."""
 
 
 @dataclass(frozen=True)
 class PooledPattern:
-    """A pattern with its ends, the value that they promise, and the block that it was stretched from."""
+    """A pattern with its ends, its expected value with them, and the block that it was stretched from."""
 
     base: Pattern
     pattern: Pattern
@@ -326,10 +320,10 @@ class PooledPattern:
 
 
 class PatternPool:
-    """Choices, one of each block: which ends a block will have shows only when it has been stretched and tuned.
+    """The best pattern of each block. The ends of a block are known only once it has been stretched and tuned.
 
-    So the block with the best ends before that is not stretched alone, but others too, in turns the one with the best
-    ends and the shortest one.
+    So not only the block with the best ends before that is stretched: in turns the one with the best ends and the
+    shortest one.
     """
 
     def __init__(self) -> None:
@@ -338,16 +332,16 @@ class PatternPool:
         self._stretched: set[bytes] = set()
 
     def is_new(self, pattern: Pattern) -> bool:
-        """True if no pattern with the same period and the same orders was asked for before."""
+        """True on the first call with a pattern of this period and these orders."""
         before = len(self._seen)
         self._seen.add(pattern.key)
         return len(self._seen) > before
 
     def keep(self, choice: PooledPattern) -> bool:
-        """Remember a choice if it is the best of its block; whether it is."""
+        """Keep a pattern if it is the best of its block. True if it is."""
         key = choice.base.key
-        known = self._choices.get(key)
-        if known is not None and known.value_us <= choice.value_us:
+        best = self._choices.get(key)
+        if best is not None and best.value_us <= choice.value_us:
             return False
         self._choices[key] = choice
         if len(self._choices) > KEPT:
@@ -355,7 +349,7 @@ class PatternPool:
         return True
 
     def next_to_stretch(self) -> Pattern | None:
-        """A block that has not been asked for before; none where all have."""
+        """A block that was not returned before; None after the last."""
         waiting = [(key, choice) for key, choice in self._choices.items() if key not in self._stretched]
         if not waiting:
             return None
@@ -365,7 +359,7 @@ class PatternPool:
         return choice.base
 
     def next_to_tune(self, rng: np.random.Generator) -> PooledPattern | None:
-        """A choice at random, the better the likelier."""
+        """A random pattern, better ones with a higher probability (geometric in the rank)."""
         if not self._choices:
             return None
         ranked = sorted(self._choices.values(), key=lambda choice: choice.value_us)
@@ -379,18 +373,18 @@ PLAYED_PER_SECOND = 2_000_000
 """Ops that are played in about a second."""
 
 WRITTEN_PER_SECOND = 200_000
-"""Ops of orders that are written down and simulated in about a second."""
+"""Ops of orders that are built and simulated in about a second."""
 
 
 @dataclass
 class WorkBudget:
-    """Counts work where the limits are deterministic, else asks the clock. `work` is in units of about a second."""
+    """Counts work where the limits are deterministic, else reads the clock. `work` is in units of about a second."""
 
     limits: Limits
     work: float = 0.0
 
     def place(self, passes: int) -> None:
-        """Count passes that are placed on their circles."""
+        """Count passes that are placed."""
         self.work += passes / PLACED_PER_SECOND
 
     def play(self, ops: int) -> None:
@@ -398,7 +392,7 @@ class WorkBudget:
         self.work += ops / PLAYED_PER_SECOND
 
     def write(self, ops: int) -> None:
-        """Count ops of orders that are written down and simulated."""
+        """Count ops of orders that are built and simulated."""
         self.work += ops / WRITTEN_PER_SECOND
 
     def spent(self) -> bool:
