@@ -269,6 +269,13 @@ def command(
             help="Compute the costs from this table of sizes and rates instead of measuring.", metavar="TABLE.toml"
         ),
     ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take the costs from what a Recorder wrote in a training run of yours: a file for each of its ranks.",
+            metavar="FOLDER",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -343,8 +350,8 @@ def command(
     """Determine the costs of a model's stages: times, memory, transfers. Writes a problem to solve, or layers to plan.
 
     With --model the stages are measured on this machine, by the code that runs in training; under torchrun each process
-    measures the stages of its device. With --from-table costs are computed from sizes and rates, for hardware that is
-    not available here.
+    measures the stages of its device. With --from-run they were recorded in a trainer of yours. With --from-table costs
+    are computed from sizes and rates, for hardware that is not available here.
     """
     check_writable(output)
     gpt: dict[str, object] = {
@@ -361,11 +368,20 @@ def command(
         "--clock": clock,
         "--check": check or None,
     }
+    if from_run is not None:
+        others: dict[str, object] = {"--devices": devices, "--stages": stages, "--from-table": from_table}
+        others |= {"--model": model, "--format": form if form is Format.LAYERS else None} | gpt | measuring
+        others |= {"--memory": None, "--memory-margin": None}
+        _refuse("--from-run", "takes stages and costs from the run", others)
+        if memory is None:
+            _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
+        return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, as_json)
     if from_table is not None:
         _refuse("--from-table", "takes everything from its table", {"--model": model} | gpt | measuring)
         return profile_table(from_table, output, form, devices, stages, placement, microbatches, as_json)
     if model is None:
-        raise InputError([Issue("--model", "missing", "is missing. Maybe --model small, or --from-table TABLE.toml.")])
+        maybe = "Maybe --model small, --from-run FOLDER or --from-table TABLE.toml."
+        raise InputError([Issue("--model", "missing", f"is missing. {maybe}")])
     if ":" in model:
         _refuse("--model", f"is {model}, whose callable decides it", gpt)
     else:
@@ -401,6 +417,41 @@ def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:
     ]
     if issues:
         raise InputError(issues)
+
+
+def profile_run(
+    folder: Path, output: Path, microbatches: int | None, memory_bytes: int | None, margin: float, as_json: bool
+) -> int:
+    """Write the problem of a recorded run, and print its costs and what replicas add."""
+    from optpipe.profile.from_run import join_records
+    from optpipe.trace.record import load_records
+
+    run = join_records(load_records(folder))
+    problem = run.problem(microbatches, memory_bytes, margin)
+    write_atomically(output, problem.to_json() + "\n")
+    budgets = [device.memory_bytes for device in problem.devices]
+    if as_json:
+        print_json(asdict(run) | {"output": str(output), "format": problem.format, "budgets_bytes": budgets})
+        return 0
+    console = stdout()
+    console.print(f"{run.name}: {run.source}\n")
+    times = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next", "back", "gather", "reduce")
+    memory = table("stage", "activation bytes", "kept for W", "may leave", "parameter bytes", "gathered", "gradients")
+    for s, costs in enumerate(run.stages):
+        found = [*(costs.times_us.get(kind) for kind in KINDS), *[*run.transfers_us, (None, None)][s]]
+        found += [costs.times_us.get(kind) for kind in ("GATHER", "REDUCE")]
+        times.add_row(str(s), str(run.placement[s]), *("-" if us is None else f"{us:,.1f}" for us in found))
+        held = (costs.activation_bytes, costs.backward_weight_bytes, costs.offload_bytes, costs.parameter_bytes)
+        sizes = (*held, costs.replica.gathered_bytes, costs.replica.gradient_bytes)
+        memory.add_row(str(s), *(f"{size:,}" for size in sizes))
+    console.print(times)
+    console.print("medians; gather and reduce are once a step, in the bubble of a trace and not in the problem\n")
+    console.print(memory)
+    if memory_bytes is not None:
+        left = ", ".join(f"{budget:,}" for budget in budgets if budget is not None)
+        console.print(f"left of {memory_bytes:,} bytes for activations: {left}")
+    console.print(f"wrote {output} ({problem.format})")
+    return 0
 
 
 def profile_table(

@@ -144,6 +144,8 @@ class Rules:
             return (self.backward(s, i),)
         if kind in RECEIVES:
             return (matching_send(Op(*key)),)
+        if kind in ("GATHER", "REDUCE_PART"):
+            return ()  # their place in the compute stream decides
         needs: list[Key] = []  # of REDUCE: the weight gradients of every microbatch
         while ("F", s, len(needs)) in self.present:
             fused = ("BW", s, len(needs))

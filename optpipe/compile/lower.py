@@ -13,6 +13,7 @@ needs (memory is allocated there) has ended by its planned start.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -126,13 +127,20 @@ class _Graph:
             yield home, Action(*node, waits=waits, slab=slab)
 
 
-def compile_schedule(schedule: Schedule, *, reduce_gradients: bool = False) -> Program:
+def compile_schedule(
+    schedule: Schedule,
+    *,
+    reduce_gradients: bool = False,
+    gather_parameters: bool = False,
+    reduce_every: int | None = None,
+) -> Program:
     """Compile a schedule to a checked program.
 
     Only orders and waits of the schedule are used; times are simulated. With `reduce_gradients` each stage has a REDUCE
-    when its gradients are complete. Raises MethodError for a schedule with activation modes, OrderError if an op is
-    missing, repeated or misplaced, DeadlockError if ops wait for one another in a cycle, and BudgetError if the program
-    would exceed a budget of the problem.
+    when its gradients are complete, and with `reduce_every` also a REDUCE_PART after the weight gradients of so many
+    microbatches; with `gather_parameters` it has a GATHER before its first F. Raises MethodError for a schedule with
+    activation modes, OrderError if an op is missing, repeated or misplaced, DeadlockError if ops wait for one another
+    in a cycle, and BudgetError if the program would exceed a budget of the problem.
     """
     problem = schedule.problem
     if schedule.modes is not None:
@@ -152,7 +160,9 @@ def compile_schedule(schedule: Schedule, *, reduce_gradients: bool = False) -> P
     plan = Plan(placement, orders, times, reload_begins_us(orders, times), host.slab_of)
     program = Program(problem.microbatches, placement, insert_releases(lower(plan)), host.slabs)
     if reduce_gradients:
-        program = _insert_reduces(program)
+        program = _insert_reduces(program, reduce_every or program.microbatches)
+    if gather_parameters:
+        program = _insert_gathers(program)
     program = with_events(program)
     check_program(program, problem)
     return program
@@ -219,18 +229,37 @@ def _fusible_pairs(actions: Sequence[Action], problem: Problem, budget: int | No
         level += sum(action_effect(problem.stages[before.stage], before.kind))
 
 
-def _insert_reduces(program: Program) -> Program:
+def _insert_reduces(program: Program, every: int) -> Program:
     """Insert REDUCE of every stage right after its last W or BW, while the device continues with its other stages.
 
-    Replicas of a pipeline run equal lists, so all of them reduce a device's stages in the same order.
+    After every `every` of the earlier ones there is a REDUCE_PART. Replicas of a pipeline run equal lists, so all of
+    them reduce a device's stages in the same order.
     """
     devices = []
     for actions in program.devices:
-        last = {action.stage: k for k, action in enumerate(actions) if action.kind in ("W", "BW")}
+        done: Counter[int] = Counter()
         reduced: list[Action] = []
-        for k, action in enumerate(actions):
+        for action in actions:
             reduced.append(action)
-            if last.get(action.stage) == k:
-                reduced.append(Action("REDUCE", action.stage, 0))
+            if action.kind in ("W", "BW"):
+                done[action.stage] += 1
+                if done[action.stage] == program.microbatches:
+                    reduced.append(Action("REDUCE", action.stage, 0))
+                elif done[action.stage] % every == 0:
+                    reduced.append(Action("REDUCE_PART", action.stage, action.microbatch))
         devices.append(tuple(reduced))
+    return replace(program, devices=tuple(devices))
+
+
+def _insert_gathers(program: Program) -> Program:
+    """Insert GATHER of every stage before its first F: while the device waits for its first message."""
+    devices = []
+    for actions in program.devices:
+        first = {action.stage: k for k, action in reversed([*enumerate(actions)]) if action.kind == "F"}
+        gathered: list[Action] = []
+        for k, action in enumerate(actions):
+            if first.get(action.stage) == k:
+                gathered.append(Action("GATHER", action.stage, 0))
+            gathered.append(action)
+        devices.append(tuple(gathered))
     return replace(program, devices=tuple(devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from optpipe.compile.program import RECEIVES, SENDS, Action, Program
+from optpipe.compile.program import COLLECTIVES, RECEIVES, SENDS, Action, Program
 from optpipe.costs import Effect, device_effect, host_effect
 from optpipe.errors import BudgetError
 from optpipe.problem import Problem, Stage
@@ -13,17 +13,39 @@ from optpipe.problem import Problem, Stage
 NOTHING = Effect(0, 0)
 
 
-def planned_peaks_bytes(program: Program, problem: Problem, message_bytes: Sequence[int]) -> list[int]:
+@dataclass(frozen=True)
+class ReplicaMemory:
+    """Bytes that a stage holds beside activations because its replicas share out parameters and gradients.
+
+    `gathered_bytes` from GATHER to REDUCE; `gradient_bytes` from the first weight gradient to REDUCE, or to the next
+    REDUCE_PART; `reduced_bytes` from a reduction to the end of the step. Workspaces: beyond that, while one runs.
+    """
+
+    gathered_bytes: int = 0
+    gather_workspace_bytes: int = 0
+    gradient_bytes: int = 0
+    reduced_bytes: int = 0
+    reduce_workspace_bytes: int = 0
+
+
+def planned_peaks_bytes(
+    program: Program,
+    problem: Problem,
+    message_bytes: Sequence[int],
+    replicas: Sequence[ReplicaMemory] | None = None,
+) -> list[int]:
     """Peak memory of each device when it runs its list, one action at a time.
 
     Memory is allocated and freed on the compute stream only, so concurrent streams reach no other level. `problem`
     holds the sizes of its stages (activation, backward weight, workspace, offload), `message_bytes[b]` the size of a
     message over the boundary between stages b and b+1 in each direction. A message counts on its receiver from the
     receive until the op that uses it starts, and on its sender from the end of the op that made it until it is sent. An
-    offloaded activation counts until RELEASE, and again from PREPARE.
+    offloaded activation counts until RELEASE, and again from PREPARE. `replicas`: of each stage, if it has any.
     """
+    beside = replicas or [ReplicaMemory()] * len(problem.stages)
     return [
-        max((level for _, level in _levels(actions, problem, message_bytes)), default=0) for actions in program.devices
+        max((level for _, level in _levels(actions, problem, message_bytes, beside)), default=0)
+        for actions in program.devices
     ]
 
 
@@ -73,7 +95,7 @@ def check_memory(program: Program, problem: Problem) -> None:
     for d, (device, actions) in enumerate(zip(problem.devices, program.devices, strict=True)):
         if device.memory_bytes is None:
             continue
-        for action, level in _levels(actions, problem, no_messages):
+        for action, level in _levels(actions, problem, no_messages, [ReplicaMemory()] * len(problem.stages)):
             if level > device.memory_bytes:
                 raise BudgetError(
                     f"device {d} holds {level} bytes at {action}, but its memory_bytes is {device.memory_bytes}. "
@@ -94,8 +116,12 @@ def host_bytes(problem: Problem, stage: int) -> int:
     return host_effect(problem.stages[stage], "O").at_start
 
 
-def _levels(actions: Sequence[Action], problem: Problem, message_bytes: Sequence[int]) -> Iterator[tuple[Action, int]]:
+def _levels(
+    actions: Sequence[Action], problem: Problem, message_bytes: Sequence[int], replicas: Sequence[ReplicaMemory]
+) -> Iterator[tuple[Action, int]]:
     """Successive memory levels of a device, each with the action that causes it."""
+    with_gradients: set[int] = set()
+    reduced: set[int] = set()
     effects = {(s, kind): action_effect(stage, kind) for s, stage in enumerate(problem.stages) for kind in _KINDS}
     level = 0
     for action in actions:
@@ -106,7 +132,23 @@ def _levels(actions: Sequence[Action], problem: Problem, message_bytes: Sequence
         elif kind in RECEIVES:
             level += message_bytes[action.message.boundary]
             yield action, level
+        elif kind in COLLECTIVES:
+            beside = replicas[stage]
+            if kind == "GATHER":
+                taken, kept = beside.gathered_bytes + beside.gather_workspace_bytes, beside.gathered_bytes
+            else:
+                taken = beside.reduce_workspace_bytes
+                kept = (beside.reduced_bytes if stage not in reduced else 0) - beside.gradient_bytes
+                kept -= beside.gathered_bytes if kind == "REDUCE" else 0
+                reduced.add(stage)
+                with_gradients.discard(stage)
+            yield action, level + taken
+            level += kept
+            yield action, level
         else:
+            if kind in ("BW", "W") and stage not in with_gradients:
+                with_gradients.add(stage)
+                level += replicas[stage].gradient_bytes
             effect = effects.get((stage, kind), NOTHING)
             previous = message_bytes[stage - 1] if stage > 0 else 0
             following = message_bytes[stage] if stage < len(message_bytes) else 0

@@ -6,7 +6,9 @@ The ops of a schedule keep their kinds (F, B, W, BW, O, R). Lowering adds:
   later one carry activations, SEND_B on the later and RECV_B on the earlier one carry gradients.
 * RELEASE and PREPARE. Device memory is allocated and freed on the compute stream only, so an offload is four actions:
   O copies to the host, RELEASE frees the memory after that copy, PREPARE allocates it again, R copies back.
-* REDUCE (optional): the gradients of a stage are complete and may be summed over replicas.
+* GATHER (optional): the parameters of a stage are needed from here on, where replicas share them out.
+* REDUCE (optional): the gradients of a stage are complete and may be summed over replicas. REDUCE_PART sums those that
+  are there, so that their memory is free before the others come.
 
 Every action belongs to one stream (`Action.stream`). A stream runs its actions in list order; `Action.waits` alone
 order actions of different streams. A host thread issues its list without regard to time: for each action it makes the
@@ -26,11 +28,13 @@ from optpipe.ops import Op
 
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
+COLLECTIVES = ("GATHER", "REDUCE_PART", "REDUCE")
+"""Actions of the replicas of a stage: all of them run these in the same order."""
 
 ActionStream = Literal["compute", "offload", "reload", "communication"]
 
 STREAM_OF_KIND: dict[str, ActionStream] = {
-    **dict.fromkeys(("F", "B", "W", "BW", "RELEASE", "PREPARE", "REDUCE"), "compute"),
+    **dict.fromkeys(("F", "B", "W", "BW", "RELEASE", "PREPARE", *COLLECTIVES), "compute"),
     "O": "offload",
     "R": "reload",
     **dict.fromkeys((*SENDS, *RECEIVES), "communication"),
@@ -54,7 +58,7 @@ class Action(NamedTuple):
     `peer` is the other device of a send or receive. `waits` are actions on other streams of the same device that must
     end before this one starts; each becomes one event. They are minimal: waits implied by another wait or by the order
     of a stream are left out. `slab` is the index in `Program.slabs` of the host buffer of an O. The microbatch of a
-    REDUCE is 0.
+    GATHER and a REDUCE is 0, that of a REDUCE_PART is the last one whose weight gradients it sums.
     """
 
     kind: str

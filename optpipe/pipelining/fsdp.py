@@ -23,22 +23,66 @@ def begin_step(module: nn.Module) -> None:
     no gathered parameters.
     """
     for part in _wrapped(module):
-        state: Any = part._get_fsdp_state()
-        state._lazy_init()  # decides what a module at the top does that was not told whether to reshard
+        # This decides what a module at the top does that was not told whether to reshard.
+        part._get_fsdp_state()._lazy_init()
         part.set_is_last_backward(False)
-        part.set_requires_gradient_sync(False, recurse=False)
-        reshards = any(group._reshard_after_forward for group in state._fsdp_param_groups)
-        part.set_reshard_after_backward(reshards, recurse=False)
+        _add_up(part)
 
 
-def begin_reduction(module: nn.Module) -> None:
-    """Reshard parameters and begin to reduce the gradients that the step has added up."""
+def _add_up(part: FSDPModule) -> None:
+    part.set_requires_gradient_sync(False, recurse=False)
+    part.set_reshard_after_backward(_reshards(part), recurse=False)
+
+
+def _reshards(part: FSDPModule) -> bool:
+    """True if parameters are gathered anew for each F and each B."""
+    state: Any = part._get_fsdp_state()
+    return any(group._reshard_after_forward for group in state._fsdp_param_groups)
+
+
+def gather(module: nn.Module) -> None:
+    """Gather the parameters that then stay until they are resharded with the last reduction."""
+    for part in _wrapped(module):
+        if not _reshards(part):
+            part.unshard()
+
+
+class GatherAhead:
+    """Keeps FSDP's gathering ahead of the backward within the microbatch whose turn it is.
+
+    FSDP notes the order in which forwards go through its groups, and gathers in a backward the one before. With several
+    microbatches under way it would go on to another one's last group at the end of each backward, which would hold
+    memory until the stage's next op.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        states: list[Any] = [part._get_fsdp_state() for part in _wrapped(module) if _reshards(part)]
+        self._shared = list({id(state._comm_ctx): state._comm_ctx for state in states}.values())
+
+    def begin_forward(self) -> None:
+        """Forget the order of earlier microbatches."""
+        for shared in self._shared:
+            shared.post_forward_order.clear()
+
+    def begin_backward(self) -> None:
+        """Go back from the end of the last forward's order, which is that of all."""
+        for shared in self._shared:
+            for group in shared.post_forward_order:
+                group._post_forward_indices.clear()
+            for index, group in enumerate(shared.post_forward_order):
+                group._post_forward_indices.append(index)
+
+
+def begin_reduction(module: nn.Module, *, last: bool = True) -> None:
+    """Begin to reduce the gradients that the step has added up; the last reduction of a step reshards parameters."""
     for part in _wrapped(module):
         part.set_requires_gradient_sync(True, recurse=False)
-        part.set_reshard_after_backward(True, recurse=False)
+        part.set_reshard_after_backward(last, recurse=False)
         state: Any = part._get_fsdp_state()
         for group in state._fsdp_param_groups:
             group.post_backward()
+        if not last:
+            _add_up(part)
 
 
 def finish_reduction(module: nn.Module) -> None:
@@ -62,6 +106,13 @@ def abandon_step(module: nn.Module) -> None:
                     parameter._unsharded_param.grad = None
         if state._is_root:
             part.reset_iter_state()
+
+
+def kept_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that stay gathered from the first F of a step to its last reduction."""
+    states: list[Any] = [part._get_fsdp_state() for part in _wrapped(module) if not _reshards(part)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return [member._unsharded_param for group in groups for member in group.fsdp_params]
 
 
 def gathered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -21,20 +21,26 @@ class GradientCompletion:
 
     Under FSDP2 and `replicate` a stage's reduction is begun when its last W is done, while other stages compute; under
     DistributedDataParallel gradients are averaged at the end. `divisor` divides what is then in `.grad`, gradients of
-    earlier steps included, as torch's schedules do.
+    earlier steps included, as torch's schedules do. `reductions`: how many the program has in a step, by stage.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], divisor: int) -> None:
+    def __init__(self, stages: Mapping[int, Stage], divisor: int, reductions: Mapping[int, int]) -> None:
         self._modules: dict[int, nn.Module] = {number: stage.module for number, stage in stages.items()}
         self._divisor = divisor
+        self._reductions, self._begun = reductions, dict.fromkeys(stages, 0)
 
     @property
     def reducers(self) -> Mapping[int, Callable[[], None]]:
-        """For each stage, what its REDUCE starts."""
-        return {number: partial(fsdp.begin_reduction, module) for number, module in self._modules.items()}
+        """For each stage, what its REDUCE_PART and REDUCE start."""
+        return {number: partial(self._reduce, number) for number in self._modules}
+
+    def _reduce(self, number: int) -> None:
+        self._begun[number] += 1
+        fsdp.begin_reduction(self._modules[number], last=self._begun[number] == self._reductions[number])
 
     def finish(self) -> None:
         """Wait for the reductions; then scale."""
+        self._begun = dict.fromkeys(self._modules, 0)
         for module in self._modules.values():
             fsdp.finish_reduction(module)
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
@@ -46,6 +52,7 @@ class GradientCompletion:
 
     def clear(self) -> None:
         """Drop what the failed step has left in wrappers."""
+        self._begun = dict.fromkeys(self._modules, 0)
         for module in self._modules.values():
             fsdp.abandon_step(module)
 

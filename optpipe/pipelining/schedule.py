@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,26 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 
 from optpipe.compile import Program, compile_schedule, fuse_adjacent
-from optpipe.errors import TrainingError
+from optpipe.errors import OptPipeError, TrainingError
 from optpipe.pipelining.gradients import GradientCompletion
 from optpipe.pipelining.stage import LossFunction, Microbatches, SubmoduleStage
 from optpipe.runtime import Gloo, Nccl, Pipeline, Transport, learn_messages
 from optpipe.runtime.distributed import gather_json
+from optpipe.runtime.messages import Spec, size_bytes
+from optpipe.runtime.recorder import MemoryMeter, Recorder
 from optpipe.schedule import Schedule
+
+
+class StepObserver(Protocol):
+    """Watches steps of a schedule."""
+
+    def begin_step(self) -> tuple[MemoryMeter | None, Recorder | None]:
+        """Called before a step; returns what is to observe its actions."""
+        ...
+
+    def end_step(self) -> None:
+        """Called after a step that has not failed."""
+        ...
 
 
 class PlannedSchedule:
@@ -36,8 +51,9 @@ class PlannedSchedule:
     numbers are drawn from torch's generators, as the layers run.
 
     Stages may be wrapped by FSDP2 (`fully_shard`), `replicate` or DistributedDataParallel, and hold DTensors of tensor
-    parallelism. Gradients are reduced once a step, after the last W of a stage. While `check_gradients` is True, which
-    it is for the first step, a parameter whose gradient lacks the share of a microbatch is an error.
+    parallelism. Gradients are reduced once a step, after the last W of a stage; with `reduce_every` also after the
+    weight gradients of so many microbatches, which then hold no memory until the next come. While `check_gradients` is
+    True, which it is for the first step, a parameter whose gradient lacks the share of a microbatch is an error.
 
     Raises TrainingError where the stages are not those that the schedule places on this rank, and BudgetError where
     the schedule exceeds a budget of its problem.
@@ -52,6 +68,7 @@ class PlannedSchedule:
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        reduce_every: int | None = None,
     ) -> None:
         self._stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule.load(schedule)
@@ -59,11 +76,16 @@ class PlannedSchedule:
         self._loss_fn, self.scale_grads = loss_fn, scale_grads
         self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
-        self._n_microbatches = self.schedule.problem.microbatches
-        self._program = compile_schedule(self.schedule, reduce_gradients=True)
+        if reduce_every is not None and reduce_every < 1:
+            raise TrainingError(f"reduce_every is {reduce_every} but must be at least 1, or None.")
+        self._reduce_every = reduce_every
+        self._program = self._compiled(self.schedule)
         self._pipeline: Pipeline | None = None
         self._runtime_stages: dict[int, SubmoduleStage] = {}
+        self._messages: list[Spec] = []
+        self._sends: Transport | None = None
         self.check_gradients = True
+        self.observer: StepObserver | None = None
         for stage in self._stages:
             stage.stage_index_to_group_rank = dict(enumerate(self._program.placement))
 
@@ -102,7 +124,8 @@ class PlannedSchedule:
             if self.check_gradients:
                 for stage in stages:
                     stage.watch_gradients()
-            pipeline.run(batch.args, batch.targets or batch.args, zero_gradients=False)
+            meter, actions = self.observer.begin_step() if self.observer is not None else (None, None)
+            pipeline.run(batch.args, batch.targets or batch.args, meter, actions, zero_gradients=False)
             for stage in stages:
                 stage.check_gradients()
         finally:
@@ -110,6 +133,8 @@ class PlannedSchedule:
                 stage.forget_gradients()
             self._forget_batch()
         self.check_gradients = False
+        if self.observer is not None:
+            self.observer.end_step()
         return self._end(batch, losses)
 
     def eval(
@@ -131,10 +156,60 @@ class PlannedSchedule:
         batch = self._begin(args, kwargs, target, (arg_mbs, kwarg_mbs, target_mbs), losses, loss_kwargs, return_outputs)
         return self._evaluate(batch, losses)
 
+    def replan(self, schedule: Schedule | str | Path | None = None) -> bool:
+        """Go on by another schedule from the next step on, if a process gives one; returns whether one did.
+
+        A collective of all processes, between steps. The schedule of the lowest rank that gives one counts, for all
+        replicas of the pipeline. It must have the stages and the placement of the present one; the number of
+        microbatches may differ. Raises TrainingError in all processes where it does not fit: nothing is changed then.
+        """
+        given = Schedule.load(schedule) if isinstance(schedule, str | Path) else schedule
+        device = self._stages[0].device
+        data = next((found for found in gather_json(given and given.to_data(), device=device) if found), None)
+        if data is None:
+            return False
+        fault, planned, program = "", Schedule.from_data(data), self._program
+        try:
+            _check_stages(self._stages, planned)
+            program = self._compiled(planned)
+        except OptPipeError as error:
+            fault = str(error)
+        if fault := next(filter(None, gather_json(fault, device=device)), ""):
+            raise TrainingError(f"the schedule does not fit: {fault}")
+        if self._sends is not None:
+            program = self._fused_where_compiled(program, planned)
+            self._pipeline = self._pipeline_of(program, self._sends)
+        self.schedule, self._program = planned, program
+        return True
+
     @property
     def program(self) -> Program:
         """The compiled schedule: one list of actions per device."""
         return self._program
+
+    @property
+    def stages(self) -> Sequence[PipelineStage]:
+        """The stages of this rank."""
+        return self._stages
+
+    @property
+    def runtime_stages(self) -> Mapping[int, SubmoduleStage]:
+        """The stages of this rank as the runtime has them, by number; empty before the first step."""
+        return self._runtime_stages
+
+    @property
+    def message_bytes(self) -> Sequence[int]:
+        """Bytes that a microbatch sends from each stage to the next; empty before the first step."""
+        return [size_bytes(spec) for spec in self._messages]
+
+    @property
+    def _n_microbatches(self) -> int:
+        return self.schedule.problem.microbatches
+
+    def _compiled(self, schedule: Schedule) -> Program:
+        return compile_schedule(
+            schedule, reduce_gradients=True, gather_parameters=True, reduce_every=self._reduce_every
+        )
 
     @property
     def _has_last(self) -> bool:
@@ -226,9 +301,7 @@ class PlannedSchedule:
     def _put_together(self, batch: Microbatches) -> Pipeline:
         """A collective of the stages' group."""
         first, stages = self._stages[0], self._runtime_stages
-        compiled = [s for found in self._gather([s for s in stages if not stages[s].splits]) for s in found]
-        if compiled:
-            self._program = fuse_adjacent(self._program, self.schedule.problem, compiled)
+        self._program = self._fused_where_compiled(self._program, self.schedule)
         digests = self._gather(self._program.digest)
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != self._program.digest)
@@ -238,7 +311,7 @@ class PlannedSchedule:
             )
         with torch.random.fork_rng([stage.device for stage in self._stages if stage.device.type == "cuda"]):
             try:
-                messages = learn_messages(stages, len(self._program.placement), batch.args[0], None, self._gather)
+                self._messages = learn_messages(stages, len(self._program.placement), batch.args[0], None, self._gather)
             except (TrainingError, dist.DistError):
                 raise
             except Exception as error:
@@ -248,13 +321,25 @@ class PlannedSchedule:
                 ) from error
         for stage in stages.values():
             stage.gather_once()
+        self._sends = self._transport()
+        return self._pipeline_of(self._program, self._sends)
+
+    def _fused_where_compiled(self, program: Program, schedule: Schedule) -> Program:
+        """The program with B and W side by side as one on stages that torch.compile has taken. A collective."""
+        own = [s for s, stage in self._runtime_stages.items() if not stage.splits]
+        compiled = [s for found in self._gather(own) for s in found]
+        return fuse_adjacent(program, schedule.problem, compiled) if compiled else program
+
+    def _pipeline_of(self, program: Program, transport: Transport) -> Pipeline:
+        reductions = Counter(a.stage for a in program.actions() if a.kind in ("REDUCE_PART", "REDUCE"))
+        divisor = program.microbatches if self.scale_grads else 1
         return Pipeline(
-            self._program,
-            stages,
-            [first.group_rank],
-            self._transport(),
-            messages,
-            sync=GradientCompletion(stages, self._n_microbatches if self.scale_grads else 1),
+            program,
+            self._runtime_stages,
+            [self._stages[0].group_rank],
+            transport,
+            self._messages,
+            sync=GradientCompletion(self._runtime_stages, divisor, reductions),
         )
 
     def _gather(self, value: Any) -> list[Any]:

@@ -77,6 +77,16 @@ class SubmoduleStage(Stage):
         super().begin_step()
         self._kept = None
         fsdp.begin_step(self.module)
+        self._gather_ahead = fsdp.GatherAhead(self.module)
+
+    def gather(self) -> None:
+        """GATHER: a collective of the processes that share out the stage's parameters."""
+        fsdp.gather(self.module)
+
+    @property
+    def gathered(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that FSDP gathers, by name."""
+        return self._gathered
 
     def watch_gradients(self) -> None:
         """Have `check_gradients` tell at the end of the step that now begins where a share of a gradient is missing."""
@@ -101,6 +111,7 @@ class SubmoduleStage(Stage):
         self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
     ) -> Tree:
         """F, as every stage does it; the last one leaves its loss in the batch."""
+        self._gather_ahead.begin_forward()
         output = super().forward(microbatch, received, target, offloads, fused)
         if self._shares is not None:
             self._shares.expect(microbatch, self._graphs[microbatch].exit.nodes)
@@ -116,20 +127,22 @@ class SubmoduleStage(Stage):
 
     def backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
         """B."""
-        self._of(microbatch)
+        self._begin_backward(microbatch)
         return super().backward_input(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        self._of(microbatch)
+        if self._shares is not None:
+            self._shares.microbatch = microbatch
         super().backward_weight(microbatch)
 
     def backward(self, microbatch: int, gradient: Gradient) -> Gradient:
         """BW."""
-        self._of(microbatch)
+        self._begin_backward(microbatch)
         return super().backward(microbatch, gradient)
 
-    def _of(self, microbatch: int) -> None:
+    def _begin_backward(self, microbatch: int) -> None:
+        self._gather_ahead.begin_backward()
         if self._shares is not None:
             self._shares.microbatch = microbatch
 

@@ -121,6 +121,8 @@ class ActionBinder:
             "RELEASE": lambda action: partial(self._stage(action).free, action.microbatch),
             "PREPARE": lambda action: partial(self._stage(action).allocate, action.microbatch),
             "R": lambda action: partial(self._stage(action).copy_in, action.microbatch),
+            "GATHER": lambda action: self._stage(action).gather,
+            "REDUCE_PART": self._reduce,
             "REDUCE": self._reduce,
             "SEND_F": self._send,
             "SEND_B": self._send,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
@@ -237,6 +237,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes: dict[int, int] = defaultdict(int)
         self._device: int | None = None
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resized: list[torch.UntypedStorage] = []
+        self._resized_bytes: list[int] = []
 
     @contextmanager
     def on(self, device: int | None) -> Iterator[None]:
@@ -245,7 +247,17 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
+            self._count_resized()
             self._device = outer
+
+    def watch(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Also count storages that stay and are resized in place, as FSDP2 does with gathered parameters.
+
+        Their present memory does not count, being there before.
+        """
+        self._resized = list(storages)
+        self._resized_bytes = [storage.nbytes() for storage in self._resized]
+        self._alive |= {storage._cdata: weakref.ref(storage) for storage in self._resized}
 
     def restart_peak(self) -> None:
         """Reset each peak to the bytes alive now."""
@@ -260,11 +272,22 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._device is not None:
+            self._count_resized()
             given = {storage._cdata for storage in _storages((args, kwargs))}
             for storage in _storages(result):
                 if storage._cdata not in given and storage._cdata not in self._alive:
                     self._count(self._device, storage)
         return result
+
+    def _count_resized(self) -> None:
+        """Count what watched storages have gained or lost for the current device."""
+        device = self._device
+        if device is None or not self._resized:
+            return
+        sizes = [storage.nbytes() for storage in self._resized]
+        self.live_bytes[device] += sum(sizes) - sum(self._resized_bytes)
+        self.peak_bytes[device] = max(self.peak_bytes[device], self.live_bytes[device])
+        self._resized_bytes = sizes
 
     def _count(self, device: int, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -205,6 +205,9 @@ class Stage:
         if self.random:
             self.random.step += 1
 
+    def gather(self) -> None:
+        """GATHER: make the parameters whole. Here they are; a stage whose wrapper shares them out does more."""
+
     def zero_gradients(self) -> None:
         """All gradients become zero, before the first backward of a step.
 

@@ -43,20 +43,24 @@ class Clock:
     error_ns: int = 0
 
 
-def align_clocks() -> Clock:
-    """Align the clocks of all processes of the default group, which must send CPU tensors. Collective.
+CPU = torch.device("cpu")
 
-    Raises RunFailedError if one of them has ended.
+
+def align_clocks(group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> Clock:
+    """Align the clocks of all processes of a group (None: the default one), which sends tensors on `device`.
+
+    Collective. Raises RunFailedError if one of them has ended.
     """
-    rank = dist.get_rank()
+    rank = dist.get_rank(group)
     clock = Clock()
     with peer_errors("the clocks of all processes"):
-        for other in range(1, dist.get_world_size()):
+        for other in range(1, dist.get_world_size(group)):
+            link = _Link(group, device, 0 if rank else other)
             if rank == 0:
-                _answer_of(other)
+                _answer(link)
             elif rank == other:
-                clock = _ask_rank_0()
-        dist.barrier()
+                clock = _ask_rank_0(link)
+        dist.barrier(group)
     return clock
 
 
@@ -75,26 +79,42 @@ def estimate(rounds: list[tuple[int, int, int]], same_host: bool) -> Clock:
     return Clock((least + most) // 2, (most - least + 1) // 2)
 
 
-def _answer_of(other: int) -> None:
+@dataclass(frozen=True)
+class _Link:
+    """Sends and receives integers to and from one other rank of a group."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    other: int
+
+    def send(self, values: torch.Tensor) -> None:
+        dist.send(values.to(self.device), group=self.group, group_dst=self.other)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        values = torch.zeros(shape, dtype=dtype, device=self.device)
+        dist.recv(values, group=self.group, group_src=self.other)
+        return values.cpu()
+
+
+def _answer(link: _Link) -> None:
     """Run the round trips on rank 0, and send their times and the host's identity to the other process."""
-    here, rounds = torch.zeros(1, dtype=torch.int64), []
+    rounds = []
     for _ in range(ROUNDS):
         sent_ns = perf_counter_ns()
-        dist.send(torch.tensor([sent_ns]), other)
-        dist.recv(here, other)
+        link.send(torch.tensor([sent_ns]))
+        here = link.receive((1,))
         rounds.append((sent_ns, int(here), perf_counter_ns()))
-    dist.send(torch.tensor(rounds), other)
-    dist.send(_host(), other)
+    link.send(torch.tensor(rounds))
+    link.send(_host())
 
 
-def _ask_rank_0() -> Clock:
-    ping, rounds, host = torch.zeros(1, dtype=torch.int64), torch.zeros((ROUNDS, 3), dtype=torch.int64), _host()
+def _ask_rank_0(link: _Link) -> Clock:
+    host = _host()
     for _ in range(ROUNDS):
-        dist.recv(ping, 0)
-        dist.send(torch.tensor([perf_counter_ns()]), 0)
-    dist.recv(rounds, 0)
-    theirs = torch.zeros_like(host)
-    dist.recv(theirs, 0)
+        link.receive((1,))
+        link.send(torch.tensor([perf_counter_ns()]))
+    rounds = link.receive((ROUNDS, 3))
+    theirs = link.receive(tuple(host.shape), host.dtype)
     same_host = bool(host.any()) and torch.equal(host, theirs)
     return estimate([(sent, here, back) for sent, here, back in rounds.tolist()], same_host)
 
@@ -103,9 +123,6 @@ def _host() -> torch.Tensor:
     """Identity of the running kernel, 36 bytes; zeros if it has none."""
     name = _BOOT_ID.read_bytes().strip() if _BOOT_ID.exists() else b""
     return torch.frombuffer(bytearray(name.ljust(36, b"\0")[:36]), dtype=torch.uint8)
-
-
-CPU = torch.device("cpu")
 
 
 def record_step(

@@ -254,3 +254,17 @@ def test_a_reduction_before_a_weight_gradient_is_refused() -> None:
     program = compile_schedule(one_f_one_b(2, 2), reduce_gradients=True)
     with pytest.raises(OrderError, match=r"runs REDUCE0\.0 at place 5, before W0\.0 at place 7"):
         check_program(moved(program, 0, "REDUCE0.0", 5))
+
+
+def test_parameters_are_gathered_before_the_first_forward_and_gradients_reduced_as_often_as_asked() -> None:
+    program = compile_schedule(v_wave(2, 5), reduce_gradients=True, gather_parameters=True, reduce_every=2)
+    check_program(program)
+    for actions in program.devices:
+        for s in {action.stage for action in actions}:
+            own = [str(a) for a in actions if a.stage == s and a.kind in ("GATHER", "F", "W", "REDUCE_PART", "REDUCE")]
+            assert own[0] == f"GATHER{s}.0"
+            late = [name for name in own if not name.startswith("F")][1:]
+            assert late == [
+                *(f"W{s}.0", f"W{s}.1", f"REDUCE_PART{s}.1", f"W{s}.2", f"W{s}.3", f"REDUCE_PART{s}.3"),
+                *(f"W{s}.4", f"REDUCE{s}.0"),
+            ]

@@ -324,8 +324,8 @@ def test_compiled_stages_fuse_what_stands_side_by_side_and_refuse_the_rest() -> 
     PlannedSchedule(expected, side_by_side(apart=False), loss_fn=nn.functional.mse_loss).step(X, target=X)
     schedule = PlannedSchedule(found, side_by_side(apart=False), loss_fn=nn.functional.mse_loss)
     schedule.step(X, target=X)
-    assert {a.kind for a in schedule.program.actions() if a.stage == 1} == {"F", "BW", "REDUCE"}
-    assert {a.kind for a in schedule.program.actions() if a.stage == 0} == {"F", "B", "W", "REDUCE"}
+    assert {a.kind for a in schedule.program.actions() if a.stage == 1} == {"GATHER", "F", "BW", "REDUCE"}
+    assert {a.kind for a in schedule.program.actions() if a.stage == 0} == {"GATHER", "F", "B", "W", "REDUCE"}
     torch.testing.assert_close(gradients(found), gradients(expected))
     with pytest.raises(TrainingError, match=r"is compiled by torch\.compile"):
         PlannedSchedule(found, side_by_side(apart=True), loss_fn=nn.functional.mse_loss).step(X, target=X)

@@ -1,0 +1,336 @@
+"""Costs of the stages of a trainer, from the records of its ranks: a scheduling problem, without the model.
+
+Times and bytes are medians; where several replicas ran a stage, those of the slowest and of the largest, because the
+others wait for it; workspaces are the largest. The first F and the first backward of a stage in a step are left out
+where there are others: a wrapper may gather parameters in the one, and gradients are allocated in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from optpipe.compile.memory import ReplicaMemory
+from optpipe.errors import InputError, Issue
+from optpipe.ops import KINDS
+from optpipe.problem import Problem
+from optpipe.trace.record import Held, RankRecord, Timed
+
+FIRST_BEFORE = {"F": {"F"}, "B": {"B", "BW"}, "BW": {"B", "BW", "W"}, "W": {"W", "BW"}}
+"""Kinds of ops of a stage before which an op is its first: F may gather parameters then, backwards make gradients."""
+
+
+@dataclass(frozen=True)
+class RecordedCosts:
+    """Costs of a stage: median times by kind of op or collective, bytes of a microbatch, and what replicas add.
+
+    `splits`: B and W can run apart. `estimated` says what the run had not and was put in its place.
+    """
+
+    times_us: Mapping[str, float]
+    activation_bytes: int
+    backward_weight_bytes: int
+    offload_bytes: int
+    workspace_bytes: Mapping[str, int]
+    parameter_bytes: int
+    message_bytes: int
+    splits: bool
+    replica: ReplicaMemory
+    estimated: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Costs of all stages and transfers of a run. `transfers_us`: forward and backward by boundary; None: not seen."""
+
+    name: str
+    source: str
+    placement: Sequence[int]
+    microbatches: int
+    stages: Sequence[RecordedCosts]
+    transfers_us: Sequence[tuple[float | None, float | None]]
+
+    def problem(self, microbatches: int | None = None, memory_bytes: int | None = None, margin: float = 0.0) -> Problem:
+        """Build the scheduling problem, by default with the run's microbatches.
+
+        `memory_bytes` is the memory of a device; a share `margin` of it stays free. Parameters, gradients, Adam's
+        moments and what replicas gather and reduce are subtracted. Raises InputError if these exceed it.
+        """
+        return Problem.from_data(
+            {
+                "format": "optpipe.problem/1",
+                "name": self.name[:200],
+                "microbatches": microbatches or self.microbatches,
+                "transfer_us": [
+                    {"forward": forward or 0.0, "backward": backward or 0.0} for forward, backward in self.transfers_us
+                ]
+                or 0,
+                "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
+                "stages": [
+                    {"device": device} | _stage(costs)
+                    for device, costs in zip(self.placement, self.stages, strict=True)
+                ],
+                "source": self.source[:2000],
+            }
+        )
+
+    @property
+    def message_bytes(self) -> Sequence[int]:
+        """Bytes of a message over each boundary."""
+        return [costs.message_bytes for costs in self.stages[:-1]]
+
+    @property
+    def replicas(self) -> Sequence[ReplicaMemory]:
+        """What each stage holds because its replicas share out parameters and gradients."""
+        return [costs.replica for costs in self.stages]
+
+    def _budgets_bytes(self, memory_bytes: int | None, margin: float) -> list[int | None]:
+        budgets: list[int | None] = []
+        for device in range(max(self.placement) + 1):
+            own = [costs for d, costs in zip(self.placement, self.stages, strict=True) if d == device]
+            held = sum(costs.parameter_bytes for costs in own)
+            held += sum(c.replica.gathered_bytes + c.replica.gradient_bytes + c.replica.reduced_bytes for c in own)
+            held += max(
+                (max(c.replica.gather_workspace_bytes, c.replica.reduce_workspace_bytes) for c in own), default=0
+            )
+            if memory_bytes is None:
+                budgets.append(None)
+                continue
+            left = int(memory_bytes * (1 - margin)) - held
+            if left < 0:
+                detail = (
+                    f"is {memory_bytes:,} bytes, but parameters, gradients and Adam's moments take {held:,} on device "
+                    f"{device}, with what is gathered and reduced in a step. Maybe shard more, or use more devices."
+                )
+                raise InputError([Issue("--memory", "too_small", detail)])
+            budgets.append(left)
+        return budgets
+
+
+def join_records(records: Sequence[RankRecord]) -> RecordedRun:
+    """Join the records of all ranks of a run (`optpipe.trace.record.load_records`)."""
+    first = records[0]
+    found: dict[int, list[RecordedCosts]] = {}
+    for record in records:
+        for stage in record.stages:
+            found.setdefault(stage.stage, []).append(_costs(record, stage.stage, _messages(records)))
+    counts = [sum(kind == "F" for kind in record.steps[0].kind) for record in records]
+    how = f"recorded in {len(first.steps)} steps of {len(records)} rank(s) of a run on {first.hardware}"
+    estimated = sorted({text for costs in found.values() for one in costs for text in one.estimated})
+    return RecordedRun(
+        name=first.name or "recorded run",
+        source="; ".join([how, f"{max(counts)} forwards a rank and step", *estimated]),
+        placement=first.placement,
+        microbatches=first.microbatches,
+        stages=[_largest(found[s]) for s in range(len(first.placement))],
+        transfers_us=_transfers(records),
+    )
+
+
+def _messages(records: Iterable[RankRecord]) -> Mapping[int, int]:
+    return {stage.stage: stage.message_bytes for record in records for stage in record.stages}
+
+
+def _largest(replicas: Sequence[RecordedCosts]) -> RecordedCosts:
+    """The slowest times and the largest bytes of the replicas of a stage."""
+
+    def most(get: Callable[[RecordedCosts], int]) -> int:
+        return max(map(get, replicas))
+
+    times: dict[str, float] = {}
+    workspaces: dict[str, int] = {}
+    for costs in replicas:
+        times |= {kind: max(us, times.get(kind, 0.0)) for kind, us in costs.times_us.items()}
+        workspaces |= {kind: max(size, workspaces.get(kind, 0)) for kind, size in costs.workspace_bytes.items()}
+    return RecordedCosts(
+        times,
+        most(lambda costs: costs.activation_bytes),
+        most(lambda costs: costs.backward_weight_bytes),
+        most(lambda costs: costs.offload_bytes),
+        workspaces,
+        most(lambda costs: costs.parameter_bytes),
+        most(lambda costs: costs.message_bytes),
+        replicas[0].splits,
+        ReplicaMemory(
+            most(lambda costs: costs.replica.gathered_bytes),
+            most(lambda costs: costs.replica.gather_workspace_bytes),
+            most(lambda costs: costs.replica.gradient_bytes),
+            most(lambda costs: costs.replica.reduced_bytes),
+            most(lambda costs: costs.replica.reduce_workspace_bytes),
+        ),
+        replicas[0].estimated,
+    )
+
+
+@dataclass
+class _Samples:
+    """Samples by kind of op, those of the first F and the first backward of a stage apart."""
+
+    usual: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, kind: str, value: float, *, first: bool) -> None:
+        (self.first if first else self.usual).setdefault(kind, []).append(value)
+
+    def of(self, kind: str) -> list[float]:
+        """The usual ones, or if there are none the first ones."""
+        return self.usual.get(kind) or self.first.get(kind, [])
+
+    def median(self, kind: str) -> int:
+        """Their median, in whole bytes; 0 if there are none."""
+        return round(median(self.of(kind))) if self.of(kind) else 0
+
+    @property
+    def kinds(self) -> set[str]:
+        return self.usual.keys() | self.first.keys()
+
+
+def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> RecordedCosts:
+    [stage] = [stage for stage in record.stages if stage.stage == number]
+    times = _times(record, number)
+    memory = [row for row in record.memory.rows() if row.key.stage == number]
+    last = number + 1 == len(record.placement)
+    used = messages.get(number - 1, 0) if number else 0
+    made = 0 if last else stage.message_bytes
+    held, work = _Samples(), _Samples()
+    begun: set[str] = set()
+    for row in memory:
+        kind = row.key.kind
+        first = kind not in begun and begun.isdisjoint(FIRST_BEFORE.get(kind, {kind}))
+        begun.add(kind)
+        if kind in ("REDUCE", "REDUCE_PART"):
+            begun -= {"B", "BW", "W"}  # the next ones allocate gradients anew
+        # A message is the device's before the op that uses it and after the op that makes it; else it is the op's.
+        arrived, leaving = {"F": (used, made), "B": (made, used), "BW": (made, used)}.get(kind, (0, 0))
+        if record.runtime == "torch":
+            arrived = leaving = 0  # its buffers are there throughout
+        change = row.after_bytes - row.before_bytes + arrived - leaving
+        held.add(kind, change, first=first)
+        beyond = max(change, 0) if kind == "F" else stage.gradient_bytes if first and kind in ("BW", "W") else 0
+        work.add(kind, max(row.peak_bytes - row.before_bytes + arrived - beyond, 0), first=first)
+    activation = max(held.median("F"), 0)
+    estimated = []
+    if held.of("B") and held.of("W"):
+        kept = activation + held.median("B")
+    elif stage.splits:
+        kept = activation
+        estimated.append("no B and W apart were recorded: each takes half of BW, and B frees nothing")
+    else:
+        kept = 0
+        estimated.append("compiled stages have no B and W: B stands for BW, and W takes nothing")
+    workspace = {kind: round(max(work.of(kind))) for kind in ("F", "B", "W", "BW") if work.of(kind)}
+    if "BW" not in workspace and "B" in workspace:
+        workspace["BW"] = workspace["B"] + workspace.get("W", 0)
+    for kind in ("B", "W"):
+        workspace.setdefault(kind, workspace.get("BW", 0))
+    offload = max(-held.median("RELEASE"), 0)
+    by_kind = {row.key.kind: row for row in memory}
+    return RecordedCosts(
+        times,
+        activation,
+        min(max(kept, 0), 2 * activation) if activation else max(kept, 0),
+        min(offload, activation),
+        workspace,
+        stage.parameter_bytes,
+        stage.message_bytes,
+        stage.splits,
+        _replica(by_kind, stage.gathered_bytes, stage.gradient_bytes),
+        estimated,
+    )
+
+
+def _replica(by_kind: Mapping[str, Held], gathered_bytes: int, gradient_bytes: int) -> ReplicaMemory:
+    """What the collectives of a step hold, measured where the run had them as actions of their own."""
+    workspace = gathered_bytes
+    if gather := by_kind.get("GATHER"):
+        workspace = gather.peak_bytes - gather.before_bytes - gathered_bytes
+    left, reducing = 0, gradient_bytes
+    if reduce := by_kind.get("REDUCE"):
+        left = reduce.after_bytes - reduce.before_bytes + gathered_bytes + gradient_bytes
+        reducing = reduce.peak_bytes - reduce.before_bytes
+    return ReplicaMemory(
+        gathered_bytes, max(workspace, 0), gradient_bytes, max(left, 0), max(reducing, 0) if gradient_bytes else 0
+    )
+
+
+def _times(record: RankRecord, number: int) -> Mapping[str, float]:
+    """Median times of the ops of a stage. F of offloaded microbatches counts only where there is no other."""
+    samples = _Samples()
+    for step in record.steps:
+        rows = [row for row in step.rows() if row.key.stage == number]
+        moved = {row.key.microbatch for row in rows if row.key.kind == "O"}
+        forwards = 0
+        for row in rows:
+            forwards += row.key.kind == "F"
+            unusual = row.key.kind == "F" and (forwards == 1 or row.key.microbatch in moved)
+            samples.add(row.key.kind, (row.end_ns - row.start_ns) / 1000, first=unusual)
+    return {kind: round(median(samples.of(kind)), 1) for kind in samples.kinds}
+
+
+def _stage(costs: RecordedCosts) -> dict[str, Any]:
+    times = costs.times_us
+    if "B" in times and "W" in times:
+        backward, weight = times["B"], times["W"]
+    else:
+        fused = times.get("BW", 0.0)
+        backward, weight = (fused / 2, fused / 2) if costs.splits else (fused, 0.0)
+    offload = None
+    if costs.offload_bytes and "O" in times and "R" in times:
+        offload = {"bytes": costs.offload_bytes, "offload_us": times["O"], "reload_us": times["R"]}
+    return {
+        "forward_us": times.get("F", 0.0),
+        "backward_input_us": backward,
+        "backward_weight_us": weight,
+        "activation_bytes": costs.activation_bytes,
+        "backward_weight_bytes": costs.backward_weight_bytes,
+        "workspace_bytes": dict(costs.workspace_bytes),
+        "offload": offload,
+    }
+
+
+def _transfers(records: Sequence[RankRecord]) -> list[tuple[float | None, float | None]]:
+    """Medians over the messages for which the receiver was waiting: from the end of the op to that of the wait.
+
+    Between replicas nothing is sent, so each pipeline is looked at by itself: the ranks of one, by their records' order
+    among those of a device.
+    """
+    placement = records[0].placement
+    pipelines: list[dict[int, RankRecord]] = []
+    for device in sorted({record.device for record in records}):
+        for k, record in enumerate(record for record in records if record.device == device):
+            while len(pipelines) <= k:
+                pipelines.append({})
+            pipelines[k][device] = record
+    boundaries: list[tuple[float | None, float | None]] = []
+    for b in range(len(placement) - 1):
+        forward, backward = [], []
+        if placement[b] != placement[b + 1]:
+            for pipeline in pipelines:
+                ends = [pipeline.get(placement[s]) for s in (b, b + 1)]
+                if ends[0] is None or ends[1] is None:
+                    continue
+                forward += _waited(ends[0], b, ends[1], b + 1, ("F",))
+                backward += _waited(ends[1], b + 1, ends[0], b, ("B", "BW"))
+        boundaries.append((_median(forward), _median(backward)))
+    return boundaries
+
+
+def _waited(sender: RankRecord, source: int, receiver: RankRecord, target: int, kinds: Sequence[str]) -> list[float]:
+    waited = []
+    for sent, received in zip(sender.steps, receiver.steps, strict=False):
+        ends_ns = {row.key.microbatch: row.end_ns for row in _ops(sent.rows(), source, kinds)}
+        for row in _ops(received.rows(), target, kinds):
+            end_ns = ends_ns.get(row.key.microbatch)
+            if end_ns is not None and row.turn_ns <= end_ns:
+                waited.append(max(row.start_ns - end_ns, 0) / 1000)
+    return waited
+
+
+def _ops(rows: Iterable[Timed], stage: int, kinds: Sequence[str]) -> Iterable[Timed]:
+    return (row for row in rows if row.key.stage == stage and row.key.kind in kinds and row.key.kind in KINDS)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return round(median(values), 1) if values else None

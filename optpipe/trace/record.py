@@ -1,0 +1,190 @@
+"""Record of a rank's steps in a trainer (document `optpipe.record/1`): what `Recorder` writes and a profile reads.
+
+Times are nanoseconds by the clock of the pipeline's first rank, bytes are those alive on the rank's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from optpipe.document import Document, read_document
+from optpipe.errors import InputError, Issue
+from optpipe.ops import Op
+from optpipe.problem import Bytes, Index, TimeUs, reject
+from optpipe.schedule import Schedule
+from optpipe.trace.document import MAX_TRACE_BYTES
+
+Kind = Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
+
+
+class Timed(NamedTuple):
+    """A recorded action: it was next at `turn_ns`, its waits were over at `start_ns`, its work at `end_ns`."""
+
+    key: Op
+    turn_ns: int
+    start_ns: int
+    end_ns: int
+
+
+class Held(NamedTuple):
+    """Bytes alive before an action, most while it ran, and after it."""
+
+    key: Op
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+class RecordedStep(Document):
+    """Times of the actions of one step, one entry an action in each list, in the order in which they ran."""
+
+    kind: list[Kind]
+    stage: list[Index]
+    microbatch: list[Index]
+    turn_ns: list[int]
+    start_ns: list[int]
+    end_ns: list[int]
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        _check_lengths(self)
+        return self
+
+    @classmethod
+    def of(cls, rows: Sequence[Timed]) -> Self:
+        """Columns of the rows."""
+        keys = [row.key for row in rows]
+        return cls(
+            kind=[key.kind for key in keys],
+            stage=[key.stage for key in keys],
+            microbatch=[key.microbatch for key in keys],
+            turn_ns=[row.turn_ns for row in rows],
+            start_ns=[row.start_ns for row in rows],
+            end_ns=[row.end_ns for row in rows],
+        )
+
+    def rows(self) -> Iterator[Timed]:
+        """One row an action."""
+        keys = map(Op, self.kind, self.stage, self.microbatch)
+        return map(Timed, keys, self.turn_ns, self.start_ns, self.end_ns)
+
+
+class RecordedMemory(Document):
+    """Memory of the actions of one step, one entry an action in each list, in the order in which they ran."""
+
+    kind: list[Kind]
+    stage: list[Index]
+    microbatch: list[Index]
+    before_bytes: list[Bytes]
+    peak_bytes: list[Bytes]
+    after_bytes: list[Bytes]
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        _check_lengths(self)
+        return self
+
+    @classmethod
+    def of(cls, rows: Sequence[Held]) -> Self:
+        """Columns of the rows."""
+        keys = [row.key for row in rows]
+        return cls(
+            kind=[key.kind for key in keys],
+            stage=[key.stage for key in keys],
+            microbatch=[key.microbatch for key in keys],
+            before_bytes=[row.before_bytes for row in rows],
+            peak_bytes=[row.peak_bytes for row in rows],
+            after_bytes=[row.after_bytes for row in rows],
+        )
+
+    def rows(self) -> Iterator[Held]:
+        """One row an action."""
+        keys = map(Op, self.kind, self.stage, self.microbatch)
+        return map(Held, keys, self.before_bytes, self.peak_bytes, self.after_bytes)
+
+
+def _check_lengths(columns: RecordedStep | RecordedMemory) -> None:
+    lengths = {name: len(getattr(columns, name)) for name in type(columns).model_fields}
+    if len(set(lengths.values())) > 1:
+        raise reject("wrong_length", f"has lists of different lengths: {lengths}")
+
+
+class RecordedStage(Document):
+    """A stage of the rank.
+
+    `parameter_bytes`: parameters and buffers as this rank keeps them, those that are trained four times (weight,
+    gradient, two moments of Adam). What FSDP adds to them in a step: `gathered_bytes`, whole parameters that stay from
+    the first F to the reduction, and `gradient_bytes`, whole gradients until they are reduced. `message_bytes`: what
+    one microbatch sends to the next stage. `splits`: B and W can run apart.
+    """
+
+    stage: Index
+    parameter_bytes: Bytes
+    gathered_bytes: Bytes
+    gradient_bytes: Bytes
+    message_bytes: Bytes
+    splits: bool
+
+
+class RankRecord(Document):
+    """Recorded steps of one rank.
+
+    `device` is its rank in the pipeline, `rank` that among all `processes`. `steps` were timed, `memory` is of one
+    further step. `schedule` is the one that ran; None where another class of schedules did.
+    """
+
+    format: Literal["optpipe.record/1"]
+    name: str = Field(default="", max_length=200)
+    hardware: str = Field(default="", max_length=200)
+    rank: Index
+    processes: Annotated[int, Field(ge=1)]
+    device: Index
+    placement: list[Index]
+    microbatches: Annotated[int, Field(ge=1)]
+    runtime: Literal["optpipe", "torch"]
+    clock_error_us: TimeUs
+    stages: list[RecordedStage]
+    steps: list[RecordedStep]
+    memory: RecordedMemory
+    schedule: Schedule | None = None
+
+    @model_validator(mode="after")
+    def _stages_are_placed_here(self) -> Self:
+        placed = [s for s, device in enumerate(self.placement) if device == self.device]
+        if (found := sorted(stage.stage for stage in self.stages)) != placed:
+            raise reject("other_stages", f"stages has {found} but placement puts {placed} on device {self.device}")
+        if not self.steps:
+            raise reject("empty", "steps is empty but at least one timed step is needed")
+        return self
+
+
+def load_records(folder: Path) -> list[RankRecord]:
+    """Read the records of all ranks of a run (`rank*.json`), ascending.
+
+    Raises InputError if a file is no record, a device of the pipeline has none, or they are of different runs.
+    """
+    hint = "but records of a run are needed. Maybe name the folder that a Recorder wrote to."
+    hints = {"optpipe.problem/": f"is a problem {hint}", "optpipe.schedule/": f"is a schedule {hint}"}
+    paths = sorted(folder.glob("rank*.json"))
+    if not paths:
+        detail = "has no records (rank0.json and so on). Maybe the run ended before its recorded steps were over."
+        raise InputError([Issue("", "no_records", detail)], str(folder))
+    records = [RankRecord.from_data(read_document(path, MAX_TRACE_BYTES, hints), str(path)) for path in paths]
+    first = records[0]
+    for record, path in zip(records, paths, strict=True):
+        for field in ("placement", "microbatches", "processes", "runtime"):
+            if getattr(record, field) != getattr(first, field):
+                detail = (
+                    f"is {getattr(record, field)} but {getattr(first, field)} in {paths[0].name}. Maybe the folder "
+                    "holds records of two runs."
+                )
+                raise InputError([Issue(field, "other_run", detail)], str(path))
+    missing = sorted(set(first.placement) - {record.device for record in records})
+    if missing:
+        detail = f"has no record of devices {missing}. Maybe copy the files of all hosts into one folder."
+        raise InputError([Issue("", "missing_ranks", detail)], str(folder))
+    return sorted(records, key=lambda record: record.rank)

@@ -1,0 +1,119 @@
+"""A run that is recorded is planned without its model, and takes the memory that the plan says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from optpipe.cli.app import app
+from optpipe.errors import InputError
+from optpipe.pipelining import recording_schedule
+from optpipe.problem import Problem
+from optpipe.profile.from_run import join_records
+from optpipe.trace.record import load_records
+from optpipe.verify import verify
+from tests.ranks import RunRanks
+
+WORKER = Path(__file__).parent / "recorder_worker.py"
+CASES: list[dict[str, Any]] = [
+    {"name": "kept", "placement": [0, 1, 1, 0], "reshard": False, "reduce_every": None},
+    {"name": "resharded", "placement": [0, 1], "reshard": True, "reduce_every": None},
+    {"name": "often", "placement": [0, 1, 0, 1], "reshard": False, "reduce_every": 2},
+    {"name": "plain", "placement": [0, 1], "reshard": None, "reduce_every": None},
+]
+NAMES = [case["name"] for case in CASES]
+
+Run = tuple[Path, list[list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def run(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The folder of the records, and for each case what each rank found."""
+    folder = tmp_path_factory.mktemp("records")
+    run_ranks(WORKER, 4, str(folder), json.dumps(CASES))
+    found = [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(4)]
+    return folder, [list(ranks) for ranks in zip(*found, strict=True)]
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("case", range(len(CASES)), ids=NAMES)
+def test_the_planned_peak_is_the_measured_one(run: Run, case: int) -> None:
+    """On another schedule than the recorded one, to which all ranks changed between two steps."""
+    for rank in run[1][case]:
+        assert rank["offloads"] > 0, "the plan moves activations"
+        assert (rank["gradient_bytes"] > 0) == (CASES[case]["reshard"] is not None)
+        assert rank["error"] < 1e-5
+        assert rank["measured_bytes"] == pytest.approx(rank["planned_bytes"], rel=0.02), run[1][case]
+
+
+@pytest.mark.torchrun
+def test_every_kind_of_op_has_its_time(run: Run) -> None:
+    recorded = join_records(load_records(run[0] / "kept"))
+    for costs in recorded.stages:
+        assert {"F", "B", "W", "BW", "O", "R", "GATHER", "REDUCE"} <= costs.times_us.keys()
+        assert costs.replica.gathered_bytes == costs.replica.gradient_bytes == 2 * 8416 * 4, "two whole blocks"
+        assert not costs.estimated
+    crossed = [forward is not None and backward is not None for forward, backward in recorded.transfers_us]
+    assert crossed == [True, False, True], "stages 1 and 2 share a device"
+
+
+@pytest.mark.torchrun
+def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    options = ["--from-run", str(run[0] / "kept"), "-o", str(path), "--memory", "16MiB", "--microbatches", "9"]
+    shown = CliRunner().invoke(app, ["profile", *options, "--json"])
+    assert shown.exit_code == 0, shown.output
+    problem = Problem.load(path)
+    assert problem.microbatches == 9
+    assert [stage.device for stage in problem.stages] == [0, 1, 1, 0]
+    assert all(stage.offload is not None for stage in problem.stages)
+    held = 2 * (4 * 8416 * 4 + 2 * 2 * 8416 * 4)  # two stages: own halves four times, whole parameters and gradients
+    for device in problem.devices:
+        assert device.memory_bytes is not None
+        assert 16 * 2**20 - held - 4 * 8416 * 4 <= device.memory_bytes < 16 * 2**20 - held, "and buffers of collectives"
+    table = CliRunner().invoke(app, ["profile", *options])
+    assert "gather" in table.output
+    too_small = CliRunner().invoke(app, ["profile", *options[:4], "--memory", "100KB"]).exception
+    assert isinstance(too_small, InputError)
+    assert "Maybe shard more" in str(too_small)
+
+
+@pytest.mark.torchrun
+def test_a_run_of_torchs_schedule_has_times_and_sizes(run: Run) -> None:
+    recorded = join_records(load_records(run[0] / "torch"))
+    assert all({"F", "BW"} <= costs.times_us.keys() for costs in recorded.stages)
+    for costs in recorded.stages:
+        assert costs.activation_bytes > 10 * 512 * 32 * 4 / 2
+        assert "half of BW" in "".join(costs.estimated)
+    problem = recorded.problem()
+    assert problem.microbatches == 6
+    assert all(stage.offload is None for stage in problem.stages), "nothing was moved, so nothing is known of it"
+    assert all(stage.backward_input_us == stage.backward_weight_us > 0 for stage in problem.stages)
+
+
+@pytest.mark.torchrun
+def test_records_that_do_not_belong_together(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no records \(rank0\.json"):
+        load_records(tmp_path)
+    shutil.copy(run[0] / "plain" / "rank0.json", tmp_path)
+    with pytest.raises(InputError, match=r"has no record of devices \[1\]"):
+        load_records(tmp_path)
+    shutil.copy(run[0] / "often" / "rank3.json", tmp_path)
+    with pytest.raises(InputError, match=r"placement.*is \[0, 1, 0, 1\] but \[0, 1\] in rank0\.json"):
+        load_records(tmp_path)
+
+
+@pytest.mark.parametrize(("placement", "microbatches"), [([0, 1], 6), ([0, 1, 1, 0], 5), ([1, 0, 0], 1)])
+def test_a_schedule_to_record_by_has_every_way_of_a_backward(placement: list[int], microbatches: int) -> None:
+    schedule = recording_schedule(placement, microbatches)
+    assert verify(schedule).ok, verify(schedule).violations
+    kinds = Counter(op.kind for op in schedule.orders.ops() if op.stage == 0)
+    assert kinds["B"] == kinds["W"] == (microbatches + 1) // 3
+    assert kinds["O"] == kinds["R"] == microbatches // 3
+    assert not any(op.kind == "O" for op in recording_schedule(placement, microbatches, offload=False).orders.ops())
