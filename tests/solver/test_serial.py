@@ -109,13 +109,13 @@ def test_recomputes_where_nothing_else_does() -> None:
     orders = serial_orders(problem)
     assert orders is not None
     assert orders.modes is not None
-    assert orders.modes.tolist() == [[1] * 3, [0] * 3]
-    less = Problem.from_data(problem.to_data() | {"devices": [{"memory_bytes": 10}] * 2})
+    assert orders.modes[0].tolist() == [1] * 3
+    less, least = (
+        Problem.from_data(problem.to_data() | {"devices": [{"memory_bytes": budget}] * 2}) for budget in (10, 9)
+    )
     assert serial_orders(less) is None
-    assert impossible_budgets(less) == []  # a device needs 10 for one stage alone; of two the floor says no more
-    assert impossible_budgets(Problem.from_data(less.to_data() | {"devices": [{"memory_bytes": 9}] * 2})) == [
-        (0, 10, 9)
-    ]
+    assert impossible_budgets(less) == []  # one stage alone needs 10
+    assert impossible_budgets(least) == [(0, 10, 9)]
 
 
 def one_device() -> list[dict[str, Any]]:
