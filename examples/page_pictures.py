@@ -104,6 +104,28 @@ def full_screen(service: Service, page: Page) -> None:
     page.locator("[data-part=fit]").click()
 
 
+def running(service: Service, page: Page) -> None:
+    """A search under way."""
+    page.goto(f"/#/jobs/{service.running()}")
+    expect(page.locator(SHOWN)).to_be_visible()
+    expect(page.locator(".curve-dot").nth(1)).to_be_visible()
+    page.get_by_text("Schedules found", exact=True).click()
+
+
+def infeasible(service: Service, page: Page) -> None:
+    """A problem that is proved infeasible, with the budgets that would do."""
+    page.goto(f"/#/jobs/{service.job(TIGHT, method='cp-sat')}")
+    expect(page.locator("[data-part=remedy]")).to_be_visible()
+
+
+def new_light(_: Service, page: Page) -> None:
+    """A new problem with its published schedules."""
+    page.goto("/#/new")
+    page.select_option("#preset", "offload")
+    page.fill("#backward-weight-factor", "1.6")
+    expect(page.locator(SHOWN)).to_be_visible()
+
+
 STATES: dict[str, tuple[Look, Photograph]] = {
     "job-light": (LIGHT, job_light),
     "job-dark": (DARK, job_light),
@@ -111,6 +133,10 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "critical-path": (LIGHT, critical_path),
     "all-devices": (LIGHT, all_devices),
     "full-screen": (DARK, full_screen),
+    "running": (LIGHT, running),
+    "infeasible": (LIGHT, infeasible),
+    "new-light": (LIGHT, new_light),
+    "new-phone": (PHONE, new_light),
 }
 """States of the page by the name of their picture."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import Page, Route, expect
 
+from tests.api.services import client_of
 from tests.api.solves import STEP_VALUES_US
 from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import posted
@@ -30,6 +31,11 @@ def test_incumbents_arrive_while_the_page_is_open(slow: SlowService, slow_page: 
     expect(slow_page.locator(".status")).to_have_text("succeeded")
     expect(slow_page.locator(".curve-dot")).to_have_count(3)
     expect(slow_page.locator("[data-part=found-by]")).to_have_text("zb-h2")
+    expect(slow_page.locator(".curve-method").last).to_have_text("zb-h2")
+    slow_page.get_by_text("Schedules found", exact=True).click()
+    rows = slow_page.locator("[data-part=improvements] tr")
+    expect(rows).to_have_count(3)
+    expect(rows.first).to_contain_text(value_text(2))
     expect(slow_page.locator("[data-part=state]")).to_have_text("proved optimal")
 
 
@@ -50,27 +56,27 @@ def test_cancel_keeps_the_best_and_retry_goes_on(slow: SlowService, slow_page: P
 
 def test_a_lost_connection_is_told_and_found_again(slow: SlowService, slow_page: Page) -> None:
     job = posted(slow.url, None, wait=0)
-    requests: list[str | None] = []
+    positions: list[str | None] = []
+    with client_of(slow.url, None).stream("GET", "/v1/events") as stream:
+        position = next(line.removeprefix("id: ") for line in stream.iter_lines() if line.startswith("id: "))
 
     def cut_after_the_first(route: Route) -> None:
-        request = route.request
-        requests.append(request.headers.get("last-event-id"))
-        if len(requests) == 1:
-            text = 'id: 1\ndata: {"kind": "status", "revision": 1, "status": "queued", "attempt": 0}\n\n'
-            route.fulfill(status=200, content_type="text/event-stream", body=text)
-        elif len(requests) == 2:
+        positions.append(route.request.headers.get("last-event-id"))
+        if len(positions) == 1:
+            route.fulfill(status=200, content_type="text/event-stream", body=f"id: {position}\n\n")
+        elif len(positions) == 2:
             route.abort()
         else:
             route.continue_()
 
-    slow_page.route("**/events", cut_after_the_first)
+    slow_page.route("**/v1/events", cut_after_the_first)
     slow_page.goto(f"/#/jobs/{job}")
     expect(slow_page.locator("[data-part=connection]")).to_contain_text("The connection to the server is lost")
     slow.step()
     slow.step()
     expect(slow_page.locator(".status")).to_have_text("succeeded")
     expect(slow_page.locator("[data-part=connection]")).to_be_hidden()
-    assert requests == [None, "1", "1"]
+    assert positions == [None, position, position]
 
 
 def test_delete_asks_first(page: Page, service_url: str, key: str) -> None:

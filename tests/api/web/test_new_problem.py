@@ -78,6 +78,35 @@ def test_fields_and_text_are_one_problem(form: Page) -> None:
     expect(form.locator("#budget-factor")).to_have_value("1")
 
 
+def test_sliders_redraw_a_published_schedule_at_once(form: Page) -> None:
+    form.fill("#problem", json.dumps(PROBLEM.to_data()))
+    figures = form.locator("[data-part=preview-figures]")
+    expect(figures).to_contain_text("131.0\u00a0µs, proved optimal")
+    expect(form.locator("figure[data-magnification]")).to_be_visible()
+    form.locator("[data-part=forward-slider]").fill("1")  # a unit of the slider is a doubling
+    expect(form.locator("#forward-factor")).to_have_value("2")
+    expect(figures).not_to_contain_text("131.0")
+    written = json.loads(form.input_value("#problem"))
+    assert [stage["forward_us"] for stage in written["stages"]] == [2 * stage.forward_us for stage in PROBLEM.stages]
+    form.locator("[data-part=forward-slider]").fill("0")
+    expect(figures).to_contain_text("131.0\u00a0µs")
+    form.select_option("#preview-method", "1f1b")
+    expect(figures).to_contain_text("1f1b: 154.0\u00a0µs, at most")
+    form.locator("[data-part=microbatch-slider]").fill("7")
+    expect(form.locator("#microbatches")).to_have_value("7")
+    expect(form.locator("[data-part=check]")).to_contain_text("7 microbatches")
+    expect(figures).to_contain_text("1f1b: 2")
+    form.fill("#budget-factor", "0.1")
+    expect(figures).to_contain_text("No published schedule keeps these budgets")
+    expect(form.locator("[data-part=preview-chart]")).to_be_hidden()
+
+
+def test_a_factor_that_is_none_says_so(form: Page) -> None:
+    form.fill("#problem", json.dumps(PROBLEM.to_data()))
+    form.fill("#transfer-factor", "twice")
+    expect(form.locator("#transfer-factor-fault")).to_contain_text("must be a number above 0")
+
+
 def test_a_schedule_file_brings_its_problem(form: Page) -> None:
     content = json.dumps({"format": "optpipe.schedule/1", "problem": PROBLEM.to_data()}).encode()
     form.set_input_files(

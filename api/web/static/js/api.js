@@ -25,10 +25,10 @@ export class ApiError extends Error {
  *
  * @param {string} method
  * @param {string} path
- * @param {{body?: string, headers?: Record<string, string>, signal?: AbortSignal}} [options]
+ * @param {{body?: string, headers?: Record<string, string>, signal?: AbortSignal, asksForKey?: boolean}} [options]
  * @returns {Promise<Response>} a success
  */
-export async function request(method, path, { body, headers = {}, signal } = {}) {
+export async function request(method, path, { body, headers = {}, signal, asksForKey = true } = {}) {
   const key = keyHeader();
   const answer = await fetch(path, {
     method,
@@ -40,7 +40,7 @@ export async function request(method, path, { body, headers = {}, signal } = {})
     throw new ApiError(0, "The server does not answer. Maybe it was stopped, or the network is gone.");
   });
   if (answer.ok) return answer;
-  if (answer.status === 401 && (await askForKey("Authorization" in key))) {
+  if (answer.status === 401 && asksForKey && (await askForKey("Authorization" in key))) {
     return request(method, path, { body, headers, signal });
   }
   throw await toApiError(answer);
@@ -85,6 +85,14 @@ export function getJob(id, signal) {
  */
 export function getSchedule(id, signal) {
   return json("GET", `${jobPath(id)}/schedule`, { signal });
+}
+
+/**
+ * @param {string} id
+ * @returns {Promise<Problem>} as it was submitted
+ */
+export function getProblem(id) {
+  return json("GET", `${jobPath(id)}/problem`);
 }
 
 /**

@@ -1,20 +1,29 @@
-/** Objective and bound over the time of a search, as steps. */
+/** Objective and bound over the time of a search, as steps: zoomed to the gap that is left, or the whole range. */
 
-import { ticksIn, tickText, roundStep } from "./ticks.js";
-import { timeText, timeUnit } from "./units.js";
+import { roundStep, tickText, ticksIn } from "./ticks.js";
+import { NONE, percentText, timeText, timeUnit } from "./units.js";
+import { element } from "./elements.js";
 
-/** @typedef {{seconds: number, valueUs: number | null, boundUs: number | null}} Point */
+/** @typedef {{seconds: number, valueUs: number | null, boundUs: number | null, method: string | null}} Point */
 
 const SVG = "http://www.w3.org/2000/svg";
-const HEIGHT = 190;
-const MARGIN = { left: 74, right: 16, top: 10, bottom: 30 };
+const HEIGHT = 210;
+const MARGIN = { left: 74, right: 16, top: 22, bottom: 30 };
+/** Room that the name of a method takes. */
+const NAME_PX = 84;
+/** The zoomed range reaches this many gaps above the best value, and shows this many of the best values. */
+const GAPS = 3;
+const BEST_VALUES = 3;
+/** Earlier than this, points share the left edge of the logarithmic axis. */
+const EARLIEST_S = 0.01;
 
 /**
  * @param {SVGSVGElement} svg
  * @param {Point[]} points in order of time
  * @param {number} nowS how far the search is
+ * @param {boolean} isZoomed to the gap, with time on a logarithmic axis
  */
-export function drawCurve(svg, points, nowS) {
+export function drawCurve(svg, points, nowS, isZoomed) {
   const width = Math.max(240, svg.clientWidth);
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   const levels = points.flatMap(({ valueUs, boundUs }) => [valueUs, boundUs].filter((level) => level !== null));
@@ -22,56 +31,116 @@ export function drawCurve(svg, points, nowS) {
     svg.replaceChildren();
     return;
   }
-  const scale = fitScale(width, levels, Math.max(nowS, points[points.length - 1].seconds, 0.1));
-  const values = points.filter((point) => point.valueUs !== null);
+  const endS = Math.max(nowS, points[points.length - 1].seconds, 0.1);
+  const scale = buildScale(width, isZoomed ? zoomedRange(points, levels) : wholeRange(levels), endS, isZoomed);
+  const found = improvements(points);
   svg.replaceChildren(
     ...axes(scale),
     stepLine("curve-bound", points, (point) => point.boundUs, scale),
-    stepLine("curve-value", values, (point) => point.valueUs, scale),
-    ...values.filter((point, index) => point.valueUs !== values[index - 1]?.valueUs).map((point) => dot(point, scale)),
+    stepLine("curve-value", points.filter((point) => point.valueUs !== null), (point) => point.valueUs, scale),
+    ...found.map((point) => dot(point, scale)),
+    ...methodNames(found, scale),
   );
+}
+
+/**
+ * The points at which a better schedule was found.
+ *
+ * @param {Point[]} points
+ */
+export function improvements(points) {
+  const values = points.filter((point) => point.valueUs !== null);
+  return values.filter((point, index) => point.valueUs !== values[index - 1]?.valueUs);
+}
+
+/**
+ * @param {HTMLTableSectionElement} body gets a row for each improvement, the last one first
+ * @param {Point[]} points
+ */
+export function fillImprovements(body, points) {
+  const rows = improvements(points).map(({ seconds, valueUs, boundUs, method }) => {
+    const row = element("tr");
+    const gap = valueUs !== null && boundUs !== null && valueUs > 0 ? (valueUs - boundUs) / valueUs : null;
+    const cells = [`${seconds.toFixed(2)} s`, timeText(valueUs), percentText(gap), method ?? NONE];
+    row.append(...cells.map((text) => element("td", text)));
+    return row;
+  });
+  body.replaceChildren(...rows.reverse());
+}
+
+/** @typedef {{lowUs: number, highUs: number}} Range */
+
+/**
+ * @param {number[]} levels
+ * @returns {Range}
+ */
+function wholeRange(levels) {
+  const [least, most] = [Math.min(...levels), Math.max(...levels)];
+  const room = Math.max(0.12 * (most - least), 0.004 * most, 1e-9);
+  return { lowUs: Math.max(0, least - room), highUs: most + room };
+}
+
+/**
+ * @param {Point[]} points
+ * @param {number[]} levels
+ * @returns {Range}
+ */
+function zoomedRange(points, levels) {
+  const values = [...new Set(points.flatMap(({ valueUs }) => valueUs ?? []))].sort((one, other) => one - other);
+  const bounds = points.flatMap(({ boundUs }) => boundUs ?? []);
+  if (!values.length || !bounds.length) return wholeRange(levels);
+  const boundUs = Math.max(...bounds);
+  const highUs = Math.max(values[0] + GAPS * (values[0] - boundUs), values[Math.min(BEST_VALUES, values.length) - 1]);
+  return wholeRange([boundUs, Math.min(highUs, Math.max(...levels))]);
 }
 
 /**
  * @typedef {object} Scale
  * @property {number} width
- * @property {number} lowUs
- * @property {number} highUs
+ * @property {Range} range
  * @property {number} endS
+ * @property {number[]} secondTicks
  * @property {(seconds: number) => number} x
- * @property {(levelUs: number) => number} y
+ * @property {(levelUs: number) => number} y levels beyond the range stand on its edge
  */
 
 /**
  * @param {number} width
- * @param {number[]} levels
+ * @param {Range} range
  * @param {number} endS
+ * @param {boolean} isLogarithmic
  * @returns {Scale}
  */
-function fitScale(width, levels, endS) {
-  const least = Math.min(...levels);
-  const most = Math.max(...levels);
-  const room = Math.max(0.12 * (most - least), 0.004 * most, 1e-9);
-  const lowUs = Math.max(0, least - room);
-  const highUs = most + room;
-  const x = (/** @type {number} */ seconds) =>
-    MARGIN.left + (seconds / endS) * (width - MARGIN.left - MARGIN.right);
-  const y = (/** @type {number} */ levelUs) =>
-    MARGIN.top + ((highUs - levelUs) / (highUs - lowUs)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
-  return { width, lowUs, highUs, endS, x, y };
+function buildScale(width, range, endS, isLogarithmic) {
+  const across = width - MARGIN.left - MARGIN.right;
+  /** @param {number} seconds */
+  const share = (seconds) =>
+    isLogarithmic ? Math.log(Math.max(seconds, EARLIEST_S) / EARLIEST_S) / Math.log(endS / EARLIEST_S) : seconds / endS;
+  const decades = Array.from({ length: 8 }, (_, power) => EARLIEST_S * 10 ** power).filter((second) => second <= endS);
+  const { lowUs, highUs } = range;
+  return {
+    width,
+    range,
+    endS,
+    secondTicks: isLogarithmic ? decades : ticksIn(0, endS, Math.max(2, Math.floor(width / 110))),
+    x: (seconds) => MARGIN.left + share(seconds) * across,
+    y: (levelUs) => {
+      const within = Math.min(highUs, Math.max(lowUs, levelUs));
+      return MARGIN.top + ((highUs - within) / (highUs - lowUs)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    },
+  };
 }
 
 /** @param {Scale} scale */
-function axes({ width, lowUs, highUs, endS, x, y }) {
+function axes({ width, range: { lowUs, highUs }, secondTicks, x, y }) {
   const unit = timeUnit(highUs);
   const levelStep = roundStep((highUs - lowUs) / 4);
-  const secondStep = roundStep(endS / Math.max(2, Math.floor(width / 110)));
   const rows = ticksIn(lowUs, highUs, 4).flatMap((level) => [
     line("curve-grid", MARGIN.left, y(level), width - MARGIN.right, y(level)),
     text("curve-label", MARGIN.left - 8, y(level) + 4, `${tickText(level, levelStep, unit)} ${unit.name}`, "end"),
   ]);
-  const columns = ticksIn(0, endS, Math.max(2, Math.floor(width / 110))).map((second) =>
-    text("curve-label", x(second), HEIGHT - 10, `${tickText(second, secondStep, { name: "s", size: 1 })} s`, "middle"),
+  const columns = secondTicks.map((second) =>
+    text("curve-label", x(second), HEIGHT - 10, `${Number(second.toPrecision(3))} s`, "middle"),
   );
   return [...rows, ...columns];
 }
@@ -98,16 +167,35 @@ function stepLine(className, points, level, { x, y, endS }) {
  * @param {Point} point
  * @param {Scale} scale
  */
-function dot({ seconds, valueUs }, { x, y }) {
+function dot({ seconds, valueUs, method }, { x, y }) {
   const circle = document.createElementNS(SVG, "circle");
   circle.setAttribute("class", "curve-dot");
   circle.setAttribute("cx", String(x(seconds)));
   circle.setAttribute("cy", String(y(valueUs ?? 0)));
   circle.setAttribute("r", "3");
   const title = document.createElementNS(SVG, "title");
-  title.textContent = `${timeText(valueUs)} after ${seconds.toFixed(2)} s`;
+  title.textContent = `${timeText(valueUs)} after ${seconds.toFixed(2)} s${method ? `, ${method}` : ""}`;
   circle.append(title);
   return circle;
+}
+
+/**
+ * The name of the method wherever another one took the lead; of names that would cover each other the later one.
+ *
+ * @param {Point[]} found
+ * @param {Scale} scale
+ */
+function methodNames(found, { width, x, y }) {
+  let free = Infinity;
+  const names = [];
+  for (let index = found.length - 1; index >= 0; index -= 1) {
+    const { seconds, valueUs, method } = found[index];
+    const left = Math.min(x(seconds), width - MARGIN.right - NAME_PX);
+    if (!method || method === found[index - 1]?.method || left + NAME_PX > free) continue;
+    free = left;
+    names.unshift(text("curve-method", left, y(valueUs ?? 0) - 8, method, "start"));
+  }
+  return names;
 }
 
 /**

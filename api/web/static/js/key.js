@@ -26,6 +26,14 @@ export function askForKey(refused) {
   return asking;
 }
 
+/** @type {Set<() => void>} */
+const listeners = new Set();
+
+/** @param {() => void} listener called whenever another key was given */
+export function onKeyChange(listener) {
+  listeners.add(listener);
+}
+
 /** Show the button that forgets the key while there is one. */
 export function startKey() {
   const button = part(document, "forget-key", HTMLButtonElement);
@@ -57,6 +65,7 @@ function ask(refused) {
     const onSubmit = (event) => {
       event.preventDefault();
       sessionStorage.setItem(STORED, input.value.trim());
+      for (const listener of listeners) listener();
       dialog.close("given");
     };
     const onClose = () => {

@@ -22,7 +22,7 @@ export class Progress {
     this.#heardAtMs = performance.now();
     if (event.value_us === null && event.bound_us === null) return;
     const seconds = event.seconds === null ? last : Math.max(last, this.#before + event.seconds);
-    this.points.push({ seconds, valueUs: event.value_us, boundUs: event.bound_us });
+    this.points.push({ seconds, valueUs: event.value_us, boundUs: event.bound_us, method: event.method });
   }
 
   /** How far the search is by now. */

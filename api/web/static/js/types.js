@@ -85,8 +85,10 @@
  * @property {string} name
  * @property {string[]} tags
  * @property {string} method
+ * @property {Partial<JobConfig>} [config] as it was submitted
  * @property {Status} status
  * @property {"makespan" | "device_span"} objective
+ * @property {(number | null)[] | null} [budgets_bytes] of an infeasible job: those that would do; null: no limit
  * @property {number | null} value_us
  * @property {number | null} bound_us
  * @property {number | null} gap
@@ -100,6 +102,7 @@
  * @property {string | null} finished_at
  *
  * @typedef {object} JobEvent
+ * @property {string} job_id
  * @property {"incumbent" | "bound" | "status"} kind
  * @property {number} revision
  * @property {string} at

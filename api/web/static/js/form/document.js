@@ -1,13 +1,21 @@
 /** The problem that the form edits. Its text is authoritative: the fields beside it change that text. */
 
 /** @typedef {import("../types.js").Problem} Problem */
-/** @typedef {(number | null | undefined)[]} Budgets one for each device; null or undefined: no limit */
+/** @typedef {"forward" | "backward-input" | "backward-weight" | "transfer" | "budget"} Factor */
 
 const LINE_FIELDS = new Set(["devices", "stages"]);
 
+/** Fields of a stage by the factor that scales them. */
+const STAGE_TIMES = /** @type {const} */ ({
+  forward: "forward_us",
+  "backward-input": "backward_input_us",
+  "backward-weight": "backward_weight_us",
+});
+
 export class ProblemDocument {
-  /** @type {Budgets} budgets at factor 1 */
-  #budgets = [];
+  /** The problem as it was loaded or typed, to which factors apply.
+   * @type {Problem | null} */
+  #base = null;
   /** @type {Problem | null} */
   #problem = null;
   /** Why the text is no JSON; empty where it is. */
@@ -23,8 +31,11 @@ export class ProblemDocument {
     return this.#problem;
   }
 
-  get hasLimits() {
-    return this.#budgets.some((budget) => typeof budget === "number");
+  /** @param {Factor} name */
+  canScale(name) {
+    if (name === "budget") return list(this.#base?.devices).some((device) => typeof device?.memory_bytes === "number");
+    if (name === "transfer") return Boolean(this.#base?.transfer_us);
+    return list(this.#base?.stages).length > 0;
   }
 
   /** @param {unknown} problem replaces everything */
@@ -46,7 +57,7 @@ export class ProblemDocument {
       const reason = error instanceof Error ? error.message : String(error);
       this.error = this.editor.value.trim() ? `This is not JSON yet: ${reason}.` : "";
     }
-    this.#budgets = this.#problem ? readBudgets(this.#problem) : [];
+    this.#base = structuredClone(this.#problem);
   }
 
   /**
@@ -57,13 +68,37 @@ export class ProblemDocument {
     this.#write((problem) => Object.assign(problem, { [name]: value }));
   }
 
-  /** @param {number} factor on the budgets that were loaded or typed */
-  scaleBudgets(factor) {
+  /** @param {(number | null)[]} budgets in bytes, one for each device; null: no limit */
+  setBudgets(budgets) {
     this.#write((problem) => {
       problem.devices.forEach((device, index) => {
-        const budget = this.#budgets[index];
-        if (typeof budget === "number") device.memory_bytes = Math.floor(budget * factor);
+        device.memory_bytes = budgets[index];
       });
+    });
+    this.readText();
+  }
+
+  /**
+   * Scale numbers of the problem that was loaded or typed.
+   *
+   * @param {Factor} name
+   * @param {number} factor
+   */
+  scale(name, factor) {
+    const base = this.#base;
+    if (!base) return;
+    this.#write((problem) => {
+      if (name === "budget") {
+        list(problem.devices).forEach((device, index) => {
+          const budget = base.devices[index]?.memory_bytes;
+          if (typeof budget === "number") device.memory_bytes = Math.floor(budget * factor);
+        });
+      } else if (name === "transfer") problem.transfer_us = scaled(base.transfer_us, factor);
+      else {
+        list(problem.stages).forEach((stage, index) => {
+          stage[STAGE_TIMES[name]] = scaled(base.stages[index]?.[STAGE_TIMES[name]], factor);
+        });
+      }
     });
   }
 
@@ -76,11 +111,26 @@ export class ProblemDocument {
 }
 
 /**
- * @param {Problem} problem perhaps not valid
- * @returns {Budgets}
+ * @template T
+ * @param {T[] | undefined} value of a problem that may not be valid
+ * @returns {T[]}
  */
-function readBudgets(problem) {
-  return Array.isArray(problem.devices) ? problem.devices.map((device) => device?.memory_bytes) : [];
+function list(value) {
+  return Array.isArray(value) ? value : [];
+}
+
+/**
+ * Numbers anywhere in `value` times `factor`, without the digits that only binary fractions have.
+ *
+ * @param {any} value
+ * @param {number} factor
+ * @returns {any}
+ */
+function scaled(value, factor) {
+  if (typeof value === "number") return Number((value * factor).toPrecision(12));
+  if (Array.isArray(value)) return value.map((entry) => scaled(entry, factor));
+  if (typeof value !== "object" || value === null) return value;
+  return Object.fromEntries(Object.entries(value).map(([name, entry]) => [name, scaled(entry, factor)]));
 }
 
 /**

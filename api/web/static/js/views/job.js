@@ -2,11 +2,11 @@
 
 import { announce } from "../announce.js";
 import { ApiError, act, getJob, getSchedule, remove } from "../api.js";
-import { drawCurve } from "../curve.js";
+import { drawCurve, fillImprovements, improvements } from "../curve.js";
 import { confirmed } from "../dialog.js";
 import { FORMATS, download } from "../download.js";
 import { element, fromTemplate, part } from "../elements.js";
-import { follow, hasEnded } from "../events.js";
+import { hasEnded, readHistory, subscribe } from "../events.js";
 import { GanttChart } from "../gantt/chart.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { Progress } from "../progress.js";
@@ -30,12 +30,16 @@ export function jobView(root, { argument, query }) {
 
 class JobView {
   #ending = new AbortController();
-  #following = new AbortController();
   /** @type {Job | null} */
   #job = null;
   #progress = new Progress();
-  /** @type {import("../events.js").Position} */
-  #position = { lastId: "", known: 0 };
+  /** Revision up to which events have been read. */
+  #revision = 0;
+  #catchingUp = false;
+  /** Whether there is news since the job was last read. */
+  #isBehind = false;
+  /** Whether the last attempt to read it failed. */
+  #failed = false;
   /** @type {GanttChart | null} */
   #chart = null;
   /** Revision that the schedule on the page is at least as new as. */
@@ -70,16 +74,17 @@ class JobView {
     for (const name of /** @type {(keyof typeof FORMATS)[]} */ (Object.keys(FORMATS))) {
       part(this.root, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
     }
+    part(this.root, "whole-range", HTMLInputElement).addEventListener("change", () => this.#drawCurve());
     const observer = new ResizeObserver(() => this.#drawCurve());
     observer.observe(this.curve);
     this.#ending.signal.addEventListener("abort", () => observer.disconnect());
     this.#curveTimer = window.setInterval(() => this.#isRunning && this.#drawCurve(), CURVE_PAUSE_MS);
-    this.#follow();
+    this.#catchUp();
+    subscribe({ onEvent: (event) => this.#onEvent(event), onState: (state) => this.#onState(state) }, this.#ending.signal);
   }
 
   stop() {
     this.#ending.abort();
-    this.#following.abort();
     clearInterval(this.#curveTimer);
     this.#chart?.destroy();
   }
@@ -88,36 +93,48 @@ class JobView {
     return this.#job?.status === "running";
   }
 
-  async #follow() {
-    this.#following.abort();
-    this.#following = new AbortController();
-    const { signal } = this.#following;
-    if (!(await this.#refresh())) return;
-    this.#position.known = this.#job?.revision ?? 0;
-    await follow(
-      this.id,
-      this.#position,
-      {
-        onEvent: (event) => this.#onEvent(event),
-        onOpen: () => this.#onOpen(),
-        onLost: (pauseS) =>
-          this.#tellConnection(`The connection to the server is lost; next try in ${Math.ceil(pauseS)} s.`),
-        onRefused: (error) => this.#tell(error),
-      },
-      signal,
-    );
+  /** @param {import("../events.js").State} state of the stream of events */
+  #onState({ open, pauseS }) {
+    const isLive = !this.#job || !hasEnded(this.#job.status);
+    const lost = `The connection to the server is lost; next try in ${Math.ceil(pauseS)} s.`;
+    this.#tellConnection(open || !isLive ? "" : lost);
+    if (open) this.#catchUp();
   }
 
-  #onOpen() {
-    this.#tellConnection("");
-    if (this.#job) return;
-    // The server did not answer when this page was opened, and does now.
-    this.#tell(null);
-    this.#refresh();
-  }
-
-  /** @param {import("../types.js").JobEvent} event */
+  /** @param {import("../types.js").JobEvent} event of any job */
   #onEvent(event) {
+    if (event.job_id !== this.id || event.revision <= this.#revision) return;
+    if (event.revision === this.#revision + 1 && !this.#catchingUp) this.#apply(event);
+    else this.#catchUp();
+  }
+
+  /** Read the job and the events that this page has not seen. */
+  async #catchUp() {
+    this.#isBehind = true;
+    if (this.#catchingUp) return;
+    this.#catchingUp = true;
+    const { signal } = this.#ending;
+    try {
+      while (this.#isBehind && !signal.aborted) {
+        this.#isBehind = false;
+        await this.#refresh();
+        const until = this.#job?.revision ?? 0;
+        if (until <= this.#revision) continue;
+        for await (const event of readHistory(this.id, this.#revision, until, signal)) this.#apply(event);
+      }
+      if (this.#failed) this.#tell(null);
+      this.#failed = false;
+    } catch (error) {
+      this.#failed = true;
+      this.#tell(error);
+    } finally {
+      this.#catchingUp = false;
+    }
+  }
+
+  /** @param {import("../types.js").JobEvent} event the next one of this job */
+  #apply(event) {
+    this.#revision = event.revision;
     this.#progress.add(event);
     if (!this.#job) return;
     const { status } = this.#job;
@@ -130,32 +147,22 @@ class JobView {
       this.#job.gap = relativeGap(this.#job);
       if (event.kind === "incumbent") announce(`better schedule: ${timeText(value_us)}, gap ${percentText(this.#job.gap)}`);
       this.#showJob(this.#job);
-      if (event.status !== status || event.kind === "status") this.#refresh();
+      if (event.status !== status || event.kind === "status") this.#catchUp();
     }
     if (event.kind === "incumbent") this.#fetchSchedule();
     this.#drawCurve();
   }
 
-  /**
-   * Read the job anew.
-   *
-   * @returns {Promise<boolean>} whether there may be anything to follow
-   */
+  /** Read the job anew. */
   async #refresh() {
-    try {
-      const before = this.#job?.status;
-      const job = await getJob(this.id, this.#ending.signal);
-      if (this.#job && job.revision < this.#job.revision) return true;
-      this.#job = job;
-      this.#showJob(job);
-      this.#drawCurve();
-      if (before && before !== job.status) announce(`${jobName(job)}: ${job.status} ${stateText(job)}`);
-      if (job.value_us !== null) this.#fetchSchedule();
-      return true;
-    } catch (error) {
-      this.#tell(error);
-      return error instanceof ApiError && error.status !== 404;
-    }
+    const before = this.#job?.status;
+    const job = await getJob(this.id, this.#ending.signal);
+    if (this.#job && job.revision < this.#job.revision) return;
+    this.#job = job;
+    this.#showJob(job);
+    this.#drawCurve();
+    if (before && before !== job.status) announce(`${jobName(job)}: ${job.status} ${stateText(job)}`);
+    if (job.value_us !== null) this.#fetchSchedule();
   }
 
   /** @param {Job} job */
@@ -174,9 +181,7 @@ class JobView {
     part(this.root, "elapsed", HTMLElement).textContent = elapsedText(job);
     part(this.root, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
     this.#showActions(job);
-    const error = part(this.root, "error", HTMLElement);
-    error.textContent = job.error ?? "";
-    error.hidden = !job.error;
+    this.#showError(job);
     this.#showWaiting(job);
   }
 
@@ -188,10 +193,22 @@ class JobView {
     this.buttons.delete.hidden = false;
     this.buttons.delete.disabled = job.status === "running";
     this.buttons.delete.title = job.status === "running" ? "Cancel it first" : "";
+    const edit = part(this.root, "edit", HTMLAnchorElement);
+    edit.href = `#/new?from=${job.id}`;
+    edit.hidden = !job.config;
     const compare = part(this.root, "compare", HTMLAnchorElement);
     compare.href = `#/compare?ids=${job.id}`;
     compare.hidden = job.value_us === null;
     part(this.root, "downloads", HTMLElement).hidden = job.value_us === null;
+  }
+
+  /** @param {Job} job */
+  #showError(job) {
+    part(this.root, "failed", HTMLElement).hidden = !job.error;
+    part(this.root, "error", HTMLElement).textContent = job.error ?? "";
+    const budgets = job.budgets_bytes;
+    part(this.root, "remedy", HTMLElement).hidden = !budgets;
+    if (budgets) part(this.root, "budgets", HTMLAnchorElement).href = `#/new?from=${job.id}&budgets=${budgets.join(",")}`;
   }
 
   /** @param {Job} job */
@@ -254,8 +271,9 @@ class JobView {
     const { points, nowS } = this.#progress;
     // A job that was answered from an equal problem has not been searched for.
     part(this.root, "progress", HTMLElement).hidden = !points.length || this.#job?.attempt === 0;
-    drawCurve(this.curve, points, nowS);
-    const found = points.filter(({ valueUs }, index) => valueUs !== null && valueUs !== points[index - 1]?.valueUs);
+    drawCurve(this.curve, points, nowS, !part(this.root, "whole-range", HTMLInputElement).checked);
+    fillImprovements(part(this.root, "improvements", HTMLTableSectionElement), points);
+    const found = improvements(points);
     part(this.root, "curve-text", HTMLElement).textContent = found.length
       ? `${found.length === 1 ? "One schedule found," : `${found.length} schedules found, the last`} after ` +
         `${found[found.length - 1].seconds.toFixed(2)} s.`
@@ -271,7 +289,7 @@ class JobView {
       this.#job = await act(this.id, action);
       this.#showJob(this.#job);
       announce(action === "cancel" ? "cancel requested; the best schedule is kept" : "queued again");
-      if (action === "retry") this.#follow();
+      this.#catchUp();
     } catch (error) {
       this.#tell(error);
     } finally {

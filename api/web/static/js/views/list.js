@@ -2,15 +2,17 @@
 
 import { ApiError, listJobs } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
-import { hasEnded } from "../events.js";
+import { subscribe } from "../events.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
 
 const PAGE_SIZE = 50;
-const LIVE_PAUSE_MS = 1500;
-const CALM_PAUSE_MS = 10_000;
+/** Events that follow each other quickly are answered by one request. */
+const EVENT_PAUSE_MS = 300;
+/** Even without events, in case that one was missed. */
+const CALM_PAUSE_MS = 30_000;
 
 /** @type {import("../router.js").View} */
 export function listView(root, { query }) {
@@ -25,6 +27,8 @@ class JobList {
   #ending = new AbortController();
   #loading = new AbortController();
   #timer = 0;
+  /** Set from an event until the list that answers it is there. */
+  #soon = 0;
   /** @type {Set<string>} */
   #chosen = new Set();
   /** Pages shown, each from the cursor before it. */
@@ -60,9 +64,12 @@ class JobList {
       signal: this.#ending.signal,
     });
     this.#load();
+    const reload = () => this.#reloadSoon();
+    subscribe({ onEvent: reload, onState: ({ open }) => open && reload() }, this.#ending.signal);
   }
 
   stop() {
+    clearTimeout(this.#soon);
     this.#ending.abort();
     this.#loading.abort();
     clearTimeout(this.#timer);
@@ -82,23 +89,29 @@ class JobList {
     this.#load();
   }
 
+  #reloadSoon() {
+    if (this.#soon || document.hidden) return;
+    this.#soon = window.setTimeout(async () => {
+      await this.#load();
+      this.#soon = 0;
+    }, EVENT_PAUSE_MS);
+  }
+
   async #load() {
     clearTimeout(this.#timer);
     this.#loading.abort();
     this.#loading = new AbortController();
     const { signal } = this.#loading;
-    let pauseMs = CALM_PAUSE_MS;
     try {
       const { jobs, cursor } = await this.#read(signal);
       this.message.textContent = "";
       this.#show(jobs, cursor !== null);
-      if (jobs.some((job) => !hasEnded(job.status))) pauseMs = LIVE_PAUSE_MS;
     } catch (error) {
       if (signal.aborted) return;
       this.message.textContent = error instanceof Error ? error.message : String(error);
       if (error instanceof ApiError && error.status === 401) return; // the question for a key is not asked again and again
     }
-    if (!document.hidden) this.#timer = window.setTimeout(() => this.#load(), pauseMs);
+    if (!document.hidden) this.#timer = window.setTimeout(() => this.#load(), CALM_PAUSE_MS);
   }
 
   /**

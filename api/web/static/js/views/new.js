@@ -1,13 +1,14 @@
 /** A new problem: from a preset, a file or pasted text, checked by the server while it is edited. */
 
 import { announce } from "../announce.js";
-import { ApiError, getPreset, listPresets, submit, validate } from "../api.js";
+import { ApiError, getJob, getPreset, getProblem, listPresets, submit, validate } from "../api.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { afterPause } from "../debounce.js";
 import { ProblemDocument } from "../form/document.js";
 import { faultFields, sentence, showFaults } from "../form/faults.js";
 import { findSpan } from "../form/json_span.js";
 import { readConfig, fillConfig, numberOrText } from "../form/config.js";
+import { PublishedPreview } from "../form/preview.js";
 import { countText } from "../units.js";
 import { rememberProblem } from "./compare.js";
 
@@ -15,13 +16,16 @@ import { rememberProblem } from "./compare.js";
 
 const TYPING_PAUSE_MS = 400;
 const MOST_FILE_BYTES = 16 * 2 ** 20;
+const FACTORS = /** @type {const} */ (["budget", "forward", "backward-input", "backward-weight", "transfer"]);
+/** Sliders of microbatches reach this far, or a multiple of what was loaded. */
+const LEAST_SLIDER_END = 32;
 
 /** @type {import("../router.js").View} */
-export function newView(root) {
+export function newView(root, { query }) {
   root.append(fromTemplate("template-new"));
   const view = new NewProblem(root);
-  view.start();
-  return () => view.checking.stop();
+  view.start(query);
+  return () => view.stop();
 }
 
 class NewProblem {
@@ -37,7 +41,9 @@ class NewProblem {
     this.preset = part(root, "preset", HTMLSelectElement);
     this.microbatches = part(root, "microbatches", HTMLInputElement);
     this.objective = part(root, "objective", HTMLSelectElement);
-    this.factor = part(root, "budget-factor", HTMLInputElement);
+    this.microbatchSlider = part(root, "microbatch-slider", HTMLInputElement);
+    this.factors = FACTORS.map((name) => new FactorField(root, name));
+    this.preview = new PublishedPreview(root);
     this.status = part(root, "check", HTMLElement);
     this.submit = part(root, "submit", HTMLButtonElement);
     this.compare = part(root, "compare", HTMLButtonElement);
@@ -46,7 +52,8 @@ class NewProblem {
     this.checking = afterPause((signal) => this.#check(signal), TYPING_PAUSE_MS);
   }
 
-  start() {
+  /** @param {URLSearchParams} query ``from``: the job to begin with; ``budgets``: those to put in */
+  start(query) {
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -60,6 +67,13 @@ class NewProblem {
     this.#listenToFiles();
     this.#fillPresets();
     this.#showProblem();
+    const from = query.get("from");
+    if (from) this.#loadJob(from, query.get("budgets"));
+  }
+
+  stop() {
+    this.checking.stop();
+    this.preview.stop();
   }
 
   /** @param {EventTarget | null} target */
@@ -71,22 +85,27 @@ class NewProblem {
     if (target === this.editor) this.#onText();
     else if (target === this.microbatches) this.document.set("microbatches", numberOrText(this.microbatches.value));
     else if (target === this.objective) this.document.set("objective", this.objective.value);
-    else if (target === this.factor) this.#onFactor();
+    else if (target === this.microbatchSlider) {
+      this.microbatches.value = this.microbatchSlider.value;
+      this.document.set("microbatches", Number(this.microbatchSlider.value));
+    }
+    if (target === this.microbatches) this.microbatchSlider.value = this.microbatches.value;
+    const field = this.factors.find((other) => other.owns(target));
+    const factor = field?.read(target);
+    if (field && factor) this.document.scale(field.name, factor);
+    this.#changed();
+  }
+
+  /** Check the problem and draw its published schedules. */
+  #changed() {
     this.checking.run();
+    this.preview.update(this.document.problem);
   }
 
   #onText() {
     this.preset.value = "";
     this.document.readText();
-    this.factor.value = "1";
     this.#showProblem();
-  }
-
-  #onFactor() {
-    const factor = Number(this.factor.value);
-    const right = this.factor.value.trim() !== "" && factor > 0 && Number.isFinite(factor);
-    part(this.root, "budget-factor-fault", HTMLElement).textContent = right ? "" : "This must be a number above 0.";
-    if (right) this.document.scaleBudgets(factor);
   }
 
   async #fillPresets() {
@@ -143,7 +162,7 @@ class NewProblem {
     } catch {
       this.editor.value = text;
       this.#onText();
-      this.checking.run();
+      this.#changed();
     }
   }
 
@@ -151,9 +170,27 @@ class NewProblem {
   #load(loaded) {
     this.document.load(loaded?.problem ?? loaded);
     if (loaded?.config) fillConfig(this.form, loaded.config);
-    this.factor.value = "1";
     this.#showProblem();
-    this.checking.run();
+    this.#changed();
+  }
+
+  /**
+   * Begin with what a job was submitted with.
+   *
+   * @param {string} id
+   * @param {string | null} budgets for its devices, separated by commas, empty: no limit
+   */
+  async #loadJob(id, budgets) {
+    try {
+      const [problem, job] = await Promise.all([getProblem(id), getJob(id)]);
+      this.#load({ problem, config: job.config });
+      if (budgets === null) return;
+      this.document.setBudgets(budgets.split(",").map((budget) => (budget ? Number(budget) : null)));
+      this.#showProblem();
+      this.#changed();
+    } catch (error) {
+      this.#tell(error);
+    }
   }
 
   /** Bring the fields that are views of the problem up to date with it. */
@@ -161,9 +198,10 @@ class NewProblem {
     const { problem } = this.document;
     this.microbatches.value = String(problem?.microbatches ?? "");
     this.objective.value = String(problem?.objective ?? "makespan");
-    this.microbatches.disabled = this.objective.disabled = !problem;
-    part(this.root, "budget-factor-fault", HTMLElement).textContent = "";
-    this.factor.disabled = !this.document.hasLimits;
+    this.microbatches.disabled = this.objective.disabled = this.microbatchSlider.disabled = !problem;
+    this.microbatchSlider.max = String(Math.max(LEAST_SLIDER_END, 4 * Number(problem?.microbatches ?? 1)));
+    this.microbatchSlider.value = this.microbatches.value;
+    for (const field of this.factors) field.reset(this.document.canScale(field.name));
     this.submit.disabled = this.compare.disabled = !problem;
     if (this.document.error) this.#show([{ pointer: "/problem", code: "bad_json", detail: this.document.error }]);
     else showFaults(this.fields, []);
@@ -252,6 +290,46 @@ class NewProblem {
     const line = this.editor.value.slice(0, start).split("\n").length - 1;
     const lineHeight = parseFloat(getComputedStyle(this.editor).lineHeight);
     this.editor.scrollTop = Math.max(0, (line - 2) * lineHeight);
+  }
+}
+
+/** A factor as text and as a slider, whose scale is logarithmic: each unit doubles it. */
+class FactorField {
+  /**
+   * @param {HTMLElement} root
+   * @param {import("../form/document.js").Factor} name
+   */
+  constructor(root, name) {
+    this.name = name;
+    this.text = part(root, `${name}-factor`, HTMLInputElement);
+    this.slider = part(root, `${name}-slider`, HTMLInputElement);
+    this.fault = part(root, `${name}-factor-fault`, HTMLElement);
+  }
+
+  /** @param {EventTarget | null} target */
+  owns(target) {
+    return target === this.text || target === this.slider;
+  }
+
+  /**
+   * @param {EventTarget | null} target the one of the two that was changed; the other follows
+   * @returns {number | null} null: it is no factor
+   */
+  read(target) {
+    if (target === this.slider) this.text.value = String(Number((2 ** Number(this.slider.value)).toPrecision(3)));
+    const factor = Number(this.text.value);
+    const isValid = this.text.value.trim() !== "" && factor > 0 && Number.isFinite(factor);
+    this.fault.textContent = isValid ? "" : "This must be a number above 0.";
+    if (isValid && target === this.text) this.slider.value = String(Math.log2(factor));
+    return isValid ? factor : null;
+  }
+
+  /** @param {boolean} isEnabled */
+  reset(isEnabled) {
+    this.text.value = "1";
+    this.slider.value = "0";
+    this.fault.textContent = "";
+    this.text.disabled = this.slider.disabled = !isEnabled;
   }
 }
 

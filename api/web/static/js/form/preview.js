@@ -1,0 +1,100 @@
+/** Published schedules of the problem in the form, drawn anew at each change. */
+
+import { ApiError, comparePublished } from "../api.js";
+import { element, part } from "../elements.js";
+import { GanttChart } from "../gantt/chart.js";
+import { bubbleRate, highestPeakBytes } from "../schedule.js";
+import { bytesText, percentText, timeText } from "../units.js";
+
+/** @typedef {import("../api.js").Compared} Compared */
+
+const BEST = "";
+
+export class PublishedPreview {
+  /** @type {GanttChart | null} */
+  #chart = null;
+  /** @type {Compared[]} best first */
+  #compared = [];
+  /** @type {import("../types.js").Problem | null} */
+  #problem = null;
+  /** Counts the changes of the problem. */
+  #wanted = 0;
+  #isRefreshing = false;
+  #ending = new AbortController();
+
+  /** @param {HTMLElement} root */
+  constructor(root) {
+    this.panel = part(root, "preview", HTMLElement);
+    this.host = part(root, "preview-chart", HTMLElement);
+    this.method = part(root, "preview-method", HTMLSelectElement);
+    this.figures = part(root, "preview-figures", HTMLElement);
+    this.method.addEventListener("change", () => this.#show());
+  }
+
+  /** @param {import("../types.js").Problem | null} problem perhaps not valid; null: there is none */
+  update(problem) {
+    this.#problem = problem;
+    this.#wanted += 1;
+    if (problem) this.#refresh();
+    else this.panel.hidden = true;
+  }
+
+  stop() {
+    this.#ending.abort();
+    this.#chart?.destroy();
+  }
+
+  /** Ask for schedules until they are those of the latest problem, one request at a time: a slider never waits. */
+  async #refresh() {
+    if (this.#isRefreshing) return;
+    this.#isRefreshing = true;
+    const { signal } = this.#ending;
+    for (let shown = 0; shown !== this.#wanted && !signal.aborted; ) {
+      shown = this.#wanted;
+      try {
+        if (!this.#problem) continue;
+        this.#compared = await comparePublished(this.#problem, signal);
+        this.#fillMethods();
+        this.#show();
+      } catch (error) {
+        // An invalid problem keeps the picture of the last valid one: its faults stand at their fields.
+        const isInvalid = error instanceof ApiError && error.status === 422;
+        if (!isInvalid) this.figures.textContent = error instanceof Error ? error.message : String(error);
+      }
+    }
+    this.#isRefreshing = false;
+  }
+
+  #fillMethods() {
+    const chosen = this.method.value;
+    const found = this.#compared.filter(({ schedule }) => schedule);
+    const options = [{ method: BEST, text: "the best" }, ...found.map(({ method }) => ({ method, text: method }))];
+    this.method.replaceChildren(
+      ...options.map(({ method, text }) => {
+        const option = element("option", text);
+        option.value = method;
+        return option;
+      }),
+    );
+    this.method.value = found.some(({ method }) => method === chosen) ? chosen : BEST;
+  }
+
+  #show() {
+    this.panel.hidden = false;
+    const shown = this.#compared.find(({ method, schedule }) => schedule && (!this.method.value || method === this.method.value));
+    this.host.hidden = !shown;
+    if (!shown?.schedule) {
+      const reason = this.#compared.find(({ why_not: whyNot }) => whyNot)?.why_not ?? "";
+      this.figures.textContent = `No published schedule keeps these budgets. ${reason}`;
+      return;
+    }
+    const { schedule, method } = shown;
+    const { bubble, whose } = bubbleRate(schedule);
+    const proof = schedule.gap ? `at most ${percentText(schedule.gap)} above the optimum` : "proved optimal";
+    this.figures.textContent =
+      `${method}: ${timeText(schedule.value_us)}, ${proof}; bubble ${percentText(bubble)} of ${whose}; ` +
+      `highest peak ${bytesText(highestPeakBytes(schedule))}.`;
+    this.#chart ??= new GanttChart(this.host, { name: "the published schedule" });
+    this.#chart.show(schedule);
+  }
+}
