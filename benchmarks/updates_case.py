@@ -6,6 +6,7 @@ processes wait for one another.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from time import sleep
 from typing import Any
 
@@ -89,7 +90,7 @@ class SleepyTask:
         """Norm limit far above any norm of this task."""
         return nn.functional.mse_loss
 
-    def build_stages(self) -> list[nn.Module]:
+    def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """Build the stages; the first one makes a gradient for the batch."""
         sleepers: list[nn.Module] = [Sleeper(self._problem, s) for s in range(len(self._problem.stages))]
         return [nn.Sequential(Begin(), sleepers[0]), *sleepers[1:]]

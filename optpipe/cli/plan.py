@@ -236,6 +236,9 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
     if len(judged) > SHOWN:
         console.print(f"and {len(judged) - SHOWN} more, none better; --json lists all")
     assert best.candidate.layout is not None
-    console.print(f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))}")
+    cut = ",".join(map(str, best.candidate.layout.sizes))
+    console.print(
+        f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))} (optpipe train --cut {cut})"
+    )
     if output:
         console.print(f"wrote {output}")

@@ -48,7 +48,7 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a measured profile; `layers` to `dtype` apply only to the built-in GPT."""
+    """Options of a measured profile; `layers` applies only to the built-in GPT, the next three not to own stages."""
 
     devices: int | None
     stages: int | None
@@ -58,6 +58,7 @@ class Options:
     memory_bytes: int | None
     memory_margin: float
     data: str | None
+    cut: str | None
     layers: int | None
     microbatch_size: int
     sequence: int | None
@@ -80,7 +81,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    subject, placed = _subject_and_placement(model, options)
+    subject, placed, each = _subject_and_placement(model, options)
     count = max(placed) + 1
     microbatches = options.microbatches or 2 * count
     with one_core_left(), launched(count, TIMEOUT_SECONDS) as launch:
@@ -99,7 +100,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
             )
         memory = options.memory_bytes, options.memory_margin
         problem = None if options.as_layers else measured.problem(microbatches, *memory)
-        document = problem or measured.layers(*memory)
+        document = problem or measured.layers(*memory, each)
         if not leads():
             return 0
         write_atomically(output, document.to_json() + "\n")
@@ -144,31 +145,77 @@ def _check_options(options: Options) -> None:
         raise InputError(issues)
 
 
-def _subject_and_placement(model: str, options: Options) -> tuple[Subject, Sequence[int]]:
-    """Build the model and the device of each of its stages; in a layer profile each layer has its own device."""
-    from optpipe.profile.subject import load_subject, with_samples
+Layers = Sequence[tuple[str, int]] | None
+"""Names of all layers of a layer profile, each with the stage that is measured for it; None: one stage a layer."""
 
+
+def _subject_and_placement(model: str, options: Options) -> tuple[Subject, Sequence[int], Layers]:
+    """Build the model and the device of each of its stages; in a layer profile each layer has its own device."""
+    from optpipe.profile.subject import load_subject, with_cut, with_samples
+
+    if model.startswith("hf:"):
+        return _hugging_face(model, options)
     if ":" in model:
         subject = load_subject(model)
         if options.data is not None:
             subject = with_samples(subject, options.data)
+        if options.cut is not None:
+            subject = with_cut(subject, options.cut, options.stages, "--cut")
         stages = len(subject.stages)
         if options.as_layers:
-            return subject, range(stages)
+            return subject, range(stages), None
         if options.stages is not None and options.stages != stages:
             detail = f"is {options.stages}, but {model} returns {stages}. Maybe leave it out."
             raise InputError([Issue("--stages", "wrong_count", detail)])
-        return subject, devices_of_stages(options.placement, options.devices, stages)
+        return subject, devices_of_stages(options.placement, options.devices, stages), None
     if options.as_layers:
         if options.layers is None:
             detail = "is missing, but a layer profile needs the number of layers. Maybe --layers 12."
             raise InputError([Issue("--layers", "missing", detail)])
-        return _build_gpt(model, options, options.layers), range(options.layers)
+        return _build_gpt(model, options, options.layers), range(options.layers), None
+    placed = _placed(options)
+    return _build_gpt(model, options, len(placed)), placed, None
+
+
+def _placed(options: Options) -> Sequence[int]:
+    """The device of each stage of a model that is cut into as many as are asked for."""
     devices = options.devices
     if devices is None and options.stages is None and "WORLD_SIZE" in os.environ:
         devices = int(os.environ["WORLD_SIZE"])  # under torchrun one device per process by default
-    placed = devices_of_stages(options.placement, devices, options.stages)
-    return _build_gpt(model, options, len(placed)), placed
+    return devices_of_stages(options.placement, devices, options.stages)
+
+
+def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int], Layers]:
+    """Build the stages of a model of transformers; in a layer profile one layer of those that are equal."""
+    from optpipe.models.hugging_face import HuggingFace
+    from optpipe.models.loss import PerToken
+    from optpipe.profile.subject import Subject, sampled
+    from optpipe.train.config import ModelConfig
+    from optpipe.train.tasks.hugging_face import HuggingFaceBatches
+
+    config = ModelConfig(
+        model,
+        microbatch_size=options.microbatch_size,
+        sequence=options.sequence,
+        dtype=options.dtype,
+        data=options.data,
+    )
+    placed = None if options.as_layers else _placed(options)
+    count = None if placed is None else len(placed)
+    found = HuggingFace(model, count, options.cut, dtype=config.torch_dtype, cut_field="--cut")
+    batches = HuggingFaceBatches(found, config, None, 0)
+    loss = PerToken(found.loss)
+    inputs, labels = batches.batch(0)
+    batch = list(zip(inputs, loss.with_tokens(labels), strict=True))
+    if placed is not None:
+        stages, each = found.build_stages(sample=batch[0][0]), None
+    else:
+        alike = found.alike()
+        measured = sorted({*alike})
+        built = found.build_stages(measured)
+        stages, placed = [built[u] for u in measured], range(len(measured))
+        each = [(str(unit), measured.index(u)) for unit, u in zip(found.units, alike, strict=True)]
+    return sampled(Subject(f"{batches.name}, {options.dtype}", stages, *batch[0], loss), batch), placed, each
 
 
 def _build_gpt(model: str, options: Options, stages: int) -> Subject:
@@ -180,7 +227,7 @@ def _build_gpt(model: str, options: Options, stages: int) -> Subject:
     layers = options.layers or stages
     issues = []
     if model not in SIZES:
-        detail = f"is {model!r} but must be one of {', '.join(SIZES)}, or package.module:callable."
+        detail = f"is {model!r} but must be one of {', '.join(SIZES)}, hf:FOLDER, or package.module:callable."
         raise InputError([Issue("--model", "unknown", detail)])
     if layers < stages:
         detail = f"is {layers}, but there are {stages} stages, and each needs one. Maybe --layers {stages}."
@@ -279,7 +326,9 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model to measure: tiny, small or medium (a GPT), or your own as module:callable.", metavar="MODEL"
+            help="Model to measure: tiny, small or medium (a GPT), hf:FOLDER with a model of transformers, or your own "
+            "as module:callable.",
+            metavar="MODEL",
         ),
     ] = None,
     form: Annotated[
@@ -318,6 +367,13 @@ def command(
         typer.Option(
             help="Callable that returns microbatches to measure, as for 'optpipe train'; called with step 0.",
             metavar="module:callable",
+        ),
+    ] = None,
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers of each stage, or a JSON file with the names of its modules; default: spread evenly.",
+            metavar="5,6,6,5",
         ),
     ] = None,
     layers: Annotated[
@@ -364,6 +420,7 @@ def command(
         "--memory": memory,
         "--memory-margin": memory_margin,
         "--data": data,
+        "--cut": cut,
         "--rounds": rounds,
         "--clock": clock,
         "--check": check or None,
@@ -382,10 +439,15 @@ def command(
     if model is None:
         maybe = "Maybe --model small, --from-run FOLDER or --from-table TABLE.toml."
         raise InputError([Issue("--model", "missing", f"is missing. {maybe}")])
-    if ":" in model:
+    if model.startswith("hf:"):
+        _refuse("--model", f"is {model}, whose configuration decides it", {"--layers": layers})
+    elif ":" in model:
         _refuse("--model", f"is {model}, whose callable decides it", gpt)
     else:
         _refuse("--model", f"is {model}, which has its own text", {"--data": data})
+        _refuse("--model", f"is {model}, whose layers are spread evenly", {"--cut": cut})
+    if form is Format.LAYERS:
+        _refuse("--format", "is layers, which are not cut", {"--cut": cut if model.startswith("hf:") else None})
     if memory is None:
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
     options = Options(
@@ -397,6 +459,7 @@ def command(
         memory_bytes=memory,
         memory_margin=memory_margin or 0.0,
         data=data,
+        cut=cut,
         layers=layers,
         microbatch_size=microbatch_size or 4,
         sequence=sequence,

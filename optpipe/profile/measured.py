@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Self
 
 import torch
@@ -128,8 +129,19 @@ class Measured:
             }
         )
 
-    def layers(self, memory_bytes: int | None = None, margin: float = 0.0) -> LayerProfile:
-        """Build the layer profile, with each stage as a layer."""
+    def layers(
+        self,
+        memory_bytes: int | None = None,
+        margin: float = 0.0,
+        each: Sequence[tuple[str, int]] | None = None,
+    ) -> LayerProfile:
+        """Build the layer profile, with each stage as a layer.
+
+        `each` names all layers, each with the stage that was measured for it, where one stands for several.
+        """
+        if each is None:
+            each = [(f"layer {s}", s) for s in range(len(self.stages))]
+        alike = [list(group) for _, group in groupby(each, lambda layer: layer[1])]
         outputs, copies = [*self.message_bytes, 0], None
         moved_bytes = sum(f.sizes.offload_bytes for f in self.stages)
         offload_us, reload_us = (sum(f.times[kind].median_us for f in self.stages) for kind in "OR")
@@ -144,7 +156,10 @@ class Measured:
                 "format": "optpipe.layers/1",
                 "name": self.name[:200],
                 "microbatch_size": self.microbatch_size,
-                "layers": [_layer(s, f, outputs[s]) for s, f in enumerate(self.stages)],
+                "layers": [
+                    _layer(group[0][0], self.stages[group[0][1]], outputs[group[0][1]]) | {"repeat": len(group)}
+                    for group in alike
+                ],
                 "memory_bytes": None if memory_bytes is None else without_margin(memory_bytes, margin),
                 "link": {"latency_us": 0, "bytes_per_us": self.transfers.bytes_per_us(self.message_bytes)},
                 "copies": copies,
@@ -248,7 +263,7 @@ def _stage(figures: StageFigures) -> dict[str, Any]:
     return _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
 
 
-def _layer(number: int, figures: StageFigures, output_bytes: int) -> dict[str, Any]:
+def _layer(name: str, figures: StageFigures, output_bytes: int) -> dict[str, Any]:
     kept = {"offload_bytes": figures.sizes.offload_bytes, "parameter_bytes": figures.parameter_bytes}
-    named = {"name": f"layer {number}", "output_bytes": output_bytes}
+    named = {"name": name[:200], "output_bytes": output_bytes}
     return named | _times_us(figures) | _memory_bytes(figures) | kept

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
+from optpipe.models.cut import Unit, joined, parse_cut
+from optpipe.models.loss import PerToken, is_counted
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, spec_text
 from optpipe.runtime.probe import Sample
 from optpipe.runtime.shared_parameters import with_own_modules
@@ -35,7 +37,8 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to profile: `stages` are applied in order to `inputs`, one microbatch; `loss(output, targets)` is its mean.
+    """Model to profile: `stages` are applied in order to `inputs`, one microbatch; `loss(output, targets)` is its mean;
+    a loss with a `count` is a `CountedLoss`.
 
     `more`: inputs and targets of further microbatches, for stages whose sizes depend on the data.
     """
@@ -90,6 +93,12 @@ def batch_of(
                 detail = f"returns {shape} as {field}[{i}] of step {step}, but {model} returns {wanted}."
                 data.refuse("wrong_shape", detail)
     return list(inputs), list(targets)
+
+
+def with_cut(subject: Subject, cut: str, stages: int | None, field: str) -> Subject:
+    """Join the subject's stages to fewer, of so many as the cut says (`parse_cut`)."""
+    units = [Unit((f"stages[{n}]",)) for n in range(len(subject.stages))]
+    return replace(subject, stages=joined(subject.stages, parse_cut(cut, units, stages, field)))
 
 
 def with_samples(subject: Subject, data: str) -> Subject:
@@ -268,9 +277,13 @@ def build_chain(
     that of `Stage`. Raises InputError if a stage fails on the output of the one before, or if the shape of its output
     depends on the microbatch.
     """
+    all_inputs, all_targets = zip((subject.inputs, subject.targets), *subject.more, strict=True)
+    if is_counted(subject.loss):
+        loss = PerToken(subject.loss)
+        subject, all_targets = replace(subject, loss=loss), tuple(loss.with_tokens(all_targets))
     batch = [
         (map_leaves(lambda x: x.to(device), inputs), map_leaves(lambda x: x.to(device), targets))
-        for inputs, targets in ((subject.inputs, subject.targets), *subject.more)
+        for inputs, targets in zip(all_inputs, all_targets, strict=True)
     ]
     trees, messages, samples = [inputs for inputs, _ in batch], [], {0: batch}
     modules = with_own_modules(subject.stages)

@@ -56,6 +56,18 @@ def _from_folder_of_file(value: Any, info: ValidationInfo) -> Any:
     return info.context / value if isinstance(value, str) and info.context is not None else value
 
 
+def _model_from_folder_of_file(value: Any, info: ValidationInfo) -> Any:
+    """Resolve the path in ``hf:FOLDER`` of a configuration file against that file's folder."""
+    if not isinstance(value, str) or not value.startswith("hf:"):
+        return value
+    return f"hf:{_from_folder_of_file(value.removeprefix('hf:'), info)}"
+
+
+def _cut_from_folder_of_file(value: Any, info: ValidationInfo) -> Any:
+    """Resolve the path of a cut of a configuration file against that file's folder."""
+    return str(_from_folder_of_file(value, info)) if isinstance(value, str) and value.endswith(".json") else value
+
+
 InputPath = Annotated[Path, BeforeValidator(_from_folder_of_file), Field(strict=True)]
 
 
@@ -117,12 +129,15 @@ class GPTShape:
 class ModelConfig(Group):
     """The model, cut into the schedule's stages, and its batches."""
 
-    name: StrictStr = "small"
-    """our GPT of a size (tiny, small, medium), or package.module:callable"""
+    name: Annotated[StrictStr, BeforeValidator(_model_from_folder_of_file)] = "small"
+    """our GPT of a size (tiny, small, medium), hf: and a folder or configuration of transformers, or
+    package.module:callable"""
+    cut: Annotated[StrictStr | None, BeforeValidator(_cut_from_folder_of_file)] = None
+    """layers of each stage, such as 5,6,6,5, or a JSON file with the names of its modules; default: spread evenly"""
     layers: StrictInt | None = Field(default=None, ge=1, le=2000)
     """blocks of the GPT; default: one a stage"""
     sequence: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)
-    """bytes of text in a sequence; default: the model's longest"""
+    """bytes of text in a sequence; default: the model's longest, of a model of transformers at most 512"""
     microbatch_size: StrictInt = Field(default=4, ge=1, le=4096)
     """sequences in a microbatch"""
     dtype: Literal["float32", "float64"] = "float32"
@@ -137,7 +152,12 @@ class ModelConfig(Group):
     @property
     def own(self) -> bool:
         """True if the stages are the user's own."""
-        return ":" in self.name
+        return ":" in self.name and not self.hugging_face
+
+    @property
+    def hugging_face(self) -> bool:
+        """True for a model of transformers."""
+        return self.name.startswith("hf:")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -167,8 +187,13 @@ class ModelConfig(Group):
                     anyway = ": a parameter that its stages share is one anyway" if name == "tied" else ""
                     detail = f"is {value!r}, but {self.name} decides that{anyway}. Maybe leave it out."
                     yield Issue(name, "meaningless", detail)
+        elif self.hugging_face:
+            for name in ("layers", "tied"):
+                if (value := getattr(self, name)) != self.__pydantic_fields__[name].default:
+                    detail = f"is {value!r}, but the configuration of {self.name} decides that. Maybe leave it out."
+                    yield Issue(name, "meaningless", detail)
         elif self.name not in SIZES:
-            detail = f"is {self.name!r} but must be one of {', '.join(SIZES)}, or package.module:callable."
+            detail = f"is {self.name!r} but must be one of {', '.join(SIZES)}, hf:FOLDER, or package.module:callable."
             yield Issue("name", "unknown", detail)
         else:
             longest = SIZES[self.name].sequence
@@ -179,6 +204,9 @@ class ModelConfig(Group):
                     f"is {self.data!r}, but the GPT is trained on text. Maybe name stages of your own in model.name."
                 )
                 yield Issue("data", "meaningless", detail)
+            if self.cut is not None:
+                detail = f"is {self.cut!r}, but the layers of the GPT are spread evenly. Maybe leave it out."
+                yield Issue("cut", "meaningless", detail)
         if self.autocast and self.dtype != "float32":
             detail = (
                 f"is {self.dtype!r} with autocast to {self.autocast}, but autocast leaves all but float32 alone. "

@@ -37,7 +37,7 @@ from optpipe.train.update import StepOutcome, SumsLayout, Updates
 
 
 class Model:
-    """A task cut into the schedule's stages. Every process builds the whole model and keeps its own stages.
+    """A task cut into the schedule's stages, of which this process keeps its own.
 
     `stages` and `optimizers` (one a stage, none for a stage without parameters to update): this process's, by stage
     number. `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by
@@ -193,7 +193,7 @@ class Model:
 
     def _build_stages(self) -> dict[int, Stage]:
         placement, config = self.program.placement, self.config
-        modules = with_own_modules(self.task.build_stages())
+        modules = with_own_modules(self.task.build_stages({s for s, d in enumerate(placement) if d in self.devices}))
         self.shared = self._agreed(shared_parameters(modules), modules)
         self._shared_buffers = shared_buffers(modules)
         self.parameters = sum(p.numel() for p in {p for module in modules for p in module.parameters()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from torch import nn
@@ -31,8 +32,11 @@ class Task(Protocol):
         """Tokens (rows, where there are none) of one microbatch."""
         ...
 
-    def build_stages(self) -> list[nn.Module]:
-        """The stages on the CPU, the same weights at each call; what stages share by identity is one parameter."""
+    def build_stages(self, own: Collection[int] | None = None, /) -> list[nn.Module]:
+        """The stages on the CPU, the same weights at each call; what stages share by identity is one parameter.
+
+        Stages that are not in `own` may be on the meta device, where they take no memory; None: this process needs all.
+        """
         ...
 
     def batch(self, step: int) -> Batch:

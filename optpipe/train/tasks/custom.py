@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.profile.subject import Named, Subject, batch_of, load_subject
+from optpipe.models.loss import PerToken, is_counted
+from optpipe.profile.subject import Named, Subject, batch_of, load_subject, with_cut
 from optpipe.runtime.messages import leaves, message_spec, spec_text
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.runtime.stage import Loss
@@ -31,16 +33,19 @@ class OwnStages:
 
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
         self._model, self._seed, self._microbatches = config.model, config.seed, microbatches
+        self._stages = stages
         first = self._load()
         if len(first.stages) != stages:
+            cut = "--cut to join them" if len(first.stages) > stages else "return as many stages"
             detail = (
                 f"is {self._model.name}, which returns {len(first.stages)} stage(s), but the schedule has {stages}. "
-                "Maybe profile and solve for this model, or return as many stages."
+                f"Maybe profile and solve for this model, or {cut}."
             )
             raise InputError([Issue(("model", "name"), "wrong_count", detail)])
-        self._inputs, self._targets, self._loss = first.inputs, first.targets, first.loss
+        self._inputs, self._targets = first.inputs, first.targets
+        self._loss: Loss = PerToken(first.loss) if is_counted(first.loss) else first.loss
         # No stage would own a parameter of the loss: no optimizer would have it, or only another process's.
-        in_loss = self._loss.named_parameters() if isinstance(self._loss, nn.Module) else ()
+        in_loss = first.loss.named_parameters() if isinstance(first.loss, nn.Module) else ()
         if trained := [name for name, parameter in in_loss if parameter.requires_grad]:
             detail = (
                 f"is {self._model.name}, whose loss has parameters to train ({', '.join(trained[:4])}), which no stage "
@@ -74,16 +79,18 @@ class OwnStages:
             return first.numel()
         return first.shape[0] * first.shape[1] if first.dim() == 3 else first.shape[0]
 
-    def build_stages(self) -> list[nn.Module]:
+    def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """New modules, the same weights at each call."""
         unused, self._unused = self._unused, None
         return unused or list(self._load().stages)
 
     def batch(self, step: int) -> Batch:
         """Batch of the step from the data callable; without one, the same microbatch every time."""
-        if self._data is None:
-            return [self._inputs] * self._microbatches, [self._targets] * self._microbatches
-        return batch_of(self._data, step, self._model.name, (self._inputs, self._targets), self._microbatches)
+        inputs, targets = [self._inputs] * self._microbatches, [self._targets] * self._microbatches
+        if self._data is not None:
+            like = (self._inputs, self._targets)
+            inputs, targets = batch_of(self._data, step, self._model.name, like, self._microbatches)
+        return inputs, self._loss.with_tokens(targets) if isinstance(self._loss, PerToken) else targets
 
     def identity(self) -> dict[str, Any]:
         """Names of model and data, the seed, the shapes of all parameters, and which of them stages share."""
@@ -99,4 +106,6 @@ class OwnStages:
     def _load(self) -> Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
-            return load_subject(self._model.name)
+            subject = load_subject(self._model.name)
+        cut = self._model.cut
+        return subject if cut is None else with_cut(subject, cut, self._stages, "model.cut")

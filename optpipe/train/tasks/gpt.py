@@ -6,6 +6,7 @@ Shapes: N sequences in a microbatch, T bytes in a sequence, C width, V entries i
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ class GPTTask:
         """Bytes of text."""
         return self._model.microbatch_size * self.shape.sequence
 
-    def build_stages(self) -> list[nn.Module]:
+    def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """Stages with the weights drawn from the seed."""
         model = self._model
         return build_stages(self.shape, self._stages, self._seed, model.torch_dtype, tied=model.tied)

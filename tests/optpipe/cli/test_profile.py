@@ -104,7 +104,10 @@ BAD = [
         "--model has no meaning here: --from-table takes everything from its table",
     ),
     ((), "--model is missing. Maybe --model small"),
-    (("--model", "smal", "--devices", 2), "--model is 'smal' but must be one of tiny, small, medium, or package"),
+    (
+        ("--model", "smal", "--devices", 2),
+        "--model is 'smal' but must be one of tiny, small, medium, hf:FOLDER, or package",
+    ),
     (("--model", "a:b", "--layers", 3), "--layers has no meaning here: --model is a:b, whose callable decides"),
     (("--model", "no_such_module:b"), "model no_such_module:b: cannot be imported"),
     (("--model", "tiny"), "--devices is missing. Maybe --devices 4"),

@@ -9,7 +9,7 @@ import pytest
 from optpipe.train.config import SETTINGS
 from tests.optpipe.cli.conftest import Cli
 
-NAME = "package.module:callable"
+NAME = "hf:FOLDER, or package.module:callable"
 
 
 def refusal(cli: Cli, *arguments: object) -> str:
@@ -40,7 +40,7 @@ def refusal(cli: Cli, *arguments: object) -> str:
         ("device = 'gpu'", "device is 'gpu' but must be one of auto, cpu, cuda."),
         ("check = 1", "check is 1 but must be true or false."),
         ("timeout_seconds = 0", "timeout_seconds is 0 but must be above 0."),
-        ("[model]\nname = 'huge'", "model.name is 'huge' but must be one of tiny, small, medium, or " + NAME),
+        ("[model]\nname = 'huge'", "model.name is 'huge' but must be one of tiny, small, medium, " + NAME),
         ("[model]\nname = 'tiny'\nsequence = 33", "model.sequence is 33 but must be from 1 to 32."),
         ("[model]\nlayers = 1", "model.layers is 1 but the schedule has 2 stages, and each needs a layer. Maybe"),
         ("[model]\ndtype = 'float16'", "model.dtype is 'float16' but must be one of float32, float64."),
@@ -82,7 +82,7 @@ def test_files(cli: Cli, quick_schedule_file: Path, tmp_path: Path, text: str, m
     [
         (("--steps", "0"), "--steps is 0 but must be from 1 to 1000000000."),
         (("--steps", "x"), "Invalid value 'x' for '--steps': Input should be a valid integer"),
-        (("--model", "huge"), "--model is 'huge' but must be one of tiny, small, medium, or " + NAME),
+        (("--model", "huge"), "--model is 'huge' but must be one of tiny, small, medium, " + NAME),
         (("--learning-rate", "-1"), "--learning-rate is -1.0 but must be above 0."),
         (("--sequence", "129"), "--sequence is 129 but must be from 1 to 128."),
         (("--layers", "1"), "--layers is 1 but the schedule has 2 stages, and each needs a layer. Maybe"),

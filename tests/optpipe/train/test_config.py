@@ -17,7 +17,11 @@ SCHEDULE = one_f_one_b(3, 2)
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [
-        (ModelConfig, {"name": "huge"}, r"name is 'huge' but must be one of tiny, small, medium, or package"),
+        (
+            ModelConfig,
+            {"name": "huge"},
+            r"name is 'huge' but must be one of tiny, small, medium, hf:FOLDER, or package",
+        ),
         (ModelConfig, {"dtype": "float8"}, r"dtype is 'float8' but must be one of float32, float64\."),
         (ModelConfig, {"autocast": "float16"}, r"autocast is 'float16' but must be one of bfloat16\."),
         (ModelConfig, {"autocast": "bfloat16", "dtype": "float64"}, r"dtype is 'float64' with autocast.*Maybe leave"),

@@ -38,7 +38,7 @@ class NoisyTask(GPTTask):
         super().__init__(config, stages, microbatches)
         self._dtype, self._without_loss = config.model.torch_dtype, without_loss
 
-    def build_stages(self) -> list[nn.Module]:
+    def build_stages(self, _own: object = None) -> list[nn.Module]:
         stages = super().build_stages()
         return [nn.Sequential(s, nn.Dropout(0.1), Averaging(self._dtype)) for s in stages[:-1]] + stages[-1:]
 

@@ -1,0 +1,1 @@
+"""Models that come whole, such as those of transformers, as the stages of a pipeline."""

@@ -1,0 +1,102 @@
+"""Where a model is cut into stages: by numbers of layers, or by the names of modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from optpipe.document import shown
+from optpipe.errors import InputError, Issue
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that is not cut: the names of its modules, in the order in which they run."""
+
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " and ".join(self.modules)
+
+
+def evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Spread layers over stages; the first ones get one more where they do not divide."""
+    return tuple(layers // stages + (s < layers % stages) for s in range(stages))
+
+
+def parse_cut(cut: str, units: Sequence[Unit], stages: int | None, field: str = "cut") -> tuple[int, ...]:
+    """Read the number of units of each stage from ``5,6,6,5``, or from a JSON file with the module names of each stage.
+
+    The file holds a list of lists, as torchtitan's `module_fqns_per_model_part`. `stages` is how many there must be, if
+    that is known. Raises InputError that names `field` and the first name or number that is wrong.
+    """
+    sizes = _sizes_of_file(Path(cut), units, field) if cut.endswith(".json") else _sizes_of_text(cut, field)
+    if stages is not None and len(sizes) != stages:
+        _refuse(field, "wrong_count", f"is {cut}, for {len(sizes)} stage(s), but there are {stages}.")
+    if sum(sizes) != len(units):
+        what = f"{sum(sizes)} layers, but the model is cut into {len(units)}, from {units[0]} to {units[-1]}"
+        _refuse(field, "wrong_sum", f"is {cut}, which makes {what}.")
+    return sizes
+
+
+def ranges(sizes: Sequence[int]) -> list[range]:
+    """The units of each stage."""
+    return [range(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def joined(stages: Sequence[nn.Module], sizes: Sequence[int]) -> list[nn.Module]:
+    """Blocks that run one after the other as fewer stages, each of so many of them."""
+    return [nn.Sequential(*(stages[n] for n in part)) for part in ranges(sizes)]
+
+
+def _sizes_of_text(cut: str, field: str) -> tuple[int, ...]:
+    sizes = []
+    for part in cut.split(","):
+        part = part.strip()
+        if not part.isdecimal() or len(part) > 6 or not int(part):
+            detail = f"holds {shown(part)}, but must be numbers of layers above 0. Maybe 5,6,6,5, or a file cut.json."
+            _refuse(field, "no_number", detail)
+        sizes.append(int(part))
+    return tuple(sizes)
+
+
+def _sizes_of_file(path: Path, units: Sequence[Unit], field: str) -> tuple[int, ...]:
+    try:
+        parts: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        _refuse(field, "not_read", f"is {path}, which cannot be read: {error.strerror}.")
+    except ValueError as error:
+        _refuse(field, "no_json", f"is {path}, which is no JSON: {error}.")
+    lists = isinstance(parts, list) and all(isinstance(part, list) for part in parts)
+    if not lists or not all(isinstance(name, str) for part in parts for name in part):
+        _refuse(field, "wrong_type", f"is {path}, which must hold a list of lists of module names, one for each stage.")
+    unit_of = {name: u for u, unit in enumerate(units) for name in unit.modules}
+    sizes = []
+    next_unit = 0
+    for s, part in enumerate(parts):
+        unknown = [name for name in part if name not in unit_of]
+        if unknown:
+            known = ", ".join((*units[0].modules, *units[-1].modules))
+            _refuse(field, "unknown", f"is {path}, whose stage {s} has no module {unknown[0]!r}. Maybe one of {known}.")
+        found = sorted({unit_of[name] for name in part})
+        whole = [name for u in found for name in units[u].modules]
+        if sorted(part) != sorted(whole):
+            missing = next((name for name in whole if name not in part), "")
+            what = f"lacks {missing}, which must be in the same stage" if missing else "has a name twice"
+            _refuse(field, "no_unit", f"is {path}, whose stage {s} {what}.")
+        if found != list(range(next_unit, next_unit + len(found))) or not found:
+            expected = units[next_unit] if next_unit < len(units) else "nothing more"
+            _refuse(field, "out_of_order", f"is {path}, whose stage {s} must begin with {expected} and go on in order.")
+        next_unit += len(found)
+        sizes.append(len(found))
+    return tuple(sizes)
+
+
+def _refuse(field: str, code: str, detail: str) -> NoReturn:
+    raise InputError([Issue(field, code, detail)])

@@ -1,0 +1,129 @@
+"""A model of transformers as a task: stages cut by its layers, batches of text or from a callable of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import InputError, Issue
+from optpipe.models.hugging_face import HuggingFace
+from optpipe.models.loss import PerToken
+from optpipe.profile.subject import DATA_RETURNS, Named, batch_of
+from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
+from optpipe.runtime.stage import Loss
+from optpipe.train.config import ModelConfig, TrainingConfig
+from optpipe.train.tasks.base import Batch
+from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
+
+LONGEST = 512
+"""Tokens of a sequence where neither the user nor the configuration says fewer."""
+
+
+class HuggingFaceTask:
+    """The model of `config.model.name`, in `stages` stages; `microbatches` are those of all replicas.
+
+    Without a data callable it reads the text of the standard library, a byte a token. Raises InputError where model,
+    cut or data do not fit.
+    """
+
+    def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
+        model = config.model
+        self._seed = config.seed
+        self.model = HuggingFace(
+            model.name, stages, model.cut, dtype=model.torch_dtype, seed=config.seed, cut_field="model.cut"
+        )
+        self._loss = PerToken(self.model.loss)
+        self.batches = HuggingFaceBatches(self.model, model, microbatches, config.seed)
+        self._first = self.batches.batch(0)
+
+    @property
+    def name(self) -> str:
+        """Class and folder of the model, and the size of a microbatch."""
+        return self.batches.name
+
+    @property
+    def loss(self) -> Loss:
+        """Mean over the tokens of the batch."""
+        return self._loss
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch; the items of a model that reads no tokens."""
+        first: Tensor = leaves(self._first[0][0])[0]
+        return first.shape[0] if first.is_floating_point() else first.numel()
+
+    def build_stages(self, own: Collection[int] | None = None) -> list[nn.Module]:
+        """Stages with weights of the folder, or drawn; compared with the uncut model where all are this process's."""
+        return self.model.build_stages(own, self._first[0][0] if own is None else None)
+
+    def batch(self, step: int) -> Batch:
+        """Inputs, and labels with the number of tokens of the batch."""
+        inputs, labels = self._first if step == 0 else self.batches.batch(step)
+        return inputs, self._loss.with_tokens(labels)
+
+    def identity(self) -> dict[str, Any]:
+        """The configuration, the cut, and which data they are."""
+        return self.model.identity() | self.batches.identity() | {"seed": self._seed, "cut": list(self.model.sizes)}
+
+
+class HuggingFaceBatches:
+    """Batches for a model of transformers, those of all replicas: inputs, and labels as transformers takes them."""
+
+    def __init__(self, model: HuggingFace, config: ModelConfig, microbatches: int | None, seed: int) -> None:
+        self._data, self._microbatches = Named("data", config.data) if config.data else None, microbatches
+        self._text: Batches | None = None
+        self._like: tuple[Tree, Tree] | None = None
+        self._identity: dict[str, Any] = {"data": config.data}
+        folder = model.name.rstrip("/").rpartition("/")[2].removeprefix("hf:")
+        name = f"{model.kind.__name__} of {folder}"
+        if self._data is not None:
+            self._like = self._first_of_data(self._data)
+            self.name = f"{name}, {spec_text(message_spec(self._like[0]))}"
+            self._identity["microbatch"] = spec_text(message_spec(self._like[0]))
+            return
+        if model.vocabulary is None or model.vocabulary < VOCABULARY or not model.causal:
+            what = f"a vocabulary of {model.vocabulary}" if model.causal else "no tokens to predict"
+            detail = f"is missing, and {model.name} has {what}, so it does not learn from bytes. Maybe give your own."
+            raise InputError([Issue("model.data", "missing", detail)])
+        sequence = config.sequence or min(model.longest or LONGEST, LONGEST)
+        if model.longest is not None and sequence > model.longest:
+            detail = f"is {sequence} but must be at most {model.longest}, which is the longest of {model.name}."
+            raise InputError([Issue("model.sequence", "out_of_range", detail)])
+        text = standard_library_text()
+        self._text = Batches(
+            text, microbatches=microbatches or 1, size=config.microbatch_size, sequence=sequence, seed=seed
+        )
+        self.name = f"{name}, {config.microbatch_size} x {sequence}"
+        self._identity |= {"text_bytes": len(text), "text_sum": int(text.sum()), "sequence": sequence}
+        self._identity["microbatch_size"] = config.microbatch_size
+
+    def batch(self, step: int) -> Batch:
+        """Inputs and labels of a step."""
+        if self._text is not None:
+            inputs, _ = self._text.batch(step)
+            return list(inputs), [x.clone() for x in inputs]
+        assert self._data is not None, "there is text or data"
+        assert self._like is not None, "the first batch was read"
+        return batch_of(self._data, step, "the first microbatch of step 0", self._like, self._microbatches)
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that tell these batches from others."""
+        return self._identity
+
+    def _first_of_data(self, data: Named) -> tuple[Tree, Tree]:
+        returned = data(0)
+        if (
+            not isinstance(returned, tuple)
+            or len(returned) != 2
+            or not all(isinstance(p, list | tuple) for p in returned)
+        ):
+            data.refuse("wrong_return", f"returns {type(returned).__name__}, but must return {DATA_RETURNS}.")
+        if not returned[0] or not returned[1]:
+            data.refuse("wrong_count", "returns no microbatch for step 0.")
+        target = returned[1][0]
+        if not isinstance(target, Tensor) or target.dtype != torch.int64:
+            data.refuse("wrong_target", "returns targets that are no tensors of int64, as labels of transformers are.")
+        return returned[0][0], target

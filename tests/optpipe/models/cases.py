@@ -1,0 +1,30 @@
+"""Runs of models of transformers, each by a name such as "gpt2, V"."""
+
+from __future__ import annotations
+
+from instances.schedules import one_f_one_b, v_wave
+from optpipe.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from tests.optpipe.models.tiny_models import LEARNING_RATE, STEPS, WEIGHT_DECAY, saved
+from tests.optpipe.models.tiny_models import MICROBATCHES as M
+
+SCHEDULES = {
+    "linear": lambda: one_f_one_b(4, M),
+    "V": lambda: v_wave(2, M),
+    "in 2": lambda: one_f_one_b(2, M),
+    "replicas": lambda: one_f_one_b(2, M // 2),
+}
+
+
+def config_of(case: str, folder: str | None = None) -> TrainingConfig:
+    """The run of a case, with the model in `folder` (None: one of this process)."""
+    name, way, *more = case.split(", ")
+    return TrainingConfig(
+        SCHEDULES[way](),
+        ModelConfig(folder or saved(name), data="tests.optpipe.models.tiny_models:batch"),
+        OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        CheckpointConfig(),
+        steps=STEPS,
+        data_parallel=2 if way == "replicas" else 1,
+        check="checked" in more,
+        timeout_seconds=120,
+    )

@@ -1,0 +1,204 @@
+"""Models of transformers, cut: outputs and losses are those of the uncut model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BloomConfig, LlamaForCausalLM, T5Config
+
+from optpipe.errors import InputError
+from optpipe.models.hugging_face import HuggingFace
+from optpipe.runtime.shared_parameters import shared_parameters
+from optpipe.train import ModelConfig, train
+from tests.optpipe.models import tiny_models
+from tests.optpipe.models.cases import config_of
+from tests.optpipe.models.tiny_models import CONFIGS, TRAINED, plain_losses, plain_model, saved
+from tests.ranks import RunRanks
+
+WORKER = Path(__file__).parent / "worker.py"
+IN_4 = ("tied llama, linear", "qwen3-moe, linear", "gpt2, replicas")
+
+
+def output_of(stages: list[nn.Module], x: Any) -> Any:
+    for stage in stages:
+        stage.eval()
+        x = stage(x)
+    return x
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("cut", ["1,1,1,2", "2,3", "1,3,1"])
+def test_stages_compute_what_the_uncut_model_does(name: str, cut: str) -> None:
+    model, plain = HuggingFace(saved(name), cut=cut), plain_model(name).eval()
+    stages = model.build_stages()
+    inputs: list[Any] = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))]
+    if name != "vit":
+        x = tiny_models.batch(0)[0][0]
+        inputs = [x["input_ids"], x, {"input_ids": x["input_ids"], "position_ids": torch.arange(8, 16)[None]}]
+    for x in inputs:
+        with torch.no_grad():
+            expected = plain(**x) if isinstance(x, dict) else plain(x)
+            found = output_of(stages, x)
+        shown = (
+            torch.ones(()) if not isinstance(x, dict) or "attention_mask" not in x else x["attention_mask"][..., None]
+        )
+        logits = found["logits"] if isinstance(found, dict) else found
+        torch.testing.assert_close(logits * shown, expected.logits * shown, rtol=0, atol=2e-6)
+        if "auxiliary" in found if isinstance(found, dict) else False:
+            torch.testing.assert_close(found["auxiliary"], expected.aux_loss)
+    assert isinstance(found, dict) == (name in ("mixtral", "qwen3-moe"))
+    held = {id(p): p for stage in stages for p in stage.parameters()}
+    assert sum(p.numel() for p in held.values()) == plain.num_parameters()
+    assert len(shared_parameters(stages)) == (name in ("tied llama", "gemma", "gemma3", "gpt2", "opt"))
+
+
+def test_a_process_has_values_for_its_own_stages_alone() -> None:
+    model = HuggingFace(saved("tied llama"), 4)
+    whole, stages = model.build_stages(), model.build_stages({1, 3})
+    for s, stage in enumerate(stages):
+        expected = dict(whole[s].named_parameters())
+        shared = {"model.model.embed_tokens.weight"}  # the last stage has its values
+        assert {n for n, p in stage.named_parameters() if p.is_meta} == (set() if s in (1, 3) else {*expected} - shared)
+        assert all(p.is_meta or torch.equal(p, expected[n]) for n, p in stage.named_parameters())
+    assert stages[0].get_parameter("model.model.embed_tokens.weight") is stages[3].get_parameter("model.lm_head.weight")
+
+
+@pytest.mark.parametrize("name", ["tied llama", "gpt2", "qwen3-moe", "vit"])
+def test_weights_that_are_drawn_depend_on_seed_and_name_alone(name: str, tmp_path: Path) -> None:
+    tiny_models.config(name).save_pretrained(tmp_path)
+
+    def drawn(cut: str, seed: int, own: set[int] | None = None) -> dict[str, Tensor]:
+        stages = HuggingFace(f"hf:{tmp_path}", cut=cut, seed=seed).build_stages(own)
+        return {n: p for stage in stages for n, p in stage.named_parameters() if not p.is_meta}
+
+    first, other = drawn("1,1,1,2", 0), drawn("1,1,1,2", 1)
+    for again in (drawn("3,2", 0), drawn("1,1,1,2", 0, {2}), drawn("1,1,1,2", 0, {3})):
+        assert again
+        assert all(torch.equal(parameter, first[name]) for name, parameter in again.items())
+    matrices = [name for name, parameter in first.items() if parameter.dim() > 1]
+    assert all(not torch.equal(first[name], other[name]) for name in matrices)
+    spread = {name: float(first[name].detach().std()) for name in matrices if "c_proj" not in name}
+    expected = tiny_models.config(name).initializer_range
+    assert all(value == pytest.approx(expected, rel=0.3) for key, value in spread.items() if "cls" not in key)
+
+
+@pytest.mark.parametrize("case", [f"{name}, {way}, checked" for name in TRAINED for way in ("linear", "V")])
+def test_training_in_one_process(case: str) -> None:
+    name = case.partition(",")[0]
+    result = train(config_of(case))
+    assert result.losses == pytest.approx(plain_losses(name), rel=0, abs=1e-5)
+    assert result.parameters == plain_model(name).num_parameters()
+    assert result.check is not None
+    assert result.check.failures == ()
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of four ranks says of each case."""
+    folder, names = tmp_path_factory.mktemp("ranks"), [case.split(", ")[0] for case in IN_4]
+    run_ranks(WORKER, 4, str(folder), json.dumps({name: saved(name) for name in names}), *IN_4)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("case", IN_4)
+def test_training_in_four_processes(found: list[Any], case: str) -> None:
+    name = case.partition(",")[0]
+    for rank in found:
+        assert rank[case]["losses"] == pytest.approx(plain_losses(name), rel=0, abs=1e-5)
+        assert rank[case]["parameters"] == plain_model(name).num_parameters()
+        assert rank[case]["on meta"]
+
+
+def test_layers_that_are_alike_are_measured_once() -> None:
+    assert HuggingFace(saved("llama")).alike() == [0, 1, 1, 1, 4]
+    assert HuggingFace(saved("gemma3")).alike() == [0, 1, 1, 1, 4], "all of its four layers slide"
+
+
+def test_torchtitans_names_of_the_modules_of_each_stage(tmp_path: Path) -> None:
+    first = ["model.embed_tokens", "model.layers.0"]
+    parts = [first, ["model.layers.1", "model.layers.2", "model.layers.3"], ["model.norm", "lm_head"]]
+    file = tmp_path / "cut.json"
+    file.write_text(json.dumps(parts))
+    assert HuggingFace(saved("llama"), 3, str(file)).sizes == (1, 3, 1)
+    for wrong, message in (
+        ([parts[0], parts[1]], "which makes 4 layers, but the model is cut into 5, from model.embed_tokens and"),
+        ([first[:1], first[1:] + parts[1], parts[2]], "stage 0 lacks model.layers.0, which must be in the same stage"),
+        ([parts[1], parts[0], parts[2]], "stage 0 must begin with model.embed_tokens and model.layers.0 and go on"),
+        ([[*first, "layers.9"], *parts[1:]], "stage 0 has no module 'layers.9'. Maybe one of model.embed_tokens, "),
+    ):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=re.escape(message)):
+            HuggingFace(saved("llama"), None, str(file))
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        ("1,2,2", "cut is 1,2,2, for 3 stage(s), but there are 4."),
+        ("1,1,1,3", "cut is 1,1,1,3, which makes 6 layers, but the model is cut into 5"),
+        ("1,1,0,3", "cut holds '0', but must be numbers of layers above 0. Maybe 5,6,6,5, or"),
+        ("missing.json", "cut is missing.json, which cannot be read: No such file or directory."),
+    ],
+)
+def test_a_wrong_cut_is_refused(cut: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        HuggingFace(saved("llama"), 4, cut)
+
+
+def test_wrong_models_are_refused(tmp_path: Path) -> None:
+    def refused(message: str, stages: int = 2) -> None:
+        with pytest.raises(InputError, match=re.escape(message)):
+            HuggingFace(f"hf:{tmp_path}", stages)
+
+    refused(f"has no configuration at {tmp_path / 'config.json'}. Maybe it is the name of a model")
+    (tmp_path / "config.json").write_text("{}")
+    refused("has a configuration that transformers does not read: ValueError: ")
+    tiny_models.config("llama").save_pretrained(tmp_path)
+    refused("has 4 layers, but there are 5 stages. Maybe fewer.", 5)
+    plain = plain_model("llama")
+    plain.model.layers[2] = nn.Identity()
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(
+        InputError, match=r"has no weights for model\.layers\.2\.input_layernorm\.weight, .* Maybe a file"
+    ):
+        HuggingFace(f"hf:{tmp_path}", 2).build_stages()
+    with pytest.raises(
+        InputError, match=r"model\.data is missing, and hf:.* has a vocabulary of 64, so it does not learn"
+    ):
+        train(config_of("llama, linear").__class__(config_of("llama, linear").schedule, ModelConfig(saved("llama"))))
+
+
+def test_models_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "n_layer": 4, "n_head": 2}
+    BloomConfig(**sizes).save_pretrained(tmp_path)
+    with pytest.raises(
+        InputError, match="does not run with layers that hand on one tensor, and has no pipeline plan: "
+    ):
+        HuggingFace(f"hf:{tmp_path}", 2)
+    T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is a configuration of t5 with no causal language model"):
+        HuggingFace(f"hf:{tmp_path}", 2)
+
+
+class Hopping(LlamaForCausalLM):
+    """Adds its embeddings to its logits, which no stage but the first has."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **more: Any) -> Any:
+        output = super().forward(input_ids, inputs_embeds=inputs_embeds, **more)
+        embedded = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        output.logits = output.logits + embedded.mean()
+        return output
+
+
+def test_a_model_that_hands_on_more_than_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HuggingFace, "_class", lambda _: Hopping)
+    model = HuggingFace(saved("llama"), 2)
+    with pytest.raises(InputError, match=r"computes something else when it is cut: its logits differ by .* Maybe give"):
+        model.build_stages(sample=tiny_models.batch(0)[0][0])

@@ -1,0 +1,105 @@
+"""Models of transformers with few weights drawn at random, and plain training of them: uncut, by transformers' loss."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY, LAYERS, ROWS, TOKENS, MICROBATCHES = 64, 4, 2, 8, 4
+STEPS, LEARNING_RATE, WEIGHT_DECAY, BALANCE = 20, 1e-2, 0.01, 0.1
+
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
+_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+_SIZES |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": BALANCE}
+_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": LAYERS, "n_head": 2}
+_GPT2 |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_OPT = {"vocab_size": VOCABULARY, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": LAYERS, "dropout": 0.0}
+_OPT |= {"num_attention_heads": 2, "max_position_embeddings": 32, "word_embed_proj_dim": 16, "init_std": 0.2}
+_VIT = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 32}
+_VIT |= {"image_size": 8, "patch_size": 4, "num_labels": 5, "architectures": ["ViTForImageClassification"]}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _SIZES | {"tie_word_embeddings": False}),
+    "tied llama": ("LlamaConfig", _SIZES | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 8}),
+    "mistral": ("MistralConfig", _SIZES | {"sliding_window": 4}),
+    "gemma": ("GemmaConfig", _SIZES | {"head_dim": 8}),
+    "gemma3": ("Gemma3TextConfig", _SIZES | {"head_dim": 8, "sliding_window": 4}),
+    "gpt2": ("GPT2Config", _GPT2),
+    "phi": ("PhiConfig", _SIZES | {"embd_pdrop": 0.5}),
+    "granite": ("GraniteConfig", _SIZES | {"embedding_multiplier": 3.0}),
+    "opt": ("OPTConfig", _OPT),
+    "mixtral": ("MixtralConfig", _SIZES | _EXPERTS | {"num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3MoeConfig", _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}),
+    "vit": ("ViTConfig", _VIT),
+}
+"""Two have what only the first stage may do: Phi drops embeddings, Granite multiplies them."""
+
+TRAINED = ("llama", "tied llama", "gpt2", "qwen3-moe")
+
+
+def config(name: str) -> PretrainedConfig:
+    kind, options = CONFIGS[name]
+    made: PretrainedConfig = getattr(transformers, kind)(**options)
+    return made
+
+
+def plain_model(name: str) -> PreTrainedModel:
+    """The model as transformers makes it."""
+    kind = (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config(name)), None) or transformers.ViTForImageClassification
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: PreTrainedModel = kind(config(name))
+    return model
+
+
+@cache
+def saved(name: str) -> str:
+    """The folder of the model, as transformers saves it, with the prefix of its name."""
+    folder = Path(mkdtemp(prefix=name.replace(" ", "-")))
+    plain_model(name).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def batch(step: int) -> tuple[list[Any], list[Tensor]]:
+    """Sequences of different lengths, so that microbatches have different numbers of tokens."""
+    text = torch.randint(1, VOCABULARY, (MICROBATCHES, ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
+    mask = torch.ones_like(text)
+    for i in range(MICROBATCHES):
+        mask[i, 0, 3 + i :] = 0
+    labels = text.masked_fill(mask == 0, -100)
+    return [{"input_ids": x, "attention_mask": m} for x, m in zip(text, mask, strict=True)], list(labels)
+
+
+@cache
+def plain_losses(name: str, steps: int = STEPS) -> list[float]:
+    """Losses of training the uncut model by the loss of transformers, over the tokens of the batch."""
+    model = plain_model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for step in range(steps):
+        inputs, labels = batch(step)
+        tokens = sum(int((row[:, 1:] != -100).sum()) for row in labels)
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(inputs, labels, strict=True):
+            output = model(**x, labels=y, num_items_in_batch=tokens, use_cache=False)
+            loss = output.loss
+            if "moe" in name:  # transformers adds it whole for each microbatch; the mean over a batch is one
+                loss = loss - BALANCE * (1 - 1 / MICROBATCHES) * output.aux_loss
+            torch.autograd.backward(loss)
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses

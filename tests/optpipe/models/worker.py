@@ -1,0 +1,52 @@
+"""Runs as a rank: trains models of transformers. Usage: worker.py FOLDER MODELS CASE...
+
+`MODELS` is a JSON object of folders by name. Each rank writes what it found to `FOLDER/rankN.json`, by case.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import optpipe.train.loop as loop
+from optpipe.train import train
+from optpipe.train.model import Model
+from tests.optpipe.models.cases import config_of
+
+RANK = int(os.environ["RANK"])
+ON_META: list[int] = []
+
+
+class Watched(Model):
+    """Counts the parameters of stages that have no memory here."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        own = {s for s, d in enumerate(self.program.placement) if d in self.devices}
+        stages = self.task.build_stages(own)
+        ON_META.append(sum(p.is_meta for s, stage in enumerate(stages) if s not in own for p in stage.parameters()))
+
+
+def main(folder: Path, models: dict[str, str], cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    loop.Model = Watched  # type: ignore[misc]
+    found = {}
+    for case in cases:
+        result = train(config_of(case, models[case.split(", ")[0]]))
+        found[case] = {"losses": result.losses, "parameters": result.parameters, "on meta": ON_META.pop()}
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
