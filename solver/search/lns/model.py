@@ -1,4 +1,8 @@
-"""One window of a schedule as a CP-SAT model: what starts in it is decided anew."""
+"""One window of a schedule as a CP-SAT model: the ops that start in it are scheduled anew (docs/math/search.md).
+
+The ops before and after enter as heads and tails (Carlier 1982), so that the objective of a small model is the value of
+the whole schedule.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.memory import derive_waits
-from optpipe.ops import DeviceOrders, Ints, Op, Orders
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.schedule import shared_channels
 from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables
@@ -45,7 +49,7 @@ class WindowModel:
         for before, after, delay in rules[decided[rules[:, 0]] & decided[rules[:, 1]]].tolist():
             copies = [op for op in (ops[before], ops[after]) if op.kind in "OR"]
             if len(copies) == 2 and copies[0].kind == copies[1].kind:
-                continue  # in _add_copy_orders: a microbatch between may stay
+                continue  # in _add_copy_orders: the copies of a microbatch between may be absent
             rule = self.model.add(self.tasks.of(after).start >= self.tasks.of(before).end + delay)
             if copies:
                 rule.only_enforce_if(leaves[copies[0][1:]])
@@ -58,18 +62,18 @@ class WindowModel:
                 streams[op.kind, op.stage].append(op)
         for stream in streams.values():
             for before, after in pairwise(stream):
-                one, other = self.variables.tasks[before], self.variables.tasks[after]
-                self.model.add(other.start >= one.start + one.ticks * self.variables.leaves[before[1:]])
+                first, second = self.variables.tasks[before], self.variables.tasks[after]
+                self.model.add(second.start >= first.start + first.ticks * self.variables.leaves[before[1:]])
 
     def _add_compute(self) -> None:
         """Devices run one op at a time; ops that are not free stay in order."""
         for compute, *_ in self.around.streams:
-            mine = [int(k) for k in compute if k in self.decided]
-            kept = [k for k in mine if not self.window.free[k]]
-            for one, other in pairwise(kept):
-                self.model.add(self.tasks.of(other).start >= self.tasks.of(one).end)
-            if len(kept) < len(mine):
-                self.model.add_no_overlap([self.tasks.of(k).interval for k in mine])
+            inside = [int(k) for k in compute if k in self.decided]
+            kept = [k for k in inside if not self.window.free[k]]
+            for before, after in pairwise(kept):
+                self.model.add(self.tasks.of(after).start >= self.tasks.of(before).end)
+            if len(kept) < len(inside):
+                self.model.add_no_overlap([self.tasks.of(k).interval for k in inside])
 
     def _add_channels(self) -> None:
         """A channel carries one transfer at a time."""
@@ -80,12 +84,22 @@ class WindowModel:
                 self.model.add_no_overlap([self.tasks.of(k).interval for k in moving if ops[k].kind in kinds])
 
     def _add_objective(self) -> None:
-        """The value first, then the sum of the devices' ends: it is what later windows can build on."""
+        """The value, and with a lower weight the sum of the devices' ends.
+
+        Where the value stays, earlier ends leave slack from which a later window can gain. The weights do not put the
+        value first in any case; a solution with a larger value is refused by the search.
+        """
         model, value, tails = self.model, self.variables.objective, self.frame.tails
         ends = [model.new_int_var(0, 2 * self.frame.last_end, f"end{d}") for d in range(len(self.problem.devices))]
         for d, stages in enumerate(self.problem.stages_of):
             if stages:
-                model.add(value >= ends[d] - self._begin(stages[0]))
+                begin: cp_model.IntVar | int = (
+                    0  # of the device's time: for spans, with the first F of its lowest stage
+                )
+                if self.problem.objective != "makespan":
+                    first = self.numbering.index[Op("F", stages[0], 0)]
+                    begin = self.tasks.of(first).start if first in self.decided else int(self.around.start[first])
+                model.add(value >= ends[d] - begin)
         for k in sorted(self.decided):
             task, op = self.tasks.of(k), self.numbering.ops[k]
             for d in np.flatnonzero(tails[:, k] > NEVER // 2).tolist():
@@ -94,28 +108,21 @@ class WindowModel:
                     rule.only_enforce_if(self.variables.leaves[op.stage, op.microbatch])
         model.minimize((len(ends) + 1) * value + sum(ends))
 
-    def _begin(self, low: int) -> cp_model.IntVar | int:
-        """When the time of a device whose lowest stage is `low` begins to count."""
-        if self.problem.objective == "makespan":
-            return 0
-        first = self.numbering.index[Op("F", low, 0)]
-        return self.tasks.of(first).start if first in self.decided else int(self.around.start[first])
-
     def _add_hints(self) -> None:
-        """The window as it is, whole, so that the solver need not search for the rest."""
+        """The window as it is: a complete hint, which CP-SAT takes as its first solution."""
         around, index, model = self.around, self.numbering.index, self.model
         starts = {k: int(around.start[k] if around.present[k] else self.frame.heads[k]) for k in self.decided}
+
+        def at(moment: Moment) -> int:
+            k = index[moment.task.op]
+            return moment.at(starts[k]) if k in starts else self.tasks.fixed(moment)
+
         for k, start in starts.items():
             model.add_hint(self.tasks.of(k).start, start)
         for s, i in self.tasks.choices:
             model.add_hint(self.variables.leaves[s, i], bool(around.present[index[Op("O", s, i)]]))
         for length, first, last, least in self.variables.lengths:
-            begin, end = (self._at(moment, starts) for moment in (first, last))
-            model.add_hint(length, max(end - begin, least))
-
-    def _at(self, moment: Moment, starts: dict[int, int]) -> int:
-        k = self.numbering.index[moment.task.op]
-        return moment.at(starts[k]) if k in starts else self.tasks.fixed(moment)
+            model.add_hint(length, max(at(last) - at(first), least))
 
     def orders(self, solver: cp_model.CpSolver) -> Orders | None:
         """The orders of a solution, with everything after the window behind it; None where nothing has changed."""
@@ -129,24 +136,18 @@ class WindowModel:
         if (start[inside] == around.start[inside]).all() and (present == around.present).all():
             return None
         inside = inside[np.argsort(start[inside], kind="stable")]
-        start[self._after()] += max(0, int((start + self.numbering.length)[inside].max()) - self.window.end)
-        return self._orders_of(inside, start)
-
-    def _after(self) -> Ints:
-        after: Ints = np.flatnonzero(self.around.present & (self.frame.where == AFTER))
-        return after
-
-    def _orders_of(self, inside: Ints, start: Ints) -> Orders:
-        """Ops before the window in their old order, those inside in the order given, then those after."""
-        ops, problem = self.numbering.ops, self.problem
-        devices = []
+        after = np.flatnonzero(around.present & (self.frame.where == AFTER))
+        # Behind all of the window, so that orders and waits derived from these times keep the order of what follows.
+        start[after] += max(0, int((start + self.numbering.length)[inside].max()) - self.window.end)
+        problem, devices = self.problem, []
         planned: dict[Op, tuple[int, int]] = {}
-        for d, device in enumerate(self.around.streams):
-            mine = inside[self.numbering.device[inside] == d]
+        for d, device in enumerate(around.streams):
+            of_device = inside[self.numbering.device[inside] == d]
             lists = []
             for x, old in enumerate(device):
-                numbers = self._put_between(old, mine[self.numbering.stream[mine] == x])
-                lists.append([ops[k] for k in numbers])
+                where, of_stream = self.frame.where[old], of_device[self.numbering.stream[of_device] == x]
+                numbers = np.concatenate([old[where == BEFORE], of_stream, old[where == AFTER]])
+                lists.append([ops[k] for k in numbers.tolist()])
                 begins = start[numbers]
                 ends = begins + self.numbering.length[numbers]
                 planned.update(zip(lists[-1], zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
@@ -156,10 +157,6 @@ class WindowModel:
             for lists in shared_channels(problem)
         ]
         return Orders(devices, derive_waits(problem, devices, planned), [channel for channel in channels if channel])
-
-    def _put_between(self, old: Ints, inside: Ints) -> list[int]:
-        where = self.frame.where[old]
-        return [*old[where == BEFORE].tolist(), *inside.tolist(), *old[where == AFTER].tolist()]
 
 
 class Memory:
@@ -181,8 +178,8 @@ class Memory:
 
     def _add_budget(self, name: str, pieces: Sequence[Held], budget: int) -> None:
         intervals = [self._interval(f"{name}.{n}", piece) for n, piece in enumerate(pieces)]
-        there = [(interval, piece.size) for interval, piece in zip(intervals, pieces, strict=True) if interval]
-        self.model.add_cumulative([interval for interval, _ in there], [size for _, size in there], budget)
+        held = [(interval, piece.size) for interval, piece in zip(intervals, pieces, strict=True) if interval]
+        self.model.add_cumulative([interval for interval, _ in held], [size for _, size in held], budget)
 
     def _interval(self, name: str, piece: Held) -> cp_model.IntervalVar | None:
         """The part of a piece that lies in the window or after it; None where there is none."""
@@ -208,16 +205,15 @@ class Memory:
             stage = self.problem.stages[s]
             f, b, w = (where[[index[Op(kind, s, i)] for i in range(self.problem.microbatches)]] for kind in "FBW")
             for i in np.flatnonzero((f == BEFORE) & (w == AFTER)).tolist():
-                if (s, i) not in touched:
-                    level += (
-                        stage.backward_weight_bytes if b[i] == BEFORE else stage.activation_bytes - self._away(s, i)
-                    )
+                if (s, i) in touched:
+                    continue
+                if b[i] == BEFORE:
+                    level += stage.backward_weight_bytes
+                else:
+                    offload = index.get(Op("O", s, i))
+                    away = offload is not None and self._is_away_throughout(offload)
+                    level += stage.activation_bytes - (self._moved(s) if away else 0)
         return level
-
-    def _away(self, s: int, i: int) -> int:
-        """Bytes of an untouched activation that are on the host throughout the window."""
-        offload = self.numbering.index.get(Op("O", s, i))
-        return self._moved(s) if offload is not None and self._is_away_throughout(offload) else 0
 
     def add_host_memory(self) -> None:
         """Keep what is away within the host's budget, from O's start to R's end, all devices together."""
@@ -227,16 +223,15 @@ class Memory:
         away = [op for k, op in enumerate(self.numbering.ops) if op.kind == "O" and self._is_away_throughout(k)]
         level = sum(self._moved(op.stage) for op in away if (op.stage, op.microbatch) not in leaves)
         task = self.variables.task
-        journeys = [
+        on_host = [
             Held(self._moved(s), hold_start(task("O", s, i)), hold_end(task("R", s, i)), literal)
             for (s, i), literal in leaves.items()
         ]
-        self._add_budget("host", journeys, limit - level)
+        self._add_budget("host", on_host, limit - level)
 
     def _is_away_throughout(self, offload: int) -> bool:
         reload = self.numbering.index[Op("R", *self.numbering.ops[offload][1:])]
-        there = self.around.present[offload] and self.where[offload] == BEFORE and self.where[reload] == AFTER
-        return bool(there)
+        return bool(self.around.present[offload] and self.where[offload] == BEFORE and self.where[reload] == AFTER)
 
     def _moved(self, s: int) -> int:
         offload = self.problem.stages[s].offload
@@ -261,26 +256,22 @@ class Tasks:
         ops = self.numbering.ops
         self.touched = sorted({ops[k][1:] for k in (*frame.inside.tolist(), *frame.running.tolist())})
         for s, i in self.touched:
-            self._add(s, i)
+            self._add_leaves(s, i)
+            for kind in "FBW" + ("OR" if (s, i) in self.variables.leaves else ""):
+                op, k = Op(kind, s, i), self.numbering.index[Op(kind, s, i)]
+                if k in self.decided:
+                    presence = self.variables.leaves[s, i] if kind in "OR" else None
+                    self.variables.add_task(op, presence, int(frame.heads[k]), frame.latest_end(k))
+                else:
+                    later = frame.far if frame.where[k] == AFTER else 0
+                    self.variables.place(op, int(self.around.start[k]) + later)
 
     def of(self, k: int) -> IntervalTask:
         """The task of an op by number."""
         return self.variables.tasks[self.numbering.ops[k]]
 
-    def _add(self, s: int, i: int) -> None:
-        variables, frame = self.variables, self.frame
-        self._add_leaves(s, i)
-        for kind in "FBW" + ("OR" if (s, i) in variables.leaves else ""):
-            op = Op(kind, s, i)
-            k = self.numbering.index[op]
-            if k in self.decided:
-                presence = variables.leaves[s, i] if kind in "OR" else None
-                variables.add_task(op, presence, int(frame.heads[k]), frame.latest_end(k))
-            else:
-                variables.place(op, int(self.around.start[k]) + (frame.far if frame.where[k] == AFTER else 0))
-
     def _add_leaves(self, s: int, i: int) -> None:
-        """True if an activation leaves: decided if all of its journey lies in the window."""
+        """Add the literal of an activation that leaves or may leave: a decision if both copies lie in the window."""
         if self.problem.stages[s].offload is None:
             return
         o, r, f, b = (self.numbering.index[Op(kind, s, i)] for kind in "ORFB")
@@ -312,12 +303,12 @@ class Tasks:
         return bool(self.frame.window.free[self.numbering.index[Op("F", s, i)]])
 
     def outside(self, moment: Moment) -> int | None:
-        """True if a moment lies before the window or after it (BEFORE, AFTER); None where the model decides."""
+        """Side of the window on which a fixed moment lies (BEFORE, AFTER); None where the model decides."""
         k = self.numbering.index[moment.task.op]
         return None if k in self.decided else int(self.frame.where[k])
 
     def fixed(self, moment: Moment) -> int:
-        """The time of a moment that is not decided, no earlier than the window's begin."""
+        """The time of a moment that the model does not decide, no earlier than the window's begin."""
         k = self.numbering.index[moment.task.op]
         at = int(self.around.end[k] if moment.is_end else self.around.start[k])
         return at + self.frame.far if self.frame.where[k] == AFTER else max(at, self.frame.window.begin)

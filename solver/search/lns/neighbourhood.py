@@ -1,10 +1,15 @@
-"""Neighbourhoods: a window of a schedule, and what lies before and after it as times and paths."""
+"""Neighbourhoods of a schedule: windows, with the ops before and after them as heads and tails.
+
+Windows in time, of machines or of jobs are the usual neighbourhoods of large-neighbourhood search on schedules (Shaw
+1998; Godard, Laborie and Nuijten 2005, who keep orders rather than times outside, as is done here).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 
 import numpy as np
 from numba import njit
@@ -29,7 +34,12 @@ class Numbering:
 
     def __init__(self, problem: Problem, grid: TimeGrid) -> None:
         self.problem, self.grid = problem, grid
-        self.ops = [op for s in range(len(problem.stages)) for op in _ops_of_stage(problem, s)]
+        self.ops = [
+            Op(kind, s, i)
+            for s, stage in enumerate(problem.stages)
+            for kind in ("FBWOR" if stage.offload else "FBW")
+            for i in range(problem.microbatches)
+        ]
         self.index = {op: k for k, op in enumerate(self.ops)}
         self.device = np.array([problem.stages[op.stage].device for op in self.ops])
         self.stream = np.array([STREAMS.index(op.stream) for op in self.ops])
@@ -37,11 +47,6 @@ class Numbering:
         self.length = np.array([length(problem.stages[op.stage].duration_us(op.kind)) for op in self.ops])
         edges = [(edge.before, edge.after, ticks(edge.delay)) for edge in rule_edges(problem, self.index)]
         self.rules = np.array(edges, np.int64).reshape(-1, 3)
-
-
-def _ops_of_stage(problem: Problem, s: int) -> Iterator[Op]:
-    kinds = "FBWOR" if problem.stages[s].offload else "FBW"
-    return (Op(kind, s, i) for kind in kinds for i in range(problem.microbatches))
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Surroundings:
 
     @cached_property
     def by_start(self) -> Ints:
-        """All ops that there are, by start."""
+        """All ops of the schedule, by start."""
         present = np.flatnonzero(self.present)
         by_start: Ints = present[np.argsort(self.start[present], kind="stable")]
         return by_start
@@ -108,8 +113,10 @@ class Surroundings:
     @cached_property
     def tails(self) -> Ints:
         """Row d: the time from the start of each op to the end of device d's last (NEVER where there is no path)."""
-        length = self.numbering.length
-        edges = np.concatenate([self.present_rules, *self._order_edges()])
+        length, index = self.numbering.length, self.numbering.index
+        waits = [(index[before], index[op], 0) for op, befores in self.orders.waits.items() for before in befores]
+        edges = np.concatenate([self.present_rules, *self._stream_edges(), np.array(waits, np.int64).reshape(-1, 3)])
+        # Edges lead forward in time, so from the latest start back every tail is complete before it is used.
         edges = edges[np.argsort(-self.start[edges[:, 0]], kind="stable")]
         tails = np.full((len(self.streams), len(length)), NEVER, np.int64)
         for d, (compute, *_) in enumerate(self.streams):
@@ -120,22 +127,19 @@ class Surroundings:
 
     @cached_property
     def present_rules(self) -> Ints:
-        """The rules between ops that there are: rows of (before, after, delay)."""
+        """The rules between ops of the schedule: rows of (before, after, delay)."""
         rules = self.numbering.rules
         kept: Ints = rules[self.present[rules[:, 0]] & self.present[rules[:, 1]]]
         return kept
 
-    def _order_edges(self) -> Iterator[Ints]:
+    def _stream_edges(self) -> Iterator[Ints]:
         for ops in [*(ops for device in self.streams for ops in device), *self.channels]:
             yield np.stack([ops[:-1], ops[1:], np.zeros(max(len(ops) - 1, 0), np.int64)], axis=1)
-        index = self.numbering.index
-        waits = [(index[before], index[op], 0) for op, befores in self.orders.waits.items() for before in befores]
-        yield np.array(waits, np.int64).reshape(-1, 3)
 
 
 @njit(cache=True)
 def _lengthen(tails: Ints, length: Ints, edges: Ints) -> None:
-    """Follow edges (from, to, delay), latest start of `from` first, so that every tail is whole before it is used."""
+    """Follow edges (from, to, delay), latest start of `from` first."""
     for e in range(len(edges)):
         before, after, delay = edges[e]
         for d in range(len(tails)):
@@ -144,7 +148,7 @@ def _lengthen(tails: Ints, length: Ints, edges: Ints) -> None:
 
 
 def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
-    """The orders with W right behind each B in place of both fused, and W in the order of their B."""
+    """The orders with each fused backward split into B and W right behind it, and W in the order of their B."""
     simulation = simulate(problem, orders)
     planned = {}
     for op, k in simulation.index.items():
@@ -174,11 +178,11 @@ class Window:
 
 
 class Frame:
-    """Where every op lies (`where`, by number), and for those in the window what surrounds them.
+    """Side of the window on which every op lies (`where`, by number), and heads and tails of those inside.
 
-    `heads`: earliest starts, when all that they need from before the window is there. `tails`, row d: the time from
-    their end to the end of device d, through ops after the window. `limits`: the end that each device has if the window
-    stays as it is. `running`: ops before the window that end in it. Times in ticks.
+    `heads`: earliest starts, after all inputs from before the window. `tails`, row d: the time from their end to that
+    of device d, through ops after the window. `limits`: the end that each device has if the window stays as it is.
+    `running`: ops before the window that end in it. Times in ticks.
     """
 
     def __init__(self, around: Surroundings, window: Window) -> None:
@@ -192,13 +196,15 @@ class Frame:
         self.far = 4 * self.last_end + 1  # after everything that a window can delay
         self.heads = self._heads()
         self.tails = self._tails()
-        self.limits = self._limits()
+        self.limits: Ints = (around.end[self.inside] + self.tails[:, self.inside]).max(axis=1, initial=0)
+        if self.problem.objective == "makespan":
+            self.limits = np.full_like(self.limits, self.limits.max())
 
     def _heads(self) -> Ints:
         around, (source, target, delay) = self.around, self._rules(BEFORE, INSIDE)
         heads = np.zeros(len(around.start), np.int64)
         np.maximum.at(heads, target, around.end[source] + delay)
-        for ops in self._sequences():
+        for ops in self._sequences():  # streams and channels are free when their last op before the window has ended
             before = ops[self.where[ops] == BEFORE]
             inside = ops[self.where[ops] == INSIDE]
             if len(before):
@@ -210,19 +216,20 @@ class Frame:
         tails = np.full_like(around.tails, NEVER)
         for row, all_tails in zip(tails, around.tails, strict=True):
             np.maximum.at(row, source, delay + all_tails[target])
-        for ops in self._sequences():
+        for ops in self._sequences():  # whichever op of the window is last, the first one after it follows
             after = ops[self.where[ops] == AFTER]
             inside = ops[self.where[ops] == INSIDE]
             if len(after):
                 tails[:, inside] = np.maximum(tails[:, inside], around.tails[:, after[:1]])
         for d, (compute, *_) in enumerate(around.streams):
-            mine = compute[self.where[compute] == INSIDE]
-            tails[d, mine] = np.maximum(tails[d, mine], 0)
+            inside = compute[self.where[compute] == INSIDE]
+            tails[d, inside] = np.maximum(tails[d, inside], 0)
         return tails
 
-    def _rules(self, here: int, there: int) -> Ints:
+    def _rules(self, source: int, target: int) -> Ints:
+        """The rules from one side of the window to another, transposed."""
         rules = self.around.present_rules
-        chosen = (self.where[rules[:, 0]] == here) & (self.where[rules[:, 1]] == there)
+        chosen = (self.where[rules[:, 0]] == source) & (self.where[rules[:, 1]] == target)
         edges: Ints = rules[chosen].T
         return edges
 
@@ -231,16 +238,11 @@ class Frame:
             yield from device
         yield from self.around.channels
 
-    def _limits(self) -> Ints:
-        """For each device the end that the schedule has when its window stays as it is."""
-        ends = self.around.end[self.inside]
-        limits: Ints = (ends + self.tails[:, self.inside]).max(axis=1, initial=0)
-        if self.problem.objective == "makespan":
-            return np.full_like(limits, limits.max())
-        return limits
-
     def latest_end(self, k: int) -> int:
-        """The time by which an op of the window must end for the value not to grow (a makespan's only)."""
+        """The time by which an op of the window must end so that the makespan does not grow; for spans a loose bound.
+
+        A span may stay with later ends, where its device begins later too.
+        """
         latest = 2 * self.last_end
         if self.problem.objective == "makespan":
             latest = min(latest, int((self.limits - self.tails[:, k]).min()))
@@ -251,13 +253,13 @@ class Frame:
         index, present, where = self.numbering.index, self.around.present, self.where
         for kind in "OR":
             numbers = np.array([index[Op(kind, s, j)] for j in range(self.problem.microbatches)])
-            there = present[numbers]
-            if (there[:i] & (where[numbers[:i]] == AFTER)).any() or (there[i:] & (where[numbers[i:]] == BEFORE)).any():
+            before, after = present[numbers] & (where[numbers] == BEFORE), present[numbers] & (where[numbers] == AFTER)
+            if after[:i].any() or before[i:].any():
                 return False
         return True
 
     def copy_head(self, k: int) -> int:
-        """When the channel of a new copy is free of what lies before, and its activation is computed."""
+        """Earliest start of a new copy: its channel has done what lies before, and its activation is computed."""
         op = self.numbering.ops[k]
         ready = self.around.end[self.numbering.index[Op("F", *op[1:])]]
         channel = self._channel_of(k)
@@ -267,7 +269,7 @@ class Frame:
         return max(self.window.begin, 0 if inside else int(ready), int(ends.max(initial=0)))
 
     def copy_tails(self, k: int) -> Ints:
-        """The tails of a new copy: its channel's next, and the B that a reload serves."""
+        """Tails of a new copy: through the next copy of its channel, and for a reload through its B."""
         op = self.numbering.ops[k]
         after = [c for c in self._channel_of(k).tolist() if self.where[c] == AFTER][:1]
         if op.kind == "R" and self.where[self.numbering.index[Op("B", *op[1:])]] == AFTER:
@@ -277,69 +279,48 @@ class Frame:
 
     def _channel_of(self, k: int) -> Ints:
         """The copies in the schedule that share a channel with op k, in order."""
-        present, start = self.around.present, self.around.start
-        mates = np.array([c for c in self._copies_beside(k) if present[c]], np.int64)
-        return mates[np.argsort(start[mates], kind="stable")]
+        problem, numbering, op = self.problem, self.numbering, self.numbering.ops[k]
+        device = problem.stages[op.stage].device
+        group = next(group for group in problem.channel_groups if device in group)
+        kinds = op.kind if problem.copy_channels.duplex else "OR"
+        stages = [s for d in group for s in problem.stages_of[d] if problem.stages[s].offload]
+        copies = product(stages, kinds, range(problem.microbatches))
+        numbers = np.array([numbering.index[Op(kind, s, i)] for s, kind, i in copies], np.int64)
+        present = numbers[self.around.present[numbers]]
+        in_order: Ints = present[np.argsort(self.around.start[present], kind="stable")]
+        return in_order
 
-    def _copies_beside(self, k: int) -> Iterator[int]:
-        op = self.numbering.ops[k]
-        device = self.problem.stages[op.stage].device
-        group = next(group for group in self.problem.channel_groups if device in group)
-        kinds = op.kind if self.problem.copy_channels.duplex else "OR"
-        for d in group:
-            for s in self.problem.stages_of[d]:
-                if self.problem.stages[s].offload:
-                    for kind in kinds:
-                        for i in range(self.problem.microbatches):
-                            yield self.numbering.index[Op(kind, s, i)]
-
-
-Flags = NDArray[np.bool_]
 
 MOST_KEPT = 3
-"""Ops that keep their order in a window, for each that is free: they cost less, but not nothing."""
+"""Largest number of ops that keep their order in a window, for each that is free: they cost time too, if less."""
 
 
 def choose_window(around: Surroundings, random: np.random.Generator, size: int) -> Window:
-    """A window in which about `size` ops are free: of all devices, of some neighbours, or of some microbatches."""
+    """A window in which about `size` ops in a row are free, fewer where many others lie between them.
+
+    They are of all devices, of up to half of the devices next to one another, or of a few microbatches in a row; at a
+    random place, or at either end, since warm-up and cool-down are where most schedules lose time.
+    """
+    numbering = around.numbering
+    problem = numbering.problem
     kind = random.choice(("all", "devices", "microbatches"), p=(0.5, 0.3, 0.2))
     free = np.ones(len(around.start), bool)
     if kind == "devices":
-        free = _of_neighbours(around, random)
+        devices = np.unique(numbering.device)
+        width = int(random.integers(1, max(len(devices) // 2, 1) + 1))
+        first = int(random.integers(0, len(devices) - width + 1))
+        free = np.isin(numbering.device, devices[first : first + width])
     elif kind == "microbatches":
-        free = _of_microbatches(around, random, size)
-    return _around_free(around, free, random, size)
-
-
-def _of_neighbours(around: Surroundings, random: np.random.Generator) -> Flags:
-    """The ops of up to half of the devices, next to one another."""
-    device = around.numbering.device
-    devices = np.unique(device)
-    width = int(random.integers(1, max(len(devices) // 2, 1) + 1))
-    first = int(random.integers(0, len(devices) - width + 1))
-    return np.isin(device, devices[first : first + width])
-
-
-def _of_microbatches(around: Surroundings, random: np.random.Generator, size: int) -> Flags:
-    """The ops of a few microbatches in a row."""
-    problem = around.numbering.problem
-    width = min(max(size // (3 * len(problem.stages)), 1), problem.microbatches)
-    first = int(random.integers(0, problem.microbatches - width + 1))
-    microbatch = np.array([op.microbatch for op in around.numbering.ops])
-    return (microbatch >= first) & (microbatch < first + width)
-
-
-def _around_free(around: Surroundings, free: Flags, random: np.random.Generator, size: int) -> Window:
-    """`size` of the free ops in a row, fewer where many others lie between them.
-
-    At a random place, or at either end: the warm-up and the cool-down.
-    """
+        width = min(max(size // (3 * len(problem.stages)), 1), problem.microbatches)
+        first = int(random.integers(0, problem.microbatches - width + 1))
+        microbatch = np.array([op.microbatch for op in numbering.ops])
+        free = (microbatch >= first) & (microbatch < first + width)
     order = around.by_start
-    places = np.flatnonzero(free[order])
-    count = min(size, len(places))
-    last_place = len(places) - count
-    anywhere = int(random.integers(0, last_place + 1))
-    place = int(random.choice([0, last_place, anywhere], p=(0.15, 0.15, 0.7)))
-    first, last = int(places[place]), int(places[place + count - 1])
+    positions = np.flatnonzero(free[order])
+    count = min(size, len(positions))
+    last_begin = len(positions) - count
+    anywhere = int(random.integers(0, last_begin + 1))
+    begin = int(random.choice([0, last_begin, anywhere], p=(0.15, 0.15, 0.7)))
+    first, last = int(positions[begin]), int(positions[begin + count - 1])
     last = min(last, first + (1 + MOST_KEPT) * count - 1)
     return Window(int(around.start[order[first]]), int(around.start[order[last]]) + 1, free)

@@ -1,4 +1,4 @@
-"""Large-neighbourhood search: windows of a schedule are solved anew by CP-SAT, everything around them keeps its order.
+"""Large-neighbourhood search (Shaw 1998): CP-SAT solves windows of a schedule anew; all around them keeps its order.
 
 Ops before a window stay where they are; ops after it keep their order and follow as early as they can. So a window's
 model is as large as the window, however large the problem, and what it gains reaches the end of the schedule.
@@ -23,13 +23,13 @@ from solver.search.lns.neighbourhood import Numbering, Surroundings, choose_wind
 from solver.solution import OnSolution, Solution
 
 SMALLEST, LARGEST = 16, 2000
-"""Ops that a window decides, at least and at most."""
+"""Smallest and largest number of ops that a window decides."""
 
 FIRST = 60
-"""Ops that the first window decides."""
+"""Number of ops that the first window decides."""
 
 WORK, SECONDS = 1.5, 3.0
-"""CP-SAT's deterministic time for one window, and seconds where the clock counts."""
+"""Limits for one window: CP-SAT's deterministic time, and seconds where the clock counts."""
 
 
 def lns_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -37,15 +37,11 @@ def lns_search(problem: Problem, limits: Limits, start: Solution, on_solution: O
 
     Returns the start's orders where nothing better was found, and the start's bound: windows prove nothing.
     """
-    best = start
-    if start.orders is None:
-        return best
-    search = _Search(problem, limits, start, on_solution)
-    return search.run()
+    return start if start.orders is None else _Search(problem, limits, start, on_solution).run()
 
 
 class _Search:
-    """The state of the search: the schedule that is worked on, how large windows are, how much work is left."""
+    """The state of the search: the current schedule, the size of windows, and the work left."""
 
     def __init__(self, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> None:
         assert start.orders is not None
@@ -75,39 +71,31 @@ class _Search:
     def _step(self) -> None:
         window = choose_window(self.current, self.random, round(self.size))
         model = WindowModel(self.current, window)
-        solver = self._solver()
-        status, work = solve_unless_cancelled(solver, model.model, self.limits.cancel)
-        assert status != cp_model.MODEL_INVALID, model.model.validate()
-        self._spend(work + 1e-4 * len(model.decided))
-        self._resize(status == cp_model.OPTIMAL, work)
-        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            orders = model.orders(solver)
-            if orders is not None:
-                self._take(orders)
-
-    def _solver(self) -> cp_model.CpSolver:
-        work = WORK if self.work_left is None else min(WORK, self.work_left)
-        solver = configured_solver(replace(self.limits, gap=0.0, deterministic_limit=work))
+        work_limit = WORK if self.work_left is None else min(WORK, self.work_left)
+        solver = configured_solver(replace(self.limits, gap=0.0, deterministic_limit=work_limit))
         if self.work_left is None:
             solver.parameters.max_time_in_seconds = min(SECONDS, self.limits.time_left_s)
-        # The schedule at hand is a solution and the model is small: measured, all that comes before search costs more
+        # The current schedule is a solution and the model is small: measured, all that comes before search costs more
         # than it saves (three times the seconds a window with it).
         solver.parameters.cp_model_presolve = False
         solver.parameters.linearization_level = 0
-        return solver
-
-    def _spend(self, work: float) -> None:
+        status, work = solve_unless_cancelled(solver, model.model, self.limits.cancel)
+        assert status != cp_model.MODEL_INVALID, model.model.validate()
         if self.work_left is not None:
-            self.work_left -= work
-
-    def _resize(self, proved: bool, work: float) -> None:
-        """Windows grow while they are proved quickly and shrink when they are not."""
+            self.work_left -= work + 1e-4 * len(model.decided)  # the model takes time to build as well
+        # Windows grow while they are proved quickly and shrink when they are not.
+        proved = status == cp_model.OPTIMAL
         if proved and work < WORK / 4:
             self.size = min(self.size * 1.3, LARGEST)
         elif not proved:
             self.size = max(self.size * 0.8, SMALLEST)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            orders = model.orders(solver)
+            if orders is not None:
+                self._accept(orders)
 
-    def _take(self, orders: Orders) -> None:
+    def _accept(self, orders: Orders) -> None:
+        """Go on from the orders unless they are worse; equal ones too, since they lead across plateaus."""
         try:
             candidate = Surroundings.of(self.current.numbering, orders)
         except DeadlockError:  # ops without length at one instant have no order in a window
