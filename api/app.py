@@ -13,7 +13,7 @@ from api.metrics import Metrics
 from api.middleware import AccessLog, BodyLimit, HeadAsGet, LocalRequestsOnly, RequireKey, SecurityHeaders
 from api.openapi import describe
 from api.problem_details import answer_errors_as_problems
-from api.routes import analysis, demo_data, documents, events, health, schedules
+from api.routes import analysis, demo_data, documents, events, health, schedules, solve
 from api.service import running_service
 from api.settings import Settings
 from api.web import mount_page
@@ -49,7 +49,7 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
         telemetry=NO_TELEMETRY,
     )
-    routers = [part.router for part in (schedules, documents, events, analysis, demo_data, health)]
+    routers = [part.router for part in (schedules, solve, documents, events, analysis, demo_data, health)]
     for router in routers:
         app.include_router(router)
     mount_page(app)

@@ -40,8 +40,15 @@ class Fault(BaseModel):
 class HttpError(Exception):
     """A request that is answered with an error; raised anywhere within a route."""
 
-    def __init__(self, status: HTTPStatus, faults: Sequence[Fault], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: HTTPStatus,
+        faults: Sequence[Fault],
+        headers: Mapping[str, str] | None = None,
+        budgets_bytes: Sequence[int | None] | None = None,
+    ) -> None:
         self.status, self.faults, self.headers = status, faults, headers
+        self.budgets_bytes = None if budgets_bytes is None else list(budgets_bytes)
         super().__init__(status, faults)
 
     def __str__(self) -> str:

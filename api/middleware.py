@@ -138,9 +138,20 @@ class BodyLimit:
         return http_error(status, "too_large", detail, headers={"Connection": "close"})
 
 
+JSON, FORM = "application/json", "application/x-www-form-urlencoded"
+
+
 async def _json_body(request: Request) -> bytes:
+    return await _body(request, JSON)
+
+
+async def _json_or_form_body(request: Request) -> bytes:
+    return await _body(request, JSON, FORM)
+
+
+async def _body(request: Request, *media_types: str) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type not in media_types:
         detail = f"Content-Type is {media_type[:100]!a} but must be 'application/json'. Maybe it was not set."
         raise http_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "not_json", detail)
     if request.headers.get("content-encoding", "identity") != "identity":
@@ -153,6 +164,9 @@ async def _json_body(request: Request) -> bytes:
 
 JsonBody = Annotated[bytes, Depends(_json_body)]
 """The raw body of a request with ``Content-Type: application/json``."""
+
+JsonOrFormBody = Annotated[bytes, Depends(_json_or_form_body)]
+"""The same, also where the type is a form's: that is what ``curl --data @problem.json`` says of any body."""
 
 
 SECURITY_HEADERS = {

@@ -39,6 +39,7 @@ class JobAnswer(_Answer):
     name: str = Field(description="Name of the submission, else of the problem.")
     tags: list[str]
     method: str
+    config: JobConfig = Field(description="As submitted, with the defaults of what was left out.")
     status: Status
     termination: Termination | None = Field(description="null: it has not ended.")
     objective: Objective
@@ -52,6 +53,9 @@ class JobAnswer(_Answer):
     started_at: datetime | None
     finished_at: datetime | None
     error: str | None = Field(description="Why there is no schedule.")
+    budgets_bytes: list[int | None] | None = Field(
+        description="Of a job that is proved infeasible: budgets of the devices that would do; null: no limit."
+    )
 
     @classmethod
     def of(cls, job: Job) -> JobAnswer:
@@ -62,6 +66,7 @@ class JobAnswer(_Answer):
             name=job.config.name or job.problem_name,
             tags=job.config.tags,
             method=job.config.method,
+            config=job.config,
             status=job.status,
             termination=Termination.model_construct(reason=job.reason, limit=job.stop_reason) if ended else None,
             objective=job.objective,
@@ -75,6 +80,7 @@ class JobAnswer(_Answer):
             started_at=job.started_at,
             finished_at=job.finished_at,
             error=job.error,
+            budgets_bytes=job.budgets_bytes,
         )
 
 
@@ -166,15 +172,15 @@ class Caps:
         """Read the limits from the settings."""
         return cls(settings.max_ops, settings.max_time_limit_s, settings.max_workers)
 
-    def check_problem(self, problem: Problem) -> None:
-        """Raise HttpError if the problem is too large, before anything is built for it."""
+    def check_problem(self, problem: Problem, pointer: str = "/problem") -> None:
+        """Raise HttpError if the problem is too large, before anything is built for it. `pointer` leads to it."""
         ops = count_ops(problem)
         if ops > self.max_ops:
             raise unprocessable(
                 "too_many_ops",
                 f"has {ops:,} ops, and this server takes at most {self.max_ops:,} (max_ops). "
                 "Maybe solve fewer microbatches: a schedule repeats itself after its warm-up.",
-                "/problem",
+                pointer,
             )
 
     def check_config(self, problem: Problem, config: JobConfig) -> None:
@@ -198,10 +204,19 @@ def _over(name: str, asked: float, most: float) -> Exception:
     return unprocessable("out_of_range", detail, f"/config/{name}")
 
 
-def read_submission(body: bytes, caps: Caps) -> SubmissionBody:
-    """Parse a body and check it against the limits. Raises HttpError."""
-    submission = read_document(SubmissionBody, body)
-    caps.check_problem(submission.problem)
+def read_submission(body: bytes, caps: Caps, problem_alone: bool = False) -> SubmissionBody:
+    """Parse a body and check it against the limits. Raises HttpError.
+
+    `problem_alone`: a body that is a problem will do, and is solved with the default configuration.
+    """
+    data = _read_json(body)
+    if problem_alone and isinstance(data, dict) and "problem" not in data:
+        problem = _validate(Problem, data, len(body))
+        caps.check_problem(problem, pointer="")
+        submission = SubmissionBody(problem=problem)
+    else:
+        submission = _validate(SubmissionBody, data, len(body))
+        caps.check_problem(submission.problem)
     caps.check_config(submission.problem, submission.config)
     return submission
 
@@ -238,14 +253,22 @@ CHECKED_WHOLE_BYTES = 64 * 2**10
 
 def read_document(model: type[D], body: bytes) -> D:
     """Parse the document in a body. Raises HttpError with at most `MOST_FAULTS` faults."""
+    return _validate(model, _read_json(body), len(body))
+
+
+def _read_json(body: bytes) -> Any:
     try:
-        data = parse_json(body)
-        if len(body) <= CHECKED_WHOLE_BYTES:
+        return parse_json(body)
+    except InputError as error:
+        raise input_error(error) from None
+
+
+def _validate(model: type[D], data: Any, size_bytes: int) -> D:
+    try:
+        if size_bytes <= CHECKED_WHOLE_BYTES:
             return model.model_validate(data)
         document: D = _fail_fast_validator(model).validate_python(data)
         return document
-    except InputError as error:
-        raise input_error(error) from None
     except ValidationError as error:
         if (count := error.error_count()) <= MOST_COUNTED:
             raise input_error(model.input_error(error, most=MOST_FAULTS)) from None

@@ -19,9 +19,10 @@ _REFERENCE = "#/components/schemas/{model}"
 _DOCUMENTS: tuple[type[BaseModel], ...] = (SubmissionBody, ProblemBody, Schedule, ProblemDetails, EventAnswer)
 
 
-def json_request(model: type[Document]) -> dict[str, Any]:
-    """OpenAPI request body of a route that reads `model`."""
-    schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+def json_request(*models: type[Document]) -> dict[str, Any]:
+    """OpenAPI request body of a route that reads one of `models`."""
+    references = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -47,6 +47,9 @@ class ProblemDetails(BaseModel):
     detail: str = Field(description="All that is wrong, a line each.")
     errors: list[Fault] = Field(description="Each thing that is wrong, with its place.")
     request_id: str = Field(description="Names this request in the server's log.")
+    budgets_bytes: list[int | None] | None = Field(
+        default=None, description="Where a problem is proved infeasible: budgets of its devices that would do."
+    )
 
 
 def problem_response(error: HttpError, request_id: str) -> JSONResponse:
@@ -58,8 +61,10 @@ def problem_response(error: HttpError, request_id: str) -> JSONResponse:
         detail=str(error),
         errors=list(error.faults),
         request_id=request_id,
+        budgets_bytes=error.budgets_bytes,
     )
-    return JSONResponse(details.model_dump(), error.status, dict(error.headers or {}), MEDIA_TYPE)
+    data = details.model_dump(exclude={"budgets_bytes"} if error.budgets_bytes is None else None)
+    return JSONResponse(data, error.status, dict(error.headers or {}), MEDIA_TYPE)
 
 
 def answer_errors_as_problems(app: FastAPI, routes: Iterable[BaseRoute]) -> None:

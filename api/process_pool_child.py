@@ -33,9 +33,9 @@ def check_submission(body: bytes, caps: Mapping[str, Any]) -> bytes:
     return CheckedAnswer.of(read_submission(body, Caps(**caps)).problem).model_dump_json().encode()
 
 
-def parse_submission(body: bytes, caps: Mapping[str, Any]) -> bytes:
+def parse_submission(body: bytes, caps: Mapping[str, Any], problem_alone: bool) -> bytes:
     """A line with the `ReadSubmission` of a submission within the caps, and the text of its problem."""
-    submission = read_submission(body, Caps(**caps))
+    submission = read_submission(body, Caps(**caps), problem_alone)
     text = submission.problem.to_json().encode()
     form = canonical_form(submission.problem)
     read = ReadSubmission(

@@ -167,6 +167,7 @@ async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: 
     text = await asyncio.to_thread(schedule_text, schedule) if schedule else ""
     values: dict[str, Any] = {"status": result.status, "worker": None, "queue_id": None, "finished_at": func.now()}
     values |= {"reason": result.reason, "stopped_by": result.stop_reason, "error": result.error}
+    values |= {"budgets_bytes": list(result.budgets_bytes) if result.budgets_bytes is not None else None}
     async with transaction(engine) as connection:
         await queue.remove(connection, lease.queue_id, "canceled" if result.status == "cancelled" else "successful")
         row = await _locked_row(connection, lease)

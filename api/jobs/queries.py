@@ -86,6 +86,7 @@ AS_NEW: dict[str, Any] = {
     "reason": None,
     "stopped_by": None,
     "error": None,
+    "budgets_bytes": None,
 }
 """New values of an ended job that is queued again, apart from `queue_id`."""
 
@@ -103,6 +104,7 @@ def job_from_row(row: AnyRow, queue_place: int | None = None) -> Job:
         reason=row.reason,
         stop_reason=row.stopped_by,
         error=row.error,
+        budgets_bytes=row.budgets_bytes,
         revision=row.revision,
         attempt=row.attempt,
         queue_place=queue_place,

@@ -62,7 +62,8 @@ class Job:
 
     `revision` rises with every event. `attempt` counts the times that a worker took it up; 0: none did.
     `queue_place` is 1 for the job that is taken next, None for one that does not wait.
-    `reason` and `limit` are the contract's ``termination``, None until it ended.
+    `reason` and `limit` are the contract's ``termination``, None until it ended. `budgets_bytes`, of a job that is
+    proved infeasible: for each device the smallest budget known to do, None for one without a limit.
     """
 
     id: UUID
@@ -75,6 +76,7 @@ class Job:
     reason: Reason | None
     stop_reason: StopReason | None
     error: str | None
+    budgets_bytes: Sequence[int | None] | None
     revision: int
     attempt: int
     queue_place: int | None
@@ -189,5 +191,6 @@ class JobResult:
     reason: Reason | None
     stop_reason: StopReason | None
     error: str | None = None
+    budgets_bytes: Sequence[int | None] | None = None
     died: bool = False
     """The process of the solve ended by itself."""

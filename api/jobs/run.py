@@ -24,7 +24,7 @@ from api.jobs.leases import Lease
 from api.jobs.queue import HeartbeatGrace
 from api.jobs.records import JobConfig, JobResult
 from api.jobs.results import Equality
-from optpipe.errors import OptPipeError
+from optpipe.errors import InfeasibleError, OptPipeError
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -325,7 +325,8 @@ class Run:
         if result.limit == "interrupted" and self._cancelled:
             return JobResult("cancelled", schedule, schedule.status if schedule else "no_solution", "interrupted")
         if schedule is None:
-            return JobResult("failed", None, result.reason, result.limit, str(result.error))
+            budgets_bytes = result.error.budgets_bytes if isinstance(result.error, InfeasibleError) else None
+            return JobResult("failed", None, result.reason, result.limit, str(result.error), budgets_bytes)
         return JobResult("succeeded", schedule, schedule.status, None if schedule.status == "optimal" else result.limit)
 
     @staticmethod

@@ -105,14 +105,16 @@ class Store:
         async with transaction(self._reading) as connection:
             return await queries.job(connection, job_id, owner)
 
-    async def problem(self, job_id: UUID, owner: UUID | None = None) -> Problem:
-        """The problem of a job. Raises NotFoundError."""
+    async def problem_text(self, job_id: UUID, owner: UUID | None = None) -> str:
+        """The problem of a job as it was submitted: `optpipe.problem/1`. Raises NotFoundError."""
         async with transaction(self._reading) as connection:
             query = select(jobs.c.problem).where(queries.OWNED)
-            problem_json = (await connection.execute(query, {"job_id": job_id, "owner": owner})).scalar_one_or_none()
-        if problem_json is None:
+            problem: str | None = (
+                await connection.execute(query, {"job_id": job_id, "owner": owner})
+            ).scalar_one_or_none()
+        if problem is None:
             raise queries.not_found(job_id)
-        return await asyncio.to_thread(Problem.from_json, problem_json)
+        return problem
 
     async def list_jobs(
         self,

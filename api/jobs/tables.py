@@ -103,6 +103,7 @@ jobs = Table(
     Column("reason", Text),
     Column("stopped_by", Text),
     Column("error", Text),
+    Column("budgets_bytes", ARRAY(BigInteger)),
     _now("submitted_at"),
     Column("started_at", DateTime(timezone=True)),
     Column("finished_at", DateTime(timezone=True)),

@@ -1,16 +1,18 @@
-"""The best schedule of a job in several formats."""
+"""Documents of a job: the best schedule in several formats, and the problem as it was submitted."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
 
 from fastapi import APIRouter, Header, Query, Response
 
 from api.errors import unprocessable
+from api.jobs.records import BestSchedule
 from api.middleware import Owner
 from api.openapi import errors
-from api.service import TheService
+from api.service import Service, TheService
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
@@ -26,7 +28,7 @@ class _Form(NamedTuple):
     options: dict[str, Any] = {}
 
 
-_FORMS: dict[Format, _Form] = {
+_FORMATS: dict[Format, _Form] = {
     "optpipe.schedule/1": _Form("application/json", "json"),
     "torch-csv": _Form("text/csv", "csv", "to_torch_csv"),
     "chrome-trace": _Form("application/json", "trace.json", "to_chrome_trace"),
@@ -34,7 +36,7 @@ _FORMS: dict[Format, _Form] = {
     "png": _Form("image/png", "png", "to_picture", {"picture_format": "png"}),
 }
 
-_CONTENT = {
+CONTENT = {
     "application/json": {"schema": {"anyOf": [{"$ref": "#/components/schemas/Schedule"}, {"type": "object"}]}},
     "text/csv": {"schema": {"type": "string"}},
     "image/svg+xml": {"schema": {"type": "string"}},
@@ -46,7 +48,7 @@ _CONTENT = {
     "/{job_id}/schedule",
     response_class=Response,
     responses={
-        200: {"description": "The schedule.", "content": _CONTENT},
+        200: {"description": "The schedule.", "content": CONTENT},
         304: {"description": "It is still the one that If-None-Match names."},
         **errors(404, 422),
     },
@@ -65,14 +67,80 @@ async def best_schedule(
             "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
         )
     best = await service.store.best_schedule(job_id, owner)
-    form = _FORMS[format]
-    tag = f'"{best.revision}{"-final" if best.final else ""}-{form.ending}{"-dropped" if drop_offload else ""}"'
-    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
-    if if_none_match.strip() == "*" or tag in if_none_match:
-        return Response(status_code=304, headers=headers)
+    tag = f'"{best.revision}{"-final" if best.final else ""}-{_FORMATS[format].ending}'
+    tag += '-dropped"' if drop_offload else '"'
+    if is_known(tag, if_none_match):
+        return Response(status_code=304, headers=validated_by(tag))
+    answer = await schedule_response(service, owner, job_id, best, format, drop_offload)
+    answer.headers.update(validated_by(tag))
+    return answer
+
+
+async def schedule_response(
+    service: Service, owner: UUID | None, job_id: UUID, best: BestSchedule, format: Format, drop_offload: bool = False
+) -> Response:
+    """A schedule in a format, made in a process of the pool where it is not the stored document. Raises HttpError."""
+    form = _FORMATS[format]
     content: str | bytes = best.text
     if form.task:
         options = form.options | ({"drop_offload": drop_offload} if format == "torch-csv" else {})
         content = await service.pool.run(form.task, best.text.encode(), owner, **options)
-    headers["Content-Disposition"] = f'inline; filename="schedule-{job_id}.{form.ending}"'
+    headers = {"Content-Disposition": f'inline; filename="schedule-{job_id}.{form.ending}"'}
     return Response(content, headers=headers, media_type=form.media_type)
+
+
+def is_known(tag: str, if_none_match: str) -> bool:
+    """True if `If-None-Match` names the entity tag."""
+    return if_none_match.strip() == "*" or tag in if_none_match
+
+
+def validated_by(tag: str) -> dict[str, str]:
+    """Headers of a response that clients may keep and must ask for again."""
+    return {"ETag": tag, "Cache-Control": "private, no-cache"}
+
+
+def format_for(accept: str) -> Format:
+    """The format whose media type an `Accept` header prefers; the document where it names none of them."""
+    preferred: Format = "optpipe.schedule/1"
+    highest = 0.0
+    for part in accept.split(","):
+        media_type, *parameters = (text.strip().lower() for text in part.split(";"))
+        weights = [text.removeprefix("q=") for text in parameters if text.startswith("q=")]
+        weight = float(weights[0]) if weights and _WEIGHT.fullmatch(weights[0]) else 1.0
+        format = _BY_MEDIA_TYPE.get(media_type)
+        if format is not None and weight > highest:
+            preferred, highest = format, weight
+    return preferred
+
+
+_WEIGHT = re.compile(r"[01](\.[0-9]{0,3})?", re.ASCII)
+_BY_MEDIA_TYPE: dict[str, Format] = {
+    "application/json": "optpipe.schedule/1",
+    "*/*": "optpipe.schedule/1",
+    "text/csv": "torch-csv",
+    "image/svg+xml": "svg",
+    "image/png": "png",
+}
+
+
+@router.get(
+    "/{job_id}/problem",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The problem.",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        },
+        304: {"description": "It is the one that If-None-Match names: it never changes."},
+        **errors(404, 422),
+    },
+)
+async def submitted_problem(
+    service: TheService, owner: Owner, job_id: UUID, if_none_match: Annotated[str, Header()] = ""
+) -> Response:
+    """The problem as it was submitted. The job has the configuration."""
+    text = await service.store.problem_text(job_id, owner)
+    tag = f'"{job_id}"'
+    if is_known(tag, if_none_match):
+        return Response(status_code=304, headers=validated_by(tag))
+    return Response(text, headers=validated_by(tag), media_type="application/json")

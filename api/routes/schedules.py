@@ -30,7 +30,7 @@ from api.models import (
 )
 from api.openapi import WITH_BODY, errors, json_request
 from api.process_pool import ProcessPool
-from api.service import TheService
+from api.service import Service, TheService
 from optpipe.problem import Problem
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
@@ -90,25 +90,39 @@ async def submit(
     idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Have a problem solved. An equal problem that was solved at least as well before is answered at once."""
-    large = len(body) > INLINE_BYTES
-    caps = asdict(service.caps)
-    if operation == "validate" and large:
-        checked = await service.pool.run("check_submission", body, owner, caps=caps)
+    if operation == "validate":
+        if len(body) <= INLINE_BYTES:
+            return JSONResponse(CheckedAnswer.of(read_submission(body, service.caps).problem).model_dump())
+        checked = await service.pool.run("check_submission", body, owner, caps=asdict(service.caps))
         return Response(checked, media_type="application/json")
+    job = await submit_body(service, owner, body, idempotency_key)
+    if wait and not job.ended:
+        job = await service.store.wait_until_ended(job.id, owner, wait)
+    return submitted_response(job)
+
+
+async def submit_body(
+    service: Service, owner: UUID | None, body: bytes, idempotency_key: str | None, problem_alone: bool = False
+) -> Job:
+    """Submit what a body describes, a large one parsed in a process of the pool; `problem_alone` as `read_submission`.
+
+    Raises HttpError, JobError.
+    """
     problem: Problem | LargeProblem
-    if large:
-        head, text = (await service.pool.run("parse_submission", body, owner, caps=caps)).split(b"\n", 1)
+    if len(body) > INLINE_BYTES:
+        options = {"caps": asdict(service.caps), "problem_alone": problem_alone}
+        head, text = (await service.pool.run("parse_submission", body, owner, **options)).split(b"\n", 1)
         read = ReadSubmission.model_validate_json(head)
         problem = LargeProblem(read, text.decode(), service.pool, owner)
         config, body_hash = read.config, bytes.fromhex(read.body_hash)
     else:
-        submission = read_submission(body, service.caps)
+        submission = read_submission(body, service.caps, problem_alone)
         problem, config, body_hash = submission.problem, submission.config, hash_submission(submission)
-        if operation == "validate":
-            return JSONResponse(CheckedAnswer.of(problem).model_dump())
-    job = (await service.store.submit(problem, config, owner, idempotency_key, body_hash)).job
-    if wait and not job.ended:
-        job = await service.store.wait_until_ended(job.id, owner, wait)
+    return (await service.store.submit(problem, config, owner, idempotency_key, body_hash)).job
+
+
+def submitted_response(job: Job) -> Response:
+    """The answer to a submission: 200 with a job that has ended, else 202."""
     answer = _job_response(job, 200 if job.ended else 202)
     answer.headers["Location"] = f"/v1/schedules/{job.id}"
     return answer

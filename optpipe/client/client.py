@@ -155,6 +155,7 @@ class JobState:
     reason: str | None
     limit: str | None
     error: str | None
+    budgets_bytes: tuple[int | None, ...] = ()
 
     @classmethod
     def from_data(cls, answer: Mapping[str, Any]) -> Self:
@@ -171,6 +172,7 @@ class JobState:
             reason=termination.get("reason"),
             limit=termination.get("limit"),
             error=answer["error"],
+            budgets_bytes=tuple(answer.get("budgets_bytes") or ()),
         )
 
     @property
@@ -185,7 +187,7 @@ class JobState:
         if self.reason == "infeasible":
             # The constructor would compose the message from budgets; the server has composed it already.
             infeasible = InfeasibleError.__new__(InfeasibleError, text)
-            infeasible.budgets_bytes = ()
+            infeasible.budgets_bytes = self.budgets_bytes
             return infeasible
         if self.reason == "no_solution" or self.status == "cancelled":
             return NoSolutionError(text)

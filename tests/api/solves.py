@@ -8,10 +8,11 @@ from typing import Any
 
 from api.jobs.run import OnEvent, SolveRequest
 from instances import uniform
-from optpipe.errors import MethodError, NoSolutionError
+from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.process import ChildResult, Heartbeat
+from solver.serial import impossible_budgets, known_budgets_bytes
 from solver.solution import Progress, Solution
 from solver.solve import solve
 
@@ -42,6 +43,9 @@ class Stepwise:
                 on_event(Heartbeat(0.0, None))
                 time.sleep(0.02)
             best = _better(task.problem, method, best, on_event)
+        if best is None and impossible_budgets(task.problem):
+            error = InfeasibleError("one microbatch alone needs more.", known_budgets_bytes(task.problem))
+            return ChildResult(None, "infeasible", None, error)
         if best is None:
             return ChildResult(None, "no_solution", "time", NoSolutionError("nothing published keeps the budgets."))
         return ChildResult(best, best.status, None)

@@ -39,7 +39,7 @@ async def test_jobs_wait_in_their_places(store: Store) -> None:
     assert [(await store.get(job)).queue_place for job in (urgent, first, last)] == [1, 2, 3]
     assert (await store.cancel(urgent)).status == "cancelled"
     assert [job.queue_place for job in (await store.list_jobs()).jobs] == [2, None, 1]
-    assert await store.problem(first) == PROBLEM
+    assert Problem.from_json(await store.problem_text(first)) == PROBLEM
 
 
 async def test_times_are_utc_wherever_the_server_is(settings: Settings) -> None:
@@ -85,7 +85,7 @@ async def test_another_owners_job_is_not_there(store: Store) -> None:
     mine, other = [(await store.create_key(name)).key.id for name in ("mine", "other")]
     job = await submit(store, mine)
     for owner in (other, None):
-        for ask in (store.get, store.problem, store.cancel, store.delete, store.retry, store.best_schedule):
+        for ask in (store.get, store.problem_text, store.cancel, store.delete, store.retry, store.best_schedule):
             with pytest.raises(NotFoundError):
                 await ask(job, owner)
         with pytest.raises(NotFoundError):

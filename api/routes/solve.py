@@ -1,0 +1,83 @@
+"""One request that returns a schedule."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+
+from api.errors import Fault, HttpError
+from api.jobs.records import Job
+from api.middleware import JsonOrFormBody, Owner
+from api.models import JobAnswer, SubmissionBody
+from api.openapi import WITH_BODY, errors, json_request
+from api.routes.documents import CONTENT, Format, format_for, schedule_response
+from api.routes.schedules import IdempotencyKey, submit_body, submitted_response
+from api.service import TheService
+from optpipe.problem import Problem
+
+router = APIRouter(prefix="/v1", tags=["schedules"])
+
+AFTER_LIMIT_S = 5.0
+"""How long a request waits beyond the time limit of its job, for the queue, the start and the end of the solve."""
+
+LONGEST_WAIT_S = 1e7
+
+_LOCATION = {"Location": {"description": "The job.", "schema": {"type": "string"}}}
+
+
+@router.post(
+    "/solve",
+    response_class=Response,
+    responses={
+        200: {"description": "The schedule.", "content": CONTENT, "headers": _LOCATION},
+        202: {"model": JobAnswer, "description": "The job, which has not ended in time.", "headers": _LOCATION},
+        **errors(*WITH_BODY),
+    },
+    openapi_extra=json_request(SubmissionBody, Problem),
+)
+async def solve(
+    service: TheService,
+    owner: Owner,
+    body: JsonOrFormBody,
+    wait: Annotated[
+        float | None,
+        Query(
+            ge=0,
+            le=LONGEST_WAIT_S,
+            allow_inf_nan=False,
+            description=f"Seconds to wait for the end; by default and at most the time limit and {AFTER_LIMIT_S:g} s.",
+        ),
+    ] = None,
+    format: Annotated[Format | None, Query(description="Of the schedule; by default what Accept prefers.")] = None,
+    idempotency_key: IdempotencyKey = None,
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
+) -> Response:
+    """Solve a problem and answer with its schedule. The body is a submission, or a problem alone."""
+    with service.connections.taken(owner) if wait != 0 else nullcontext():
+        job = await submit_body(service, owner, body, idempotency_key, problem_alone=True)
+        most_s = job.config.time_limit_s + AFTER_LIMIT_S
+        if not job.ended:
+            job = await service.store.wait_until_ended(job.id, owner, most_s if wait is None else min(wait, most_s))
+    if not job.ended:
+        return submitted_response(job)
+    if job.value_us is None:
+        raise _no_schedule(job)
+    best = await service.store.best_schedule(job.id, owner)
+    answer = await schedule_response(service, owner, job.id, best, format or format_for(accept))
+    answer.headers["Location"] = f"/v1/schedules/{job.id}"
+    return answer
+
+
+def _no_schedule(job: Job) -> HttpError:
+    """The error for a job that has ended without a schedule."""
+    code = job.reason if job.status == "failed" and job.reason is not None else job.status
+    detail = job.error or f"job {job.id} ended as {job.status} before it had a schedule."
+    return HttpError(
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        [Fault(pointer="", code=code, detail=detail)],
+        headers={"Location": f"/v1/schedules/{job.id}"},
+        budgets_bytes=job.budgets_bytes,
+    )
