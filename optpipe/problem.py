@@ -438,6 +438,13 @@ class Problem(Displayed, Document):
         """True if some stage has activation modes besides `kept` and `offload`."""
         return any(stage.modes for stage in self.stages)
 
+    def without_modes(self) -> Self:
+        """The problem in which every activation is kept, or offloaded whole."""
+        data = self.to_data()
+        for stage in data["stages"]:
+            stage.pop("modes", None)
+        return self.from_data(data)
+
     @cached_property
     def channel_groups(self) -> Sequence[Sequence[int]]:
         """Groups of devices behind one switch; every device is in exactly one group."""

@@ -3,7 +3,8 @@
 In the steady state of a schedule each device does the same again for every group of n microbatches. What a device does
 from the F of microbatch a to that of a + n, on all its streams, can be done k times more, or left out. Warm-up and
 cool-down stay as they are. Whether the steady state is there is not asked: what comes out is simulated and held to
-the budgets, and where it fails another a or n is tried.
+the budgets, and where it fails another a or n is tried. That includes activation modes: a microbatch is in the mode of
+the one whose F its own repeats.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from math import ceil
 
+import numpy as np
+
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.ops import Op, Orders
+from optpipe.ops import Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import orders_from_times, within_budgets
@@ -40,8 +43,11 @@ def adapt_orders(problem: Problem, orders: Orders, microbatches: int) -> Orders 
     except (DeadlockError, OrderError):
         return None
     best: tuple[float, Orders | None] = (float("inf"), None)
-    for plan in _plans(problem, planned, microbatches):
-        made = orders_from_times(problem, plan, tolerance=1e-9 * max(end for _, end in plan.values()))
+    for plan, origin in _plans(problem, planned, microbatches):
+        if origin.shape[1] < problem.microbatches:  # some F is missing
+            continue
+        modes = None if orders.modes is None else orders.modes[np.arange(len(problem.stages))[:, None], origin]
+        made = orders_from_times(problem, plan, tolerance=1e-9 * max(end for _, end in plan.values()), modes=modes)
         value = _value_us(problem, made)
         if value is not None and value < best[0]:
             best = (value, made)
@@ -63,18 +69,22 @@ def _times(problem: Problem, orders: Orders) -> Planned:
     return dict(zip(simulation.ops, times, strict=True))
 
 
-def _plans(problem: Problem, planned: Planned, microbatches: int) -> Iterator[Planned]:
+def _plans(problem: Problem, planned: Planned, microbatches: int) -> Iterator[tuple[Planned, Ints]]:
+    """Plans for the problem's microbatches, each with the microbatch of `planned` whose F is repeated.
+
+    That is an array (stages, microbatches).
+    """
     more = problem.microbatches - microbatches
     if more < 0:
-        yield _first(planned, problem.microbatches)
+        yield _first(planned, problem.microbatches), np.arange(problem.microbatches)[None, :]
     for place in PLACES:
         for group in (*GROUPS, len(problem.devices)) if more > 0 else (-more,):
             begin = round(place * (microbatches - group))
             if begin < 0 or begin + group >= microbatches:
                 continue
             copies = ceil(more / group) if more > 0 else -1
-            plan = _repeated(planned, begin, group, copies)
-            yield _first(plan, problem.microbatches) if more % group else plan
+            plan, origin = _repeated(planned, begin, group, copies)
+            yield (_first(plan, problem.microbatches) if more % group else plan), origin[:, : problem.microbatches]
 
 
 def _first(planned: Planned, microbatches: int) -> Planned:
@@ -82,18 +92,22 @@ def _first(planned: Planned, microbatches: int) -> Planned:
     return {op: times for op, times in planned.items() if op.microbatch < microbatches}
 
 
-def _repeated(planned: Planned, begin: int, group: int, copies: int) -> Planned:
-    """The plan with one period done `copies` times more (-1: left out).
+def _repeated(planned: Planned, begin: int, group: int, copies: int) -> tuple[Planned, Ints]:
+    """The plan with one period done `copies` times more (-1: left out), and the microbatch that each F repeats.
 
-    The period of each kind of op of each stage holds the `group` of them that start when stage 0 runs F `begin`, or
-    next. Where the schedule is not quite periodic there, the plan is not quite right either, but its order may be.
+    The period of each kind of op of each stage holds those of the `group` microbatches that follow the last one that
+    has started when stage 0 runs F `begin`. Where the schedule is not quite periodic there, the plan is not quite right
+    either, but its order may be.
     """
     here_us, next_us = planned[Op("F", 0, begin)][0], planned[Op("F", 0, begin + group)][0]
-    first = Counter((op.kind, op.stage) for op, (start, _) in planned.items() if start < here_us)
-    place = _places(planned)
+    first: Counter[tuple[str, int]] = Counter()
+    for op, (start, _) in planned.items():
+        if start < here_us:
+            first[op.kind, op.stage] = max(first[op.kind, op.stage], op.microbatch + 1)
     result: Planned = {}
+    origin = {}
     for op, (start, end) in planned.items():
-        beyond = place[op] - first[op.kind, op.stage]
+        beyond = op.microbatch - first[op.kind, op.stage]
         if beyond < 0:
             shifts = range(1)
         elif beyond < group:
@@ -102,15 +116,10 @@ def _repeated(planned: Planned, begin: int, group: int, copies: int) -> Planned:
             shifts = range(copies, copies + 1)
         for k in shifts:
             shift_us = k * (next_us - here_us)
-            result[Op(op.kind, op.stage, op.microbatch + k * group)] = (start + shift_us, end + shift_us)
-    return result
-
-
-def _places(planned: Planned) -> dict[Op, int]:
-    """For each op, how many of its kind and stage come before it."""
-    seen: Counter[tuple[str, int]] = Counter()
-    places = {}
-    for op in sorted(planned, key=lambda op: op.microbatch):
-        places[op] = seen[op.kind, op.stage]
-        seen[op.kind, op.stage] += 1
-    return places
+            later = Op(op.kind, op.stage, op.microbatch + k * group)
+            result[later] = (start + shift_us, end + shift_us)
+            if op.kind == "F":
+                origin[op.stage, later.microbatch] = op.microbatch
+    stages, microbatches = (1 + max(column) for column in zip(*origin, strict=True))
+    table = np.array([[origin.get((s, i), 0) for i in range(microbatches)] for s in range(stages)])
+    return result, table

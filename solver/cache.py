@@ -245,13 +245,17 @@ class Cache:
     def neighbours(self, problem: Problem) -> list[Orders]:
         """Orders for this problem made of schedules for other budgets, objectives or microbatches, within its budgets.
 
-        Those for the nearest number of microbatches come first.
+        Those for the nearest number of microbatches come first. Where stages have activation modes, schedules of the
+        same stages without them are neighbours too: they keep everything, or offload it whole.
         """
         from solver.adapt import adapt_orders
 
         form = self._form(problem)
-        family = self._path(form).parent
-        entries = [entry for path in family.glob("*.json") if (entry := _read(path)) is not None]
+        families = [self._path(form).parent]
+        if problem.has_modes:
+            families.append(self._path(canonical_form(problem.without_modes())).parent)
+        paths = [path for family in families for path in family.glob("*.json")]
+        entries = [entry for path in paths if (entry := _read(path)) is not None]
         others = [entry for entry in entries if entry.problem != form.data]
         others.sort(key=lambda entry: abs(entry.microbatches - problem.microbatches))
         found = []

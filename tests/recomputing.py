@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.ops import DeviceOrders, Ints, Op, Orders
 from optpipe.problem import Problem
+from solver.build import orders_from_times
+from tests import mode_oracle as oracle
 
 FULL = {"name": "full", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0, "segment_bytes": 9}
 """All but the input is recomputed: layer by layer in the forward, whole in the backward."""
@@ -108,3 +110,54 @@ def random_problem(rng: Random) -> dict[str, Any]:
         "stages": [random_stage(rng, rng.randrange(devices)) for _ in range(rng.randint(1, 3))],
         "copy_channels": {"duplex": rng.random() < 0.5, "shared_by": rng.choice([[], [list(range(devices))]])},
     }
+
+
+def random_case(data: dict[str, Any], rng: Random) -> tuple[Ints, dict[oracle.Key, oracle.Cost]]:
+    """A random mode and set of ops for each microbatch of each stage: modes as in `Orders`, and all costs."""
+    modes, costs = [], {}
+    for s, stage in enumerate(data["stages"]):
+        modes.append([rng.choice(oracle.mode_names(stage)) for _ in range(data["microbatches"])])
+        for i, name in enumerate(modes[s]):
+            for kind in ("F", *rng.choice(oracle.ways(stage, name))):
+                costs[kind, s, i] = oracle.cost(stage, name, kind)
+    numbers = [
+        [oracle.mode_names(stage).index(name) for name in names]
+        for stage, names in zip(data["stages"], modes, strict=True)
+    ]
+    return np.array(numbers), costs
+
+
+def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Random) -> dict[Op, tuple[float, float]]:
+    """Times of a list schedule that always runs some op that can run."""
+    last = len(problem.stages) - 1
+    before = {op: set(oracle.needs(op, set(costs), last)) for op in costs}
+    for op in costs:
+        before[op] |= {other for other in costs if oracle.alike(other) == oracle.alike(op) and other[2] < op[2]}
+    free: dict[Any, float] = {}
+    planned: dict[Op, tuple[float, float]] = {}
+    left = sorted(costs)
+    while left:
+        op = rng.choice([op for op in left if all(other in planned for other in before[op])])
+        left.remove(op)
+        device = problem.stages[op[1]].device
+        group = next(tuple(group) for group in problem.channel_groups if device in group)
+        resource: Any = (group, op[0] if problem.copy_channels.duplex else "") if op[0] in ("O", "R") else device
+        ready = [planned[Op(*other)][1] + delay_us(problem, other, op) for other in before[op]]
+        start = max([free.get(resource, 0.0), *ready])
+        free[resource] = start + costs[op].us
+        planned[Op(*op)] = (start, free[resource])
+    return planned
+
+
+def delay_us(problem: Problem, before: oracle.Key, op: oracle.Key) -> float:
+    if before[1] == op[1]:
+        return 0.0
+    return problem.forward_delay_us[before[1]] if before[1] < op[1] else problem.backward_delay_us[op[1]]
+
+
+def random_recomputing(rng: Random) -> tuple[Problem, Orders]:
+    """A random problem with modes, and random orders of it, with the waits that bound their memory."""
+    data = random_problem(rng)
+    problem = Problem.from_data(data)
+    modes, costs = random_case(data, rng)
+    return problem, orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)

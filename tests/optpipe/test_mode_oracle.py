@@ -14,9 +14,10 @@ from optpipe.errors import DeadlockError, OrderError
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule, orders_from_times
 from tests import mode_oracle as oracle
-from tests.recomputing import COPY, FULL, LEAVES, random_problem, recomputing
+from tests.recomputing import COPY, FULL, LEAVES, random_case, random_plan, random_problem, recomputing
 
 WORK = {
     "workspace_bytes": {"F": 1, "B": 2, "W": 1, "BW": 3},
@@ -77,45 +78,6 @@ def test_every_schedule_of_two_microbatches_on_two_stages() -> None:
     assert min(value for value in values if value is not None) == 9
 
 
-def random_case(data: dict[str, Any], rng: Random) -> tuple[list[list[str]], dict[oracle.Key, oracle.Cost]]:
-    """A random mode and set of ops for each microbatch of each stage: the modes' names, and the costs of all ops."""
-    modes, costs = [], {}
-    for s, stage in enumerate(data["stages"]):
-        modes.append([rng.choice(oracle.mode_names(stage)) for _ in range(data["microbatches"])])
-        for i, name in enumerate(modes[s]):
-            for kind in ("F", *rng.choice(oracle.ways(stage, name))):
-                costs[kind, s, i] = oracle.cost(stage, name, kind)
-    return modes, costs
-
-
-def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Random) -> dict[Op, tuple[float, float]]:
-    """Times of a list schedule that always runs some op that can run."""
-    last = len(problem.stages) - 1
-    before = {op: set(oracle.needs(op, set(costs), last)) for op in costs}
-    for op in costs:
-        before[op] |= {other for other in costs if oracle.alike(other) == oracle.alike(op) and other[2] < op[2]}
-    free: dict[Any, float] = {}
-    planned: dict[Op, tuple[float, float]] = {}
-    left = sorted(costs)
-    while left:
-        op = rng.choice([op for op in left if all(other in planned for other in before[op])])
-        left.remove(op)
-        device = problem.stages[op[1]].device
-        group = next(tuple(group) for group in problem.channel_groups if device in group)
-        resource: Any = (group, op[0] if problem.copy_channels.duplex else "") if op[0] in ("O", "R") else device
-        ready = [planned[Op(*other)][1] + delay_us(problem, other, op) for other in before[op]]
-        start = max([free.get(resource, 0.0), *ready])
-        free[resource] = start + costs[op].us
-        planned[Op(*op)] = (start, free[resource])
-    return planned
-
-
-def delay_us(problem: Problem, before: oracle.Key, op: oracle.Key) -> float:
-    if before[1] == op[1]:
-        return 0.0
-    return problem.forward_delay_us[before[1]] if before[1] < op[1] else problem.backward_delay_us[op[1]]
-
-
 @pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_worst_case_memory_of_random_schedules_with_modes(first: int) -> None:
     """The peak under any timing is exact, no random timing exceeds it, and most reach it."""
@@ -125,18 +87,16 @@ def test_worst_case_memory_of_random_schedules_with_modes(first: int) -> None:
         data = random_problem(rng)
         problem = Problem.from_data(data)
         modes, costs = random_case(data, rng)
-        numbers = [
-            [oracle.mode_names(stage).index(name) for name in names]
-            for stage, names in zip(data["stages"], modes, strict=True)
-        ]
         plan = random_plan(problem, costs, rng)
-        orders = orders_from_times(problem, plan, modes=np.array(numbers))
+        orders = orders_from_times(problem, plan, modes=modes)
         schedule = build_schedule(problem, orders, 0.0, "random", 0.0)  # which verifies it
         assert schedule.value_us <= max(end for _, end in plan.values())
         streams = [[tuple(map(tuple, stream)) for stream in device.streams()] for device in orders.devices]
         waits = {tuple(op): [tuple(other) for other in others] for op, others in orders.waits.items()}
         limits = [device.peak_bytes_any_timing for device in schedule.devices]
-        assert limits == [oracle.worst_peak(costs, own, waits) if any(own) else 0 for own in streams]
+        without = [worst_case_peak_bytes(problem, tuple(device.streams()), {}, modes) for device in orders.devices]
+        for peaks, kept in ((limits, waits), (without, {})):
+            assert peaks == [oracle.worst_peak(costs, own, kept) if any(own) else 0 for own in streams]
         more = [(other, op, 0.0) for op, others in waits.items() for other in others]
         more += [(*pair, 0.0) for channel in orders.channels for pair in pairwise(map(tuple, channel))]
         if all(cost.end <= 0 for cost in costs.values()):  # else a backward may grow at its end, when no wait helps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from optpipe.errors import OptPipeError
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.adapt import adapt_orders
-from solver.build import within_budgets
+from solver.build import build_schedule, within_budgets
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.solve import solve
 from tests.problems import problems
+from tests.recomputing import one_f_one_b, random_recomputing, recomputing
 
 
 def with_microbatches(problem: Problem, microbatches: int) -> Problem:
@@ -73,3 +75,30 @@ def test_a_smaller_budget_takes_what_fits() -> None:
     roomy, tight = uniform(4, 8, budget=8), uniform(4, 8, budget=6)
     assert adapt_orders(tight, published_orders(METHODS["1f1b"], roomy), 8) is None
     assert adapt_orders(roomy, published_orders(METHODS["1f1b"], roomy), 8) is not None
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("microbatches", [40, 12])
+def test_modes_go_on(every: int, microbatches: int) -> None:
+    """1F1B that recomputes each microbatch, or every other one, ahead of its gradient."""
+    problem = recomputing(4, 24, budget=31)
+    target = with_microbatches(problem, microbatches)
+    there, expected = (one_f_one_b(one, lambda _, i: "C BW" if i % every == 0 else "BW") for one in (problem, target))
+    orders = adapt_orders(target, there, 24)
+    assert orders is not None
+    assert orders.modes is not None
+    assert orders.modes.tolist() == expected.modes.tolist()
+    assert simulate(target, orders).value_us == simulate(target, expected).value_us
+    assert every == 2 or simulate(target, orders).value_us == microbatches * 4 + 3 * 3
+
+
+def test_whatever_comes_out_of_modes_keeps_the_rules() -> None:
+    """Random schedules have no steady state; the first microbatches of them always do."""
+    for seed in range(60):
+        problem, orders = random_recomputing(Random(seed))
+        for microbatches in (1, 2, 5):
+            target = with_microbatches(problem, microbatches)
+            adapted = adapt_orders(target, orders, problem.microbatches)
+            assert adapted is not None or microbatches > problem.microbatches
+            if adapted is not None:
+                build_schedule(target, adapted, 0.0, "adapted", 0.0)

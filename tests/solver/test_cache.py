@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instances import HALF, uniform
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -29,6 +30,7 @@ from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.solve import solve
 from tests.problems import problems
+from tests.recomputing import COPY, one_f_one_b, recomputing
 
 
 @pytest.fixture
@@ -331,3 +333,88 @@ def test_a_family_shares_all_but_microbatches_budgets_and_objective() -> None:
 def test_channels_without_transfers_do_not_matter() -> None:
     plain = uniform(2, 3, copy_channels={"duplex": False}, host_memory_bytes=5)
     assert canonical_form(plain).key == canonical_form(uniform(2, 3)).key
+
+
+def test_keys_of_problems_without_modes_stay() -> None:
+    """Entries of earlier releases are found: this is the key that they have."""
+    problem = uniform(2, 3, budget=5, offload=HALF, host_memory_bytes=4)
+    assert canonical_form(problem).key == "f3c38f3e637dce3efb7bce6510aa2b1d6333de051dd07630c47a8e50d9b51bbd"
+    explicit = problem.to_data()
+    explicit["stages"] = [stage | {"modes": [], "split_backward": True} for stage in explicit["stages"]]
+    assert canonical_form(Problem.from_data(explicit)).key == canonical_form(problem).key
+
+
+RECOMPUTED = {"name": "a", "kept_bytes": 4, "recompute_us": 3, "segment_bytes": 6, "offload": COPY}
+
+
+@pytest.mark.parametrize(
+    ("mode", "same"),
+    [
+        ({"name": "b"}, True),
+        ({"forward_workspace_bytes": 6, "workspace_bytes": 0}, True),
+        ({"kept_bytes": 5}, False),
+        ({"recompute_us": 2}, False),
+        ({"forward_workspace_bytes": 0}, False),
+        ({"workspace_bytes": 2}, False),
+        ({"segment_bytes": 4}, False),
+        ({"segment_bytes": None}, False),
+        ({"offload": None}, False),
+        ({"offload": COPY | {"reload_us": 4}}, False),
+    ],
+)
+def test_modes_are_equal_by_their_costs(mode: dict[str, Any], same: bool) -> None:
+    """Names do not count, and what is given as the default does not differ from it."""
+    keys = [canonical_form(recomputing(2, 3, [some])).key for some in (RECOMPUTED, RECOMPUTED | mode)]
+    assert (keys[0] == keys[1]) is same
+    assert canonical_form(recomputing(2, 3, [RECOMPUTED], split_backward=False)).key not in keys
+    assert canonical_form(recomputing(2, 3, [])).key not in keys
+
+
+def test_modes_in_other_units_are_the_same() -> None:
+    times = ("forward_us", "backward_input_us", "backward_weight_us")
+    data = recomputing(2, 3, [RECOMPUTED], budget=20).to_data()
+    doubled = recomputing(2, 3, [scaled_mode(RECOMPUTED)], budget=60, activation_bytes=30).to_data()
+    for stage in doubled["stages"]:
+        stage |= dict.fromkeys(times, 2)
+    assert canonical_form(Problem.from_data(doubled)).key == canonical_form(Problem.from_data(data)).key
+
+
+def scaled_mode(mode: dict[str, Any]) -> dict[str, Any]:
+    """Twice the times and three times the bytes."""
+    return {
+        name: scaled_mode(value)
+        if isinstance(value, dict)
+        else value * (3 if "bytes" in name else 2)
+        if isinstance(value, int)
+        else value
+        for name, value in mode.items()
+    }
+
+
+def test_a_schedule_with_modes_comes_back_in_the_names_of_the_problem(cache: Cache) -> None:
+    problem = recomputing(2, 4, [RECOMPUTED])
+    orders = one_f_one_b(problem, lambda s, i: "C BW" if i % 2 else "BW")
+    modes = orders.modes
+    assert modes is not None
+    copies = [
+        DeviceOrders(
+            device.compute,
+            [Op("O", s, i) for i in range(4) if modes[s, i]],
+            [Op("R", s, i) for i in range(4) if modes[s, i]],
+        )
+        for s, device in enumerate(orders.devices)
+    ]
+    cache.store(build_schedule(problem, Orders(copies, modes=modes), 0.0, "by hand", 0.0), "auto", 1.0)
+    renamed = recomputing(2, 4, [RECOMPUTED | {"name": "other"}])
+    found = cache.lookup(renamed)
+    assert found is not None
+    assert {op.mode for op in found.schedule.devices[0].compute if op.op == "F"} == {None, "other"}
+
+
+def test_schedules_without_modes_are_neighbours_of_problems_with_them(cache: Cache) -> None:
+    cache.store(solve(recomputing(2, 4, []), "1f1b"), "1f1b", 1.0)
+    [same] = cache.neighbours(recomputing(2, 4, [RECOMPUTED]))
+    assert {op.kind for op in same.ops()} == {"F", "BW"}
+    [longer] = cache.neighbours(recomputing(2, 12, [RECOMPUTED]))
+    assert simulate(recomputing(2, 12), longer).value_us == 13 * 3
+    assert cache.neighbours(recomputing(2, 4, [RECOMPUTED], budget=19)) == []
