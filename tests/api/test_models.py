@@ -26,11 +26,11 @@ def faults_of(model: type[Document], data: Any) -> list[tuple[str, str]]:
 def test_a_list_is_checked_up_to_its_first_wrong_item_in_a_large_body() -> None:
     data = {"devices": [{"compute": []}] * 300_000}
     text = json.dumps(data).encode()
-    began = time.process_time()
+    began = time.thread_time()
     parse_json(text)
-    parsed = time.process_time()
+    parsed = time.thread_time()
     faults = faults_of(Schedule, data)
-    took_s = time.process_time() - parsed
+    took_s = time.thread_time() - parsed
     assert any(pointer.startswith("/devices/0/") and code == "missing" for pointer, code in faults)
     assert not any(pointer.startswith("/devices/1") for pointer, _ in faults)
     assert took_s < 3 * (parsed - began) + 0.5  # 1.2 million faults take several times as long

@@ -39,6 +39,12 @@ PATIENCE_S = 120.0
 
 LOOK_S = 0.05
 
+HEARTBEAT_S = 3.0
+"""Where a test counts attempts: a worker that a busy machine keeps waiting for a second is not given up."""
+
+STEPS = 4
+"""From the solver's thread to the loop, to the verifier's thread and back, and to the database."""
+
 CONTINUED = "continued"
 """The method of a schedule that was given as a start."""
 
@@ -137,10 +143,17 @@ def workers_on(settings: Settings) -> Iterator[Workers]:
 
 
 class Lateness:
-    """How late this machine is: the longest time that looking at the database and a short sleep took beyond it."""
+    """How late this machine is: `allowed_s` is what each of the steps of a promise may take longer, together.
+
+    One step: the longest time that looking at the database and a short sleep took beyond it.
+    """
 
     def __init__(self) -> None:
-        self.worst_s = 0.0
+        self._worst_s = 0.0
+
+    @property
+    def allowed_s(self) -> float:
+        return STEPS * self._worst_s
 
     async def watch(self, store: Store) -> None:
         """Look until cancelled."""
@@ -148,7 +161,7 @@ class Lateness:
             began_s = time.monotonic()
             await store.ping()
             await asyncio.sleep(LOOK_S)
-            self.worst_s = max(self.worst_s, time.monotonic() - began_s - LOOK_S)
+            self._worst_s = max(self._worst_s, time.monotonic() - began_s - LOOK_S)
 
 
 @asynccontextmanager

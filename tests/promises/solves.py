@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import Child, ChildResult, Heartbeat, solve_in_child
-from solver.process.channel import kept_waiting_s
 from solver.solution import Progress, Solution
+from tests import clock
 from tests.problems import KNOWN_OPTIMA
 
 PROBLEM, _ = KNOWN_OPTIMA["offload"]
@@ -47,7 +46,7 @@ def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None 
     """Solve with a method of `stubborn`."""
     events: list[tuple[float, Event]] = []
     waited_s = [0.0]
-    before_s = kept_waiting_s(os.getpid())
+    before_s = clock.waited_s()
 
     def listen(event: Event) -> None:
         events.append((limits.seconds, event))
@@ -59,4 +58,4 @@ def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None 
     with Child("tests.promises.stubborn") as child:
         result = solve_in_child(PROBLEM, method, limits, on_event=listen, child=child, **more)
     ended_s = time.perf_counter() - limits.began
-    return Heard(events, result, ended_s, max(waited_s) + kept_waiting_s(os.getpid()) - before_s)
+    return Heard(events, result, ended_s, max(waited_s) + max(0.0, clock.waited_s() - before_s))

@@ -8,11 +8,11 @@ import signal
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.scripted import CONTINUED, submitted, until, workers_on
+from tests.promises.scripted import CONTINUED, HEARTBEAT_S, submitted, until, workers_on
 
 
 async def test_it_is_refused(settings: Settings) -> None:
-    settings = settings.model_copy(update={"solves": 1})
+    settings = settings.model_copy(update={"solves": 1, "heartbeat_s": HEARTBEAT_S})
     with workers_on(settings) as workers:
         async with Store(settings) as store:
             late = workers.start()

@@ -6,11 +6,11 @@ import asyncio
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.scripted import Workers, submitted, until, workers_on
+from tests.promises.scripted import HEARTBEAT_S, Workers, submitted, until, workers_on
 
 
 async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
-    one_at_a_time = settings.model_copy(update={"solves": 1})
+    one_at_a_time = settings.model_copy(update={"solves": 1, "heartbeat_s": HEARTBEAT_S})
     with workers_on(one_at_a_time) as workers:
         async with Store(one_at_a_time) as store:
             killer = await submitted(store, "kills", seconds=0.1)

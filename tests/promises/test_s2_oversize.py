@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import pytest
 from api.settings import Settings
 from solver.process.channel import resident_bytes
 from tests.api.services import new_key
+from tests.clock import Clock
 
 SENT_BYTES = 400 * 2**20
 WITHIN_S = 0.5
@@ -54,7 +54,7 @@ def test_oversize(
 def _answer(url: str, head: bytes, parts: Iterator[bytes]) -> tuple[float, bytes]:
     """The seconds until the answer began, and the answer, of a server that may stop to listen in between."""
     address = urlsplit(url)
-    began = time.perf_counter()
+    clock = Clock()
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
         try:
             connection.sendall(head)
@@ -63,7 +63,7 @@ def _answer(url: str, head: bytes, parts: Iterator[bytes]) -> tuple[float, bytes
         except (BrokenPipeError, ConnectionResetError):
             pass
         answer = connection.recv(2**16)
-        return time.perf_counter() - began, answer
+        return clock.seconds, answer
 
 
 def _resident_bytes() -> int:

@@ -70,7 +70,7 @@ def test_a_search_that_heeds_nothing_is_not_waited_for() -> None:
         ended.set()
         return answer_of("zb-h1")
 
-    shared = SharedIncumbent(PROBLEM, Limits(1.0), None)
+    shared = SharedIncumbent(PROBLEM, Limits(3.0), None)
     run_subsolvers(PROBLEM, shared, [[TimeSlice("stubborn", stubborn, 1.0)]])
     assert not ended.is_set()
     assert shared.stop.requested

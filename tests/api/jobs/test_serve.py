@@ -73,15 +73,11 @@ def test_no_worker_where_none_is_asked_for(environment: dict[str, str], free_tcp
 def test_a_taken_port_is_refused_before_anything_is_started(environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        began = time.monotonic()
         refused = _command(environment, "serve", "--port", str(port))
-        took_s = time.monotonic() - began
     assert refused.returncode == 2
     assert f"port is {port}, which another process uses on 127.0.0.1" in refused.stderr
     assert not (Path(environment["OPTPIPE_DATA_FOLDER"]) / "postgresql").exists()
-    began = time.monotonic()
-    _command(environment, "--version")
-    assert took_s < 1 + 3 * (time.monotonic() - began)  # the same machine, as busy
+    assert len(refused.stderr.splitlines()) == 1  # nothing is logged of what would have been started
 
 
 @pytest.mark.parametrize(("host", "error"), [("no.such.host.invalid", "host is"), ("192.0.2.1", "host is")])

@@ -177,15 +177,16 @@ def _in_nanoseconds(problem: Problem) -> Problem:
     return Problem.from_data(data | {"name": "in nanoseconds", "transfer_us": 1000 * data["transfer_us"]})
 
 
-async def test_who_waits_is_told(store: Store, settings: Settings) -> None:
+async def test_who_waits_is_told(store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.jobs.store.LOOK_AGAIN_S", 600.0)  # nobody looks without being told
     job = await submit(store)
     assert await store.events(job, after=1) == []
-    waiting = asyncio.create_task(store.events(job, after=1, wait_s=20))
-    ending = asyncio.create_task(store.wait_until_ended(job, wait_s=20))
+    waiting = asyncio.create_task(store.events(job, after=1, wait_s=60))
+    ending = asyncio.create_task(store.wait_until_ended(job, wait_s=60))
     await asyncio.sleep(0.2)
     async with Store(settings) as elsewhere:
         await elsewhere.cancel(job)
-    async with asyncio.timeout(3):  # sooner than anybody looks by himself
+    async with asyncio.timeout(50):
         (event,) = await waiting
         assert event.status == "cancelled"
         assert (await ending).status == "cancelled"

@@ -129,7 +129,7 @@ def test_ctrl_c_prints_what_is_done(tmp_path: Path) -> None:
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "1/3  two" in process.stderr.readline()
-        time.sleep(1)
+        time.sleep(3)  # by then the next one has its first schedule
         os.kill(process.pid, signal.SIGINT)
         out, errors = process.communicate()
     assert process.returncode == 130

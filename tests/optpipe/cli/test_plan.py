@@ -22,7 +22,7 @@ def layers(tmp_path: Path) -> Path:
 def test_the_best_layout_is_written_and_told(cli: Cli, layers: Path, tmp_path: Path) -> None:
     out = tmp_path / "best.json"
     options = ("--devices", "2", "--global-batch", "4", "--microbatch-sizes", "1", "--placements", "linear,v")
-    run = cli("plan", layers, *options, "--time-limit", "3", "-o", out, "--json")
+    run = cli("plan", layers, *options, "--time-limit", "10", "-o", out, "--json")
     assert run.code == 0
     first, *others = run.document["layouts"]
     schedule = Schedule.load(out)
@@ -33,7 +33,7 @@ def test_the_best_layout_is_written_and_told(cli: Cli, layers: Path, tmp_path: P
 
 
 def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--placements", "linear", "--time-limit", "1")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--placements", "linear", "--time-limit", "10")
     assert run.code == 0
     header, best = run.out.splitlines()[:2]
     assert "sequences / s" in header
@@ -62,16 +62,16 @@ def test_bad_options(cli: Cli, layers: Path, options: tuple[str, ...], message: 
 
 
 def test_nothing_fits(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1KB", "--time-limit", "1")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory", "1KB", "--time-limit", "10")
     assert run.code == 4
     assert "linear, even cut, microbatch 1: parameters alone take 4,000 of 1,000 bytes on device 0" in run.err
 
 
 def test_a_margin_needs_a_memory(cli: Cli, layers: Path) -> None:
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory-margin", "10%", "--time-limit", "1")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--memory-margin", "10%", "--time-limit", "10")
     assert run.code == 2
     assert "--memory-margin has no meaning here: neither --memory nor the profile gives a device's memory." in run.err
     memory = ("--memory", "1KB", "--memory-margin", "50%")
-    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", *memory, "--time-limit", "1")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", *memory, "--time-limit", "10")
     assert run.code == 4
     assert "parameters alone take 4,000 of 500 bytes on device 0" in run.err

@@ -30,7 +30,7 @@ def test_a_table_becomes_layers_that_can_be_planned(cli: Cli, tmp_path: Path) ->
     assert sum(layer.repeat for layer in profile.layers) == 102
     assert "400 TFLOP/s reached" in profile.source
     options = ("--global-batch", 50, "--microbatch-sizes", 1, "--placements", "linear", "--offload", "no")
-    run = cli("plan", layers, "--devices", 25, *options, "--time-limit", "2", "-o", schedule, "--json")
+    run = cli("plan", layers, "--devices", 25, *options, "--time-limit", "5", "-o", schedule, "--json")
     assert run.code == 0
     planned = Schedule.load(schedule)
     assert verify(planned).ok

@@ -9,10 +9,11 @@ import pytest
 
 from instances import uniform
 from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from optpipe.verify import verify
 from solver import kernels
 from solver.limits import Limits
-from solver.methods import METHODS
+from solver.methods import METHODS, published_orders
 from solver.process import solve_in_child
 from solver.process.parent import INTERPRETED_OPS
 from solver.scale import count_ops
@@ -54,10 +55,12 @@ def solved(problem: Problem, folder: Path, limit_s: float) -> list[tuple[Solutio
 
 def test_a_small_problem_is_answered_without_any_kernel(kept: Path) -> None:
     """Also with offload, for which nothing but ada-offload is published on one stage a device."""
-    heard = solved(EXAMPLE, kept, limit_s=6.0)
-    best = heard[-1][0]
-    assert (heard[0][0].method, heard[0][0].bound_us) == ("ada-offload", 29_000)
-    assert best.value_us in (29_000, 30_000), "CP-SAT, which has no kernels, proves the optimum where it finds time"
+    published_us = simulate(EXAMPLE, published_orders(METHODS["ada-offload"], EXAMPLE)).value_us
+    heard = solved(EXAMPLE, kept, limit_s=10.0)
+    first, _ = heard[0]  # the newest one is sent: a busy machine may skip what is published
+    assert first.method == "ada-offload" or first.value_us < published_us
+    assert (first.bound_us, published_us) == (29_000, 30_000)
+    assert heard[-1][0].value_us in (29_000, 30_000), "CP-SAT, which has no kernels, may prove the optimum"
     assert compiled(kept) == set()
 
 

@@ -119,7 +119,7 @@ def test_public_values_stand_beside_the_instance_as_it_is_alone(tmp_path: Path) 
 
 def test_the_curve_falls_to_the_schedule() -> None:
     problem = uniform(3, 4, budget=4, offload=HALF)
-    run = measure(problem, "cp-sat", Limits(10, workers=1))
+    run = measure(problem, "cp-sat", Limits(60, workers=1))
     assert run.figures is not None
     assert run.curve[-1].value_us == run.figures.value_us
     assert run.curve[-1].bound_us == run.figures.bound_us

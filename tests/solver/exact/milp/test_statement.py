@@ -96,7 +96,7 @@ def test_another_solver_finds_the_optimum_in_the_written_model(problem: Problem,
     assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
     highs.run()
     assert highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    optimum = solve(problem, "cp-sat", Limits(20, workers=1))
+    optimum = solve(problem, "cp-sat", Limits(300, workers=1))
     assert optimum.status == "optimal"
     assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
 
