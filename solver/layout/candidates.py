@@ -110,7 +110,9 @@ class _CutModel:
             bytes_of_stage = self._stage_sums(held)
             for own in stages_of_device.values():
                 model.add(sum(bytes_of_stage[s] for s in own) <= budget)
-        # Lexicographic objective: the busiest device first, the longest stage among equals.
+        # Lexicographic objective: the busiest device first, since its work times m bounds every schedule from below;
+        # then the longest stage, which the warm-up and the cool-down wait for. A stage takes at most `total` ticks, so
+        # one tick of the busiest device outweighs it.
         total = ticks[-1]
         busiest = model.new_int_var(0, total, "busiest device")
         longest = model.new_int_var(0, total, "longest stage")
@@ -200,7 +202,11 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
                     problem, reason = None, why_not
                     if layout is not None:
                         problem = build_problem(profile, layout, batching, offload=offload, objective=search.objective)
-                        reason = "" if problem else _overfull(profile, layout)
+                        reason = ""
+                    if layout is not None and problem is None:
+                        held = parameter_bytes(profile, layout)
+                        device, budget = max(range(len(held)), key=held.__getitem__), profile.memory_bytes
+                        reason = f"parameters alone take {held[device]:,} of {budget:,} bytes on device {device}"
                     yield Candidate(placement_name(kind, chunks), cut, layout, batching, offload, problem, reason)
 
 
@@ -220,12 +226,6 @@ def _layouts(
     balanced = cutter.sizes(devices, scale, limits.part(CUT_SHARE))
     if balanced is not None and balanced != even:
         yield "balanced", Partition(balanced, devices), ""
-
-
-def _overfull(profile: LayerProfile, layout: Partition) -> str:
-    held = parameter_bytes(profile, layout)
-    device = max(range(len(held)), key=held.__getitem__)
-    return f"parameters alone take {held[device]:,} of {profile.memory_bytes:,} bytes on device {device}"
 
 
 RATING_SHARE = 0.4

@@ -1,7 +1,8 @@
 """Ranking of candidate layouts: all are rated by published schedules and bounds, the most promising ones then solved.
 
 Candidates do the same work (one global batch), so their values compare. A candidate whose proved bound is no better
-than the best value is out. The time is shared in rounds (successive halving), each for a third as many candidates.
+than the best value is out. The time is shared in rounds, each for a third as many candidates (successive halving,
+Karnin, Koren and Somekh 2013).
 """
 
 from __future__ import annotations
@@ -67,7 +68,13 @@ def rank(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged = 
         on_judged(judged[-1])
     for k, share in enumerate(ROUNDS):
         judged = _round(judged, max(1, FIRST_ROUND // 3**k), limits, share / sum(ROUNDS[k:]), on_judged)
-    return [replace(one, why_not=_why_not(one, judged[0])) for one in judged]
+    for k, one in enumerate(judged):
+        if k and not one.why_not:  # empty for a schedule that is simply slower
+            if one.bound_us >= judged[0].value_us:
+                judged[k] = replace(one, why_not="no schedule of it can be better")
+            elif one.schedule is None:
+                judged[k] = replace(one, why_not="nothing found that keeps the budgets")
+    return judged
 
 
 def _rate(candidate: Candidate, limits: Limits) -> Judged:
@@ -94,12 +101,19 @@ def _rate(candidate: Candidate, limits: Limits) -> Judged:
 def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, on_judged: OnJudged) -> list[Judged]:
     """Solve the `count` most promising candidates that may still win, in parallel, and sort all again."""
 
-    def promise(one: Judged) -> tuple[float, float]:
+    def by_value(one: Judged) -> tuple[float, float]:
         return one.value_us, one.bound_us  # without a value the lowest bound comes first
 
-    ordered = sorted(judged, key=promise)
+    ordered = sorted(judged, key=by_value)
     best_us = min((one.value_us for one in ordered), default=inf)
-    chosen = [one for one in ordered if _may_win(one, best_us)][:count]
+    promising = [
+        one
+        for one in ordered
+        if one.candidate.problem is not None
+        and one.bound_us < best_us  # else not even its bound is better
+        and (one.schedule is None or one.schedule.status != "optimal")
+    ]
+    chosen = promising[:count]
     cores = max(1, min(limits.workers, len(chosen)))
     slices = TimeSlices(limits, share, len(chosen), cores)
     if not chosen or not slices.worthwhile():
@@ -115,13 +129,7 @@ def _round(judged: Sequence[Judged], count: int, limits: Limits, share: float, o
 
     with ThreadPoolExecutor(cores) as pool:
         results = dict(zip(map(id, chosen), pool.map(improved, chosen), strict=True))
-    return sorted((results.get(id(one), one) for one in ordered), key=promise)
-
-
-def _may_win(one: Judged, best_us: float) -> bool:
-    if one.candidate.problem is None or one.bound_us == inf:
-        return False
-    return one.bound_us < best_us and (one.schedule is None or one.schedule.status != "optimal")
+    return sorted((results.get(id(one), one) for one in ordered), key=by_value)
 
 
 def _solved(one: Judged, limits: Limits) -> Judged:
@@ -139,12 +147,3 @@ def _solved(one: Judged, limits: Limits) -> Judged:
     if schedule is None or schedule.value_us >= one.value_us:
         return replace(one, bound_us=max(one.bound_us, schedule.bound_us if schedule else 0.0))
     return replace(one, schedule=schedule, bound_us=max(one.bound_us, schedule.bound_us), why_not="")
-
-
-def _why_not(one: Judged, best: Judged) -> str:
-    """Reason why a candidate did not win; empty if it has a schedule that is simply slower."""
-    if one is best or one.why_not:
-        return one.why_not
-    if one.bound_us >= best.value_us:
-        return "no schedule of it can be better"
-    return "" if one.schedule else "nothing found that keeps the budgets"
