@@ -1,13 +1,13 @@
 """AdaOffload: a valid schedule within the budgets for any placement, quickly (OptPipe, section 4).
 
 A list schedule in time: whenever a device is free it takes what is ready, B before F (the stage nearest to the loss
-first), and W when nothing else is ready or too many W are left over. Budgets are not looked at: fewer microbatches in
+first), and W when nothing else is ready or too many W are left over. Budgets do not count here: fewer microbatches in
 flight need less memory.
 
-Compute orders with more or fewer microbatches in flight, each played within the budgets with nothing and with
-everything allowed to leave: what has no time to go and come back stays, what lives longest goes first, and an op waits
-until memory has room for it. The best is taken. One microbatch at a time is the floor: it runs wherever anything of
-that kind does.
+Compute orders with more or fewer microbatches in flight are each played within the budgets, once with no activation and
+once with all allowed to leave: an activation without time for the round trip stays, the longest-lived goes first, and
+an op waits until memory has room for it. The best is taken. The serial schedule, one microbatch at a time, is the first
+candidate: it keeps the budgets wherever any of the others does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optpipe.ops import Ints, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
-from solver.published.transfers import Activation, TransferPlanner, Wish
+from solver.published.transfers import TransferPlanner, TransferRequest
 from solver.serial import known_budgets_bytes, serial_orders
 from solver.timeline import (
     NONE,
@@ -126,12 +126,8 @@ def ada_offload(problem: Problem) -> Orders:
             simulation = simulate(problem, orders)
             if simulation.value_us < best_us and within_budgets(problem, orders, simulation):
                 best, best_us = orders, simulation.value_us
-    if best is None:
-        raise _no_room(problem)
-    return best
-
-
-def _no_room(problem: Problem) -> MethodError:
+    if best is not None:
+        return best
     known = known_budgets_bytes(problem)
     short = [
         f"device {d} has {device.memory_bytes}: {bytes_ - device.memory_bytes} too few"
@@ -140,17 +136,19 @@ def _no_room(problem: Problem) -> MethodError:
     ]
     if problem.host_memory_bytes is not None:
         short.append(f"the host has {problem.host_memory_bytes} for what leaves")
-    return MethodError(
+    raise MethodError(
         f"ada-offload finds no room even for one microbatch at a time ({'; '.join(short)}). "
         f"Maybe raise devices[].memory_bytes to {known}, which is known to do."
     )
 
 
 def _candidates(problem: Problem) -> Iterator[Orders | None]:
-    """The floor, then for each choice nothing leaving and everything leaving; of equal values the first is taken."""
+    """The serial schedule, then for each choice nothing leaving and everything leaving; of equal values the first."""
     yield serial_orders(problem)
     budgets = [device.memory_bytes for device in problem.devices]
-    everything = _offloadable(problem)
+    everything = {
+        (s, i) for s, stage in enumerate(problem.stages) if stage.offload for i in range(problem.microbatches)
+    }
     played, seen = 0, set()
     for in_flight, late_weights, lead in _choices(problem, bool(everything)):
         if played > PLAYED_OPS:
@@ -158,24 +156,19 @@ def _candidates(problem: Problem) -> Iterator[Orders | None]:
         compute = [OpArray.of(device.compute) for device in in_flight_orders(problem, in_flight, late_weights).devices]
         columns = b"".join(ops.kind.tobytes() + ops.stage.tobytes() + ops.microbatch.tobytes() for ops in compute)
         planner: TransferPlanner | None = None
-        for wish in (Wish(set(), 0.0), Wish(everything, lead)):
-            candidate = (columns, bool(wish.leaving), wish.lead)
+        for request in (TransferRequest(set(), 0.0), TransferRequest(everything, lead)):
+            candidate = (columns, bool(request.leaving), request.lead)
             if candidate in seen:  # with few microbatches many choices come to the same
                 continue
             seen.add(candidate)
             planner = planner or TransferPlanner(problem, compute)
-            orders = planner.plan(wish, budgets)
+            orders = planner.plan(request, budgets)
             played += sum(map(len, compute)) // (2 if orders else 20)  # what finds no room ends early
             yield orders
 
 
-def _offloadable(problem: Problem) -> set[Activation]:
-    microbatches = range(problem.microbatches)
-    return {(s, i) for s, stage in enumerate(problem.stages) if stage.offload for i in microbatches}
-
-
 def _choices(problem: Problem, offloads: bool) -> Iterator[tuple[int, int, float]]:
-    """Microbatches in flight, W left over, and how early a reload is called: the promising ones first."""
+    """Microbatches in flight, W left over, and the lead of reloads: the promising ones first."""
     devices, stages = len(problem.devices), len(problem.stages)
     sizes = (devices, stages, 2 * devices, devices + 1, 3 * devices // 2, 3 * devices // 4, devices // 2, 2, 3, 4, 1)
     tried = set()

@@ -22,7 +22,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import over_budget, peak_budgets
 from solver.published.passes import require_interleaved
-from solver.published.transfers import Activation, TransferPlanner, Wish
+from solver.published.transfers import Activation, TransferPlanner, TransferRequest
 
 Slots = Callable[[int], Ints]
 """The slots of the F of a device's chunk (counted from 0), one for each microbatch."""
@@ -102,21 +102,19 @@ def grouped(problem: Problem, chunks: int, group: int) -> Slots:
 
     Groups are as equal as can be. One below d/2 microbatches leaves slots empty up to d/2.
     """
-    half = _half(len(problem.devices))
-    sizes = _group_sizes(problem.microbatches, group, half)
-    pitches = [max(size, half) for size in sizes]
-    begins = accumulate((chunks * pitch for pitch in pitches), initial=0)
-    groups = zip(begins, pitches, sizes, strict=False)
-    begin, pitch = np.array([(begin + place, pitch) for begin, pitch, size in groups for place in range(size)]).T
-    return lambda chunk: begin + chunk * pitch
-
-
-def _group_sizes(microbatches: int, group: int, half: int) -> list[int]:
+    half, microbatches = _half(len(problem.devices)), problem.microbatches
     groups = ceil(microbatches / group)
     size, larger = divmod(microbatches, groups)
-    if size >= half:
-        return [size + 1] * larger + [size] * (groups - larger)
-    return [min(group, microbatches - done) for done in range(0, microbatches, group)]
+    sizes = [size + 1] * larger + [size] * (groups - larger)
+    if size < half:  # equal groups would all leave slots empty: one is the rest
+        sizes = [min(group, microbatches - done) for done in range(0, microbatches, group)]
+    pitches = [max(size, half) for size in sizes]
+    begins = accumulate((chunks * pitch for pitch in pitches), initial=0)
+    slots = [
+        (begin + k, pitch) for begin, pitch, size in zip(begins, pitches, sizes, strict=False) for k in range(size)
+    ]
+    begin, pitch = np.array(slots).T
+    return lambda chunk: begin + chunk * pitch
 
 
 def even(microbatches: int, chunks: int, gap: int) -> Slots:
@@ -133,14 +131,14 @@ def block_orders(problem: Problem, slots: Slots, gap: int, delay: int = 0) -> li
 
 
 def _device_order(problem: Problem, slots: Slots, gap: int, r: int, delay: int) -> OpArray:
-    here, microbatches = problem.stages_of[r], problem.microbatches
-    last = len(here) - 1
+    stages, microbatches = problem.stages_of[r], problem.microbatches
+    last = len(stages) - 1
     first_backward = last * gap + len(problem.devices) - r
-    forwards = [2 * slots(c) for c in range(len(here))]
-    backwards = [2 * (slots(last - c) + first_backward) - 1 for c in range(len(here))]
-    stage = np.tile(np.repeat(here, microbatches), 2)
-    microbatch = np.tile(np.arange(microbatches), 2 * len(here))
-    kind = np.repeat([KINDS.index("F"), KINDS.index("B")], len(here) * microbatches)
+    forwards = [2 * slots(c) for c in range(len(stages))]
+    backwards = [2 * (slots(last - c) + first_backward) - 1 for c in range(len(stages))]
+    stage = np.tile(np.repeat(stages, microbatches), 2)
+    microbatch = np.tile(np.arange(microbatches), 2 * len(stages))
+    kind = np.repeat([KINDS.index("F"), KINDS.index("B")], len(stages) * microbatches)
     order = np.lexsort((microbatch, stage, np.concatenate([*forwards, *backwards])))
     passes = OpArray(kind, stage, microbatch)[order]
     at = np.flatnonzero(passes.kind == KINDS.index("B"))
@@ -171,21 +169,19 @@ def _check_copies(problem: Problem, method: str, most: int) -> None:
             f"{method} offloads stages 0 to {most * d - 1}, but stages[].offload is null in all of them. "
             "Maybe use gis-h, which does not offload."
         )
-    loads = [_copy_load(problem, device, most) for device in range(d)]
+    # Round trips of the chunks that leave over forward and backward time of all (the paper's k, where all leave).
+    loads = []
+    for device in range(d):
+        stages = [problem.stages[s] for s in problem.stages_of[device]]
+        copies = sum(stage.duration_us("O") + stage.duration_us("R") for stage in stages[:most] if stage.offload)
+        compute = sum(stage.duration_us("F") + stage.duration_us("BW") for stage in stages)
+        loads.append(copies / compute if compute else (inf if copies else 0.0))
     if max(loads) > HIDDEN_LOAD:
         raise MethodError(
             f"{method} refuses at k = {max(loads):.3g}: with {most} of its {len(problem.stages) // d} chunks leaving, "
             f"device {loads.index(max(loads))} copies for {max(loads):.3g} times its compute time, and the paper "
             f"hides copies up to {HIDDEN_LOAD}. Maybe use {'po-h or ' if method == 'po-f' else ''}ada-offload."
         )
-
-
-def _copy_load(problem: Problem, device: int, most: int) -> float:
-    """Round trips of the chunks that leave over forward and backward time of all (the paper's k, where all leave)."""
-    here = [problem.stages[s] for s in problem.stages_of[device]]
-    copies = sum(stage.duration_us("O") + stage.duration_us("R") for stage in here[:most] if stage.offload)
-    compute = sum(stage.duration_us("F") + stage.duration_us("BW") for stage in here)
-    return copies / compute if compute else (inf if copies else 0.0)
 
 
 @dataclass(frozen=True)
@@ -226,33 +222,23 @@ class _Search:
         )
 
     def within_budgets(self) -> Orders | None:
-        """The best orders found that keep every budget; None where there are none."""
-        choice = _Choice(None, 0, self.most, 1.5)
-        before = None
-        while choice != before:
-            before = choice
-            for other in (self._groups, self._delays, self._shares, self._leads):
-                choice = min([choice, *other(choice)], key=self._rank)
-        return self.kept.get(choice)
-
-    def _groups(self, choice: _Choice) -> list[_Choice]:
-        d, half = self.devices, _half(self.devices)
-        return [replace(choice, group=group) for group in (d, half, (half + d) // 2)]
-
-    def _delays(self, choice: _Choice) -> list[_Choice]:
-        """A few widths apart; in the next round near the best."""
-        half = _half(self.devices)
+        """The best orders that keep every budget; None where no choice does."""
+        best, before = _Choice(None, 0, self.most, 1.5), None
+        devices, half = self.devices, _half(self.devices)
         near = max(half // 4, 1)
-        tried = (half, half // 2, choice.delay + near, choice.delay - near)
-        return [replace(choice, delay=delay) for delay in tried if 0 <= delay < self.devices]
-
-    def _shares(self, choice: _Choice) -> list[_Choice]:
-        """Half a chunk or a whole one less or more."""
-        tried = (choice.share + step for step in (-1, -0.5, 0.5))
-        return [replace(choice, share=share) for share in tried if 0 < share <= self.most]
-
-    def _leads(self, choice: _Choice) -> list[_Choice]:
-        return [replace(choice, lead=lead) for lead in (1.0, 1.5, 3.0)]
+        while best != before:
+            before = best
+            others = [replace(best, group=group) for group in (devices, half, (half + devices) // 2)]
+            best = min([best, *others], key=self._rank)
+            # Delays far apart and near the best; shares of half a chunk or a whole one less or more.
+            delays = (half, half // 2, best.delay + near, best.delay - near)
+            others = [replace(best, delay=delay) for delay in delays if 0 <= delay < devices]
+            best = min([best, *others], key=self._rank)
+            shares = (best.share - 1, best.share - 0.5, best.share + 0.5)
+            others = [replace(best, share=share) for share in shares if 0 < share <= self.most]
+            best = min([best, *others], key=self._rank)
+            best = min([best, *(replace(best, lead=lead) for lead in (1.0, 1.5, 3.0))], key=self._rank)
+        return self.kept.get(best)
 
     def _rank(self, choice: _Choice) -> tuple[float, int]:
         """Value, then number of copies; infinite where nothing came of it, or no plays are left."""
@@ -270,7 +256,7 @@ class _Search:
         key = (choice.group, choice.delay)
         if key not in self.planners:
             self.planners[key] = TransferPlanner(self.problem, self._compute(*key))
-        return self.planners[key].plan(Wish(self._leaving(choice.share), choice.lead), budgets)
+        return self.planners[key].plan(TransferRequest(self._leaving(choice.share), choice.lead), budgets)
 
     def _compute(self, group: int | None, delay: int) -> list[OpArray]:
         if group is None:

@@ -1,7 +1,7 @@
 """Playing compute orders and transfers event by event within the budgets, compiled.
 
-`solver.published.transfers` says what is played and by which rules; this is the course of it: what starts when, which
-copy a channel serves, and what each op waits for.
+A discrete-event simulation by the rules of `solver.published.transfers`: what starts when, which copy a channel serves,
+and what each op waits for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMPUTE, OFFLOAD, RELOAD = range(3)
 STAYS = -1
 """In place of a due place: the activation never leaves."""
 
+KIND, STAGE, MICROBATCH = range(3)
 FIRST, FIRST_STAGE, FIRST_MEMBER, MEMBER, GROUP = range(5)
 DEVICE, LISTED = range(2)
 CHANGE, MOST, AT_END, DELAY = 0, 6, 12, 6
@@ -30,7 +31,7 @@ ROOM, HOST, NEXT, BUSY, TOUCHED, RELEASED, WAITED = 0, 1, 2, 3, 4, 5, 8
 DUE, SENT_AS, GONE = range(3)
 FORWARDS, HEAD, SENT, BACK = range(4)
 SERVED, LAST_DEVICE, LAST_KIND = range(3)
-"""Rows of the arrays of State. Structured records in their place made a plan take 1.4 times as long."""
+"""Rows of the arrays of State. Structured records in their place made a plan take 1.4 times as long (docs/adr/0014)."""
 
 
 class Course(NamedTuple):
@@ -38,7 +39,7 @@ class Course(NamedTuple):
 
     Compute ops are numbered device by device in their order, then come all offloads and all reloads.
 
-    - `op[:, x]`: kind, stage and microbatch of op x; `backward[s, i]`: the number of a B.
+    - `op[:, x]`: KIND, STAGE and MICROBATCH of op x; `backward[s, i]`: the number of a B.
     - `device[:, d]`: its FIRST op, its FIRST_STAGE in the row LISTED, and the GROUP behind one switch that it is in.
       Group g has the devices of row MEMBER from FIRST_MEMBER of g to that of g + 1.
     - `stage`: the DEVICE of each stage, and the stages LISTED device by device.
@@ -94,7 +95,7 @@ def play(course: Course, state: State) -> int:
                 state.device[TOUCHED, -1 - x] = 1
             else:
                 _end(course, state, events, x, now)
-        # Compute first, since it never waits idly.
+        # Compute first: a reload may take room that a compute op could use now.
         for d in range(devices):
             if state.device[TOUCHED, d]:
                 x = _next_compute(course, state, d, now)
@@ -116,7 +117,7 @@ def play(course: Course, state: State) -> int:
 @njit(cache=True)
 def _start(course: Course, state: State, events: Events, x: int, now: float) -> None:
     """Start an op; what takes memory waits for what freed some, unless an earlier op of its stream did."""
-    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    kind, s, i = course.op[KIND, x], course.op[STAGE, x], course.op[MICROBATCH, x]
     d = course.stage[DEVICE, s]
     state.device[ROOM, d] -= course.bytes[MOST + kind, s]
     heappush(events, (now + course.us[kind, s], x))
@@ -140,8 +141,12 @@ def _start(course: Course, state: State, events: Events, x: int, now: float) -> 
 
 @njit(cache=True)
 def _wait(course: Course, state: State, x: int, d: int) -> None:
-    """Let an op that takes memory wait for the last release on each other stream, unless its stream already did."""
-    kind, s = course.op[0, x], course.op[1, x]
+    """Let an op that takes memory wait for the last release on each other stream, unless its stream already did.
+
+    With these waits the level of the plan is kept under any timing (docs/math/any-timing.md). An offload takes memory
+    of the host, which reloads release.
+    """
+    kind, s = course.op[KIND, x], course.op[STAGE, x]
     stream = max(kind - BW, 0)
     waits = 0
     for other in (OFFLOAD, COMPUTE, RELOAD):
@@ -155,8 +160,8 @@ def _wait(course: Course, state: State, x: int, d: int) -> None:
 
 @njit(cache=True)
 def _end(course: Course, state: State, events: Events, x: int, now: float) -> None:
-    """Book the end of an op, and which devices may go on."""
-    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    """Record the end of an op, and which devices may go on."""
+    kind, s, i = course.op[KIND, x], course.op[STAGE, x], course.op[MICROBATCH, x]
     d = course.stage[DEVICE, s]
     state.device[TOUCHED, d] = 1
     state.device[ROOM, d] += course.bytes[MOST + kind, s] - course.bytes[CHANGE + kind, s]
@@ -176,7 +181,7 @@ def _end(course: Course, state: State, events: Events, x: int, now: float) -> No
 
 @njit(cache=True)
 def _end_copy(course: Course, state: State, x: int, d: int) -> None:
-    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    kind, s, i = course.op[KIND, x], course.op[STAGE, x], course.op[MICROBATCH, x]
     group = course.device[GROUP, d]
     state.channel[SERVED, 2 * group + (course.duplex and kind == R)] = NONE
     for member in range(course.device[FIRST_MEMBER, group], course.device[FIRST_MEMBER, group + 1]):
@@ -197,7 +202,7 @@ def _next_compute(course: Course, state: State, d: int, now: float) -> int:
     x = state.device[NEXT, d]
     if state.device[BUSY, d] or x == course.device[FIRST, d + 1] or _lacks_room(course, state, d):
         return NONE
-    kind, s, i = course.op[0, x], course.op[1, x], course.op[2, x]
+    kind, s, i = course.op[KIND, x], course.op[STAGE, x], course.op[MICROBATCH, x]
     if kind == B and state.activation[GONE, s, i]:
         return NONE
     first = kind == W or (kind == F and s == 0) or (kind == B and s == len(course.backward) - 1)
@@ -208,7 +213,7 @@ def _next_compute(course: Course, state: State, d: int, now: float) -> int:
 def _lacks_room(course: Course, state: State, d: int) -> bool:
     """True if a device has a next compute op, but no room for it."""
     x = state.device[NEXT, d]
-    needed = course.bytes[MOST + course.op[0, x], course.op[1, x]]
+    needed = course.bytes[MOST + course.op[KIND, x], course.op[STAGE, x]]
     return bool(x < course.device[FIRST, d + 1] and 0 < needed > state.device[ROOM, d])
 
 
@@ -216,7 +221,9 @@ def _lacks_room(course: Course, state: State, d: int) -> bool:
 def _next_copy(course: Course, state: State, channel: int) -> int:
     """The copy that a channel should serve now, or NONE.
 
-    The pressing ones go first, then the other direction, the other device, and what is best for its own device.
+    Urgent ones first: an offload whose device lacks room for its next op, a reload whose B is the next op. Then the
+    other direction than the last, so that neither starves; the other device behind a switch; and what is best for its
+    own device: the offload that is needed last, the reload that is needed first.
     """
     best = (2, 0, 0, 0, NONE)
     if state.channel[SERVED, channel] != NONE:
@@ -230,12 +237,12 @@ def _next_copy(course: Course, state: State, channel: int) -> int:
             x = _next_offload(course, state, d) if kind == O else _next_reload(course, state, d)
             if x == NONE:
                 continue
-            b = course.backward[course.op[1, x], course.op[2, x]]
-            pressing = _lacks_room(course, state, d) if kind == O else b == state.device[NEXT, d]
+            b = course.backward[course.op[STAGE, x], course.op[MICROBATCH, x]]
+            urgent = _lacks_room(course, state, d) if kind == O else b == state.device[NEXT, d]
             same_kind = state.channel[LAST_KIND, channel] == kind
             same_device = state.channel[LAST_DEVICE, channel] == d
             place = b - course.device[FIRST, d]
-            rank = (int(not pressing), int(same_kind), int(same_device), -place if kind == O else place, x)
+            rank = (int(not urgent), int(same_kind), int(same_device), -place if kind == O else place, x)
             if rank < best:
                 best = rank
     return best[-1]
@@ -243,8 +250,11 @@ def _next_copy(course: Course, state: State, channel: int) -> int:
 
 @njit(cache=True)
 def _next_offload(course: Course, state: State, d: int) -> int:
-    """The resident activation whose B is furthest away, or NONE; one that is due already only for a lack of room."""
-    pressing = _lacks_room(course, state, d)
+    """The resident activation whose B is furthest away (PipeOffload: it frees its bytes longest), or NONE.
+
+    One that is due back already leaves only if the device lacks room for its next op.
+    """
+    urgent = _lacks_room(course, state, d)
     furthest, chosen = NONE, NONE
     for k in range(course.device[FIRST_STAGE, d], course.device[FIRST_STAGE, d + 1]):
         s = course.stage[LISTED, k]
@@ -254,7 +264,7 @@ def _next_offload(course: Course, state: State, d: int) -> int:
         state.tally[HEAD, s] = i
         if i >= state.tally[FORWARDS, s] or -course.bytes[CHANGE + O, s] > state.device[HOST, d]:
             continue
-        if course.backward[s, i] > furthest and (pressing or state.device[NEXT, d] < state.activation[DUE, s, i]):
+        if course.backward[s, i] > furthest and (urgent or state.device[NEXT, d] < state.activation[DUE, s, i]):
             furthest, chosen = course.backward[s, i], _copy(course, O, s, i)
     return chosen
 
@@ -269,9 +279,12 @@ def _next_reload(course: Course, state: State, d: int) -> int:
             i = state.activation[SENT_AS, s, state.tally[BACK, s]]
             if course.backward[s, i] < nearest:
                 nearest, chosen = course.backward[s, i], _copy(course, R, s, i)
-    if chosen == NONE or state.device[NEXT, d] < state.activation[DUE, course.op[1, chosen], course.op[2, chosen]]:
+    if (
+        chosen == NONE
+        or state.device[NEXT, d] < state.activation[DUE, course.op[STAGE, chosen], course.op[MICROBATCH, chosen]]
+    ):
         return NONE
-    return chosen if _leaves_room(course, state, d, course.op[1, chosen], nearest) else NONE
+    return chosen if _leaves_room(course, state, d, course.op[STAGE, chosen], nearest) else NONE
 
 
 @njit(cache=True)
@@ -283,12 +296,15 @@ def _copy(course: Course, kind: int, s: int, i: int) -> int:
 
 @njit(cache=True)
 def _leaves_room(course: Course, state: State, d: int, s: int, b: int) -> bool:
-    """True if all ops up to a B would fit beside its activation, though nothing else left."""
+    """True if all ops up to a B would fit beside its activation if nothing else left.
+
+    Without this a reload could take the room of an op before its B, and the device would wait for itself.
+    """
     room = state.device[ROOM, d] - course.bytes[MOST + R, s]
     if room < 0:
         return False
     for x in range(state.device[NEXT, d], b + 1):
-        kind, stage = course.op[0, x], course.op[1, x]
+        kind, stage = course.op[KIND, x], course.op[STAGE, x]
         if course.bytes[MOST + kind, stage] > room:
             return False
         room -= course.bytes[CHANGE + kind, stage]

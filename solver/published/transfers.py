@@ -21,7 +21,7 @@ import numpy as np
 
 from optpipe.costs import WITHOUT_MODES, device_effect, effect_table
 from optpipe.ops import KINDS, DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.published.transfer_kernel import (
     DEVICE,
@@ -47,15 +47,15 @@ Activation = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """Transfers to plan: `leaving` at most, each back `lead` of its reload times before its B at the earliest."""
+class TransferRequest:
+    """Transfers to plan: at most those of `leaving`, each back `lead` reload times before its B at the earliest."""
 
     leaving: set[Activation]
     lead: float
 
 
 class TransferPlanner:
-    """Plans transfers for one set of compute orders (of F, B and W), as often as asked."""
+    """Plans transfers for one set of compute orders (of F, B and W), for any number of requests."""
 
     def __init__(self, problem: Problem, compute: Sequence[Sequence[Op]]) -> None:
         self.problem = problem
@@ -63,26 +63,24 @@ class TransferPlanner:
         joined = OpArray.joined(self.compute)
         self.at = np.full((len(KINDS), len(problem.stages), problem.microbatches), NONE, np.int64)
         self.at[joined.kind, joined.stage, joined.microbatch] = np.arange(len(joined))
-        self.ops = OpArray.joined([joined, self._copies()])
+        kind, stage, microbatch = np.indices(
+            (2, *self.at.shape[1:])
+        )  # every offload, stage by stage, then every reload
+        copies = OpArray((kind + O).ravel(), stage.ravel(), microbatch.ravel())
+        self.ops = OpArray.joined([joined, copies])
         self.undisturbed = simulate(problem, Orders.of_compute(self.compute))
         self.course = self._course()
 
-    def plan(self, wish: Wish, budgets: Sequence[int | None]) -> Orders | None:
-        """Orders with the compute orders given and the transfers wished for, within `budgets` (bytes a device).
+    def plan(self, request: TransferRequest, budgets: Sequence[int | None]) -> Orders | None:
+        """Orders with the compute orders given and the transfers requested, within `budgets` (bytes a device).
 
-        What lives shorter than its round trip stays. Returns None where a device has no room for its next op and
-        nothing left to offload.
+        An activation that lives shorter than its round trip stays. Returns None where a device has no room for its next
+        op and nothing left to offload.
         """
-        state = self._begin(self._due(wish), budgets)
+        state = self._begin(self._due(request), budgets)
         copies = play(self.course, state)
         finished = np.array_equal(state.device[NEXT], self.course.device[FIRST, 1:])
         return self._orders(state.copies[:copies], state.waits) if finished else None
-
-    def _copies(self) -> OpArray:
-        """Every offload, stage by stage, then every reload."""
-        shape = (2, *self.at.shape[1:])
-        kind, stage, microbatch = np.indices(shape)
-        return OpArray((kind + O).ravel(), stage.ravel(), microbatch.ravel())
 
     def _course(self) -> Course:
         problem, stages, devices = self.problem, self.problem.stages, len(self.compute)
@@ -96,7 +94,10 @@ class TransferPlanner:
         device[FIRST_MEMBER, : len(first_member)] = first_member
         device[MEMBER, :devices] = member
         device[GROUP, member] = np.repeat(np.arange(len(first_member) - 1), np.diff(first_member))
-        durations = [[_duration_us(stage, kind) for stage in stages] for kind in WITHOUT_MODES]
+        durations = [
+            [inf if kind in "OR" and not stage.offload else stage.duration_us(kind) for stage in stages]
+            for kind in WITHOUT_MODES
+        ]
         return Course(
             op=np.array([self.ops.kind, self.ops.stage, self.ops.microbatch]),
             backward=self.at[B],
@@ -126,19 +127,23 @@ class TransferPlanner:
             waits=np.full((len(self.ops), 2), NONE),
         )
 
-    def _due(self, wish: Wish) -> Ints:
-        """By stage and microbatch the place in the compute orders from which on a reload is due, or STAYS."""
+    def _due(self, request: TransferRequest) -> Ints:
+        """By stage and microbatch the place in the compute orders from which on a reload is due, or STAYS.
+
+        The place is where the times without transfers reach the lead before the B; as a place rather than a time it
+        stays right when transfers delay the ops before it.
+        """
         forward, backward = self.at[F], self.at[B]
         start_us, end_us = self.undisturbed.start_us, self.undisturbed.end_us
         us, first, home = self.course.us, self.course.device[FIRST], self.course.stage[DEVICE]
         leaving = np.zeros(backward.shape, np.bool_)
-        leaving[tuple(np.array(list(wish.leaving), np.int64).reshape(-1, 2).T)] = True
-        leaving &= start_us[backward] - end_us[forward] >= (us[O] + us[R])[:, None]
+        leaving[tuple(np.array(list(request.leaving), np.int64).reshape(-1, 2).T)] = True
+        leaving &= start_us[backward] - end_us[forward] >= (us[O] + us[R])[:, None]  # else it is back too late
         due = np.full(backward.shape, STAYS, np.int64)
         for s in np.flatnonzero(leaving.any(axis=1)):
             d = home[s]
-            called_us = start_us[backward[s, leaving[s]]] - wish.lead * us[R, s]
-            due[s, leaving[s]] = first[d] + np.searchsorted(start_us[first[d] : first[d + 1]], called_us)
+            due_us = start_us[backward[s, leaving[s]]] - request.lead * us[R, s]
+            due[s, leaving[s]] = first[d] + np.searchsorted(start_us[first[d] : first[d + 1]], due_us)
         return due
 
     def _orders(self, copies: Ints, waits: Ints) -> Orders:
@@ -151,16 +156,10 @@ class TransferPlanner:
         served = _split(ops, 2 * self.course.device[GROUP, device] + (reloads & duplex), 2 * len(groups))
         several = [not duplex or len(group) > 1 for group in groups for _ in range(2)]
         channels = [channel for channel, shared in zip(served, several, strict=True) if shared and channel]
-        return Orders(devices, self._waits(waits), channels)
-
-    def _waits(self, waits: Ints) -> WaitArray:
         waiting = [np.flatnonzero(column != NONE) for column in waits.T]
-        before = [column[ops] for column, ops in zip(waits.T, waiting, strict=True)]
-        return WaitArray(self.ops[np.concatenate(waiting)], self.ops[np.concatenate(before)])
-
-
-def _duration_us(stage: Stage, kind: str) -> float:
-    return inf if kind in "OR" and not stage.offload else stage.duration_us(kind)
+        before = [column[numbers] for column, numbers in zip(waits.T, waiting, strict=True)]
+        wait_array = WaitArray(self.ops[np.concatenate(waiting)], self.ops[np.concatenate(before)])
+        return Orders(devices, wait_array, channels)
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

@@ -74,7 +74,9 @@ def _filled(problem: Problem, plan: Sequence[OpArray], unit_costs: bool) -> Orde
     Every pass takes one unit of time and transfers none if `unit_costs`, else what the problem says.
     """
     passes, stages = pass_costs(problem), len(problem.stages)
-    if unit_costs:
+    if (
+        unit_costs
+    ):  # the paper's blocks are made for these; for other costs sometimes the one fills better, or the other
         passes = replace(passes, duration_us=np.ones_like(passes.duration_us), delay_us=np.zeros_like(passes.delay_us))
     plans = [(ops.kind * stages + ops.stage, ops.microbatch, np.zeros(len(ops), np.int64)) for ops in plan]
     peaks = np.array(peak_budgets(problem, Orders.of_compute(plan)), np.int64)
@@ -104,27 +106,26 @@ def _block(p: int, out: int, back: int, pauses: tuple[int, ...]) -> Block:
     last_back = first_out + (p - 1) * (out + back) + 1 + pauses[2]
     devices = []
     for d in range(p):
-        there, here = d, 2 * p - 1 - d
+        low, high = d, 2 * p - 1 - d
         starts = {
-            ("F", there): out * d,
-            ("F", here): first_back - back * d,
-            ("B", here): first_out + out * d,
-            ("B", there): last_back - back * d,
+            ("F", low): out * d,
+            ("F", high): first_back - back * d,
+            ("B", high): first_out + out * d,
+            ("B", low): last_back - back * d,
         }
         free = sorted(set(range(PERIOD)) - {start % PERIOD for start in starts.values()})
         if len(free) != 2:
             return ()
-        devices.append(starts | _weights(starts["B", there], starts["B", here], there, here, free))
+        # Both W in the two slots of the period that are left, as early as possible after their B: of the two ways the
+        # one with less waiting, since a pending W holds memory.
+        waits = []
+        for slot_low, slot_high in (free, free[::-1]):
+            after_low = 1 + (slot_low - starts["B", low] - 1) % PERIOD
+            waits.append((after_low, 1 + (slot_high - starts["B", high] - 1) % PERIOD))
+        after_low, after_high = min(waits, key=sum)
+        starts["W", low], starts["W", high] = starts["B", low] + after_low, starts["B", high] + after_high
+        devices.append(starts)
     return tuple(devices)
-
-
-def _weights(b_there: int, b_here: int, there: int, here: int, free: list[int]) -> dict[tuple[str, int], int]:
-    """Both W in the two slots of the period that are free, as soon as can be after their B."""
-    ways = []
-    for slot_there, slot_here in (free, reversed(free)):
-        after = 1 + (slot_there - b_there - 1) % PERIOD, 1 + (slot_here - b_here - 1) % PERIOD
-        ways.append((sum(after), {("W", there): b_there + after[0], ("W", here): b_here + after[1]}))
-    return min(ways, key=lambda way: way[0])[1]
 
 
 def chunks_held(block: Block) -> int:

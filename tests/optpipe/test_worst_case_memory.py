@@ -20,7 +20,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import Streams, Waits, worst_case_peak_bytes
 from solver.published.ada_offload import in_flight_orders
-from solver.published.transfers import TransferPlanner, Wish
+from solver.published.transfers import TransferPlanner, TransferRequest
 from tests.problems import problems
 from tests.random_plans import execute, peak_bytes, planned_durations, random_orders
 from tests.random_timings import random_peaks_bytes
@@ -119,7 +119,7 @@ def large() -> tuple[Problem, Orders]:
     problem = uniform(32, 256, budget=16, offload=WHOLE)
     compute = [device.compute for device in in_flight_orders(problem, 32, 0).devices]
     leaving = {(s, i) for s in range(31) for i in range(256)}
-    orders = TransferPlanner(problem, compute).plan(Wish(leaving, 3.0), [16] * 32)
+    orders = TransferPlanner(problem, compute).plan(TransferRequest(leaving, 3.0), [16] * 32)
     assert orders is not None
     assert sum(len(device.offload) for device in orders.devices) > 4000
     return problem, orders

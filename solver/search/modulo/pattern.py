@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from optpipe.ops import Floats, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 from solver.plan_player import PassCosts, pass_costs
-from solver.published.transfers import TransferPlanner, Wish
+from solver.published.transfers import TransferPlanner, TransferRequest
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class OffloadRelaxation:
         budgets = [device.memory_bytes for device in problem.devices]
         planner = TransferPlanner(problem, compute)
         for lead in LEADS:
-            orders = planner.plan(Wish(leaving, lead), budgets)
+            orders = planner.plan(TransferRequest(leaving, lead), budgets)
             if orders is not None:
                 yield orders
 

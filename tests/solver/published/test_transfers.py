@@ -15,7 +15,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
 from solver.build import over_budget, within_budgets
 from solver.published.ada_offload import in_flight_orders
-from solver.published.transfers import Activation, TransferPlanner, Wish
+from solver.published.transfers import Activation, TransferPlanner, TransferRequest
 from tests.problems import problems
 
 
@@ -42,27 +42,27 @@ def round_trip_us(problem: Problem, stage: int) -> float:
     return problem.stages[stage].duration_us("O") + problem.stages[stage].duration_us("R")
 
 
-def played(problem: Problem, compute: list[Sequence[Op]], wish: Wish) -> Orders | None:
+def played(problem: Problem, compute: list[Sequence[Op]], wish: TransferRequest) -> Orders | None:
     return TransferPlanner(problem, compute).plan(wish, [device.memory_bytes for device in problem.devices])
 
 
 def test_without_a_wish_compute_orders_stay_as_they_are() -> None:
     problem = uniform(4, 8, offload=HALF)
     compute = compute_of(problem, 4)
-    assert played(problem, compute, Wish(set(), 1.0)) == replace(Orders.of_compute(compute), channels=[])
+    assert played(problem, compute, TransferRequest(set(), 1.0)) == replace(Orders.of_compute(compute), channels=[])
 
 
 def test_stuck_where_an_op_has_no_room_and_nothing_leaves() -> None:
     problem = uniform(4, 8, offload=WHOLE, budget=2)
     compute = compute_of(problem, 4)
-    assert played(problem, compute, Wish(set(), 1.0)) is None
-    assert played(problem, compute, Wish(set(offloadable(problem)), 1.0)) is not None
+    assert played(problem, compute, TransferRequest(set(), 1.0)) is None
+    assert played(problem, compute, TransferRequest(set(offloadable(problem)), 1.0)) is not None
 
 
 def test_a_forward_waits_for_the_offload_that_makes_room() -> None:
     """Room for two activations: from the third F on each waits for a copy."""
     problem = uniform(4, 8, offload=WHOLE, budget=4)
-    orders = played(problem, compute_of(problem, 4), Wish(set(offloadable(problem)), 1.0))
+    orders = played(problem, compute_of(problem, 4), TransferRequest(set(offloadable(problem)), 1.0))
     assert orders is not None
     assert orders.waits[Op("F", 0, 2)] == [Op("O", 0, 0)]
     assert Op("F", 0, 1) not in orders.waits
@@ -79,7 +79,7 @@ def test_keeps_wish_and_budgets_under_any_timing(problem: Problem, in_flight: in
     leaving = {activation for activation in offloadable(problem) if rng.random() < 0.7}
     compute = compute_of(problem, in_flight, late)
     undisturbed = simulate(problem, Orders.of_compute(compute))
-    orders = played(problem, compute, Wish(leaving, lead))
+    orders = played(problem, compute, TransferRequest(leaving, lead))
     if orders is None:
         return
     moved = {activation for each in left(orders) for activation in each}
@@ -95,4 +95,6 @@ def test_a_planner_forgets_what_it_played(problem: Problem, leads: list[float]) 
     compute, budgets = compute_of(problem, 3), [device.memory_bytes for device in problem.devices]
     planner, leaving = TransferPlanner(problem, compute), set(offloadable(problem))
     for lead in leads:
-        assert planner.plan(Wish(leaving, lead), budgets) == played(problem, compute, Wish(leaving, lead))
+        assert planner.plan(TransferRequest(leaving, lead), budgets) == played(
+            problem, compute, TransferRequest(leaving, lead)
+        )
