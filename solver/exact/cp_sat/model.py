@@ -13,6 +13,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import SLACK, Constraints, add_weight_order, add_work_that_memory_holds_back
+from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences, count_memory_literals
 from solver.exact.cp_sat.variables import Moment, Variables
 from solver.exact.incumbent import Incumbent
 from solver.exact.rules import count_like_pairs, in_weight_order
@@ -46,13 +47,18 @@ class Options:
     """Parts of the model that can be switched off, to measure what they give.
 
     `work`: least work of a device before and after each op (`solver.exact.rules`). `weight_order`: W of like stages run
-    in the order of their B, for up to `most_weight_pairs` pairs: their number grows with microbatches squared. `climb`:
-    first look for a schedule at the bound, and raise the bound where there is none (destructive improvement).
+    in the order of their B, for up to `most_weight_pairs` pairs: their number grows with microbatches squared.
+    `precedences`: ops that memory forces apart. `memory_order`: memory as a sum over literals that order ops, for up to
+    `most_order_literals` of them. `climb`: first look for schedules between bound and value, from below, and raise the
+    bound where there is none (destructive improvement).
     """
 
     work: bool = True
     weight_order: bool = True
     most_weight_pairs: int = 20_000
+    precedences: bool = True
+    memory_order: bool = True
+    most_order_literals: int = 40_000
     climb: bool = True
 
 
@@ -71,7 +77,15 @@ def build_model(
         add_work_that_memory_holds_back(variables)
     if options.weight_order and count_like_pairs(problem) <= options.most_weight_pairs:
         add_weight_order(variables)
+    if options.precedences:
+        add_memory_precedences(variables)
+    if _has_memory_order(problem, options):
+        add_memory_order(variables)
     return variables
+
+
+def _has_memory_order(problem: Problem, options: Options) -> bool:
+    return options.memory_order and 0 < count_memory_literals(problem) <= options.most_order_literals
 
 
 def solve_cp_sat(
@@ -93,6 +107,12 @@ FIRST_ORDERS = 0.5
 
 CLIMB = 0.25
 """Largest share of the time or work for raising the bound from below."""
+
+QUESTION = 0.3
+"""The share of what is left of that which one question may take."""
+
+LEAST_WORK = 0.01
+"""Work below which nothing more is asked."""
 
 MOST_STEPS = 1000
 """Largest number of steps of a climb from the bound to the value."""
@@ -159,32 +179,52 @@ class _Search(Incumbent):
         return status == cp_model.INFEASIBLE
 
     def _climb(self) -> None:
-        """Look for a schedule at the bound, and raise the bound where there is none, for a part of the time."""
+        """Ask for schedules between bound and value, for a part of the time: where there is none, the bound rises.
+
+        The first question is for the bound itself, each further one goes on in longer strides, but never beyond the
+        middle. Those far below the optimum are soon refuted, those far above it soon answered; where neither happens in
+        a part of the time left, the rest is spent above.
+        """
         limits = self.limits.part(CLIMB)
         work_left = limits.deterministic_limit
+        stride, least = 0, 0
         while self.value_us < float("inf") and not self._done:
             grid = TimeGrid.of(self.problem, self.horizon_us)
             self.raise_bound(grid.raised_us(self.bound_us))
             if not grid.exact or self._done:
                 return
-            # The step of the grid at the bound, or further on where so many steps lie between bound and value that
-            # single ones lead nowhere: with times of many digits a step is next to nothing.
-            first = -(-grid.bound_ticks(self.bound_us) // grid.step)
+            first = max(-(-grid.bound_ticks(self.bound_us) // grid.step), least)
             ahead = grid.ticks_up(self.value_us) // grid.step - first
-            ticks = (first + ahead // MOST_STEPS) * grid.step
+            if least and ahead <= 0:
+                return
+            stride = max(stride, ahead // MOST_STEPS)  # with times of many digits a step is next to nothing
+            steps = first + max(min(stride, ahead // 2), 0)
+            ticks = steps * grid.step
             reach_us = min(self.horizon_us, horizon_us(self.problem, grid.us(ticks)))
             variables = build_model(self.problem, grid, reach_us, self.bound_us, self.options)
             variables.model.add(variables.objective <= ticks + grid.step - 1)  # ops without length may add to a step
-            solver = configured_solver(replace(limits, deterministic_limit=work_left))
+            solver = configured_solver(replace(limits, deterministic_limit=work_left).part(QUESTION))
+            self._set_linearization(solver)
             solver.parameters.cp_model_presolve = False  # measured: it takes up to ten times what the rest takes
+            before_us = self.value_us
             callback = _Callback(variables, self)
             status, work = solve_unless_cancelled(solver, variables.model, limits.cancel, callback)
             self._spend(work)
             work_left = None if work_left is None else max(work_left - work, 0.0)
-            out_of_time = limits.seconds >= limits.time_limit_s if work_left is None else work_left == 0
-            if status != cp_model.INFEASIBLE or out_of_time:
+            if status == cp_model.INFEASIBLE:
+                self.raise_bound(grid.proved_us(ticks + grid.step))
+            elif status == cp_model.UNKNOWN:
+                least = steps + 1
+            elif self.value_us >= before_us:
                 return
-            self.raise_bound(grid.proved_us(ticks + grid.step))
+            if limits.seconds >= limits.time_limit_s if work_left is None else work_left < LEAST_WORK:
+                return
+            stride = 2 * stride + 1
+
+    def _set_linearization(self, solver: cp_model.CpSolver) -> None:
+        """No linear relaxation where memory is an order of ops: measured, proofs take half the work without."""
+        if _has_memory_order(self.problem, self.options):
+            solver.parameters.linearization_level = 0
 
     def _spend(self, work: float) -> None:
         if self.work_left is not None:
@@ -203,6 +243,7 @@ class _Search(Incumbent):
         if self.orders is not None:
             add_hint(variables, self.orders)
         solver = configured_solver(replace(self.limits, deterministic_limit=self.work_left))
+        self._set_linearization(solver)
         callback = _Callback(variables, self)
         status, work = solve_unless_cancelled(solver, variables.model, self.limits.cancel, callback)
         self._spend(work)

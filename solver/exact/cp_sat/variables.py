@@ -52,7 +52,8 @@ class Variables:
     `tasks`: every op that may run. `leaves`: the literal of each (stage, microbatch) that may be offloaded. `fused`:
     the literal of each (stage, microbatch) whose W may follow its B at once, as one op BW; only on stages where that
     can save memory. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`:
-    literals for which of two ops is first. `objective`: the value in ticks, at least the time between the two moments
+    literals for which of two ops is first. `aways`: literals of offloads that leave room when an F starts, each with
+    that F, stage and microbatch. `objective`: the value in ticks, at least the time between the two moments
     of each pair in `measured`.
     """
 
@@ -66,6 +67,7 @@ class Variables:
         self.fused: dict[tuple[int, int], cp_model.IntVar] = {}
         self.lengths: list[tuple[cp_model.IntVar, Moment, Moment, int]] = []
         self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
+        self.aways: list[tuple[cp_model.IntVar, Op, int, int]] = []
         self.measured: list[tuple[Moment, Moment]] = []
         self.objective = self.model.new_int_var(0, horizon, "objective")
         self.length = cache(lambda kind, s: grid.length(problem.stages[s].duration_us(kind)))

@@ -1,0 +1,99 @@
+"""Memory as an order of ops: what is on a device when an op starts follows from which ops have ended before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from ortools.sat.python import cp_model
+
+from optpipe.ops import Op
+from optpipe.problem import Problem
+from solver.exact.cp_sat.variables import Variables
+from solver.exact.memory_order import devices_with_budgets, memory_precedences
+
+
+def add_memory_precedences(variables: Variables) -> None:
+    """Ops that memory forces apart follow one another, as along a chain (`solver.exact.memory_order`)."""
+    for before, after in memory_precedences(variables.problem):
+        variables.model.add(variables.tasks[after].start >= variables.tasks[before].end)
+
+
+def count_memory_literals(problem: Problem) -> int:
+    """Estimate from above of the literals that `add_memory_order` makes."""
+    per_pair = sum(len(numbers) ** 2 * 5 for numbers, _ in devices_with_budgets(problem))
+    return per_pair * problem.microbatches**2 // 2
+
+
+def add_memory_order(variables: Variables) -> None:
+    """When an F starts, what other ops have taken and not freed leaves room for its activation.
+
+    A cumulative resource concludes little while intervals may still lie anywhere. Here the budget is a sum over
+    literals that say which of two ops comes first, which a search branches on and learns from. Only starts of F are
+    looked at, and an offload counts where it may, so the resource is still needed.
+    """
+    order = _Order(variables)
+    for numbers, budget in devices_with_budgets(variables.problem):
+        for s, j in product(numbers, range(variables.problem.microbatches)):
+            order.add_room(Op("F", s, j), numbers, budget)
+
+
+class _Order:
+    """Literals for the order of ops on a device, each made when it is first asked for."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.variables, self.model = variables, variables.model
+        self.literals: dict[tuple[Op, Op], cp_model.BoolVarT] = {}
+
+    def add_room(self, op: Op, numbers: Sequence[int], budget: int) -> None:
+        """The activation of F `op` fits beside what is there when it starts."""
+        stages = self.variables.problem.stages
+        own = stages[op.stage]
+        terms: list[cp_model.LinearExprT] = [own.activation_bytes * (op.microbatch + 1) + own.workspace_bytes.F]
+        for t, i in product(numbers, range(self.variables.problem.microbatches)):
+            stage = stages[t]
+            freed_by_backward = stage.activation_bytes - stage.backward_weight_bytes
+            if t != op.stage:
+                terms.append(stage.activation_bytes * self.first(Op("F", t, i), op))
+            terms.append(-freed_by_backward * self.first(Op("B", t, i), op))
+            terms.append(-stage.backward_weight_bytes * self.first(Op("W", t, i), op))
+            if (t, i) in self.variables.leaves and stage.offload:
+                terms.append(-stage.offload.bytes * self.away(t, i, op))
+        self.model.add(sum(terms) <= budget)
+
+    def first(self, one: Op, forward: Op) -> cp_model.LiteralT:
+        """True if `one` ends before F `forward` starts, False if it starts after that has ended."""
+        if one.kind == "F":
+            return self._first_forward(one, forward)
+        if forward.microbatch <= one.microbatch:
+            return False
+        return self._literal(one, forward)
+
+    def _first_forward(self, one: Op, other: Op) -> cp_model.LiteralT:
+        if one.stage == other.stage:
+            return one.microbatch < other.microbatch
+        if one.stage < other.stage:
+            return one.microbatch <= other.microbatch or self._literal(one, other)
+        return one.microbatch < other.microbatch and self._literal(other, one).negated()
+
+    def _literal(self, one: Op, other: Op) -> cp_model.BoolVarT:
+        if (one, other) not in self.literals:
+            first = self.literals[one, other] = self.model.new_bool_var(f"{one}first{other}")
+            before, after = self.variables.tasks[one], self.variables.tasks[other]
+            self.model.add(after.start >= before.end).only_enforce_if(first)
+            self.model.add(before.start >= after.end).only_enforce_if(~first)
+            self.variables.firsts.append((first, one, other))
+        return self.literals[one, other]
+
+    def away(self, s: int, i: int, forward: Op) -> cp_model.LiteralT:
+        """May be true only if microbatch i of stage s has left when F `forward` starts, and is still away then."""
+        if self.first(Op("F", s, i), forward) is False:
+            return False
+        away = self.model.new_bool_var(f"away{s}.{i}.{forward}")
+        start = self.variables.tasks[forward].start
+        offload, reload = (self.variables.task(kind, s, i) for kind in "OR")
+        self.model.add_implication(away, self.variables.leaves[s, i])
+        self.model.add(start >= offload.end).only_enforce_if(away)
+        self.model.add(reload.start >= start).only_enforce_if(away)
+        self.variables.aways.append((away, forward, s, i))
+        return away

@@ -1,0 +1,81 @@
+"""Order that memory forces between ops of one device: what must have ended before an op that needs room can start.
+
+Between F and B of a stage a microbatch holds its activation there and on every earlier stage of the device, or what of
+it never leaves. So only so many microbatches are that far at a time, and the next must wait for the first of them
+(docs/math/bounds.md, "Precedences that memory forces").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from optpipe.ops import Op
+from optpipe.problem import Problem, Stage
+from solver.bounds.device import fusing_may_help, usable_bytes
+
+
+def least_held_bytes(stage: Stage) -> int:
+    """Bytes of an activation that never leave the device, whatever is offloaded."""
+    return stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
+
+
+def devices_with_budgets(problem: Problem) -> Iterator[tuple[Sequence[int], int]]:
+    """Stages and usable bytes of each device that has a budget, and no activation modes beside `kept` and `offload`."""
+    for d, numbers in enumerate(problem.stages_of):
+        stages = [problem.stages[s] for s in numbers]
+        if stages and problem.devices[d].memory_bytes is not None and not any(stage.modes for stage in stages):
+            yield numbers, int(usable_bytes(problem, d))
+
+
+def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
+    """Pairs of ops of one device without which no budget is kept: the first ends before the second starts.
+
+    Proof. Let stage t be s or before it on the device, and `held` what a microbatch between F and B of t holds at the
+    least: what never leaves of t and of all earlier stages of the device. When op x, F or B of (s, j), starts, j holds
+    what never leaves of the stages before s and the activation of s is there, or begins to be. In the `room` left,
+    n = room // held other microbatches can be between F and B of t.
+    Those before j whose B of t has not ended are all between the two, since F of s, which comes after F of t, was in
+    order: so B(t, j - n - 1) has ended when F(s, j) starts, or all from it on would be n + 1. The same if x is a B,
+    and t before s. Those after j are not beyond B of t, which comes after x: so F(t, j + n + 1) has not started when x
+    starts, and one op runs at a time. Of a W that has not ended, the microbatch holds `held`, or what W needs if that
+    is less; and W of one stage are in order, where none is fused with its B.
+    """
+    for numbers, budget in devices_with_budgets(problem):
+        stages = [problem.stages[s] for s in numbers]
+        held = list(accumulate(map(least_held_bytes, stages)))
+        for k, (s, stage) in enumerate(zip(numbers, stages, strict=True)):
+            before = held[k] - least_held_bytes(stage)
+            grows = max(stage.workspace_bytes.B, stage.backward_weight_bytes - stage.activation_bytes)
+            rooms = {"F": budget - before - stage.activation_bytes - stage.workspace_bytes.F}
+            if not fusing_may_help(problem, s):
+                rooms["B"] = budget - before - stage.activation_bytes - grows
+            for kind, room in rooms.items():
+                for t, held_bytes in zip(numbers[: k + 1], held, strict=False):
+                    yield from _apart(problem, Op(kind, s, 0), t, room, held_bytes)
+                if kind == "F":
+                    for u, other in zip(numbers, stages, strict=True):
+                        least = min(held[0], other.backward_weight_bytes)
+                        if not fusing_may_help(problem, u):
+                            yield from _released_first(problem, Op("F", s, 0), Op("W", u, 0), room, least)
+
+
+def _apart(problem: Problem, op: Op, t: int, room: int, held_bytes: int) -> Iterator[tuple[Op, Op]]:
+    """Both kinds of pairs of `op`, in every microbatch, with F and B of stage t."""
+    if op.kind == "F" or t < op.stage:
+        yield from _released_first(problem, op, Op("B", t, 0), room, held_bytes)
+    if op.kind == "B" or t < op.stage:
+        for before, after in _pairs(problem, room, held_bytes):
+            yield op._replace(microbatch=before), Op("F", t, after)
+
+
+def _released_first(problem: Problem, op: Op, release: Op, room: int, held_bytes: int) -> Iterator[tuple[Op, Op]]:
+    for before, after in _pairs(problem, room, held_bytes):
+        yield release._replace(microbatch=before), op._replace(microbatch=after)
+
+
+def _pairs(problem: Problem, room: int, held_bytes: int) -> Iterator[tuple[int, int]]:
+    """Microbatches that are one more apart than what fits in `room`; none where the op itself does not fit."""
+    if held_bytes > 0 and room >= 0:
+        apart = room // held_bytes + 1
+        yield from ((j - apart, j) for j in range(apart, problem.microbatches))

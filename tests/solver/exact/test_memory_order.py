@@ -1,0 +1,84 @@
+"""What memory forces on the order of ops is kept by every schedule within the budgets, and proves more."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from ortools.sat.python import cp_model
+
+from instances import WHOLE, uniform
+from optpipe.ops import Op
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.exact.cp_sat.model import Options, build_model, configured_solver, solve_cp_sat
+from solver.exact.memory_order import memory_precedences
+from solver.exact.ticks import TimeGrid
+from solver.limits import Limits
+from solver.serial import serial_orders
+from solver.solution import Solution
+from tests.problems import problems
+from tests.random_plans import random_plan
+from tests.solver.exact.test_rules import within_its_peaks
+
+SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow]
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=SLOW)
+@given(problems(max_microbatches=4), st.randoms(use_true_random=False))
+def test_random_schedules_are_not_ruled_out(problem: Problem, rng: Random) -> None:
+    data = problem.to_data() | {"host_memory_bytes": None}
+    for stage in data["stages"]:  # whole ticks, and no two ops at one instant that have no order
+        stage |= {kind: round(stage[kind]) + 1 for kind in ("forward_us", "backward_input_us", "backward_weight_us")}
+        if stage.get("offload"):
+            stage["offload"] |= {kind: round(stage["offload"][kind]) + 1 for kind in ("offload_us", "reload_us")}
+    plan = random_plan(Problem.from_data(data), rng)
+    assume(all(op.kind != "BW" for op in plan))
+    problem = within_its_peaks(Problem.from_data(data), plan)
+
+    for before, after in memory_precedences(problem):
+        assert plan[before][1] <= plan[after][0]
+
+    begin = min(start for start, _ in plan.values())
+    horizon_us = max(end for _, end in plan.values()) - begin
+    grid = TimeGrid.of(problem, horizon_us)
+    variables = build_model(problem, grid, horizon_us, 0.0, Options(weight_order=False))
+    for (s, i), leaves in variables.leaves.items():
+        variables.model.add(leaves == (Op("O", s, i) in plan))
+    for op, task in variables.tasks.items():
+        if op in plan:
+            variables.model.add(task.start == grid.ticks(plan[op][0] - begin))
+    assert configured_solver(Limits(60, workers=1)).solve(variables.model) == cp_model.OPTIMAL
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=SLOW)
+@given(problems())
+def test_optima_are_the_same_without_it(problem: Problem) -> None:
+    orders = serial_orders(problem)
+    start = Solution(orders, simulate(problem, orders).value_us, 0.0) if orders else Solution(None, inf, 0.0)
+    limits = Limits(60, workers=1)
+    plain = solve_cp_sat(problem, limits, start, lambda _: None, Options(precedences=False, memory_order=False))
+    solved = solve_cp_sat(problem, limits, start, lambda _: None)
+    assert (solved.value_us, solved.infeasible) == (plain.value_us, plain.infeasible)
+
+
+def test_rounds_of_a_stage_follow_one_another() -> None:
+    pairs = set(memory_precedences(uniform(4, 8, budget=4, activation_bytes=2, backward_weight_bytes=2)))
+    assert (Op("B", 0, 0), Op("F", 0, 2)) in pairs
+    assert (Op("W", 0, 5), Op("F", 0, 7)) in pairs
+    assert (Op("B", 0, 1), Op("F", 0, 2)) not in pairs
+
+
+def test_what_may_leave_forces_nothing() -> None:
+    pairs = list(memory_precedences(uniform(4, 8, budget=4, offload=WHOLE)))
+    assert {op.stage for pair in pairs for op in pair} == {3}, "the last stage keeps its activation"
+
+
+def test_a_stage_waits_for_the_later_ones_of_its_device() -> None:
+    """V, two devices, room for three chunks: while stage 3 holds two, stage 0 has one more at most."""
+    pairs = set(memory_precedences(uniform(2, 6, budget=6, activation_bytes=2, v_shape=True)))
+    assert (Op("B", 3, 0), Op("F", 3, 1)) in pairs
+    assert (Op("F", 3, 0), Op("F", 0, 2)) in pairs
+    assert (Op("F", 3, 0), Op("F", 0, 1)) not in pairs
