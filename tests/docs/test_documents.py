@@ -9,13 +9,14 @@ import pytest
 
 from optpipe.document import Document
 from optpipe.layers import Layer, LayerProfile
-from optpipe.problem import Device, Problem, Stage
+from optpipe.problem import ActivationMode, Device, Problem, Stage
 from optpipe.schedule import DevicePlan, Schedule, ScheduledOp
 from tests.docs.blocks import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "reference" / "documents.md"
 DOCUMENTS: dict[str, tuple[type[Document], dict[str, type[Document]]]] = {
     "Problem": (Problem, {"devices": Device, "stages": Stage}),
+    "Activation modes": (ActivationMode, {}),
     "Schedule": (Schedule, {"devices": DevicePlan}),
     "Layers": (LayerProfile, {"layers": Layer}),
 }
@@ -34,6 +35,8 @@ def test_every_field_is_told_and_no_other(title: str) -> None:
 
 
 def test_the_examples_are_read() -> None:
-    problem, op = (json.loads(block.text) for block in blocks_of(PAGE) if block.language == "json")
+    problem, modes, op = (json.loads(block.text) for block in blocks_of(PAGE) if block.language == "json")
     assert Problem.from_data(problem).microbatches == 4
+    stage = Stage.from_data(problem["stages"][0] | {"modes": modes})
+    assert [mode.recomputed_bytes for mode in stage.choices] == [0, 0, 40, 90, 90]
     assert str(ScheduledOp.from_data(op).key) == "F0.2"
