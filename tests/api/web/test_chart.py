@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from matplotlib.colors import to_rgb
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from instances import uniform
+from optpipe.plot.style import OP_LOOKS
 from optpipe.problem import Problem
+from solver.build import build_schedule
 from tests.api.web.jobs import posted
 from tests.browser import open_page
+from tests.recomputing import one_f_one_b, recomputing
 
 PROBLEM = uniform(4, 8, name="four devices")
 
@@ -312,3 +316,26 @@ def test_a_link_opens_the_same_part(page: Page, surface: Locator) -> None:
     expect(page.locator(f"figure[data-magnification='{zoomed}']")).to_be_visible()
     expect(page.locator("[data-part=tooltip]")).to_contain_text("W 3: backward weight of microbatch 3")
     expect(page.get_by_label("Critical path")).to_be_checked()
+
+
+def test_activation_modes_are_drawn_and_named(page: Page, service_url: str, key: str) -> None:
+    """The schedule of a job with modes, in the place of the one that the service found."""
+    problem = recomputing(2, 4)
+    orders = one_f_one_b(problem, lambda s, i: ("C BW", "CBW", "B W", "CB W")[i])
+    schedule = build_schedule(problem, orders, 0.0, "1f1b", 0.0)
+    page.route("**/schedule?*", lambda route: route.fulfill(json=schedule.to_data()))
+    page.route("**/schedule", lambda route: route.fulfill(json=schedule.to_data()))
+    opened(page, posted(service_url, key))
+    legend = page.locator("[data-part=chart] [data-part=legend]")
+    for text in ("C recompute ahead", "CB recompute and backward input", "CBW recompute and backward, fused"):
+        expect(legend).to_contain_text(text)
+    swatch = page.locator(".swatch-op-c").evaluate("swatch => getComputedStyle(swatch).backgroundColor")
+    assert swatch == f"rgb{tuple(round(255 * share) for share in to_rgb(OP_LOOKS['C'].colour))}"
+    page.get_by_label("Find an op").fill("F0.1")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tooltip]")).to_contain_text("activationfull")
+    page.get_by_label("Find an op").fill("C0.0")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tooltip]")).to_contain_text("C 0: recompute ahead of microbatch 0")
+    page.get_by_text("The chart as a table").click()
+    expect(page.locator("[data-part=table] tr").first).to_contain_text("3 full, 1 kept")

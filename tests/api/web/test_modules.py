@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_rgb
@@ -13,11 +14,15 @@ from playwright.sync_api import Browser, Page
 from instances import instance, uniform
 from optpipe import units
 from optpipe.memory import planned_memory
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.plot.style import LIGHTEST, OP_LOOKS, ink_on, op_colour
 from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.build import build_schedule
 from solver.solve import solve
 from tests.api.web.modules import address, call
 from tests.browser import open_page
+from tests.recomputing import FULL, LEAVES, one_f_one_b, recomputing
 
 NO_BREAK_SPACE = "\u00a0"
 
@@ -41,7 +46,7 @@ CURVES = {
 
 @pytest.mark.parametrize(("problem", "method"), CURVES.values(), ids=CURVES.keys())
 def test_memory_over_time(anywhere: Page, problem: Problem, method: str) -> None:
-    _same_memory(anywhere, problem, method)
+    _same_memory(anywhere, solve(problem, method))
 
 
 CHAIN = """async ([url, modelUrl, schedule]) => {
@@ -59,13 +64,16 @@ CHAIN = """async ([url, modelUrl, schedule]) => {
 @pytest.mark.parametrize(("problem", "method"), CURVES.values(), ids=CURVES.keys())
 @pytest.mark.parametrize("objective", ["makespan", "device_span"])
 def test_the_critical_path_has_no_slack(anywhere: Page, problem: Problem, method: str, objective: str) -> None:
-    schedule = solve(problem.model_copy(update={"objective": objective}), method)
-    urls = [address(anywhere, f"gantt/{module}.js") for module in ("dependencies", "model")]
-    path = anywhere.evaluate(CHAIN, [*urls, schedule.to_data()])
+    _no_slack(anywhere, solve(problem.model_copy(update={"objective": objective}), method))
+
+
+def _no_slack(page: Page, schedule: Schedule) -> None:
+    urls = [address(page, f"gantt/{module}.js") for module in ("dependencies", "model")]
+    path = page.evaluate(CHAIN, [*urls, schedule.to_data()])
     computes = [device.compute for device in schedule.devices]
     first, last = path[0], path[-1]
     assert first[1] == min(ops[0].start_us for ops in computes)
-    spans = [ops[-1].end_us - (ops[0].start_us if objective == "device_span" else first[1]) for ops in computes]
+    spans = [ops[-1].end_us - (ops[0].start_us if schedule.objective == "device_span" else first[1]) for ops in computes]
     assert max(spans) == pytest.approx(schedule.value_us)
     assert last[2] == computes[spans.index(max(spans))][-1].end_us
     for before, (_, start_us, _, earliest_us) in itertools.pairwise(path):
@@ -73,17 +81,37 @@ def test_the_critical_path_has_no_slack(anywhere: Page, problem: Problem, method
         assert before[2] <= start_us
 
 
+FORMS = ("C BW", "CBW", "B W", "C B W", "CB W")
+"""Backwards of the microbatches of a stage, in turn; the third keeps its activation."""
+
+
+@pytest.mark.parametrize("mode", [FULL, LEAVES], ids=["recomputed", "recomputed and offloaded"])
+def test_schedules_with_activation_modes(anywhere: Page, mode: dict[str, Any]) -> None:
+    workspace = {"F": 1, "B": 2, "W": 1, "BW": 3}
+    problem = recomputing(3, 7, (mode,), backward_weight_bytes=4, workspace_bytes=workspace)
+    orders = one_f_one_b(problem, lambda s, i: FORMS[(s + i) % len(FORMS)])
+    if "offload" in mode:
+        copied = [[i for i in range(7) if "C" in FORMS[(s + i) % len(FORMS)]] for s in range(3)]
+        devices = [
+            DeviceOrders(list(device.compute), *([Op(kind, s, i) for i in copied[s]] for kind in "OR"))
+            for s, device in enumerate(orders.devices)
+        ]
+        orders = Orders(devices, modes=orders.modes)
+    schedule = build_schedule(problem, orders, 0.0, "1f1b", 0.0)
+    _same_memory(anywhere, schedule)
+    _no_slack(anywhere, schedule)
+
+
 def test_memory_with_workspace(anywhere: Page) -> None:
     data = uniform(2, 3).to_data()
     for stage in data["stages"]:
         stage["workspace_bytes"] = {"F": 5, "B": 3, "W": 1, "BW": 4}
     for method in ("1f1b", "zb-h1"):
-        _same_memory(anywhere, Problem.from_data(data), method)
+        _same_memory(anywhere, solve(Problem.from_data(data), method))
 
 
-def _same_memory(page: Page, problem: Problem, method: str) -> None:
-    schedule = solve(problem, method)
-    for device in range(len(problem.devices)):
+def _same_memory(page: Page, schedule: Schedule) -> None:
+    for device in range(len(schedule.devices)):
         expected = planned_memory(schedule, device)
         curve = call(page, "memory.js", "plannedMemory", schedule.to_data(), device)
         drawn = dict(zip(_values(curve["timesUs"]), _values(curve["bytes"]), strict=True))

@@ -12,9 +12,9 @@ export const KIND_NAMES = {
   BW: "backward, fused",
   O: "offload",
   R: "reload",
-  C: "recomputation",
-  CB: "backward input, recomputing",
-  CBW: "backward, fused, recomputing",
+  C: "recompute ahead",
+  CB: "recompute and backward input",
+  CBW: "recompute and backward, fused",
 };
 
 /**

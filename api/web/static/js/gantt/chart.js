@@ -109,7 +109,7 @@ export class GanttChart {
       scrollTop: 0,
     };
     this.#dependencies = new Dependencies(model);
-    fillTable(part(this.figure, "table", HTMLTableSectionElement), model);
+    fillTable(this.figure, model);
     this.#measure();
     this.#hovered = null;
     this.#chosen = chosen && findSpot(this.#scene, chosen);
