@@ -22,7 +22,7 @@ from typing import Any, Literal
 import httpx
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from instances import instance, uniform
+from instances import uniform
 from optpipe.problem import Problem
 
 CHROMIUM = "/usr/bin/chromium"
@@ -33,7 +33,7 @@ OFFLOADED = uniform(
     4, 12, budget=5, name="four devices, offload", offload={"bytes": 2, "offload_us": 7, "reload_us": 9}
 )
 WIDE = uniform(32, 64, budget=64, name="32 devices")
-HARD = instance("zb-1.5b-p8-m24-mem1")
+HARD = uniform(6, 18, budget=4, name="six devices, offload", offload={"bytes": 2, "offload_us": 11, "reload_us": 11})
 TIGHT = uniform(4, 8, budget=1, name="too little memory")
 
 
@@ -64,8 +64,9 @@ class Service:
         return str(answer.json()["id"])
 
     def running(self) -> str:
-        """The id of a job that is being solved and has a schedule."""
-        job = self.job(HARD, 0, name="a search under way", time_limit_s=600, method="search", tags=["night"])
+        """The id of a job that is being solved and has a schedule; there is one at a time."""
+        jobs = self.client.get("/v1/schedules", params={"status": "running"}).json()["jobs"]
+        job = str(jobs[0]["id"]) if jobs else self.job(HARD, 0, method="search", time_limit_s=600, tags=["night"])
         until = time.monotonic() + WAIT_MS / 1000
         while self.client.get(f"/v1/schedules/{job}").json()["value_us"] is None and time.monotonic() < until:
             time.sleep(0.2)
@@ -126,7 +127,23 @@ def new_light(_: Service, page: Page) -> None:
     expect(page.locator(SHOWN)).to_be_visible()
 
 
+def jobs(service: Service, page: Page) -> None:
+    """The list of jobs, of all kinds."""
+    service.running()
+    service.job(OFFLOADED, 60, method="auto", time_limit_s=5, name="nightly", tags=["night", "ci"])
+    service.job(WIDE, method="zb-h1")
+    service.job(TIGHT, method="cp-sat")
+    page.goto("/#/jobs")
+    rows = page.locator("[data-part=jobs] tr")
+    expect(rows.nth(3)).to_be_visible()
+    for row in (1, 2):
+        rows.nth(row).get_by_role("checkbox").check()
+
+
 STATES: dict[str, tuple[Look, Photograph]] = {
+    "jobs-light": (LIGHT, jobs),
+    "jobs-dark": (DARK, jobs),
+    "jobs-phone": (PHONE, jobs),
     "job-light": (LIGHT, job_light),
     "job-dark": (DARK, job_light),
     "job-phone": (PHONE, job_light),

@@ -26,6 +26,8 @@ ARGUMENTS = (
 )
 WAIT_MS = 20_000
 """A page answers within a fraction of it, unless the machine does much else."""
+COMPILE_MS = 120_000
+"""The first request for all published schedules compiles kernels where none are cached."""
 KEY_NAME = "optpipe.key"
 """Where the page keeps the key."""
 

@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 from instances import uniform
 from tests.api.solves import PROBLEM
 from tests.api.web.jobs import posted
+from tests.browser import COMPILE_MS
 
 ROWS = "[data-part=rows] tr"
 
@@ -21,7 +22,7 @@ def test_jobs_chosen_in_the_list(page: Page, service_url: str, key: str) -> None
     button = page.get_by_role("button", name="Compare")
     expect(button).to_be_disabled()
     for name in ("first", "second"):
-        page.get_by_label(f"compare {name}").check()
+        page.get_by_label(f"choose {name}").check()
     button.click()
     expect(page.locator("figure[data-magnification='1.000']")).to_have_count(2)
     expect(page.locator(ROWS)).to_have_count(2)
@@ -38,7 +39,7 @@ def test_published_schedules_of_a_new_problem(page: Page) -> None:
     page.get_by_role("button", name="Compare published").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Published schedules of two devices")
     best = page.locator(ROWS).first
-    expect(best).to_contain_text("131.0\u00a0µs")
+    expect(best).to_contain_text("131.0\u00a0µs", timeout=COMPILE_MS)
     expect(best).to_contain_text("best")
     expect(page.locator(ROWS, has_text="1f1b").first).to_contain_text("+")
     page.get_by_text("without a schedule, and why").click()

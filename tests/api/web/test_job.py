@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from playwright.sync_api import Page, Route, expect
 
+from instances import uniform
 from tests.api.services import client_of
 from tests.api.solves import STEP_VALUES_US
 from tests.api.web.conftest import SlowService
@@ -90,6 +93,36 @@ def test_delete_asks_first(page: Page, service_url: str, key: str) -> None:
     page.click("[data-part=delete]")
     dialog.get_by_role("button", name="Delete").click()
     expect(page.get_by_text("No jobs yet")).to_be_visible()
+
+
+def test_edit_and_solve_again_begins_with_what_was_submitted(page: Page, service_url: str, key: str) -> None:
+    problem = uniform(2, 3, budget=6, name="mine")
+    job = posted(service_url, key, problem, time_limit_s=17, seed=5, tags=["night", "ci"])
+    page.goto(f"/#/jobs/{job}")
+    page.get_by_role("link", name="Edit and solve again").click()
+    expect(page.locator("#time-limit")).to_have_value("17")
+    assert json.loads(page.input_value("#problem")) == problem.to_data()
+    expect(page.locator("#seed")).to_have_value("5")
+    expect(page.locator("#tags")).to_have_value("night, ci")
+
+
+def test_an_infeasible_job_offers_the_budgets_that_would_do(slow: SlowService, slow_page: Page) -> None:
+    job = posted(slow.url, None, uniform(2, 4, budget=1, name="tight"), wait=0)
+    # As it stands where it was proved infeasible: the worker of this test proves nothing.
+    infeasible = {
+        "status": "failed",
+        "termination": {"reason": "infeasible", "limit": None},
+        "error": "no schedule keeps the budgets.",
+        "budgets_bytes": [3, None],
+    }
+    with client_of(slow.url, None) as client:
+        answer = {**client.get(f"/v1/schedules/{job}").json(), **infeasible}
+    slow_page.route(f"**/v1/schedules/{job}", lambda route: route.fulfill(json=answer))
+    slow_page.goto(f"/#/jobs/{job}")
+    slow_page.get_by_role("link", name="Apply the budgets that would do").click()
+    expect(slow_page.locator("[data-part=check]")).to_contain_text("Valid: 2 devices")
+    written = json.loads(slow_page.input_value("#problem"))
+    assert [device["memory_bytes"] for device in written["devices"]] == [3, None]
 
 
 def test_downloads(page: Page, service_url: str, key: str) -> None:

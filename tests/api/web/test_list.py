@@ -6,6 +6,7 @@ import pytest
 from httpx import Client
 from playwright.sync_api import Page, expect
 
+from instances import uniform
 from tests.api.services import client_of
 from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import post, posted
@@ -34,6 +35,51 @@ def test_newest_first_and_by_tag_and_status(page: Page, service_url: str, key: s
     expect(page.get_by_text("No job matches")).to_be_visible()
     page.get_by_role("link", name="Show all jobs").click()
     expect(page.locator(NAMES)).to_have_text(["newer", "older"])
+
+
+def test_search_by_name_and_order(page: Page, service_url: str, key: str) -> None:
+    for name, microbatches in (("run 10", 4), ("run 9", 8), ("other", 2)):
+        posted(service_url, key, uniform(2, microbatches, budget=8), name=name)
+    page.goto("/#/jobs")
+    expect(page.locator(NAMES)).to_have_text(["other", "run 9", "run 10"])
+    page.select_option("#sort", "name")
+    expect(page.locator(NAMES)).to_have_text(["other", "run 9", "run 10"])
+    page.select_option("#sort", "value")
+    expect(page.locator(NAMES)).to_have_text(["other", "run 10", "run 9"])
+    page.fill("#name-filter", "RUN")
+    expect(page.locator(NAMES)).to_have_text(["run 10", "run 9"])
+    expect(page.locator("[data-part=count]")).to_have_text("2 jobs.")
+    assert page.url.endswith("#/jobs?name=RUN&sort=value")
+    page.reload()
+    expect(page.locator(NAMES)).to_have_text(["run 10", "run 9"])
+
+
+def test_a_gap_has_a_colour(page: Page, service_url: str, key: str) -> None:
+    posted(service_url, key, name="proved")
+    page.goto("/#/jobs")
+    expect(page.locator("[data-part=jobs] [data-part=gap]")).to_have_class("gap gap-proved")
+
+    with client_of(service_url, key) as client:
+        (job,) = client.get("/v1/schedules").json()["jobs"]
+    wide = {"jobs": [{**job, "gap": 0.42}], "cursor": None}
+    page.route("**/v1/schedules?*", lambda route: route.fulfill(json=wide))
+    page.reload()
+    expect(page.locator("[data-part=jobs] [data-part=gap]")).to_have_class("gap gap-large")
+    expect(page.locator("[data-part=jobs] [data-part=gap]")).to_have_text("42.0\u00a0%")
+
+
+def test_chosen_jobs_are_cancelled_and_deleted_together(slow: SlowService, slow_page: Page) -> None:
+    for microbatches in (4, 5, 6):
+        posted(slow.url, None, uniform(2, microbatches, budget=8), wait=0)
+    slow_page.goto("/#/jobs")
+    expect(slow_page.locator(NAMES)).to_have_count(3)
+    expect(slow_page.locator("[data-part=queue]")).to_contain_text("running on 1 worker")
+    slow_page.get_by_label("choose all shown").check()
+    slow_page.get_by_role("button", name="Cancel 3 jobs").click()
+    expect(slow_page.locator("[data-part=jobs] .status")).to_have_text(["cancelled"] * 3)
+    slow_page.get_by_role("button", name="Delete 3 jobs").click()
+    slow_page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(slow_page.get_by_text("No jobs yet")).to_be_visible()
 
 
 @pytest.fixture

@@ -73,7 +73,9 @@ def _no_slack(page: Page, schedule: Schedule) -> None:
     computes = [device.compute for device in schedule.devices]
     first, last = path[0], path[-1]
     assert first[1] == min(ops[0].start_us for ops in computes)
-    spans = [ops[-1].end_us - (ops[0].start_us if schedule.objective == "device_span" else first[1]) for ops in computes]
+    spans = [
+        ops[-1].end_us - (ops[0].start_us if schedule.objective == "device_span" else first[1]) for ops in computes
+    ]
     assert max(spans) == pytest.approx(schedule.value_us)
     assert last[2] == computes[spans.index(max(spans))][-1].end_us
     for before, (_, start_us, _, earliest_us) in itertools.pairwise(path):

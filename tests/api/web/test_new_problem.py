@@ -11,6 +11,7 @@ from playwright.sync_api import Page, Route, expect
 
 from tests.api.services import client_of
 from tests.api.solves import PROBLEM
+from tests.browser import COMPILE_MS
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_fields_and_text_are_one_problem(form: Page) -> None:
 def test_sliders_redraw_a_published_schedule_at_once(form: Page) -> None:
     form.fill("#problem", json.dumps(PROBLEM.to_data()))
     figures = form.locator("[data-part=preview-figures]")
-    expect(figures).to_contain_text("131.0\u00a0µs, proved optimal")
+    expect(figures).to_contain_text("131.0\u00a0µs, proved optimal", timeout=COMPILE_MS)
     expect(form.locator("figure[data-magnification]")).to_be_visible()
     form.locator("[data-part=forward-slider]").fill("1")  # a unit of the slider is a doubling
     expect(form.locator("#forward-factor")).to_have_value("2")

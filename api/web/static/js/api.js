@@ -135,6 +135,33 @@ export function act(id, action) {
   return json("POST", `${jobPath(id)}/${action}`);
 }
 
+/**
+ * @param {string} id
+ * @param {{name?: string, tags?: string[]}} changes
+ * @returns {Promise<Job>}
+ */
+export function rename(id, changes) {
+  return json("PATCH", jobPath(id), { body: JSON.stringify(changes) });
+}
+
+/**
+ * Figures of the whole service, of all keys together.
+ *
+ * @param {AbortSignal} signal
+ * @returns {Promise<{queued: number, running: number, busyWorkers: number, queueAgeS: number}>}
+ */
+export async function getServiceFigures(signal) {
+  const text = await (await request("GET", "/metrics", { signal })).text();
+  /** @param {string} name of a line of Prometheus' text format */
+  const figure = (name) => Number(text.split("\n").find((line) => line.startsWith(`${name} `))?.slice(name.length) ?? 0);
+  return {
+    queued: figure('optpipe_jobs{status="queued"}'),
+    running: figure('optpipe_jobs{status="running"}'),
+    busyWorkers: figure("optpipe_busy_workers"),
+    queueAgeS: figure("optpipe_queue_age_seconds"),
+  };
+}
+
 /** @param {string} id */
 export async function remove(id) {
   await request("DELETE", jobPath(id));

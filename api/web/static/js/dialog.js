@@ -1,4 +1,4 @@
-/** Confirmation of actions that cannot be undone. */
+/** Questions to the reader: confirmation of actions that cannot be undone, and short texts. */
 
 import { part } from "./elements.js";
 
@@ -20,5 +20,27 @@ export function confirmed(question, consequence, yes) {
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+/**
+ * @param {string} title
+ * @param {string} label
+ * @param {string} yes label of the button that confirms
+ * @param {string} [text] to begin with
+ * @returns {Promise<string | null>} null: nothing was given
+ */
+export function askForText(title, label, yes, text = "") {
+  const dialog = part(document, "text-dialog", HTMLDialogElement);
+  const input = part(dialog, "text-input", HTMLInputElement);
+  part(dialog, "text-title", HTMLElement).textContent = title;
+  part(dialog, "text-label", HTMLElement).textContent = label;
+  part(dialog, "text-yes", HTMLElement).textContent = yes;
+  part(dialog, "text-no", HTMLButtonElement).onclick = () => dialog.close();
+  input.value = text;
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "given" ? input.value : null), { once: true });
   });
 }

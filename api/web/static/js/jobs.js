@@ -1,6 +1,6 @@
 /** A job in words. */
 
-import { NONE, countText } from "./units.js";
+import { NONE, countText, percentText } from "./units.js";
 import { element } from "./elements.js";
 
 /** @typedef {import("./types.js").Job} Job */
@@ -51,6 +51,41 @@ export function stateText(job) {
 /** @param {number} place */
 function placeText(place) {
   return place === 1 ? "next in line" : `${countText(place - 1, "job")} before it`;
+}
+
+/** @param {Job} job */
+export function sizeText({ devices, stages, microbatches }) {
+  if (devices === undefined || microbatches === undefined) return NONE;
+  return `${devices} × ${microbatches}${stages === devices ? "" : `, ${stages} stages`}`;
+}
+
+/**
+ * How long a job has been solved, so far where it still is.
+ *
+ * @param {Job} job
+ * @returns {number | null} null: not at all
+ */
+export function searchMs({ started_at: started, finished_at: finished }) {
+  if (!started) return null;
+  return Math.max(0, (finished ? Date.parse(finished) : Date.now()) - Date.parse(started));
+}
+
+/** Gaps up to each of these shares have a colour of their own. */
+const GAP_COLOURS = /** @type {const} */ ([
+  [0, "proved"],
+  [0.02, "small"],
+  [0.1, "medium"],
+  [Infinity, "large"],
+]);
+
+/**
+ * @param {HTMLElement} chip
+ * @param {number | null} gap
+ */
+export function fillGap(chip, gap) {
+  chip.textContent = percentText(gap);
+  const [, name] = GAP_COLOURS.find(([most]) => gap !== null && gap <= most) ?? [0, "none"];
+  chip.className = `gap gap-${name}`;
 }
 
 /**

@@ -11,7 +11,7 @@ import { GanttChart } from "../gantt/chart.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { Progress } from "../progress.js";
 import { bubbleRate, highestPeakBytes } from "../schedule.js";
-import { NONE, bytesText, percentText, timeText } from "../units.js";
+import { NONE, bytesText, countText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
 /** @typedef {import("../types.js").Schedule} Schedule */
@@ -179,6 +179,9 @@ class JobView {
     part(this.root, "method", HTMLElement).textContent = job.method;
     part(this.root, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));
     part(this.root, "elapsed", HTMLElement).textContent = elapsedText(job);
+    this.#setFigure("config", configText(job.config ?? {}));
+    this.#setFigure("attempts", String(job.attempt));
+    this.#setFigure("command", `curl ${location.origin}/v1/schedules/${job.id}/schedule`);
     part(this.root, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
     this.#showActions(job);
     this.#showError(job);
@@ -340,6 +343,14 @@ class JobView {
 function relativeGap({ value_us: value, bound_us: bound }) {
   if (value === null || bound === null) return null;
   return value ? (value - bound) / value : 0;
+}
+
+/** @param {Partial<import("../types.js").JobConfig>} config */
+function configText({ time_limit_s: limitS, gap, workers, seed, priority }) {
+  if (limitS === undefined) return NONE;
+  const texts = [`${limitS} s at most`, gap ? `gap of ${percentText(gap)} will do` : "", countText(workers ?? 1, "thread")];
+  texts.push(`seed ${seed}`, priority ? `priority ${priority}` : "");
+  return texts.filter(Boolean).join(", ");
 }
 
 /** @param {Job} job */

@@ -1,23 +1,39 @@
-/** All jobs, newest first, kept up to date. */
+/** All jobs, kept up to date: filters, order, and actions on those that are chosen. */
 
-import { ApiError, listJobs } from "../api.js";
+import { announce } from "../announce.js";
+import { ApiError, act, getServiceFigures, listJobs, remove, rename } from "../api.js";
+import { askForText, confirmed } from "../dialog.js";
 import { element, fromTemplate, part } from "../elements.js";
-import { subscribe } from "../events.js";
-import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
-import { percentText, timeText } from "../units.js";
+import { hasEnded, subscribe } from "../events.js";
+import { fillGap, fillStatus, instantElement, jobName, searchMs, sizeText, stateText } from "../jobs.js";
+import { countText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
 
 const PAGE_SIZE = 50;
+/** Jobs that are read to be sorted or searched by name, which the server does not do. */
+const MOST_SORTED = 1000;
+const LARGEST_PAGE = 200;
 /** Events that follow each other quickly are answered by one request. */
 const EVENT_PAUSE_MS = 300;
 /** Even without events, in case that one was missed. */
 const CALM_PAUSE_MS = 30_000;
 
+/** Orders other than newest first.
+ * @type {Record<string, (one: Job, other: Job) => number>} */
+const ORDERS = {
+  oldest: (one, other) => Date.parse(one.submitted_at) - Date.parse(other.submitted_at),
+  name: (one, other) => jobName(one).localeCompare(jobName(other), undefined, { numeric: true }),
+  gap: (one, other) => (other.gap ?? -1) - (one.gap ?? -1),
+  bubble: (one, other) => (other.bubble ?? -1) - (one.bubble ?? -1),
+  value: (one, other) => (one.value_us ?? Infinity) - (other.value_us ?? Infinity) || 0,
+  duration: (one, other) => (searchMs(other) ?? -1) - (searchMs(one) ?? -1),
+};
+
 /** @type {import("../router.js").View} */
 export function listView(root, { query }) {
   root.append(fromTemplate("template-list"));
-  const list = new JobList(root, query.get("status") ?? "", query.get("tag") ?? "");
+  const list = new JobList(root, query);
   list.start();
   return () => list.stop();
 }
@@ -29,56 +45,69 @@ class JobList {
   #timer = 0;
   /** Set from an event until the list that answers it is there. */
   #soon = 0;
-  /** @type {Set<string>} */
-  #chosen = new Set();
+  /** @type {Map<string, Job>} */
+  #chosen = new Map();
   /** Pages shown, each from the cursor before it. */
   #pages = 1;
 
   /**
    * @param {HTMLElement} root
-   * @param {string} status
-   * @param {string} tag
+   * @param {URLSearchParams} query
    */
-  constructor(root, status, tag) {
-    this.status = part(root, "status-filter", HTMLSelectElement);
-    this.tag = part(root, "tag-filter", HTMLInputElement);
+  constructor(root, query) {
+    this.filters = {
+      name: part(root, "name-filter", HTMLInputElement),
+      status: part(root, "status-filter", HTMLSelectElement),
+      tag: part(root, "tag-filter", HTMLInputElement),
+      sort: part(root, "sort", HTMLSelectElement),
+    };
+    for (const [name, field] of Object.entries(this.filters)) field.value = query.get(name) ?? "";
     this.body = part(root, "jobs", HTMLTableSectionElement);
     this.table = part(root, "jobs-table", HTMLTableElement);
     this.empty = part(root, "empty", HTMLElement);
     this.noMatch = part(root, "no-match", HTMLElement);
     this.more = part(root, "more", HTMLButtonElement);
-    this.compare = part(root, "compare", HTMLButtonElement);
+    this.count = part(root, "count", HTMLElement);
+    this.queue = part(root, "queue", HTMLElement);
+    this.chooseAll = part(root, "choose-all", HTMLInputElement);
+    this.actions = {
+      compare: part(root, "compare", HTMLButtonElement),
+      cancel: part(root, "cancel-chosen", HTMLButtonElement),
+      tag: part(root, "tag-chosen", HTMLButtonElement),
+      delete: part(root, "delete-chosen", HTMLButtonElement),
+    };
     this.message = part(root, "message", HTMLElement);
-    this.status.value = status;
-    this.tag.value = tag;
   }
 
   start() {
-    this.status.addEventListener("change", () => this.#filter());
-    this.tag.addEventListener("change", () => this.#filter());
+    const { name, status, tag, sort } = this.filters;
+    name.addEventListener("input", () => this.#filter());
+    for (const field of [status, tag, sort]) field.addEventListener("change", () => this.#filter());
     this.more.addEventListener("click", () => this.#showMore());
-    this.compare.addEventListener("click", () => {
-      location.hash = `#/compare?ids=${[...this.#chosen].join(",")}`;
+    this.chooseAll.addEventListener("change", () => this.#chooseAll(this.chooseAll.checked));
+    this.actions.compare.addEventListener("click", () => {
+      location.hash = `#/compare?ids=${this.#comparable().join(",")}`;
     });
-    document.addEventListener("visibilitychange", () => document.hidden || this.#load(), {
-      signal: this.#ending.signal,
-    });
+    this.actions.cancel.addEventListener("click", () => this.#cancelChosen());
+    this.actions.tag.addEventListener("click", () => this.#tagChosen());
+    this.actions.delete.addEventListener("click", () => this.#deleteChosen());
+    const { signal } = this.#ending;
+    document.addEventListener("visibilitychange", () => document.hidden || this.#load(), { signal });
     this.#load();
     const reload = () => this.#reloadSoon();
-    subscribe({ onEvent: reload, onState: ({ open }) => open && reload() }, this.#ending.signal);
+    subscribe({ onEvent: reload, onState: ({ open }) => open && reload() }, signal);
   }
 
   stop() {
-    clearTimeout(this.#soon);
     this.#ending.abort();
     this.#loading.abort();
     clearTimeout(this.#timer);
+    clearTimeout(this.#soon);
   }
 
   #filter() {
     const query = new URLSearchParams();
-    if (this.status.value) query.set("status", this.status.value);
-    if (this.tag.value.trim()) query.set("tag", this.tag.value.trim());
+    for (const [name, field] of Object.entries(this.filters)) if (field.value.trim()) query.set(name, field.value.trim());
     history.replaceState(null, "", `#/jobs${query.size ? `?${query}` : ""}`);
     this.#pages = 1;
     this.#load();
@@ -103,12 +132,13 @@ class JobList {
     this.#loading = new AbortController();
     const { signal } = this.#loading;
     try {
-      const { jobs, cursor } = await this.#read(signal);
+      const { jobs, more } = await this.#read(signal);
       this.message.textContent = "";
-      this.#show(jobs, cursor !== null);
+      this.#show(jobs, more);
+      this.#showQueue(signal);
     } catch (error) {
       if (signal.aborted) return;
-      this.message.textContent = error instanceof Error ? error.message : String(error);
+      this.#tell(error);
       if (error instanceof ApiError && error.status === 401) return; // the question for a key is not asked again and again
     }
     if (!document.hidden) this.#timer = window.setTimeout(() => this.#load(), CALM_PAUSE_MS);
@@ -116,20 +146,31 @@ class JobList {
 
   /**
    * @param {AbortSignal} signal
-   * @returns {Promise<{jobs: Job[], cursor: string | null}>} all pages that are shown
+   * @returns {Promise<{jobs: Job[], more: boolean}>} the jobs to show, and whether the server has more
    */
   async #read(signal) {
-    const filter = { status: this.status.value, tag: this.tag.value.trim(), limit: PAGE_SIZE };
+    const name = this.filters.name.value.trim().toLowerCase();
+    const order = ORDERS[this.filters.sort.value];
+    const whole = Boolean(name || order);
+    const most = whole ? MOST_SORTED : this.#pages * PAGE_SIZE;
+    const filter = { status: this.filters.status.value, tag: this.filters.tag.value.trim() };
     /** @type {Job[]} */
     const jobs = [];
     /** @type {string | null} */
     let cursor = "";
-    for (let page = 0; page < this.#pages && cursor !== null; page += 1) {
-      const answer = await listJobs({ ...filter, cursor }, signal);
+    while (cursor !== null && jobs.length < most) {
+      const limit = whole ? LARGEST_PAGE : PAGE_SIZE;
+      const answer = await listJobs({ ...filter, cursor, limit }, signal);
       jobs.push(...answer.jobs);
       cursor = answer.cursor;
     }
-    return { jobs, cursor };
+    if (!whole) return { jobs, more: cursor !== null };
+    const matching = jobs.filter((job) => jobName(job).toLowerCase().includes(name));
+    const shown = order ? matching.sort(order) : matching;
+    const mostShown = this.#pages * PAGE_SIZE;
+    this.count.textContent =
+      `${countText(matching.length, "job")}` + (cursor === null ? "." : ` of the newest ${jobs.length.toLocaleString("en-US")}.`);
+    return { jobs: shown.slice(0, mostShown), more: shown.length > mostShown };
   }
 
   /**
@@ -137,14 +178,21 @@ class JobList {
    * @param {boolean} more
    */
   #show(jobs, more) {
-    const filtered = Boolean(this.status.value || this.tag.value.trim());
-    const there = new Set(jobs.map((job) => job.id));
-    for (const id of this.#chosen) if (!there.has(id)) this.#chosen.delete(id);
+    const { name, status, tag, sort } = this.filters;
+    const isFiltered = [name, status, tag].some((field) => field.value.trim());
+    const there = new Map(jobs.map((job) => [job.id, job]));
+    for (const id of this.#chosen.keys()) {
+      const job = there.get(id);
+      if (job) this.#chosen.set(id, job);
+      else this.#chosen.delete(id);
+    }
     this.#fillRows(jobs);
     this.table.hidden = !jobs.length;
-    this.empty.hidden = jobs.length > 0 || filtered;
-    this.noMatch.hidden = jobs.length > 0 || !filtered;
+    this.table.toggleAttribute("data-sized", jobs.some((job) => job.devices !== undefined));
+    this.empty.hidden = jobs.length > 0 || isFiltered;
+    this.noMatch.hidden = jobs.length > 0 || !isFiltered;
     this.more.hidden = !more;
+    this.count.hidden = !jobs.length || !(name.value.trim() || sort.value);
     this.#showChosen();
   }
 
@@ -169,27 +217,92 @@ class JobList {
     const row = part(fromTemplate("template-list-row"), "row", HTMLTableRowElement);
     row.dataset.id = job.id;
     const choice = part(row, "choice", HTMLInputElement);
-    choice.setAttribute("aria-label", `compare ${jobName(job)}`);
     choice.addEventListener("change", () => {
-      if (choice.checked) this.#chosen.add(job.id);
+      if (choice.checked) this.#chosen.set(job.id, job);
       else this.#chosen.delete(job.id);
       this.#showChosen();
     });
-    const link = part(row, "name", HTMLAnchorElement);
-    link.href = `#/jobs/${job.id}`;
-    link.textContent = link.title = jobName(job);
-    const tags = job.tags.map((tag) => tagLink(tag));
-    part(row, "tags", HTMLElement).replaceChildren(...tags);
+    part(row, "name", HTMLAnchorElement).href = `#/jobs/${job.id}`;
     part(row, "submitted", HTMLElement).replaceChildren(instantElement(job.submitted_at));
     part(row, "method", HTMLElement).textContent = job.method;
-    part(row, "objective", HTMLElement).textContent = OBJECTIVES[job.objective];
     return row;
   }
 
+  /** @param {boolean} isChosen */
+  #chooseAll(isChosen) {
+    for (const choice of this.body.querySelectorAll("input")) {
+      if (choice.checked === isChosen) continue;
+      choice.checked = isChosen;
+      choice.dispatchEvent(new Event("change"));
+    }
+  }
+
+  #comparable() {
+    return [...this.#chosen.values()].filter((job) => job.value_us !== null).map(({ id }) => id);
+  }
+
   #showChosen() {
-    const count = this.#chosen.size;
-    this.compare.disabled = count < 2;
-    this.compare.textContent = count < 2 ? "Compare" : `Compare ${count} jobs`;
+    const jobs = [...this.#chosen.values()];
+    const live = jobs.filter((job) => !hasEnded(job.status)).length;
+    const { compare, cancel, tag, delete: discard } = this.actions;
+    const comparable = this.#comparable().length;
+    compare.disabled = comparable < 2;
+    compare.textContent = comparable < 2 ? "Compare" : `Compare ${comparable} jobs`;
+    cancel.hidden = !live;
+    cancel.textContent = `Cancel ${countText(live, "job")}`;
+    tag.hidden = !jobs.length;
+    tag.textContent = `Tag ${countText(jobs.length, "job")}…`;
+    discard.hidden = !jobs.length;
+    discard.textContent = `Delete ${countText(jobs.length, "job")}`;
+    this.chooseAll.checked = jobs.length > 0 && jobs.length === this.body.rows.length;
+    this.chooseAll.indeterminate = jobs.length > 0 && jobs.length < this.body.rows.length;
+  }
+
+  #cancelChosen() {
+    const live = [...this.#chosen.values()].filter((job) => !hasEnded(job.status));
+    this.#forEach(live, (job) => act(job.id, "cancel"), "cancelled");
+  }
+
+  async #deleteChosen() {
+    const jobs = [...this.#chosen.values()];
+    const consequence = "Schedules and histories are removed for good. Jobs that run stay: cancel them first.";
+    if (!(await confirmed(`Delete ${countText(jobs.length, "job")}?`, consequence, "Delete"))) return;
+    await this.#forEach(jobs.filter((job) => job.status !== "running"), (job) => remove(job.id), "deleted");
+  }
+
+  async #tagChosen() {
+    const jobs = [...this.#chosen.values()];
+    const text = await askForText(`Tag ${countText(jobs.length, "job")}`, "Tags to add, separated by commas", "Add");
+    const tags = (text ?? "").split(",").map((tag) => tag.trim()).filter(Boolean);
+    if (!tags.length) return;
+    await this.#forEach(jobs, (job) => rename(job.id, { tags: [...new Set([...job.tags, ...tags])] }), "tagged");
+  }
+
+  /**
+   * @param {Job[]} jobs
+   * @param {(job: Job) => Promise<unknown>} action
+   * @param {string} done
+   */
+  async #forEach(jobs, action, done) {
+    const results = await Promise.allSettled(jobs.map(action));
+    const failed = results.flatMap((result) => (result.status === "rejected" ? [result.reason] : []));
+    announce(`${countText(jobs.length - failed.length, "job")} ${done}`);
+    await this.#load();
+    if (failed.length) this.#tell(failed[0]);
+  }
+
+  /** @param {AbortSignal} signal */
+  async #showQueue(signal) {
+    const figures = await getServiceFigures(signal).catch(() => null);
+    if (!figures) return;
+    const { queued, running, busyWorkers, queueAgeS } = figures;
+    const waiting = queued ? `, ${countText(queued, "job")} waiting, the first for ${timeText(1e6 * queueAgeS)}` : ", none waiting";
+    this.queue.textContent = `On this service: ${countText(running, "job")} running on ${countText(busyWorkers, "worker")}${waiting}.`;
+  }
+
+  /** @param {unknown} error */
+  #tell(error) {
+    this.message.textContent = error instanceof Error ? error.message : String(error);
   }
 }
 
@@ -198,12 +311,22 @@ class JobList {
  * @param {Job} job
  */
 function fillRow(row, job) {
+  const link = part(row, "name", HTMLAnchorElement);
+  link.textContent = link.title = jobName(job);
+  part(row, "choice", HTMLInputElement).setAttribute("aria-label", `choose ${jobName(job)}`);
+  const tags = part(row, "tags", HTMLElement);
+  if (tags.dataset.tags !== JSON.stringify(job.tags)) {
+    tags.dataset.tags = JSON.stringify(job.tags);
+    tags.replaceChildren(...job.tags.map(tagLink));
+  }
   fillStatus(part(row, "status", HTMLElement), job.status);
   part(row, "state", HTMLElement).textContent = stateText(job);
+  part(row, "size", HTMLElement).textContent = sizeText(job);
   part(row, "value", HTMLElement).textContent = timeText(job.value_us);
-  part(row, "bound", HTMLElement).textContent = timeText(job.bound_us);
-  part(row, "gap", HTMLElement).textContent = percentText(job.gap);
-  part(row, "choice", HTMLInputElement).disabled = job.value_us === null;
+  fillGap(part(row, "gap", HTMLElement), job.gap);
+  part(row, "bubble", HTMLElement).textContent = percentText(job.bubble);
+  const milliseconds = searchMs(job);
+  part(row, "duration", HTMLElement).textContent = timeText(milliseconds === null ? null : 1000 * milliseconds);
 }
 
 /** @param {string} tag */
