@@ -128,16 +128,21 @@ class _Verifier:
         if self.modes is not None:
             return self.modes[self.ops.stage, self.ops.microbatch]
         whole = np.array([stage.offload is not None for stage in self.problem.stages])
-        copies = np.isin(self.ops.kind, _codes("O", "R"))
+        copies = _among(self.ops.kind, "O", "R")
         return np.where(copies, whole[self.ops.stage], 0)
 
     def _by_kind(self, rule: Callable[[Stage, str, str], Any], dtype: type) -> Any:
         """Value of `rule` for each op: by its stage, kind and mode."""
 
-        def of_kind(kind: str) -> list[list[Any]]:
-            return self._by_stage(lambda stage, mode: rule(stage, kind, mode))
+        def of_kind(code: int) -> list[list[Any]]:
+            return self._by_stage(lambda stage, mode: rule(stage, KINDS[code], mode))
 
-        return np.array(list(map(of_kind, KINDS)), dtype)[self.ops.kind, self.ops.stage, self.mode]
+        codes = np.flatnonzero(np.bincount(self.ops.kind, minlength=1))
+        row = np.zeros(len(KINDS), np.int64)
+        row[codes] = np.arange(len(codes))
+        return np.array([of_kind(code) for code in codes.tolist()], dtype)[
+            row[self.ops.kind], self.ops.stage, self.mode
+        ]
 
     def _by_mode(self, rule: Callable[[Stage, str], Any]) -> Any:
         """Value of `rule` for each op: by its stage and mode."""
@@ -145,11 +150,15 @@ class _Verifier:
 
     def _by_stage(self, rule: Callable[[Stage, str], Any]) -> list[list[Any]]:
         """Values of `rule` for each mode of each stage, filled up where a stage has fewer modes than another."""
-        # Without names there are no ops in further modes.
-        stages = [(stage, mode_names(stage)[: None if self.modes is not None else 2]) for stage in self.problem.stages]
-        most = max(len(names) for _, names in stages)
-        values = [[rule(stage, name) for name in names] for stage, names in stages]
+        values = [[rule(stage, name) for name in names] for stage, names in self._stage_modes]
+        most = max(map(len, values))
         return [own + own[:1] * (most - len(own)) for own in values]
+
+    @cached_property
+    def _stage_modes(self) -> list[tuple[Stage, Sequence[str]]]:
+        """Every stage with the names of the modes that its microbatches may be in."""
+        some = None if self.modes is not None else 2  # where no F names a mode there are at most `kept` and `offload`
+        return [(stage, mode_names(stage)[:some]) for stage in self.problem.stages]
 
     def verdict(self) -> Verdict:
         self._check_once()
@@ -223,7 +232,7 @@ class _Verifier:
             detail = f"needs F, B, W or F, BW; none found, and {total - len(pairs) - 1} more are missing altogether."
             self._broken("presence", where, None, detail)
         whole = np.array([not stage.split_backward for stage in self.problem.stages])
-        apart = np.isin(self.ops.kind, _codes("B", "W", "CB")) & whole[self.ops.stage]
+        apart = _among(self.ops.kind, "B", "W", "CB") & whole[self.ops.stage]
         self._broken_where("split", apart, lambda _: "is part of a backward, but this stage never splits it.")
 
     def _check_modes(self) -> None:
@@ -232,6 +241,8 @@ class _Verifier:
         A CB or CBW needs a mode with segment_bytes.
         """
         ops = self.ops
+        if self.modes is None and not _among(ops.kind, "O", "R", "C", "CB", "CBW").any():
+            return  # everything is kept
 
         def has(kinds: Sequence[str]) -> Bools:
             """True for each op whose microbatch has an op of these kinds on its stage."""
@@ -241,7 +252,7 @@ class _Verifier:
 
         forward = ops.kind == KINDS.index("F")
         again, inside, leaves = (self._by_mode(rule) for rule in (_recomputes, _by_segments, _leaves))
-        recomputation = np.isin(ops.kind, _codes("C", "CB", "CBW"))
+        recomputation = _among(ops.kind, "C", "CB", "CBW")
         mode_of = self._mode_name
         self._broken_where(
             "mode", recomputation & ~again, lambda k: f"recomputes, but its mode {mode_of(k)} keeps everything."
@@ -261,7 +272,7 @@ class _Verifier:
                 recomputation & again & ~inside & (ops.kind != KINDS.index("C")),
                 lambda k: f"recomputes inside, but its mode {mode_of(k)} has no segment_bytes.",
             )
-        copies = np.isin(ops.kind, _codes("O", "R"))
+        copies = _among(ops.kind, "O", "R")
         stays = [
             "its mode {} does not offload" if stage.modes else "this stage never offloads"
             for stage in self.problem.stages
@@ -307,7 +318,7 @@ class _Verifier:
             early,
             lambda k: f"starts before {self.ops[k - 1]} on its stream ends ({self.end_us[k - 1]:g} us).",
         )
-        backward = np.isin(self.ops.kind, _codes("BW", "CB", "CBW"))  # all count as B, BW and CBW not as W
+        backward = _among(self.ops.kind, "BW", "CB", "CBW")  # all count as B, BW and CBW not as W
         kind = np.where(backward, KINDS.index("B"), self.ops.kind)
         alike = (self.list_of * len(KINDS) + kind) * len(self.problem.stages) + self.ops.stage
         order = np.argsort(alike, kind="stable")
@@ -344,8 +355,10 @@ class _Verifier:
         op = np.flatnonzero(f & (stage > 0))
         yield op, self._relative(op, "F", -1), ahead[stage[op]]
         op = np.flatnonzero(backward & (stage < last))
-        gradients = [self._relative(op, kind, 1) for kind in ("B", "BW", "CB", "CBW")]
-        yield op, np.max(gradients, axis=0), back[stage[op]]
+        gradient = self._relative(op, "B", 1)
+        for kind in [kind for kind, there in (("BW", bw), ("CB", cb), ("CBW", cbw)) if there.any()]:
+            gradient = np.where(gradient >= 0, gradient, self._relative(op, kind, 1))
+        yield op, gradient, back[stage[op]]
         rules = [(backward, "F"), (backward, "R"), (w, "B"), (o, "F"), (r, "O")]
         if c.any() or cb.any():
             rules += [(backward, "C"), (c, "F"), (c, "R"), (w, "CB")]
@@ -430,7 +443,7 @@ class _Verifier:
     @cached_property
     def _copies(self) -> tuple[Ints, Ints]:
         """Indices of all O and R, and the channel number of each."""
-        copies = np.flatnonzero(np.isin(self.ops.kind, _codes("O", "R")))
+        copies = np.flatnonzero(_among(self.ops.kind, "O", "R"))
         group_of = np.zeros(len(self.problem.devices), np.int64)
         for g, group in enumerate(self.problem.channel_groups):
             group_of[list(group)] = g
@@ -529,12 +542,13 @@ class _Verifier:
 
     def _check_host(self) -> int:
         """Host memory within its budget; a host buffer is held from the start of O to the end of R."""
-        held = self._by_mode(_moved_bytes)
-        changes = np.stack(
-            [held * (self.ops.kind == KINDS.index("O")), -held * (self.ops.kind == KINDS.index("R"))], axis=1
-        )
         copies, _ = self._copies
-        peak, time_us = _peak(self.start_us[copies], self.end_us[copies], changes[copies])
+        if not len(copies):
+            return 0
+        held = self._by_mode(_moved_bytes)[copies]
+        offloads = self.ops.kind[copies] == KINDS.index("O")
+        changes = np.stack([held * offloads, -held * ~offloads], axis=1)
+        peak, time_us = _peak(self.start_us[copies], self.end_us[copies], changes)
         limit = self.problem.host_memory_bytes
         if limit is not None and peak > limit:
             self._broken("host-budget", "host", time_us, f"holds {peak} bytes of {limit}.")
@@ -622,6 +636,14 @@ def _bits(*kinds: str) -> int:
 
 def _codes(*kinds: str) -> list[int]:
     return [KINDS.index(kind) for kind in kinds]
+
+
+def _among(kind: Ints, *kinds: str) -> Bools:
+    """True for each op of one of these kinds."""
+    chosen = np.zeros(len(KINDS), bool)
+    chosen[_codes(*kinds)] = True
+    among: Bools = chosen[kind]
+    return among
 
 
 def _recomputes(stage: Stage, mode: str) -> bool:

@@ -18,6 +18,7 @@ The verifier depends on this module, so it shares no code with the simulator or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 from numba import njit
@@ -61,15 +62,16 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
         return np.zeros(1, np.int64)
     numbers, stage = np.unique(ops.stage, return_inverse=True)
     stages = [problem.stages[s] for s in numbers]
-    kinds = np.unique(ops.kind)
-    names = [mode_names(one) for one in stages] if modes is not None else [()] * len(stages)
-    most = max(1, *map(len, names))
-    table = np.zeros((len(KINDS), len(stages), most, 2), np.int64)
-    for k in kinds.tolist():
-        for s, one in enumerate(stages):
-            table[k, s, : len(names[s]) or 1] = [memory_changes(one, KINDS[k], name) for name in names[s] or (None,)]
-    mode = modes[ops.stage, ops.microbatch] if modes is not None else 0
-    return np.concatenate([[0], np.cumsum(table[ops.kind, stage, mode])])
+    if modes is None:
+        changes = np.zeros((len(KINDS), len(stages), 2), np.int64)
+        for k in np.flatnonzero(np.bincount(ops.kind)).tolist():
+            changes[k] = [memory_changes(one, KINDS[k]) for one in stages]
+        return np.concatenate([[0], np.cumsum(changes[ops.kind, stage])])
+    names = [mode_names(one) for one in stages]
+    of_modes = np.zeros((len(KINDS), len(stages), max(map(len, names)), 2), np.int64)
+    for k, s in product(range(len(KINDS)), range(len(stages))):
+        of_modes[k, s, : len(names[s])] = [memory_changes(stages[s], KINDS[k], name) for name in names[s]]
+    return np.concatenate([[0], np.cumsum(of_modes[ops.kind, stage, modes[ops.stage, ops.microbatch]])])
 
 
 def mode_names(stage: Stage) -> Sequence[str]:
