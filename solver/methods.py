@@ -57,7 +57,15 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
-        Method("cp-sat", "exact", "interval model, OR-Tools CP-SAT, proves optimality", _ANY, search=searches.cp_sat),
+        Method(
+            "cp-sat",
+            "exact",
+            "interval model, OR-Tools CP-SAT, proves optimality",
+            _ANY,
+            search=searches.cp_sat,
+            modes=True,
+            unsplit=True,
+        ),
         Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large),
         Method(
             "search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=searches.annealing

@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import gcd, lcm
 
 from optpipe.errors import MethodError
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Mode, Problem, Stage
 
 
 def horizon_us(problem: Problem, value_us: float) -> float:
@@ -19,26 +19,35 @@ def horizon_us(problem: Problem, value_us: float) -> float:
     """
     if value_us < float("inf"):
         return value_us if problem.objective == "makespan" else 2 * value_us
-    transfers = sum(stage.offload.offload_us + stage.offload.reload_us for stage in problem.stages if stage.offload)
+    beside = sum(max(map(_beside_us, stage.choices)) for stage in problem.stages)
     delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
-    return sum(problem.work_us) + problem.microbatches * (transfers + delays)
+    return sum(problem.work_us) + problem.microbatches * (beside + delays)
+
+
+def _beside_us(mode: Mode) -> float:
+    """Time of the copies and of the recomputation of a microbatch in a mode."""
+    copies = mode.offload.offload_us + mode.offload.reload_us if mode.offload else 0
+    return copies + mode.recompute_us
 
 
 def without_endless_copies(problem: Problem, horizon_us: float) -> Problem:
-    """The problem without the offloads whose copies alone take longer than `horizon_us`.
+    """The problem with no copy that takes much longer than `horizon_us`: no schedule that ends by then has one.
 
-    No schedule that ends by then has one. In ticks such copies may exceed the integers of solvers.
+    In ticks such copies may exceed the integers of solvers.
     """
-    endless = [
-        stage.offload is not None and stage.offload.offload_us + stage.offload.reload_us > horizon_us
-        for stage in problem.stages
-    ]
-    if not any(endless):
-        return problem
+    most_us = int(horizon_us) + 1
     data = problem.to_data()
-    for stage, gone in zip(data["stages"], endless, strict=True):
-        if gone:
-            stage["offload"] = None
+    copies = [
+        entry["offload"]
+        for stage in data["stages"]
+        for entry in (stage, *stage.get("modes", ()))
+        if entry.get("offload")
+    ]
+    endless = [(copy, name) for copy in copies for name in ("offload_us", "reload_us") if copy[name] > most_us]
+    if not endless:
+        return problem
+    for copy, name in endless:
+        copy[name] = most_us
     return Problem.from_data(data)
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from optpipe.problem import Problem, Stage
+from solver.variants import variants
 
 
 class Piece(NamedTuple):
@@ -196,17 +197,23 @@ def split_backward_suffices(problem: Problem) -> bool:
     B with W right behind it does all that BW does, no later, and hands its gradient over earlier. The microbatches stay
     in order: a BW counts as a B (docs/adr/0006), and the W of a stage may be put in order among themselves, since all
     of them are alike. Only where a budget counts and BW needs less memory beside the activation than B and W do,
-    fusing can be worth it.
+    fusing can be worth it; and a stage that cannot split its backward has fused ones alone.
     """
     return not any(fusing_may_help(problem, s) for s in range(len(problem.stages)))
 
 
 def fusing_may_help(problem: Problem, s: int) -> bool:
-    """True if BW of a stage may keep a budget that B and W of it do not: on the other stages all may be split.
+    """True if BW of a stage may keep a budget that B and W of it do not, or if the stage cannot split its backward.
 
-    Beside the activation, B and W need at most the workspace of B, the growth at B's end, and that growth and the
-    workspace of W; BW needs its own workspace.
+    On the other stages all may be split. Beside what a backward holds of the activation, B needs its workspace, or what
+    it leaves for W, and W its own beside that; BW needs its own workspace. A backward that recomputes within itself
+    holds less than the activation, and maybe less than what B leaves.
     """
     stage = problem.stages[s]
-    work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
-    return max(work.B, grows, grows + work.W) > work.BW and problem.devices[stage.device].memory_bytes is not None
+    if not stage.split_backward:
+        return True
+    if problem.devices[stage.device].memory_bytes is None:
+        return False
+    work, left = stage.workspace_bytes, stage.backward_weight_bytes
+    held = {variant.backward_bytes for variant in variants(stage)}
+    return any(max(size + work.B, left, left + work.W) > size + work.BW for size in held)

@@ -21,9 +21,9 @@ from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
 from typing import NamedTuple, TypeVar
 
-from optpipe.costs import device_effect
 from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
+from solver.variants import variants
 
 
 class State(NamedTuple):
@@ -66,8 +66,9 @@ def least_work_around(problem: Problem, length: Callable[[str, int], float]) -> 
 class DevicePath:
     """The F and B that a microbatch runs on one device: `stages` lowest first, with the times of their F, B and W.
 
-    A step is the number of F and B done, from 0 to twice the number of stages. What may be offloaded counts as away
-    between F and B, which relaxes the budget and so keeps both bounds valid.
+    A step is the number of F and B done, from 0 to twice the number of stages. Between F and B an activation counts as
+    the least that any variant leaves on the device, and recomputation takes no time. That relaxes the budget and the
+    work, and so keeps both bounds valid.
     """
 
     stages: Sequence[Stage]
@@ -86,10 +87,12 @@ class DevicePath:
 
     def taken(self, kind: str, position: int) -> int:
         """Bytes that the op needs at once: its own, or what it leaves if that is more; for B all that came back."""
-        stage = self.stages[position]
-        effect = device_effect(stage, kind)
-        back = stage.offload.bytes if kind == "B" and stage.offload else 0
-        return back + max(effect.at_start, effect.at_start + effect.at_end)
+        stage, ways = self.stages[position], variants(self.stages[position])
+        if kind == "F":
+            least = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways)
+            return least + stage.workspace_bytes.F
+        backward = min(way.backward_bytes for way in ways) + stage.workspace_bytes.B
+        return max(backward, stage.backward_weight_bytes) - _waiting_bytes(stage)
 
     def least_done(self, step: int, count: int, room: float) -> float:
         """The least work done when one microbatch begins `step` and `count` before it have taken it.
@@ -137,8 +140,7 @@ class DevicePath:
         backwards = range(2 * n - step, n) if step > n else range(0)
         work = sum(self.forward[:step]) + sum(self.backward[k] + self.weight[k] for k in backwards)
         in_flight = self.stages[: step if step <= n else 2 * n - step]
-        held = sum(stage.activation_bytes - (stage.offload.bytes if stage.offload else 0) for stage in in_flight)
-        return State(work, held)
+        return State(work, sum(map(_waiting_bytes, in_flight)))
 
     def _lower_hull(self, first: int, last: int) -> Sequence[State]:
         """The least work for the bytes held, over steps from `first` to `last`; most bytes first."""
@@ -156,6 +158,11 @@ class DevicePath:
             for work, size in accumulate(late, lambda a, b: State(a.work + b.work, a.bytes + b.bytes)):
                 states.append(State(done.work - work, done.bytes + size))
         return _lower_hull(states)
+
+
+def _waiting_bytes(stage: Stage) -> int:
+    """The least that an activation takes on its device between F and B, in any variant."""
+    return min(way.waiting_bytes for way in variants(stage))
 
 
 def _lower_hull(states: Iterable[State]) -> list[State]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil, floor
 
 from optpipe.problem import Problem
-from solver.scale import MAX_STEPS, time_unit_us
+from solver.scale import MAX_STEPS, stage_times_us, time_unit_us
 
 ROUNDING = Fraction(1, 10**11)
 """The share by which a bound made of float sums may be too high."""
@@ -116,6 +116,6 @@ class TimeGrid:
 
 
 def _instant_ops(problem: Problem, below_us: float) -> int:
-    """Number of ops that take `below_us` or less."""
-    kinds = [(stage, kind) for stage in problem.stages for kind in ("FBWOR" if stage.offload else "FBW")]
-    return problem.microbatches * sum(stage.duration_us(kind) <= below_us for stage, kind in kinds)
+    """Most ops that take `below_us` or less, whatever the modes."""
+    times_us = (time_us for stage in problem.stages for time_us in stage_times_us(stage))
+    return problem.microbatches * sum(time_us <= below_us for time_us in times_us)

@@ -7,15 +7,17 @@ Nuijten, *Constraint-Based Scheduling*, 2001): unlike the mixed-integer program 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from math import ceil, inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables
+from optpipe.problem import Stage
+from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.exact.rules import least_work_around, like_pairs
+from solver.variants import Variant
 
 
 class Held(NamedTuple):
@@ -31,48 +33,96 @@ class Held(NamedTuple):
 def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
     """All pieces of microbatch i on stage s.
 
-    A part is freed at B's end, the rest at W's end. If B holds more after its end than before, the difference
-    counts from B's start: no wait could keep B from ending before another op has freed memory. A fused backward frees
-    all at its end, and has a workspace of its own.
+    What every way of the activation holds between two moments is there always, the rest with the literal of its way:
+    the cumulative constraint reasons best about intervals that are never absent.
     """
-    stage, leaves = variables.problem.stages[s], variables.leaves.get((s, i))
-    forward, backward, weight = (variables.task(kind, s, i) for kind in "FBW")
-    kept = min(stage.backward_weight_bytes, stage.activation_bytes)
-    freed_by_backward = stage.activation_bytes - kept
-    moved = stage.offload.bytes if leaves is not None and stage.offload else 0
-    moved_early = min(moved, freed_by_backward)
-    grown = stage.backward_weight_bytes - kept
-    fused, work, both = variables.fused.get((s, i)), stage.workspace_bytes, backward.ticks + weight.ticks
-    split = None if fused is None else ~fused
-    pieces = [
-        *_activation(variables, s, i, "B", freed_by_backward, moved_early),
-        *_activation(variables, s, i, "BW", kept, moved - moved_early),
-        Held(grown, hold_start(backward), hold_end(weight), split, both),
-        Held(work.F, hold_start(forward), hold_end(forward)),
-        Held(max(work.B - grown, 0), hold_start(backward), hold_end(backward), split),  # `grown` counts from B's start
-        Held(work.W, hold_start(weight), hold_end(weight), split),
+    fused, ways = variables.fused.get((s, i)), variables.ways_of(s, i)
+    backwards = {None: None, "split": None if fused is None else ~fused, "fused": fused}
+    sizes = [
+        {piece[:3]: piece.size for piece in _pieces(variables.problem.stages[s], way.variant) if piece.size > 0}
+        for way in ways
     ]
-    if fused is not None:
-        # The model keeps B and W as two tasks; fused, what B would free stays until W ends.
-        pieces.append(Held(freed_by_backward, hold_start(weight), hold_end(weight), fused))
-        pieces.append(Held(work.BW, hold_start(backward), hold_end(weight), fused, both))
-    return (piece for piece in pieces if piece.size > 0)
+    common = {
+        key: min(own[key] for own in sizes)
+        for key in sizes[0]
+        if all(key in own for own in sizes) and {key[0][:-1], key[1][:-1]} <= {*"FBW"}
+    }
+    for way, own in [(ways[0], common)] + [
+        (way, {key: size - common.get(key, 0) for key, size in own.items()})
+        for way, own in zip(ways, sizes, strict=True)
+    ]:
+        for (first, last, backward), size in own.items():
+            if size == 0 or (backward == "fused" and fused is None):
+                continue
+            presence = variables.both(None if own is common or len(ways) == 1 else way.literal, backwards[backward])
+            begin, end = (_moment(variables, s, i, way, name) for name in (first, last))
+            yield Held(size, begin, end, presence, _least_ticks(variables, s, way, first[:-1], last[:-1]))
 
 
-def _activation(variables: Variables, s: int, i: int, until: str, size: int, moved: int) -> Iterator[Held]:
-    """Bytes held from F's start to the end of `until`'s last op, of which `moved` may be away between O and R."""
-    forward, last = variables.task("F", s, i), variables.task(until[-1], s, i)
-    back = sum(variables.length(kind, s) for kind in until)
-    # No activation lives for less than the round trip through the stages behind and its backward: with this least
-    # length the cumulative constraint can reason about energy (bytes times ticks) before any start is fixed.
-    life = variables.round_trips[s] + back
-    yield Held(size - moved, hold_start(forward), hold_end(last), None, life)
+class _Piece(NamedTuple):
+    """Bytes held from one moment to another: a kind of op, with ``<`` for its start or ``>`` for its end.
+
+    `backward`: "split" or "fused" where only such a backward holds them.
+    """
+
+    first: str
+    last: str
+    backward: Literal["split", "fused"] | None
+    size: int
+
+
+def _pieces(stage: Stage, variant: Variant) -> Iterator[_Piece]:
+    """What a microbatch in a variant holds on a stage, by the table of the contract.
+
+    B's end leaves `backward_weight_bytes` until W's end: those that are there before it as long as there are any. If B
+    holds more after its end than before, the difference counts from B's start: no wait could keep B from ending before
+    another op has freed memory. A fused backward frees all at its end, and has a workspace of its own.
+    """
+    mode, work, moved = variant.mode, stage.workspace_bytes, variant.moved_bytes
+    until_weight = min(stage.backward_weight_bytes, mode.kept_bytes)
+    until_backward = mode.kept_bytes - until_weight
+    moved_early = min(moved, until_backward)
+    yield _Piece("F<", "F>", None, work.F + mode.forward_workspace_bytes)
+    yield _Piece("F<", "B>", None, until_backward - moved_early)
+    yield _Piece("F<", "W>", None, until_weight - (moved - moved_early))
     if moved:
-        leaves = variables.leaves[s, i]
-        offload, reload = variables.task("O", s, i), variables.task("R", s, i)
-        yield Held(moved, hold_start(forward), hold_end(last), ~leaves, life)
-        yield Held(moved, hold_start(forward), hold_end(offload), leaves, forward.ticks + offload.ticks)
-        yield Held(moved, hold_start(reload), hold_end(last), leaves, reload.ticks + back)
+        yield _Piece("F<", "O>", None, moved)
+        yield _Piece("R<", "B>", None, moved_early)
+        yield _Piece("R<", "W>", None, moved - moved_early)
+    grown = stage.backward_weight_bytes - until_weight
+    if variant.ahead:
+        made_for_weight = min(grown, mode.recomputed_bytes)
+        grown -= made_for_weight
+        until_backward += mode.recomputed_bytes - made_for_weight
+        yield _Piece("C<", "C>", None, mode.workspace_bytes)
+        yield _Piece("C<", "B>", None, mode.recomputed_bytes - made_for_weight)
+        yield _Piece("C<", "W>", None, made_for_weight)
+    begin, segment = ("CB<", variant.backward_bytes - mode.kept_bytes) if variant.inside else ("B<", 0)
+    yield _Piece(begin, "W>", "split", grown)
+    yield _Piece(begin, "B>", "split", max(work.B + segment - grown, 0))  # `grown` counts from the start
+    yield _Piece("W<", "W>", "split", work.W)
+    # The model keeps B and W as two tasks; fused, what B would free stays until W ends.
+    yield _Piece("W<", "W>", "fused", until_backward)
+    yield _Piece(begin, "W>", "fused", work.BW + segment)
+
+
+def _moment(variables: Variables, s: int, i: int, way: Way, name: str) -> Moment:
+    kind = name[:-1]
+    task = variables.task(kind, s, i) if kind in "FBW" else way.tasks[kind]
+    return Moment(task, is_end=name.endswith(">"))
+
+
+def _least_ticks(variables: Variables, s: int, way: Way, first: str, last: str) -> int:
+    """The least time between the start of one op of a microbatch and the end of another.
+
+    No activation lives for less than the round trip through the stages behind and its backward: with this least length
+    the cumulative constraint can reason about energy (bytes times ticks) before any start is fixed.
+    """
+    ticks = {kind: variables.length(kind, s) for kind in "FBW"} | {kind: task.ticks for kind, task in way.tasks.items()}
+    if first == "F" and last in "BW":
+        return variables.round_trips[s] + sum(ticks[kind] for kind in "BW"[: "BW".index(last) + 1])
+    chain = [str(kind) for kind in ("F", "O", "R", "C", "CB", "B", "W") if kind in ticks]
+    return sum(ticks[kind] for kind in chain[chain.index(first) : chain.index(last) + 1])
 
 
 def hold_start(task: IntervalTask) -> Moment:
@@ -100,6 +150,7 @@ class Constraints:
         self.microbatch_order()
         self.fused_backwards()
         self.offload_round_trip()
+        self.ways()
         self.one_op_at_a_time()
         self.channels()
         self.device_memory()
@@ -116,10 +167,16 @@ class Constraints:
                 self._after(weight, backward)
                 if s < last:
                     self._after(self.task("F", s + 1, i), forward, ticks(self.problem.forward_delay_us[s]))
-                    self._after(backward, self.task("B", s + 1, i), ticks(self.problem.backward_delay_us[s]))
+                    gradient = self.task("B", s + 1, i).end + ticks(self.problem.backward_delay_us[s])
+                    self.model.add(self._backward_start(s, i) >= gradient)
 
     def _after(self, task: IntervalTask, before: IntervalTask, delay: int = 0) -> None:
         self.model.add(task.start >= before.end + delay)
+
+    def _backward_start(self, s: int, i: int) -> cp_model.LinearExprT:
+        """Start of the backward of a microbatch, with the recomputation inside it."""
+        inside = [way for way in self.variables.ways.get((s, i), ()) if "CB" in way.tasks]
+        return self.task("B", s, i).start - sum(way.tasks["CB"].ticks * way.literal for way in inside)
 
     def microbatch_order(self) -> None:
         """Microbatches keep their order within one op type of one stage (absent transfers take no time in it)."""
@@ -146,7 +203,7 @@ class Constraints:
             self.model.add(weight.start == backward.end).only_enforce_if(fused)
             if s > 0:
                 handed_over = weight.end + self.variables.grid.ticks(delays_us[s - 1])
-                self.model.add(self.task("B", s - 1, i).start >= handed_over).only_enforce_if(fused)
+                self.model.add(self._backward_start(s - 1, i) >= handed_over).only_enforce_if(fused)
             for j in range(i):
                 both_split = (~fused, ~self.variables.fused[s, j])
                 self.model.add(weight.start >= self.task("W", s, j).end).only_enforce_if(both_split)
@@ -157,19 +214,48 @@ class Constraints:
             for before, after in pairwise(self.task(kind, s, i) for kind in "FORB"):
                 self.model.add(after.start >= before.end).only_enforce_if(leaves)
 
+    def ways(self) -> None:
+        """O after F, R after O, C after both, B after them, in the way that is taken; microbatches in order in each.
+
+        The start of an op that is absent stays a variable, as that of an absent copy does.
+        """
+        for (s, i), ways in self.variables.ways.items():
+            for way in ways:
+                chain = [self.task("F", s, i), *way.tasks.values(), self.task("B", s, i)]
+                for before, after in pairwise(chain):
+                    self.model.add(after.start >= before.end).only_enforce_if(way.literal)
+            if i == 0:
+                continue
+            for kind in ("O", "R", "C"):
+                now = [way.tasks[kind] for way in ways if kind in way.tasks]
+                earlier = [way for way in self.variables.ways[s, i - 1] if kind in way.tasks]
+                if now:
+                    length = sum(way.tasks[kind].ticks * way.literal for way in earlier)
+                    self.model.add(now[0].start >= earlier[0].tasks[kind].start + length)
+
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time."""
         for stages in self.problem.stages_of:
             tasks = [self.task(kind, s, i) for s in stages for i in range(self.problem.microbatches) for kind in "FBW"]
+            tasks += self._of_ways(stages, ("C", "CB"))
             self.model.add_no_overlap([task.interval for task in tasks])
+
+    def _of_ways(self, stages: Collection[int], kinds: Collection[str]) -> Iterator[IntervalTask]:
+        """Tasks of these kinds that are there in some way of an activation of these stages."""
+        for (s, _), ways in self.variables.ways.items():
+            if s in stages:
+                yield from (task for way in ways for kind, task in way.tasks.items() if kind in kinds)
 
     def channels(self) -> None:
         """A channel carries one transfer at a time; devices behind one switch, or both directions, may share it."""
         for group in self.problem.channel_groups:
-            moving = [(s, i) for s, i in self.variables.leaves if self.problem.stages[s].device in group]
+            stages = {s for s, stage in enumerate(self.problem.stages) if stage.device in group}
+            moving = [(s, i) for s, i in self.variables.leaves if s in stages]
             directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
             for kinds in directions:
-                self.model.add_no_overlap([self.task(kind, s, i).interval for s, i in moving for kind in kinds])
+                tasks = [self.task(kind, s, i) for s, i in moving for kind in kinds]
+                tasks += self._of_ways(stages, kinds)
+                self.model.add_no_overlap([task.interval for task in tasks])
 
     def device_memory(self) -> None:
         """Activations and workspace stay within each device's budget.
@@ -193,16 +279,19 @@ class Constraints:
     def host_memory(self) -> None:
         """The host holds what is away, from O's start to R's end, all devices together."""
         limit = self.problem.host_memory_bytes
-        if limit is None or not self.variables.leaves:
+        journeys = [
+            (f"host{s}.{i}.{n}", way)
+            for s, i in {**self.variables.leaves, **self.variables.ways}
+            for n, way in enumerate(self.variables.ways_of(s, i))
+            if "O" in way.tasks
+        ]
+        if limit is None or not journeys:
             return
-        intervals, sizes = [], []
-        for (s, i), leaves in self.variables.leaves.items():
-            offload = self.problem.stages[s].offload
-            assert offload is not None
-            first, last = hold_start(self.task("O", s, i)), hold_end(self.task("R", s, i))
-            intervals.append(self.variables.span(f"host{s}.{i}", first, last, leaves))
-            sizes.append(offload.bytes)
-        self.model.add_cumulative(intervals, sizes, limit)
+        intervals = [
+            self.variables.span(name, hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
+            for name, way in journeys
+        ]
+        self.model.add_cumulative(intervals, [way.variant.moved_bytes for _, way in journeys], limit)
 
 
 SLACK = 1e-6

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.ops import Op, Orders
-from optpipe.problem import Problem
+from optpipe.problem import KEPT, OFFLOAD, Problem
 from optpipe.simulate import simulate
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import SLACK, Constraints, add_weight_order, add_work_that_memory_holds_back
 from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences, count_memory_literals
-from solver.exact.cp_sat.variables import Moment, Variables
+from solver.exact.cp_sat.variables import Moment, Variables, Way
 from solver.exact.incumbent import Incumbent
 from solver.exact.rules import count_like_pairs, in_weight_order
 from solver.exact.ticks import TimeGrid
@@ -165,9 +166,7 @@ class _Search(Incumbent):
         """
         data = self.problem.to_data() | {"transfer_us": 0, "objective": "makespan"}
         for stage in data["stages"]:
-            stage.update(dict.fromkeys(_COMPUTE_US, 1))
-            if stage.get("offload"):
-                stage["offload"] |= dict.fromkeys(_COPY_US, 1)
+            _retime(stage, lambda _: 1)
         timeless = Problem.from_data(data)
         horizon = horizon_us(timeless, float("inf"))
         variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
@@ -258,66 +257,99 @@ def add_hint(variables: Variables, orders: Orders) -> None:
     The hint names every variable: CP-SAT takes a complete hint as its first solution, a partial one it must search to
     complete.
     """
-    model, starts = variables.model, _hinted_starts(variables, orders)
-    all_starts = dict(starts)
-    for op in variables.tasks:
-        if op not in starts:  # an absent copy: after that of the microbatch before, in no time
+    model, ops = variables.model, set(orders.ops())
+    taken = {(s, i): _way_taken(variables, orders, ops, s, i) for s, i in variables.ways}
+    starts = _hinted_starts(variables, orders, taken)
+    tasks, all_starts = dict(variables.tasks), dict(starts)
+    for (s, i), ways in variables.ways.items():
+        for way in ways:
+            model.add_hint(way.literal, way is taken[s, i])
+            tasks |= {task.op: task for task in way.tasks.values() if task.op not in tasks or way is taken[s, i]}
+    for op in sorted(tasks, key=lambda op: op.microbatch):
+        if op not in starts:  # an absent op: after that of the microbatch before, in no time
             before = op._replace(microbatch=op.microbatch - 1)
-            length = variables.tasks[before].ticks if before in starts else 0
-            all_starts[op] = all_starts[before] + length if op.microbatch else 0
+            length = tasks[before].ticks if before in starts else 0
+            all_starts[op] = all_starts[before] + length if before in all_starts else 0
 
     def ticks_between(first: Moment, last: Moment) -> int:
         return last.at(all_starts[last.task.op]) - first.at(all_starts[first.task.op])
 
-    for op, task in variables.tasks.items():
+    for op, task in tasks.items():
         model.add_hint(task.start, all_starts[op])
     for (s, i), leaves in variables.leaves.items():
         model.add_hint(leaves, Op("O", s, i) in starts)
     for length_variable, first, last, least in variables.lengths:
         present = first.task.op in starts and last.task.op in starts
         model.add_hint(length_variable, max(ticks_between(first, last), least) if present else least)
-    ops = set(orders.ops())
     for (s, i), fused in variables.fused.items():
-        model.add_hint(fused, Op("BW", s, i) in ops)
+        model.add_hint(fused, Op("BW", s, i) in ops or Op("CBW", s, i) in ops)
     for literal, one, other in variables.firsts:
         model.add_hint(literal, all_starts[one] < all_starts[other])
     model.add_hint(variables.objective, max(ticks_between(begin, end) for begin, end in variables.measured))
+
+
+def _way_taken(variables: Variables, orders: Orders, ops: Collection[Op], s: int, i: int) -> Way:
+    """The way of the activation of microbatch i on stage s in known orders."""
+    stage = variables.problem.stages[s]
+    choice = stage.choice_numbers[OFFLOAD if Op("O", s, i) in ops else KEPT]
+    if orders.modes is not None:
+        choice = int(orders.modes[s, i])
+    inside = Op("CB", s, i) in ops or Op("CBW", s, i) in ops
+    ways = variables.ways[s, i]
+    return next((way for way in ways if (way.variant.choice, way.variant.inside) == (choice, inside)), ways[0])
 
 
 TICK_US = 2.0**-10
 """Duration of a tick when known orders are timed on the grid: sums of it are exact, and no op becomes too long."""
 
 
-def _hinted_starts(variables: Variables, orders: Orders) -> Mapping[Op, int]:
-    """Start in ticks of each op of known orders; a fused backward is split, like W that never are fused are sorted."""
+def _hinted_starts(variables: Variables, orders: Orders, taken: Mapping[tuple[int, int], Way]) -> Mapping[Op, int]:
+    """Start in ticks of each op of known orders, in the ways taken.
+
+    A fused backward is split, a recomputation inside comes before its backward, like W that never are fused are sorted.
+    """
     # Timed with the durations of the model, where nothing takes less than a tick: true times rounded to ticks could
     # let ops of a device overlap, and CP-SAT would drop the hint.
-    problem, length, grid_ticks = variables.problem, variables.length, variables.grid.ticks
+    problem, grid_ticks = variables.problem, variables.grid.ticks
     data = problem.to_data()
     delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
     data["transfer_us"] = [
         {"forward": TICK_US * grid_ticks(forward_us), "backward": TICK_US * grid_ticks(backward_us)}
         for forward_us, backward_us in delays_us
     ]
-    for s, stage in enumerate(data["stages"]):
-        stage.update({name: TICK_US * length(kind, s) for name, kind in zip(_COMPUTE_US, "FBW", strict=True)})
-        if stage.get("offload"):
-            stage["offload"] |= {name: TICK_US * length(kind, s) for name, kind in zip(_COPY_US, "OR", strict=True)}
+    for stage in data["stages"]:
+        _retime(stage, lambda time_us: TICK_US * variables.grid.length(time_us))
     simulation = simulate(Problem.from_data(data), orders)
     starts_us = simulation.start_us - simulation.start_us.min()
     ticks = np.ceil(starts_us / TICK_US - SLACK).astype(np.int64)  # the least span may have begins between two ticks
     starts = {}
-    for op, at in zip(simulation.ops, ticks.tolist(), strict=True):
-        if op.kind == "BW":
-            starts[Op("B", *op[1:])] = at
-            starts[Op("W", *op[1:])] = at + variables.task("B", *op[1:]).ticks
-        else:
-            starts[op] = at
+    for (kind, s, i), at in zip(simulation.ops, ticks.tolist(), strict=True):
+        if kind not in ("BW", "CB", "CBW"):
+            starts[Op(kind, s, i)] = at
+            continue
+        backward = at
+        if kind != "BW":
+            starts[Op("CB", s, i)] = at
+            backward += taken[s, i].tasks["CB"].ticks
+        starts[Op("B", s, i)] = backward
+        if kind != "CB":
+            starts[Op("W", s, i)] = backward + variables.task("B", s, i).ticks
     return in_weight_order(variables.problem, starts, variables.fusing_stages)
 
 
-_COMPUTE_US = ("forward_us", "backward_input_us", "backward_weight_us")
+_STAGE_US = ("forward_us", "backward_input_us", "backward_weight_us")
 _COPY_US = ("offload_us", "reload_us")
+
+
+def _retime(stage: dict[str, Any], length: Callable[[float], float]) -> None:
+    """Give every op of a stage's data another length."""
+    modes = stage.get("modes", ())
+    for copy in filter(None, [stage.get("offload"), *(mode.get("offload") for mode in modes)]):
+        copy.update({name: length(copy[name]) for name in _COPY_US})
+    stage.update({name: length(stage[name]) for name in _STAGE_US})
+    for mode in modes:
+        if mode.get("kept_bytes") not in (None, stage["activation_bytes"]):
+            mode["recompute_us"] = length(mode["recompute_us"])
 
 
 class _Callback(cp_model.CpSolverSolutionCallback):
@@ -329,19 +361,29 @@ class _Callback(cp_model.CpSolverSolutionCallback):
         self.search = search
 
     def on_solution_callback(self) -> None:
+        variables, problem = self.variables, self.search.problem
         planned = {}
-        for op, task in self.variables.tasks.items():
-            if op.kind in "OR" and not self.value(self.variables.leaves[op.stage, op.microbatch]):
-                continue
-            at = self.value(task.start)
-            planned[op] = (at, at + task.ticks)
-        for (s, i), fused in self.variables.fused.items():
+        for op, task in variables.tasks.items():
+            if op.kind not in "OR":
+                at = self.value(task.start)
+                planned[op] = (at, at + task.ticks)
+        modes = np.zeros((len(problem.stages), problem.microbatches), np.int64)
+        for s, i in {**variables.leaves, **variables.ways}:
+            way = next(way for way in variables.ways_of(s, i) if self.boolean_value(way.literal))
+            modes[s, i] = way.variant.choice
+            for kind, task in way.tasks.items():
+                at = self.value(task.start)
+                planned[Op(kind, s, i)] = (at, at + task.ticks)
+            if "CB" in way.tasks:
+                planned[Op("CB", s, i)] = (planned[Op("CB", s, i)][0], planned.pop(Op("B", s, i))[1])
+        for (s, i), fused in variables.fused.items():
             if self.value(fused):
-                (begin, _), (_, end) = (planned.pop(Op(kind, s, i)) for kind in "BW")
-                planned[Op("BW", s, i)] = (begin, end)
-        orders = orders_from_times(self.search.problem, planned)
-        minimises = self.variables.model.has_objective()  # without one the "best bound" of CP-SAT says nothing
-        self.search.offer(orders, self.variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)
+                inside = "C" if Op("CB", s, i) in planned else ""
+                (begin, _), (_, end) = (planned.pop(Op(kind, s, i)) for kind in (f"{inside}B", "W"))
+                planned[Op(f"{inside}BW", s, i)] = (begin, end)
+        orders = orders_from_times(problem, planned, modes=modes if problem.has_modes else None)
+        minimises = variables.model.has_objective()  # without one the "best bound" of CP-SAT says nothing
+        self.search.offer(orders, variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)
 
 
 def solve_unless_cancelled(

@@ -1,10 +1,11 @@
-"""Decision variables of the CP-SAT model: starts of ops, and literals for offloads and fused backwards."""
+"""Decision variables of the CP-SAT model: starts of ops, literals for variants of activations and fused backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
@@ -12,6 +13,7 @@ from optpipe.ops import Op
 from optpipe.problem import Problem
 from solver.bounds.device import fusing_may_help
 from solver.exact.ticks import TimeGrid
+from solver.variants import Variant, variants
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,27 @@ class Moment:
         return start + self.task.ticks if self.is_end else start
 
 
+class Way(NamedTuple):
+    """A variant of an activation, its literal, and the tasks that are there with it, by kind.
+
+    These are its O, R and C; CB stands for the recomputation alone that its B follows at once.
+    """
+
+    variant: Variant
+    literal: cp_model.BoolVarT
+    tasks: Mapping[str, IntervalTask]
+
+
 class Variables:
     """Variables for a problem on a grid; no op ends later than `horizon` ticks.
 
-    `tasks`: every op that may run. `leaves`: the literal of each (stage, microbatch) that may be offloaded. `fused`:
-    the literal of each (stage, microbatch) whose W may follow its B at once, as one op BW; only on stages where that
-    can save memory. `lengths`: the time between two moments for which bytes are held, and its least value. `firsts`:
-    literals for which of two ops is first. `aways`: literals of offloads that leave room when an F starts, each with
-    that F, stage and microbatch. `objective`: the value in ticks, at least the time between the two moments
-    of each pair in `measured`.
+    `tasks`: every op that may run, of one length each. `leaves`: the literal of each (stage, microbatch) that may be
+    offloaded, on stages without activation modes. `ways`: on stages with modes, the ways of each (stage, microbatch),
+    of which one is taken. `fused`: the literal of each (stage, microbatch) whose W follows its B at once, as one op BW;
+    only on stages where that can save memory or has to be. `lengths`: the time between two moments for which bytes are
+    held, and its least value. `firsts`: literals for which of two ops is first. `aways`: literals of offloads that leave
+    room when an F starts, each with that F, stage and microbatch. `objective`: the value in ticks, at least the time
+    between the two moments of each pair in `measured`.
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid, horizon: int) -> None:
@@ -64,11 +78,13 @@ class Variables:
         self.model = cp_model.CpModel()
         self.tasks: dict[Op, IntervalTask] = {}
         self.leaves: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.ways: dict[tuple[int, int], list[Way]] = {}
         self.fused: dict[tuple[int, int], cp_model.IntVar] = {}
         self.lengths: list[tuple[cp_model.IntVar, Moment, Moment, int]] = []
         self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
         self.aways: list[tuple[cp_model.IntVar, Op, int, int]] = []
         self.measured: list[tuple[Moment, Moment]] = []
+        self._both: dict[tuple[int, ...], cp_model.IntVar] = {}
         self.objective = self.model.new_int_var(0, horizon, "objective")
         self.length = cache(lambda kind, s: grid.length(problem.stages[s].duration_us(kind)))
         """Ticks of an op, by kind and stage."""
@@ -80,11 +96,37 @@ class Variables:
                 for kind in ("F", "B", "W"):
                     self.add_task(Op(kind, s, i), None)
                 if fusing_may_help(self.problem, s):
-                    self.fused[s, i] = self.model.new_bool_var(f"fused{s}.{i}")
-                if stage.offload and stage.offload.bytes:
+                    fused = self.model.new_bool_var(f"fused{s}.{i}")
+                    self.fused[s, i] = fused if stage.split_backward else self.model.new_constant(1)
+                if stage.modes:
+                    self._add_ways(s, i)
+                elif stage.offload and stage.offload.bytes:
                     leaves = self.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")
                     for kind in ("O", "R"):
                         self.add_task(Op(kind, s, i), leaves)
+
+    def _add_ways(self, s: int, i: int) -> None:
+        """A literal for each variant of a stage with modes, and the ops that a microbatch has in it alone."""
+        ways: list[Way] = []
+        starts: dict[str, cp_model.IntVar] = {}
+        for n, variant in enumerate(variants(self.problem.stages[s])):
+            literal, copy = self.model.new_bool_var(f"variant{s}.{i}.{n}"), variant.mode.offload
+            times_us = {"O": copy.offload_us, "R": copy.reload_us} if copy else {}
+            if variant.mode.recomputes:
+                times_us["CB" if variant.inside else "C"] = variant.mode.recompute_us
+            tasks = {}
+            for kind, time_us in times_us.items():
+                op, ticks = Op(kind, s, i), self.grid.length(time_us)
+                if kind not in starts:  # one for all variants, so that microbatches are in order whatever they choose
+                    starts[kind] = self.model.new_int_var(0, self.horizon, str(op))
+                start = starts[kind]
+                if kind == "CB":
+                    self.model.add(self.task("B", s, i).start == start + ticks).only_enforce_if(literal)
+                interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{n}")
+                tasks[kind] = IntervalTask(op, start, ticks, interval)
+            ways.append(Way(variant, literal, tasks))
+        self.model.add_exactly_one(way.literal for way in ways)
+        self.ways[s, i] = ways
 
     def add_task(
         self, op: Op, presence: cp_model.IntVar | None, earliest: int = 0, latest_end: int | None = None
@@ -116,6 +158,22 @@ class Variables:
             return self.model.new_interval_var(first.expression, length, last.expression, name)
         return self.model.new_optional_interval_var(first.expression, length, last.expression, presence, name)
 
+    def both(self, *literals: cp_model.BoolVarT | None) -> cp_model.BoolVarT | None:
+        """A literal that holds where all of these do (None: always)."""
+        given = [literal for literal in literals if literal is not None]
+        if len(given) < 2:
+            return given[0] if given else None
+        key = tuple(sorted(literal.index for literal in given))
+        if key not in self._both:
+            literal = self._both[key] = self.model.new_bool_var("both" + ".".join(map(str, key)))
+            self.model.add_bool_and(given).only_enforce_if(literal)
+            self.model.add_bool_or([literal, *(~other for other in given)])
+        return self._both[key]
+
+    @cached_property
+    def _always(self) -> cp_model.IntVar:
+        return self.model.new_constant(1)
+
     @cached_property
     def fusing_stages(self) -> set[int]:
         """The stages that may have fused backwards."""
@@ -134,3 +192,14 @@ class Variables:
     def task(self, kind: str, stage: int, microbatch: int) -> IntervalTask:
         """The task of an op that the model has."""
         return self.tasks[Op(kind, stage, microbatch)]
+
+    def ways_of(self, stage: int, microbatch: int) -> Sequence[Way]:
+        """The ways of an activation, also of one on a stage without modes."""
+        at = stage, microbatch
+        if at in self.ways:
+            return self.ways[at]
+        kept, *offload = variants(self.problem.stages[stage])
+        if at not in self.leaves:
+            return [Way(kept, self._always, {})]
+        copies = {kind: self.task(kind, *at) for kind in "OR"}
+        return [Way(kept, ~self.leaves[at], {}), Way(offload[0], self.leaves[at], copies)]

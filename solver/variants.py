@@ -1,0 +1,49 @@
+"""Variants: how the activation of one microbatch on one stage may be held, by mode and by form of recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from optpipe.problem import Mode, Stage
+
+
+class Variant(NamedTuple):
+    """A mode of a stage, `stage.choices[choice]`. `inside`: the backward recomputes within itself (CB, CBW)."""
+
+    choice: int
+    mode: Mode
+    inside: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """True if an op C makes the activation anew before the backward."""
+        return self.mode.recomputes and not self.inside
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that are on the host between O and R."""
+        return self.mode.offload.bytes if self.mode.offload else 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Least bytes on the device between F and the backward."""
+        return self.mode.kept_bytes - self.moved_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes of the activation on the device while the backward runs, beside the op's own workspace."""
+        segment = self.mode.segment_bytes or 0 if self.inside else self.mode.recomputed_bytes
+        return self.mode.kept_bytes + segment
+
+
+def variants(stage: Stage) -> Sequence[Variant]:
+    """The variants of a stage, `kept` first. A copy of no bytes is left out: it frees nothing and takes time."""
+    result = []
+    for choice, mode in enumerate(stage.choices):
+        if not mode.recomputes and choice and not (mode.offload and mode.offload.bytes):
+            continue  # no other than to keep
+        result.append(Variant(choice, mode))
+        if mode.recomputes and mode.segment_bytes is not None:
+            result.append(Variant(choice, mode, inside=True))
+    return result
