@@ -148,7 +148,8 @@ def _set_binaries(variables: Variables, values: Floats, present: Bools) -> None:
         a, b = table.open_pairs()
         set_values(table, a, b, rank[a] < rank[b])
     x, r = variables.started.open_pairs()
-    set_values(variables.started, x, r, start[x] <= start[r] + TOLERANCE)
+    # At the instant of an absent reload nothing needs to count as started, and its level is no more than that before.
+    set_values(variables.started, x, r, start[x] <= start[r] + np.where(present[r], TOLERANCE, -TOLERANCE))
     x, r = variables.ended.open_pairs()
     set_values(variables.ended, x, r, end[x] <= start[r] + TOLERANCE)
     # Away at x: offloaded before x, and its reload comes after x, which counts there (`Constraints.away`).
