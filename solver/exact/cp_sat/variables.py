@@ -66,9 +66,9 @@ class Variables:
     offloaded, on stages without activation modes. `ways`: on stages with modes, the ways of each (stage, microbatch),
     of which one is taken. `fused`: the literal of each (stage, microbatch) whose W follows its B at once, as one op BW;
     only on stages where that can save memory or has to be. `lengths`: the time between two moments for which bytes are
-    held, and its least value. `firsts`: literals for which of two ops is first. `aways`: literals of offloads that leave
-    room when an F starts, each with that F, stage and microbatch. `objective`: the value in ticks, at least the time
-    between the two moments of each pair in `measured`.
+    held, and its least value. `firsts`: literals for which of two ops is first. `aways`: literals of offloads that
+    leave room when an F starts, each with that F, stage and microbatch. `objective`: the value in ticks, at least the
+    time between the two moments of each pair in `measured`.
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid, horizon: int) -> None:

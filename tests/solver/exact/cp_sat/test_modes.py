@@ -1,0 +1,75 @@
+"""CP-SAT decides on activation modes: optima against every schedule there is, and against known ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from optpipe.errors import InfeasibleError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.limits import Limits
+from solver.solve import solve
+from tests import mode_oracle as oracle
+from tests.recomputing import FULL, recomputing
+
+LIGHT = {"name": "light", "kept_bytes": 2, "recompute_us": 1, "forward_workspace_bytes": 1, "workspace_bytes": 1}
+SEGMENTS = {"name": "segments", "kept_bytes": 4, "recompute_us": 1, "segment_bytes": 2}
+
+FAMILIES: dict[str, tuple[int, int, list[dict[str, Any]], dict[str, Any]]] = {
+    "one device": (1, 3, [LIGHT], {"backward_weight_bytes": 3, "workspace_bytes": {"F": 1, "B": 2, "W": 1, "BW": 1}}),
+    "both forms": (1, 2, [SEGMENTS, FULL], {"backward_weight_bytes": 7, "workspace_bytes": {"B": 1, "W": 2, "BW": 3}}),
+    "two devices, ahead": (2, 3, [LIGHT], {"split_backward": False}),
+    "two devices, inside": (2, 2, [SEGMENTS], {"split_backward": False}),
+    "grows": (1, 2, [SEGMENTS], {"backward_weight_bytes": 12}),
+}
+
+
+def schedules(problem: Problem) -> dict[tuple[int, ...], float]:
+    """The least makespan of every schedule with the same peaks; without copies a timing decides on no peak."""
+    data = problem.to_data()
+    values: dict[tuple[int, ...], float] = {}
+    for case in oracle.every_case(data):
+        streams = [stream for device in case.streams for stream in device]
+        costs = {
+            op: oracle.cost(data["stages"][op[1]], case.modes[op[1]][op[2]], op[0]) for ops in streams for op in ops
+        }
+        start = oracle.earliest(costs, streams)
+        if start is None:
+            continue
+        # A backward that holds more at its end takes that from its start on, as the solvers have it.
+        peaks = tuple(oracle.worst_peak(costs, device, {}) for device in case.streams)
+        makespan = max(start[op] + costs[op].us for op in costs) - min(start.values())
+        values[peaks] = min(values.get(peaks, makespan), makespan)
+    return values
+
+
+def optimum(problem: Problem) -> Schedule | None:
+    """What CP-SAT proves; None where it proves that nothing fits."""
+    try:
+        schedule = solve(problem, "cp-sat", Limits(120, workers=1))
+    except InfeasibleError:
+        return None
+    assert schedule.status == "optimal"
+    return schedule
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_optima_are_those_of_every_schedule(name: str) -> None:
+    devices, microbatches, modes, fields = FAMILIES[name]
+    problem = recomputing(devices, microbatches, modes, **fields)
+    values = schedules(problem)
+    used = set()
+
+    def best_within(budget: int) -> float | None:
+        return min((value for peaks, value in values.items() if max(peaks) <= budget), default=None)
+
+    steps = [size for size in {max(peaks) for peaks in values} if best_within(size) != best_within(size - 1)]
+    for budget in sorted({size - less for size in steps for less in (0, 1)}):
+        best = best_within(budget)
+        schedule = optimum(recomputing(devices, microbatches, modes, budget, **fields))
+        assert (schedule and schedule.value_us) == best, budget
+        used |= {op.op for device in schedule.devices for op in device.compute} if schedule else set()
+    if devices > 1:  # alone, a device may as well keep one microbatch after the other
+        assert used & {"C", "CBW"}, "no budget asked for recomputation"
