@@ -282,6 +282,8 @@ def add_hint(variables: Variables, orders: Orders) -> None:
         present = first.task.op in starts and last.task.op in starts
         model.add_hint(length_variable, max(ticks_between(first, last), least) if present else least)
     for (s, i), fused in variables.fused.items():
+        if not variables.problem.stages[s].split_backward:
+            continue  # a constant, and a variable that is named twice makes a hint invalid
         model.add_hint(fused, Op("BW", s, i) in ops or Op("CBW", s, i) in ops)
     for literal, one, other in variables.firsts:
         model.add_hint(literal, all_starts[one] < all_starts[other])
@@ -290,10 +292,11 @@ def add_hint(variables: Variables, orders: Orders) -> None:
 
 def _way_taken(variables: Variables, orders: Orders, ops: Collection[Op], s: int, i: int) -> Way:
     """The way of the activation of microbatch i on stage s in known orders."""
-    stage = variables.problem.stages[s]
-    choice = stage.choice_numbers[OFFLOAD if Op("O", s, i) in ops else KEPT]
     if orders.modes is not None:
         choice = int(orders.modes[s, i])
+    else:
+        name = OFFLOAD if Op("O", s, i) in ops else KEPT
+        choice = variables.problem.stages[s].choice_numbers[name]
     inside = Op("CB", s, i) in ops or Op("CBW", s, i) in ops
     ways = variables.ways[s, i]
     return next((way for way in ways if (way.variant.choice, way.variant.inside) == (choice, inside)), ways[0])
@@ -401,6 +404,7 @@ def solve_unless_cancelled(
         if cancel.requested:
             return cp_model.UNKNOWN, 0.0
         status = solver.solve(model, callback)
+    assert status != cp_model.MODEL_INVALID, model.validate()
     return status, solver.response_proto.deterministic_time
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
+from ortools.sat.python import cp_model
 
 from optpipe.errors import InfeasibleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.build import peak_budgets
+from solver.exact.cp_sat.model import add_hint, build_model
+from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
+from solver.scale import horizon_us
 from solver.solve import solve
 from tests import mode_oracle as oracle
-from tests.recomputing import FULL, recomputing
+from tests.recomputing import FULL, random_recomputing, recomputing
 
 LIGHT = {"name": "light", "kept_bytes": 2, "recompute_us": 1, "forward_workspace_bytes": 1, "workspace_bytes": 1}
 SEGMENTS = {"name": "segments", "kept_bytes": 4, "recompute_us": 1, "segment_bytes": 2}
@@ -73,3 +81,21 @@ def test_optima_are_those_of_every_schedule(name: str) -> None:
         used |= {op.op for device in schedule.devices for op in device.compute} if schedule else set()
     if devices > 1:  # alone, a device may as well keep one microbatch after the other
         assert used & {"C", "CBW"}, "no budget asked for recomputation"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_model_has_every_schedule(seed: int) -> None:
+    """Random orders within their own peaks are a point of the model: with the hint fixed it is feasible."""
+    problem, orders = random_recomputing(Random(seed))
+    problem = problem.from_data(
+        problem.to_data() | {"devices": [{"memory_bytes": b} for b in peak_budgets(problem, orders)]}
+    )
+    value_us = simulate(problem, orders).value_us
+    reach_us = horizon_us(problem, value_us)
+    variables = build_model(problem, TimeGrid.of(problem, reach_us), reach_us, lower_bound_us(problem))
+    add_hint(variables, orders)
+    solver = cp_model.CpSolver()
+    solver.parameters.fix_variables_to_their_hinted_value = True
+    solver.parameters.num_workers = 1
+    assert solver.solve(variables.model) == cp_model.OPTIMAL
+    assert variables.grid.us(solver.objective_value) == value_us
