@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from api.settings import Settings
-from tests.api.services import new_key
+from tests.api.harness import new_key
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = (

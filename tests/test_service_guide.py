@@ -13,8 +13,7 @@ from api.app import create_app
 from api.settings import Settings
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
-from tests.api.server import listening, working
-from tests.api.solves import at_once
+from tests.api.harness import at_once, listening, working
 from tests.postgresql import database_url, postgresql, settings
 
 __all__ = ["database_url", "postgresql", "settings"]

@@ -11,8 +11,7 @@ from sqlalchemy import make_url
 
 from api.app import create_app
 from api.settings import Settings
-from tests.api.server import listening
-from tests.api.solves import body
+from tests.api.harness import body, listening
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from api.models import MOST_FAULTS, SubmissionBody, read_document
 from optpipe.document import Document, parse_json
 from optpipe.schedule import Schedule
 from solver.solve import solve
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body
 
 
 def faults_of(model: type[Document], data: Any) -> list[tuple[str, str]]:

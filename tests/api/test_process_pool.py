@@ -16,7 +16,7 @@ from api.errors import HttpError
 from api.models import Caps
 from api.process_pool import ProcessPool, Quota
 from instances import instance
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body
 
 CAPS = vars(Caps(50_000, 60, 1))
 SMALL = json.dumps({"problem": PROBLEM.to_data()}).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.api.services import client, idle, idle_settings, idle_url, service_settings, service_url
+from tests.api.harness import client, idle, idle_settings, idle_url, service_settings, service_url
 from tests.postgresql import database_url, postgresql, settings, store
 
 __all__ = [

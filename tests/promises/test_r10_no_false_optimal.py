@@ -12,7 +12,7 @@ from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.bounds import lower_bound_us
 from tests.problems import KNOWN_OPTIMA, problems
-from tests.promises.schedules import PUBLISHED, SEARCHES, answer
+from tests.promises.harness import PUBLISHED, SEARCHES, answer
 
 ROUNDING_US = 1e-6
 

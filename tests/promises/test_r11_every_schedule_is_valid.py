@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from optpipe.problem import Problem
 from tests.placed_problems import placed_problems
 from tests.problems import problems
-from tests.promises.schedules import PUBLISHED, SEARCHES, answer, check
+from tests.promises.harness import PUBLISHED, SEARCHES, answer, check
 
 SEEDS = st.integers(0, 10**6)
 

@@ -19,7 +19,7 @@ from api.jobs.migrate import migrate
 from api.jobs.store import Store
 from api.settings import Settings
 from tests.postgresql import server_folder
-from tests.promises.scripted import submitted, until, workers_on
+from tests.promises.harness import submitted, until, workers_on
 
 GONE_S = 10.0
 

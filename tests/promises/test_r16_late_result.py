@@ -8,7 +8,7 @@ import signal
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.scripted import CONTINUED, HEARTBEAT_S, submitted, until, workers_on
+from tests.promises.harness import CONTINUED, HEARTBEAT_S, submitted, until, workers_on
 
 
 async def test_it_is_refused(settings: Settings) -> None:

@@ -6,7 +6,7 @@ import time
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.scripted import CONTINUED, FIRST, HEARTBEAT_S, lateness, submitted, until, workers_on
+from tests.promises.harness import CONTINUED, FIRST, HEARTBEAT_S, lateness, submitted, until, workers_on
 
 
 async def test_the_job_goes_on_elsewhere(settings: Settings) -> None:

@@ -15,7 +15,7 @@ from api.jobs.leases import MOST_LOST
 from api.jobs.records import TERMINAL, Event
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.scripted import Workers, submitted, workers_on
+from tests.promises.harness import Workers, submitted, workers_on
 
 LONGEST_S = 600.0
 

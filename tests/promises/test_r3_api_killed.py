@@ -14,8 +14,7 @@ import pytest
 from api.settings import Settings
 from optpipe.client import Client
 from optpipe.client.connection import Event
-from tests.api.server import api_process, working
-from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise, at_once, body
+from tests.api.harness import PROBLEM, STEP_VALUES_US, Stepwise, api_process, at_once, body, working
 
 SUBMITTERS = 8
 

@@ -11,9 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import Settings
-from tests.api.server import listening
-from tests.api.services import client_of
-from tests.api.solves import body
+from tests.api.harness import body, client_of, listening
 
 CLIENTS, SUBMISSIONS = 50, 10
 

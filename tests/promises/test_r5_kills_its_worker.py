@@ -6,7 +6,7 @@ import asyncio
 
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.promises.scripted import HEARTBEAT_S, Workers, submitted, until, workers_on
+from tests.promises.harness import HEARTBEAT_S, Workers, submitted, until, workers_on
 
 
 async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from instances import uniform
 from optpipe.verify import verify
 from solver.limits import Limits
 from solver.process import solve_in_child
-from tests.promises.solves import heard
+from tests.promises.harness import heard
 
 LIMIT_S = 10.0
 """Enough for something better than what is published, also on a busy machine."""

@@ -10,7 +10,7 @@ from solver.limits import Limits
 from solver.process import Heartbeat, solve_in_child
 from solver.solution import Progress
 from tests.clock import Clock
-from tests.promises.solves import heard
+from tests.promises.harness import heard
 
 
 def test_a_solver_that_does_not_listen() -> None:

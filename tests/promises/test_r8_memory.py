@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from solver.limits import Limits
 from solver.process import Heartbeat
-from tests.promises.solves import heard
+from tests.promises.harness import heard
 
 MEMORY_LIMIT_BYTES = 400 * 2**20
 STEP_BYTES = 64 * 2**20

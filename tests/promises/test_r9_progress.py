@@ -17,7 +17,7 @@ from optpipe.problem import Problem
 from solver.build import build_schedule
 from solver.methods import METHODS, published_orders
 from solver.process import ChildResult
-from tests.promises.scripted import PATIENCE_S, found, lateness, until
+from tests.promises.harness import PATIENCE_S, found, lateness, until
 
 BETTER_AND_BETTER = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 APART_S = 0.7

@@ -20,7 +20,7 @@ HANGS = """
 from solver.limits import Limits
 from solver.process import Child, solve_in_child
 from solver.solution import Progress
-from tests.promises.solves import PROBLEM
+from tests.promises.harness import PROBLEM
 
 seen = 0
 

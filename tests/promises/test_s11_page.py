@@ -8,8 +8,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.api.services import client_of
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body, client_of
 from tests.browser import browser, key, open_page
 
 __all__ = ["browser", "key"]

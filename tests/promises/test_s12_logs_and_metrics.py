@@ -18,9 +18,7 @@ from api.app import create_app
 from api.jobs.store import Store
 from api.logging import configure_logging
 from api.settings import Settings
-from tests.api.server import listening, log_through_pytest
-from tests.api.services import client_of, new_key
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body, client_of, listening, log_through_pytest, new_key
 
 SECRET_WORD = "zanzibar"
 """Stands in every place where a client can write something."""

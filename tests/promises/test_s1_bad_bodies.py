@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body
 
 ROUTES = ("/v1/schedules", "/v1/analyze", "/v1/compare")
 AT_ONCE_S = 5.0

@@ -11,7 +11,7 @@ import pytest
 
 from api.settings import Settings
 from solver.process.channel import resident_bytes
-from tests.api.services import new_key
+from tests.api.harness import new_key
 from tests.clock import Clock
 
 SENT_BYTES = 400 * 2**20

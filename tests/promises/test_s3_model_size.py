@@ -12,9 +12,9 @@ from api.settings import Settings
 from instances import uniform
 from optpipe.problem import Problem
 from solver.scale import MOST_MILP_OPS
-from tests.api.solves import body
+from tests.api.harness import body
 
-AT_ONCE_S = 5.0
+AT_ONCE_S = 60.0
 """To build what these ask for would take hours, or all memory."""
 
 

@@ -21,9 +21,7 @@ from api.app import create_app
 from api.jobs import store
 from api.jobs.store import Store
 from api.settings import Settings
-from tests.api.server import listening
-from tests.api.services import client_of, new_key
-from tests.api.solves import body
+from tests.api.harness import body, client_of, listening, new_key
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from httpx import Client
 
 from api.settings import Settings
 from optpipe.client.connection import read_events
-from tests.api.services import client_of, new_key
-from tests.api.solves import body
+from tests.api.harness import body, client_of, new_key
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from httpx import Client
 
 from api.jobs.records import JobConfig
-from tests.api.solves import body
+from tests.api.harness import body
 
 ALLOWED = {"method", "time_limit_s", "gap", "workers", "seed", "priority", "name", "tags"}
 

@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 from httpx import Client
 
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body
 
 NAMES = ["../../etc/passwd", "/etc/passwd", "..\\x", "a/b", "${HOME}", "$(id)", "con", "<b>x</b>"]
 

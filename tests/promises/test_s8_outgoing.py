@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from api.settings import Settings
-from tests.api.server import api_process
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, api_process, body
 
 ELSEWHERE = "http://optpipe.invalid/x"
 

@@ -13,8 +13,7 @@ import pytest
 from api.app import create_app
 from api.jobs.database import end_tasks
 from api.settings import Settings
-from tests.api.server import listening
-from tests.api.solves import body
+from tests.api.harness import body, listening
 
 FULL = """
 CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS

@@ -12,7 +12,7 @@ from api.jobs import feed
 from api.jobs.feed import FeedPosition
 from api.jobs.records import JobConfig
 from api.jobs.store import Store
-from tests.api.solves import PROBLEM
+from tests.api.harness import PROBLEM
 
 APPEND = "INSERT INTO events (job_id, revision, kind, attempt, status) VALUES (%s, %s, 'status', 0, 'queued')"
 

@@ -23,7 +23,7 @@ from api.jobs.store import Store
 from api.jobs.tables import metadata
 from api.settings import Settings
 from optpipe.errors import InputError
-from tests.api.solves import PROBLEM
+from tests.api.harness import PROBLEM
 
 
 def test_the_revisions_make_what_the_tables_say(database_url: str) -> None:

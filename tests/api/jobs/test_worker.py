@@ -22,7 +22,7 @@ from instances import HALF, uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.process import ChildResult
-from tests.promises.scripted import PATIENCE_S, job_named, scripted, submitted, until, workers_on
+from tests.promises.harness import PATIENCE_S, job_named, scripted, submitted, until, workers_on
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.methods import METHODS
 from solver.solve import solve
-from tests.api.solves import PROBLEM
+from tests.api.harness import PROBLEM
 from tests.problems import KNOWN_OPTIMA, problems
 
 

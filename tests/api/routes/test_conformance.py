@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from api.settings import Settings
-from tests.api.services import new_key
+from tests.api.harness import new_key
 
 CONFIG = """
 [checks.positive_data_acceptance]

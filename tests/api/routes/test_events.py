@@ -15,8 +15,7 @@ from api.app import create_app
 from api.routes import events as api_events
 from api.settings import Settings
 from optpipe.client.connection import Event, read_events
-from tests.api.server import listening, working
-from tests.api.solves import STEP_VALUES_US, Stepwise, body
+from tests.api.harness import STEP_VALUES_US, Stepwise, body, listening, working
 
 
 def events_of(client: Client, path: str, after: int | None = None) -> list[Event]:

@@ -14,8 +14,7 @@ from api.errors import DatabaseGoneError
 from api.jobs.store import Store
 from api.models import SubmissionBody
 from api.settings import Settings
-from tests.api.server import listening
-from tests.api.solves import body
+from tests.api.harness import body, listening
 
 
 def test_alive_and_ready(client: Client) -> None:

@@ -16,7 +16,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.solve import solve
-from tests.api.solves import PROBLEM, STEPS, body
+from tests.api.harness import PROBLEM, STEPS, body
 
 
 def solved(client: Client, **config: Any) -> dict[str, Any]:

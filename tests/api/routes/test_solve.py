@@ -14,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.serial import serial_orders
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body
 
 
 def test_a_problem_alone_comes_back_as_a_schedule(client: Client) -> None:

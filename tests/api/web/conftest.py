@@ -11,9 +11,7 @@ from playwright.sync_api import Browser, Page
 
 from api.app import create_app
 from api.settings import Settings
-from tests.api.server import listening, working
-from tests.api.services import idle_settings, idle_url, service_settings, service_url
-from tests.api.solves import Stepwise
+from tests.api.harness import Stepwise, idle_settings, idle_url, listening, service_settings, service_url, working
 from tests.browser import browser, key, open_page
 
 __all__ = ["browser", "idle_settings", "idle_url", "key", "service_settings", "service_url"]

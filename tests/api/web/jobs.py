@@ -7,8 +7,7 @@ from typing import Any
 from httpx import Client
 
 from optpipe.problem import Problem
-from tests.api.services import client_of
-from tests.api.solves import PROBLEM, body
+from tests.api.harness import PROBLEM, body, client_of
 
 
 def posted(url: str, key: str | None, problem: Problem = PROBLEM, wait: int = 20, **config: Any) -> str:

@@ -8,7 +8,7 @@ import re
 from playwright.sync_api import Page, expect
 
 from instances import uniform
-from tests.api.solves import PROBLEM
+from tests.api.harness import PROBLEM
 from tests.api.web.jobs import posted
 from tests.browser import COMPILE_MS
 

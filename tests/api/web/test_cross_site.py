@@ -10,9 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 from playwright.sync_api import Browser, Page, expect
 
-from tests.api.server import listening
-from tests.api.services import client_of
-from tests.api.solves import body
+from tests.api.harness import body, client_of, listening
 from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import posted
 from tests.browser import WAIT_MS

@@ -7,8 +7,7 @@ import json
 from playwright.sync_api import Page, Route, expect
 
 from instances import uniform
-from tests.api.services import client_of
-from tests.api.solves import STEP_VALUES_US
+from tests.api.harness import STEP_VALUES_US, client_of
 from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import posted
 from tests.browser import WAIT_MS

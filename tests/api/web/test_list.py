@@ -7,7 +7,7 @@ from httpx import Client
 from playwright.sync_api import Page, expect
 
 from instances import uniform
-from tests.api.services import client_of
+from tests.api.harness import client_of
 from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import post, posted
 

@@ -9,8 +9,7 @@ import pytest
 from httpx import Client
 from playwright.sync_api import Page, Route, expect
 
-from tests.api.services import client_of
-from tests.api.solves import PROBLEM
+from tests.api.harness import PROBLEM, client_of
 from tests.browser import COMPILE_MS
 
 

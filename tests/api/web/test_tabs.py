@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect
 
 from instances import uniform
-from tests.api.solves import STEP_VALUES_US
+from tests.api.harness import STEP_VALUES_US
 from tests.api.web.conftest import SlowService
 from tests.api.web.jobs import posted
 from tests.browser import WAIT_MS

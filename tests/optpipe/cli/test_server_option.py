@@ -18,9 +18,16 @@ from api.settings import Settings
 from instances import uniform
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
-from tests.api.server import listening, working
-from tests.api.services import new_key, service_settings, service_url
-from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise
+from tests.api.harness import (
+    PROBLEM,
+    STEP_VALUES_US,
+    Stepwise,
+    listening,
+    new_key,
+    service_settings,
+    service_url,
+    working,
+)
 from tests.optpipe.cli.conftest import Cli
 from tests.postgresql import database_url, postgresql, settings
 

@@ -18,9 +18,7 @@ from optpipe.client import Client, Progress
 from optpipe.client import connection as client_connection
 from optpipe.errors import InfeasibleError, InputError, NoSolutionError, ServiceError
 from optpipe.verify import verify
-from tests.api.server import listening, working
-from tests.api.services import new_key
-from tests.api.solves import PROBLEM, STEP_VALUES_US, Stepwise
+from tests.api.harness import PROBLEM, STEP_VALUES_US, Stepwise, listening, new_key, working
 
 
 @pytest.fixture

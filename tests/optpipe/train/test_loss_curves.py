@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optpipe.train.launch import Launch
-from tests.optpipe.train.update.cases import config_of, facts, noisy_model, run, schedules, synchronous
+from tests.optpipe.train.update_cases import config_of, facts, noisy_model, run, schedules, synchronous
 
 SPLIT = [name for name in schedules() if name != "1F1B"]
 """1F1B has fused backwards, in which small layers are autograd's, whose sums round otherwise."""

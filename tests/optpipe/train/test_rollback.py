@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.train.rollback import Snapshot
-from tests.optpipe.train.update.tasks import Averaging
+from tests.optpipe.train.update_tasks import Averaging
 
 
 def module() -> nn.Module:

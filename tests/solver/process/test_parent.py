@@ -22,7 +22,7 @@ from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
 from tests.clock import Clock
 from tests.problems import KNOWN_OPTIMA
-from tests.promises.solves import heard
+from tests.promises.harness import heard
 
 
 def test_a_proved_optimum() -> None:

@@ -1,8 +1,8 @@
-"""Workers whose solves follow a script, so that a test knows what they do and when; never reachable over HTTP.
+"""Workers and children that follow a script, what is heard of them, and what every method answers.
 
-A solve finds GPipe's schedule at once and ends at the time limit of its job. One that is given a start goes on from
-that, says so, and ends at once. So does one whose config is named like a file, as soon as the file is there. A job
-named "kills" kills its worker at its end.
+Workers: a solve finds GPipe's schedule at once and ends at the time limit of its job. One that is given a start goes on
+from that, says so, and ends at once. So does one whose config is named like a file, as soon as the file is there. A job
+named "kills" kills its worker at its end. They are never reachable over HTTP.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from uuid import UUID
+
+import pytest
 
 from api.jobs.database import end_tasks
 from api.jobs.records import Job, JobConfig
@@ -26,13 +30,22 @@ from api.jobs.store import Store
 from api.jobs.worker_process import run_worker
 from api.settings import Settings
 from instances import uniform
+from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
 from optpipe.ops import Orders
 from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from optpipe.verify import verify
 from solver.build import build_schedule
+from solver.limits import Limits
 from solver.methods import METHODS, published_orders
-from solver.process import ChildResult, Heartbeat
+from solver.process import Child, ChildResult, Heartbeat, solve_in_child
 from solver.process.channel import Limit
 from solver.solution import Progress, Solution
+from solver.solve import solve
+from tests import clock
+from tests.problems import KNOWN_OPTIMA
+from tests.random_timings import exceeded, random_peaks_bytes
 
 PATIENCE_S = 120.0
 """How long a test waits for what comes much sooner on a machine that is not overloaded."""
@@ -190,3 +203,81 @@ async def until(store: Store, job_id: UUID, state: Callable[[Job], bool]) -> Job
         await store.events(job_id, after=job.revision, wait_s=1)
         job = await store.get(job_id)
     return job
+
+
+PROBLEM, _ = KNOWN_OPTIMA["offload"]
+Event = Progress | Heartbeat
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a solve sent, each with the second at which it came, its result, and when that was there.
+
+    `waited_s`: how long the child, while it loaded, and this process found no free processor.
+    """
+
+    events: list[tuple[float, Event]]
+    result: ChildResult
+    ended_s: float
+    waited_s: float
+
+    @property
+    def incumbents(self) -> list[Solution]:
+        return [event.solution for _, event in self.events if isinstance(event, Progress)]
+
+    def check_best_is_kept(self) -> None:
+        """The result is the best incumbent, valid, and better than the published schedule that came first."""
+        schedule = self.result.schedule
+        assert schedule is not None
+        assert verify(schedule).ok
+        assert schedule.value_us == min(incumbent.value_us for incumbent in self.incumbents)
+        assert schedule.value_us < self.incumbents[0].value_us
+
+
+def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None = None, **more: int) -> Heard:
+    """Solve with a method of `stubborn`."""
+    events: list[tuple[float, Event]] = []
+    waited_s = [0.0]
+    before_s = clock.waited_s()
+
+    def listen(event: Event) -> None:
+        events.append((limits.seconds, event))
+        if not any(isinstance(known, Progress) for _, known in events[:-1]):
+            waited_s.append(child.kept_waiting_s)
+        if on_event:
+            on_event(event)
+
+    with Child("tests.promises.stubborn") as child:
+        result = solve_in_child(PROBLEM, method, limits, on_event=listen, child=child, **more)
+    ended_s = time.perf_counter() - limits.began
+    return Heard(events, result, ended_s, max(waited_s) + max(0.0, clock.waited_s() - before_s))
+
+
+PUBLISHED = [name for name, method in METHODS.items() if method.kind == "published"]
+SEARCHES = [name for name in METHODS if name not in PUBLISHED]
+
+TIMINGS = 1000
+"""Executions of every schedule, each under random durations of its own."""
+
+
+def answer(problem: Problem, method: str, gap: float = 0.0) -> Schedule | None:
+    """The schedule of a method within a second; None where it gives a reason, with numbers, for having none."""
+    try:
+        return solve(problem, method, Limits(1, gap=gap, workers=1))
+    except (MethodError, InfeasibleError, NoSolutionError) as error:
+        reason = str(error)
+    assert re.search(r"(\d.*|proved: .*) Maybe ", reason)
+    return None
+
+
+def check(problem: Problem, schedule: Schedule, seed: int) -> None:
+    """No rule is broken, the value is what the orders give, and no device exceeds its budget under random timings.
+
+    Nor is the largest peak under any timing, which the verifier computes exactly, ever exceeded.
+    """
+    assert verify(schedule).ok
+    assert schedule.problem == problem
+    assert simulate(problem, schedule.orders).value_us == pytest.approx(schedule.value_us, rel=1e-9, abs=1e-9)
+    peaks_bytes = random_peaks_bytes(problem, schedule.orders, TIMINGS, seed)
+    assert not exceeded(problem, peaks_bytes)
+    assert (peaks_bytes <= [device.peak_bytes_any_timing for device in schedule.devices]).all()

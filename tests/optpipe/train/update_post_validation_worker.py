@@ -1,6 +1,6 @@
 """Runs under torchrun: the hundred steps with each schedule named, updates waiting for no other process.
 
-Usage: post_validation_worker.py FOLDER NAME... ; each rank writes outcomes and digests as FOLDER/NAME.RANK.json.
+Usage: update_post_validation_worker.py FOLDER NAME... ; each rank writes outcomes and digests as FOLDER/NAME.RANK.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from optpipe.train.launch import launched
-from tests.optpipe.train.update.cases import config_of, digests_of, noisy_model, run, schedules
+from tests.optpipe.train.update_cases import config_of, digests_of, noisy_model, run, schedules
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -22,7 +22,7 @@ from optpipe.train.update import StepOutcome
 from solver.build import build_schedule
 from solver.methods import METHODS
 from tests.optpipe.train.cases import M, everything
-from tests.optpipe.train.update.tasks import NoisyTask
+from tests.optpipe.train.update_tasks import NoisyTask
 
 STAGES, STEPS = 4, 100
 WITHOUT_LOSS = (0, 7, 8, 50, STEPS - 1)

@@ -1,4 +1,4 @@
-"""Runs under torchrun: two replicas of one device with tied weights, clipped. Usage: replicas_worker.py FILE."""
+"""Runs under torchrun: two replicas of one device with tied weights, clipped. Usage: update_replicas_worker.py FILE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from optpipe.train import StepReport, train
-from tests.optpipe.train.update.cases import replicated
+from tests.optpipe.train.update_cases import replicated
 
 
 def main(path: Path) -> None:

@@ -16,7 +16,7 @@ from optpipe.train.model import Model
 from optpipe.train.rollback import MOST_ROLLBACKS
 from optpipe.train.tasks.gpt import byte_loss
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
-from tests.optpipe.train.update.cases import (
+from tests.optpipe.train.update_cases import (
     WITHOUT_LOSS,
     config_of,
     digests_of,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.optpipe.train.update.failing_worker import TIMEOUT_SECONDS
+from tests.optpipe.train.update_failing_worker import TIMEOUT_SECONDS
 from tests.ranks import RunRanks
 
-WORKER = Path(__file__).parent / "failing_worker.py"
+WORKER = Path(__file__).parent / "update_failing_worker.py"
 START_SECONDS = 120
 """For two processes to begin on a busy machine, the first of a session after torch is loaded."""
 

@@ -14,10 +14,10 @@ from optpipe.train.check import reference_step
 from optpipe.train.tasks import build_task
 from optpipe.train.update import StepOutcome
 from tests.optpipe.train.cases import M
-from tests.optpipe.train.update.cases import facts, replicated, schedules, synchronous
+from tests.optpipe.train.update_cases import facts, replicated, schedules, synchronous
 from tests.ranks import RunRanks
 
-WORKER = Path(__file__).parent / "post_validation_worker.py"
+WORKER = Path(__file__).parent / "update_post_validation_worker.py"
 
 
 def ranks_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_processes_that_do_not_wait_equal_one_that_does(folder: Path, name: str)
 @pytest.mark.torchrun
 def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Norms and losses are those of the plain model, in which the tied weights are one, on the whole batch."""
-    run_ranks(WORKER.parent / "replicas_worker.py", 2, str(tmp_path / "reports"))
+    run_ranks(WORKER.parent / "update_replicas_worker.py", 2, str(tmp_path / "reports"))
     found = [(report["loss"], report["gradient_norm"]) for report in json.loads((tmp_path / "reports").read_text())]
     config = replicated()
     task = build_task(config, 2, M)

@@ -1,7 +1,7 @@
 """Trains optimistically as one of several processes, of which rank 1 fails within a step.
 
-Usage: failing_worker.py HOW, where HOW is killed, error or interrupt; rank, world and address are in the environment.
-Each process prints the error that it ends with.
+Usage: update_failing_worker.py HOW, where HOW is killed, error or interrupt; rank, world and address are in the
+environment. Each process prints the error that it ends with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from optpipe.errors import RunFailedError, TrainingError
 from optpipe.train.launch import launched
 from tests.optpipe.train.cases import M
-from tests.optpipe.train.update.cases import config_of, noisy_model, schedules
+from tests.optpipe.train.update_cases import config_of, noisy_model, schedules
 
 TIMEOUT_SECONDS = 30
 
