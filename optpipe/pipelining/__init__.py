@@ -4,7 +4,8 @@
 OptPipe, offload and split backwards included. `Recorder` measures what to plan for, in the trainer itself.
 """
 
+from optpipe.pipelining.online import OnlinePlanner, solve_at_start
 from optpipe.pipelining.recorder import Recorder, recording_schedule
 from optpipe.pipelining.schedule import PlannedSchedule
 
-__all__ = ["PlannedSchedule", "Recorder", "recording_schedule"]
+__all__ = ["OnlinePlanner", "PlannedSchedule", "Recorder", "recording_schedule", "solve_at_start"]

@@ -4,7 +4,8 @@ FSDP reduces gradients in the backward. Here weight gradients may come later, so
 and the reduction begins where the program says that the last W is done.
 
 This is the one file of the package that uses private names of torch: FSDPModule has no public way to begin a reduction
-outside of a backward, nor to ask whether a module reshards. Tried with torch 2.13.0, on the CPU over gloo.
+outside of a backward, nor to ask whether a module reshards. Tried with torch 2.13.0 on the CPU over gloo, and with the
+versions that tests/optpipe/pipelining/test_torch_versions.py names.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ def _add_up(part: FSDPModule) -> None:
     part.set_reshard_after_backward(_reshards(part), recurse=False)
 
 
+def _groups(part: FSDPModule) -> list[Any]:
+    """The groups of parameters of a wrapped module that are gathered and reduced together; before torch 2.13 one."""
+    state: Any = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
 def _reshards(part: FSDPModule) -> bool:
     """True if parameters are gathered anew for each F and each B."""
-    state: Any = part._get_fsdp_state()
-    return any(group._reshard_after_forward for group in state._fsdp_param_groups)
+    return any(group._reshard_after_forward for group in _groups(part))
 
 
 def gather(module: nn.Module) -> None:
@@ -78,8 +86,7 @@ def begin_reduction(module: nn.Module, *, last: bool = True) -> None:
     for part in _wrapped(module):
         part.set_requires_gradient_sync(True, recurse=False)
         part.set_reshard_after_backward(last, recurse=False)
-        state: Any = part._get_fsdp_state()
-        for group in state._fsdp_param_groups:
+        for group in _groups(part):
             group.post_backward()
         if not last:
             _add_up(part)
@@ -98,20 +105,27 @@ def finish_reduction(module: nn.Module) -> None:
 def abandon_step(module: nn.Module) -> None:
     """After an error: drop what was added up, so that the next step begins anew."""
     for part in _wrapped(module):
+        for member in (member for group in _groups(part) for member in group.fsdp_params):
+            member.unsharded_accumulated_grad = None
+            if hasattr(member, "_unsharded_param"):
+                member._unsharded_param.grad = None
+    for part in _wrapped(module):
         state: Any = part._get_fsdp_state()
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-        if state._is_root:
+        if not state._is_root:
+            continue
+        if hasattr(part, "reset_iter_state"):
             part.reset_iter_state()
+        else:  # torch before 2.13: end the step, in which nothing is left to be reduced
+            part.set_requires_gradient_sync(True)
+            part.set_reshard_after_backward(True)
+            part.set_is_last_backward(True)
+            state._root_post_backward_final_callback()
+            state._state_ctx.iter_forward_root = None
 
 
 def kept_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that stay gathered from the first F of a step to its last reduction."""
-    states: list[Any] = [part._get_fsdp_state() for part in _wrapped(module) if not _reshards(part)]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for part in _wrapped(module) if not _reshards(part) for group in _groups(part)]
     return [member._unsharded_param for group in groups for member in group.fsdp_params]
 
 
@@ -124,7 +138,7 @@ def gathered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     for part in _wrapped(module):
         state: Any = part._get_fsdp_state()
         state._lazy_init()
-        members = [member for group in state._fsdp_param_groups for member in group.fsdp_params]
+        members = [member for group in _groups(part) for member in group.fsdp_params]
         if not all(hasattr(member, "_unsharded_param") for member in members):
             part.unshard()
             part.reshard()

@@ -70,7 +70,7 @@ class Recorder:
         self._timed: list[list[Timed]] = []
         self._times: HostRecorder | CudaRecorder | None = None
         self._memory: _StepMemory | None = None
-        self.done = False
+        self.record: RankRecord | None = None
         if isinstance(schedule, PlannedSchedule):
             self._stages = schedule.stages
             schedule.observer = self
@@ -104,16 +104,21 @@ class Recorder:
             self._timed.append([self._row(timing) for timing in self._times.timings()])
             self._times = None
         elif self._memory is not None:
-            record = self._record(self._memory.rows())
+            self.record = self._recorded(self._memory.rows())
             self._detach()
-            write_atomically(self._folder / f"rank{record.rank}.json", record.to_json() + "\n")
-            self._memory, self.done = None, True
+            self._memory = None
+            write_records([self.record], self._folder)
+
+    @property
+    def done(self) -> bool:
+        """True once `record` is there and the file is written."""
+        return self.record is not None
 
     def _row(self, timing: Timing) -> Timed:
         turn_ns, start_ns, end_ns = (ns - self._clock.offset_ns for ns in timing[2:])
         return Timed(timing.action.key, turn_ns, start_ns, end_ns)
 
-    def _record(self, memory: Sequence[Held]) -> RankRecord:
+    def _recorded(self, memory: Sequence[Held]) -> RankRecord:
         first, planned = self._stages[0], isinstance(self._schedule, PlannedSchedule)
         of_stages = first.stage_index_to_group_rank
         kind = torch.cuda.get_device_name(first.device) if first.device.type == "cuda" else f"{platform.machine()} CPU"
@@ -152,6 +157,12 @@ class Recorder:
             message_bytes=0 if stage.is_last else sent,
             splits=compiled_part(stage.submod) is None,
         )
+
+
+def write_records(records: Iterable[RankRecord], folder: Path) -> None:
+    """Write the file of each rank."""
+    for record in records:
+        write_atomically(folder / f"rank{record.rank}.json", record.to_json() + "\n")
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -16,13 +16,15 @@ then on every copy uses pinned memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
+from torch.utils.checkpoint import _VersionWrapper
 
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -90,9 +92,29 @@ class ActivationStore:
         self._parts: list[tuple[_Slot, Tensor]] = []
         self._slab: HostSlab | None = None
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Context in which autograd saves tensors through this store."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Context in which autograd saves tensors through this store, and so do selective activation checkpoints."""
+        pack, unpack = self._pack, self._unpack
+
+        class Kept(_VersionWrapper):
+            def __init__(self, value: Any) -> None:
+                super().__init__(value)
+                if isinstance(value, Tensor):
+                    self.val, self.version = pack(value), None
+
+            def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+                value = super().get_val(allow_cache_entry_mutation)  # type: ignore[no-untyped-call]
+                return unpack(value) if isinstance(value, _Saved | _SavedShard) else value
+
+        # What a selective checkpoint keeps is in a cache of its own, which hooks of autograd do not see. There is no
+        # public way into it: torch.utils.checkpoint wraps each kept value by the class of this name (2.4 to 2.13).
+        checkpoint._VersionWrapper = Kept  # type: ignore[misc, assignment]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            checkpoint._VersionWrapper = _VersionWrapper  # type: ignore[misc]
 
     @property
     def size_bytes(self) -> int:

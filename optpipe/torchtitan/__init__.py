@@ -1,7 +1,8 @@
 """torchtitan: a planned schedule in its trainer, without a change to torchtitan.
 
 `--module optpipe.torchtitan --config NAME` takes the configuration of that name of any model of torchtitan, and
-`--parallelism.planned_schedule FILE` the schedule. From a program, `pipeline_llm` is the `ModelSpec.pipelining_fn`.
+`--parallelism.planned_schedule FILE` the schedule, or what is to be done to get one. From a program, `pipeline_llm` is
+the `ModelSpec.pipelining_fn`.
 
 Tried with torchtitan 0.3.0, of which it uses two private functions: the one that names the modules of each stage, and
 the one that cuts them out of the model.
@@ -9,6 +10,7 @@ the one that cuts them out of the model.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,24 +22,38 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 from torchtitan.models.common.linear import Linear
 
 from optpipe.errors import TrainingError
-from optpipe.pipelining import PlannedSchedule
+from optpipe.partition import devices_of_stages
+from optpipe.pipelining import OnlinePlanner, PlannedSchedule, Recorder, recording_schedule, solve_at_start
 from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, defer_weight_gradients, register_deferred
 from optpipe.schedule import Schedule
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-__all__ = ["PlannedParallelismConfig", "pipeline_llm", "with_planned_schedule"]
+LOG = logging.getLogger(__name__)
+
+__all__ = ["OnlineSchedule", "PlannedParallelismConfig", "pipeline_llm", "with_planned_schedule"]
 
 register_deferred(Linear, SplitLinear())  # torch's nn.Linear with a configuration; its own subclasses are left alone
 
 
 @dataclass(kw_only=True, slots=True)
 class PlannedParallelismConfig(ParallelismConfig):  # type: ignore[misc]  # torchtitan has no types here
-    """torchtitan's settings of parallelism, with the schedule file."""
+    """torchtitan's settings of parallelism, with those of OptPipe. One of the first four is to be set."""
 
     planned_schedule: str = ""
     """A schedule of OptPipe (`optpipe.schedule/1`): it decides number and placement of stages, order, and offload."""
+    solve: str = ""
+    """A problem (`optpipe.problem/1`) that rank 0 solves before the first step, instead of a schedule."""
+    record: str = ""
+    """A folder for the records of a few steps, for 'optpipe profile --from-run'. The steps run one microbatch after the
+    other, or by `planned_schedule` if it is set too."""
+    online: bool = False
+    """Record the first steps, solve beside the training, and change to the schedules that are found."""
+    solve_seconds: float = 30.0
+    """Time limit of a search."""
+    stage_placement: str = "linear"
+    """Placement of stages where there is no schedule yet: linear, interleaved-N, v or v-N."""
 
 
 def with_planned_schedule(config: Trainer.Config) -> Trainer.Config:
@@ -61,13 +77,14 @@ def pipeline_llm(
     model_config: Any,
     parallelize_fn: Any,
     loss_fn: Any,
-) -> tuple[PlannedSchedule, list[nn.Module], bool, bool]:
+) -> tuple[PlannedSchedule | OnlineSchedule, list[nn.Module], bool, bool]:
     """Cut the model into the stages of the schedule, and those of this rank in parallel as torchtitan does.
 
     Returns the schedule, the stages' modules with the model's last one at the end, and whether the first and the last
     stage are here. Raises TrainingError where the configuration does not fit the schedule.
     """
-    schedule = _schedule_of(training, parallelism)
+    mesh = parallel_dims.get_mesh("pp")
+    schedule = _schedule_of(training, parallelism, mesh.size(), device)
     placement = [stage.device for stage in schedule.problem.stages]
     names = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
         len(placement),
@@ -80,7 +97,6 @@ def pipeline_llm(
             f"parallelism.module_fqns_per_model_part has {len(names)} parts but the schedule has {len(placement)} "
             "stages. Maybe cut the model as the problem was cut that was solved."
         )
-    mesh = parallel_dims.get_mesh("pp")
     stages: list[PipelineStage] = []
     for number in (s for s, rank in enumerate(placement) if rank == mesh.get_local_rank()):
         part = _split_module(model, names[number])
@@ -104,22 +120,53 @@ def pipeline_llm(
         return found
 
     planned = PlannedSchedule(stages, schedule, loss_fn=scalar_loss, scale_grads=False)
-    return planned, [stage.submod for stage in stages], stages[0].is_first, stages[-1].is_last
+    if parallelism.record:
+        Recorder(planned, parallelism.record, name=f"torchtitan, {dump_folder}")
+    found = OnlineSchedule(planned, parallelism.solve_seconds) if parallelism.online else planned
+    return found, [stage.submod for stage in stages], stages[0].is_first, stages[-1].is_last
 
 
-def _schedule_of(training: Any, parallelism: Any) -> Schedule:
-    """The schedule file. Raises TrainingError where there is none, or it has another number of microbatches."""
-    path = getattr(parallelism, "planned_schedule", "")
-    if not path:
+class OnlineSchedule:
+    """A planned schedule that an `OnlinePlanner` replaces by better ones between steps."""
+
+    def __init__(self, planned: PlannedSchedule, time_limit_s: float) -> None:
+        self.planned = planned
+        self._planner = OnlinePlanner(planned, time_limit_s=time_limit_s)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `PlannedSchedule.step`; then change, if there is something better."""
+        result = self.planned.step(*args, **kwargs)
+        if self._planner.step_done():
+            LOG.info("the next step runs by %s", self.planned.schedule.method)
+        return result
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """As `PlannedSchedule.eval`."""
+        return self.planned.eval(*args, **kwargs)
+
+
+def _schedule_of(training: Any, parallelism: Any, devices: int, device: torch.device) -> Schedule:
+    """The schedule to begin with. Raises TrainingError where none is asked for, or it has other microbatches."""
+    path, problem = getattr(parallelism, "planned_schedule", ""), getattr(parallelism, "solve", "")
+    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if path and problem:
+        raise TrainingError("parallelism.planned_schedule and parallelism.solve exclude each other.")
+    if path:
+        schedule = Schedule.load(path)
+    elif problem:
+        schedule = solve_at_start(problem, parallelism.solve_seconds, device)
+    elif getattr(parallelism, "record", "") or getattr(parallelism, "online", False):
+        schedule = recording_schedule(devices_of_stages(parallelism.stage_placement, devices, None), microbatches)
+    else:
         raise TrainingError(
-            "parallelism.planned_schedule is missing. Maybe --parallelism.planned_schedule schedule.json."
+            "parallelism.planned_schedule is missing. Maybe --parallelism.planned_schedule schedule.json, or "
+            "--parallelism.solve problem.json, --parallelism.record FOLDER or --parallelism.online."
         )
-    schedule = Schedule.load(path)
-    size, microbatches = parallelism.pipeline_parallel_microbatch_size, schedule.problem.microbatches
-    if training.local_batch_size != size * microbatches:
+    size, planned = parallelism.pipeline_parallel_microbatch_size, schedule.problem.microbatches
+    if training.local_batch_size != size * planned:
         raise TrainingError(
-            f"training.local_batch_size is {training.local_batch_size} but the schedule has {microbatches} "
+            f"training.local_batch_size is {training.local_batch_size} but the schedule has {planned} "
             f"microbatches of parallelism.pipeline_parallel_microbatch_size {size}. "
-            f"Maybe set it to {size * microbatches}."
+            f"Maybe set it to {size * planned}."
         )
     return schedule

@@ -143,7 +143,8 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     dist.init_process_group("gloo")
     results = [run(folder, **case) for case in cases]
-    by_torch(folder / "torch", init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data")))
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, torch's own fails over gloo on subgroups
+        by_torch(folder / "torch", init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data")))
     (folder / f"found{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from instances.schedules import OFFLOAD, one_f_one_b, v_wave
 from optpipe.errors import InputError, TrainingError
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.pipelining import PlannedSchedule
+from optpipe.pipelining.recorder import _HeldRecorder
 from optpipe.problem import Problem
+from optpipe.runtime import MemoryMeter
 from optpipe.runtime.weight_gradients.split import Deferred
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
@@ -331,20 +334,36 @@ def test_compiled_stages_fuse_what_stands_side_by_side_and_refuse_the_rest() -> 
         PlannedSchedule(found, side_by_side(apart=True), loss_fn=nn.functional.mse_loss).step(X, target=X)
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_activation_checkpoints(selective: bool) -> None:
-    """Torch's own split backward runs a selective checkpoint twice, which it does not allow."""
+def test_activation_checkpoints() -> None:
+    """Torch's own split backward runs a selective checkpoint twice, which it does not allow.
+
+    What a selective checkpoint keeps leaves with the rest, and memory with it.
+    """
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
     class Checkpointed(nn.Sequential):
+        contexts: dict[str, Any] = {}
+
         def forward(self, x: Tensor) -> Tensor:
-            policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-            contexts = {"context_fn": policy} if selective else {}
-            y: Tensor = checkpoint(super().forward, x, use_reentrant=False, **contexts)
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=False, **self.contexts)
             return y
 
-    found, expected = blocks(), blocks()
-    for stage in found:
+    plain, full, kept = blocks(), blocks(), blocks()
+    for stage in (*full, *kept):
         stage.submod = Checkpointed(*stage.submod)
-    for mine in (found, expected):
-        PlannedSchedule(mine, offloading(), loss_fn=nn.functional.mse_loss).step(X, target=X)
-    torch.testing.assert_close(gradients(found), gradients(expected))
+    for stage in kept:
+        stage.submod.contexts = {"context_fn": selective}
+    moved, held = [], []
+    for mine in (plain, full, kept):
+        schedule = PlannedSchedule(mine, offloading(), loss_fn=nn.functional.mse_loss)
+        meter = MemoryMeter()
+        rows = _HeldRecorder(meter)
+        schedule.observer = SimpleNamespace(begin_step=lambda m=meter, r=rows: (m, r), end_step=lambda: None)
+        schedule.step(X, target=X, return_outputs=False)
+        torch.testing.assert_close(gradients(mine), gradients(plain))
+        assert schedule._pipeline is not None
+        moved.append(schedule._pipeline.host_slabs[0].peak_bytes)
+        held.append({str(row.key): row.before_bytes - row.after_bytes for row in rows.rows}["RELEASE0.0"])
+    assert held[2] - held[1] == 2 * 16 * 4, "the first layer's output; the second's is on its way to the next stage"
+    assert moved[2] > moved[1]
+    assert moved[0] > moved[1]
