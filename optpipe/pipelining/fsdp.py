@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 
 def begin_step(module: nn.Module) -> None:
@@ -87,6 +90,10 @@ def begin_reduction(module: nn.Module, *, last: bool = True) -> None:
         part.set_requires_gradient_sync(True, recurse=False)
         part.set_reshard_after_backward(last, recurse=False)
         for group in _groups(part):
+            for member in group.fsdp_params:
+                # Those of the last W are still in the parameters' precision, those that a backward has added up not.
+                member.accumulate_unsharded_grad_if_needed()
+                member.to_accumulated_grad_if_needed()
             group.post_backward()
         if not last:
             _add_up(part)
@@ -121,6 +128,19 @@ def abandon_step(module: nn.Module) -> None:
             part.set_is_last_backward(True)
             state._root_post_backward_final_callback()
             state._state_ctx.iter_forward_root = None
+
+
+def mesh_named(stage: PipelineStage, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The mesh of this process with these dimensions: by the stage's `get_mesh`, or from one of its parameters."""
+    callback = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
+    if callback is not None:
+        found: DeviceMesh | None = callback(names, None)
+        return found
+    for parameter in stage.submod.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh is not None and set(names) <= set(mesh.mesh_dim_names or ()):
+            return mesh if mesh.mesh_dim_names == names else mesh[names]
+    return None
 
 
 def kept_parameters(module: nn.Module) -> list[nn.Parameter]:

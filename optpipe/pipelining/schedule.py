@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunk
 from optpipe.compile import Program, compile_schedule, fuse_adjacent
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.pipelining.gradients import GradientCompletion
+from optpipe.pipelining.layouts import Layout
 from optpipe.pipelining.stage import LossFunction, Microbatches, SubmoduleStage
 from optpipe.runtime import Gloo, Nccl, Pipeline, Transport, learn_messages
 from optpipe.runtime.distributed import gather_json
@@ -311,7 +312,9 @@ class PlannedSchedule:
             )
         with torch.random.fork_rng([stage.device for stage in self._stages if stage.device.type == "cuda"]):
             try:
-                self._messages = learn_messages(stages, len(self._program.placement), batch.args[0], None, self._gather)
+                self._messages = learn_messages(
+                    stages, len(self._program.placement), batch.args[0], None, self._gather_specs()
+                )
             except (TrainingError, dist.DistError):
                 raise
             except Exception as error:
@@ -341,6 +344,23 @@ class PlannedSchedule:
             self._messages,
             sync=GradientCompletion(self._runtime_stages, divisor, reductions),
         )
+
+    def _gather_specs(self) -> Callable[[Any], list[Any]]:
+        """For `learn_messages`, which asks for the messages of one stage after the other: with their layouts."""
+        numbers = iter(range(len(self._program.placement)))
+
+        def gather(spec: Any) -> list[Any]:
+            s = next(numbers)
+            own = None
+            if s in self._runtime_stages:
+                own = [layout and layout.to_data() for layout in self._runtime_stages[s].sends]
+            found = self._gather([spec, own])
+            [layouts] = [sent for _, sent in found if sent is not None]
+            if s + 1 in self._runtime_stages:
+                self._runtime_stages[s + 1].receives = [data and Layout.from_data(data) for data in layouts]
+            return [spec for spec, _ in found]
+
+        return gather
 
     def _gather(self, value: Any) -> list[Any]:
         """The values of all ranks of the pipeline."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe.errors import TrainingError
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.gradients import GradientShares
+from optpipe.pipelining.layouts import Layouts, from_local, to_local
 from optpipe.runtime import Stage
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
 from optpipe.runtime.stage import storages
@@ -48,12 +48,14 @@ class SubmoduleStage(Stage):
     """Calls a `PipelineStage`'s submodule as torch's schedules do: with the args of the microbatch on the first stage,
     else with what the stage before returned, and with the keyword arguments of the microbatch on every stage.
 
-    `batch` is the one that the `PlannedSchedule` sets before each step.
+    `batch` is the one that the `PlannedSchedule` sets before each step. `sends` and `receives` are the layouts of the
+    DTensors among its messages.
     """
 
     batch: Microbatches
 
     def __init__(self, stage: PipelineStage, loss_fn: LossFunction | None) -> None:
+        self._stage = stage
         self._number: int = stage.stage_index
         self._is_last: bool = stage.is_last
         self._loss_fn = loss_fn
@@ -61,6 +63,8 @@ class SubmoduleStage(Stage):
         self._shares: GradientShares | None = None
         self._gathered: dict[str, nn.Parameter] = {}
         self._kept: frozenset[int] | None = None
+        self.sends: Layouts = []
+        self.receives: Layouts = []
         super().__init__(
             stage.submod,
             first=stage.is_first,
@@ -147,6 +151,8 @@ class SubmoduleStage(Stage):
             self._shares.microbatch = microbatch
 
     def _output(self, microbatch: int, received: Tree) -> Tree:
+        if any(self.receives):
+            received = from_local(received, self.receives, self._stage)
         args = tuple(received) if isinstance(received, tuple | list) else (received,)
         # DistributedDataParallel would reduce in the backward; GradientCompletion does at the end of the step.
         with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext():
@@ -155,11 +161,7 @@ class SubmoduleStage(Stage):
             if self.batch.keeps_outputs:
                 self.batch.outputs[microbatch] = _detached(output)
             return output
-        if any(isinstance(part, Tensor) and is_distributed(part) for part in leaves(output)):
-            raise TrainingError(
-                f"stages[{self._number}] returns a DTensor, but messages are plain tensors. Maybe let its last layer "
-                "return its local part (use_local_output=True)."
-            )
+        output, self.sends = to_local(output, self._number)
         return tuple(output) if isinstance(output, list) else output
 
     def _loss_of(self, microbatch: int, output: Tree, _target: Tree | None) -> Tensor:

@@ -294,10 +294,16 @@ def test_after_a_failure_under_fsdp_nothing_of_the_failed_step_is_left() -> None
     torch.testing.assert_close(gradients(mine), gradients(expected))
 
 
-def test_mixed_precision_of_fsdp() -> None:
-    """Weights and activations in bfloat16, gradients added up and reduced in float32."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_mixed_precision_of_fsdp(whole: bool) -> None:
+    """Weights and activations in bfloat16, gradients added up and reduced in float32.
+
+    In a group of a whole stage the norm has its gradient after B, the linear layers have theirs after W.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mine, expected = sharded(mp_policy=policy), blocks()
+    mine, expected = blocks() if whole else sharded(mp_policy=policy), blocks()
+    for stage in mine if whole else ():
+        fully_shard(stage.submod, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output.float(), target)

@@ -55,13 +55,25 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
 
 
 def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:
-    results(run_ranks, tmp_path, [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"})])
+    """And stages that send DTensors to one another, over V and over a loop."""
+    across = {"tensor": "sequence", "boundary": True}
+    results(
+        run_ranks, tmp_path, [(V, {"tensor": "plain"}), (LOOP, {"tensor": "sequence"}), (V, across), (LOOP, across)]
+    )
 
 
-def test_fully_shard_of_what_tensor_parallelism_has_cut(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_context_and_expert_parallelism(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Collectives within F and B: they run in one order on all ranks of a stage, W has none."""
+    fsdp = {"fsdp": "whole", "reshard": False}
+    results(run_ranks, tmp_path, [(V, {"context": True, **fsdp}), (LOOP, {"experts": True, **fsdp})])
+
+
+def test_eight_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """FSDP of what tensor parallelism has cut, and FSDP within groups that are replicas (HSDP)."""
     cases = [
         (V, {"fsdp": "nested", "reshard": True, "tensor": "plain"}),
         (LOOP, {"fsdp": "whole", "reshard": False, "tensor": "sequence"}),
+        (LINE, {"fsdp": "nested", "reshard": True, "replicate": True}),
     ]
     results(run_ranks, tmp_path, cases, processes=8)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -46,13 +47,54 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class ContextBlock(nn.Module):
+    """Attention to the whole sequence, of which this rank of `group` has a part: context parallelism."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.up(x)
+        if self.group is not None:
+            keys = all_gather_tensor_autograd(keys, gather_dim=1, group=self.group)
+        keys, values = keys.chunk(2, dim=-1)
+        return x + self.down(torch.softmax(x @ keys.transpose(1, 2), dim=-1) @ values)
+
+
+class ExpertBlock(nn.Module):
+    """Two experts, each for half of the rows; with a `group` each of its ranks has one: expert parallelism."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleDict({str(e): nn.Linear(WIDTH, WIDTH) for e in range(2)})
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        halves = [len(rows) // 2] * 2
+        if self.group is None:
+            found = torch.cat([expert(part) for expert, part in zip(self.experts.values(), rows.chunk(2), strict=True)])
+        else:
+            [expert] = self.experts.values()
+            found = expert(all_to_all_single_autograd(rows, halves, halves, self.group))
+            found = all_to_all_single_autograd(found, halves, halves, self.group)
+        return x + self.down(torch.tanh(found)).view_as(x)
+
+
 class Part(nn.Module):
     """A stage of two blocks, with tokens in and logits out at the ends of the model."""
 
-    def __init__(self, first: bool, last: bool) -> None:
+    def __init__(self, first: bool, last: bool, block: type[nn.Module] = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(ENTRIES, WIDTH) if first else None
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH) if last else None
         self.head = nn.Linear(WIDTH, ENTRIES) if last else None
 
@@ -87,14 +129,15 @@ def batch_of(step: int, replica: int, microbatches: int) -> tuple[Tensor, Tensor
     return x, y
 
 
-def parts_of(count: int) -> list[Part]:
+def parts_of(count: int, how: dict[str, Any]) -> list[Part]:
     torch.manual_seed(3)
-    return [Part(s == 0, s == count - 1) for s in range(count)]
+    block = ContextBlock if how.get("context") else ExpertBlock if how.get("experts") else Block
+    return [Part(s == 0, s == count - 1, block) for s in range(count)]
 
 
-def in_one_process(count: int, microbatches: int, replicas: int) -> dict[str, Tensor]:
+def in_one_process(count: int, microbatches: int, replicas: int, how: dict[str, Any]) -> dict[str, Tensor]:
     """The gradients of two steps on the batches of all replicas, without anything that is tested here."""
-    parts = parts_of(count)
+    parts = parts_of(count, how)
     for step in range(2):
         for replica in range(replicas):
             x, y = batch_of(step, replica, microbatches)
@@ -110,6 +153,15 @@ def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
     """A stage, wrapped: `fsdp` is "whole" or "nested", `reshard` that after a forward; `tensor` cuts the blocks."""
     if how.get("ddp"):
         return DistributedDataParallel(part, process_group=mesh.get_group("data"))
+    ignored: set[nn.Parameter] = set()
+    if how.get("context"):
+        for block in part.blocks:
+            block.group = mesh.get_group("data")
+    if how.get("experts"):
+        for block in part.blocks:
+            block.group = mesh.get_group("data")
+            del block.experts[str(1 - mesh.get_local_rank("data"))]
+            ignored |= set(block.experts.parameters())
     if tensor := how.get("tensor"):
         plan: dict[str, Any] = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         if tensor == "sequence":
@@ -121,10 +173,17 @@ def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
                 "norm": SequenceParallel(),
                 "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
             }
+            if how.get("boundary"):  # everything within and between stages is a DTensor, cut along the sequence
+                for name in ("embedding", "blocks.*.down"):
+                    plan[name].use_local_output = False
             plan = {name: style for name, style in plan.items() if "." in name or getattr(part, name) is not None}
         parallelize_module(part, mesh["tensor"], plan)
     if fsdp := how.get("fsdp"):
-        options = {"mesh": mesh["data"], "reshard_after_forward": how["reshard"]}
+        options: dict[str, Any] = {"mesh": mesh["data"], "reshard_after_forward": how["reshard"]}
+        if how.get("replicate"):
+            options["mesh"] = mesh["replicate", "data"]
+        if ignored:
+            options["ignored_params"] = ignored
         if fsdp == "nested":
             for block in part.blocks:
                 fully_shard(block.up, **options)  # a layer by itself, and the rest of its block
@@ -137,17 +196,25 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
     """The largest error of this rank's gradients after two steps, and the collectives of the second."""
     schedule = Schedule.load(folder / f"{name}.json")
     count, m = len(schedule.problem.stages), schedule.problem.microbatches
-    replicas, pieces = (2 if {"fsdp", "ddp"} & how.keys() else 1), (2 if "tensor" in how else 1)
-    mesh = init_device_mesh("cpu", (2, replicas, pieces), mesh_dim_names=("pipeline", "data", "tensor"))
+    replicas, pieces = (2 if {"fsdp", "ddp"} & how.keys() else 1), (2 if {"tensor", "replicate"} & how.keys() else 1)
+    names = ("pipeline", "replicate", "data") if how.get("replicate") else ("pipeline", "data", "tensor")
+    sizes = (2, pieces, replicas) if how.get("replicate") else (2, replicas, pieces)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     group, place = mesh.get_group("pipeline"), mesh.get_local_rank("pipeline")
-    parts = parts_of(count)
+    parts = parts_of(count, how)
     mine = [s for s, stage in enumerate(schedule.problem.stages) if stage.device == place]
     modules = {s: wrapped(parts[s], how, mesh) for s in mine}
     stages = [PipelineStage(module, s, count, torch.device("cpu"), group=group) for s, module in modules.items()]
     planned = PlannedSchedule(stages, schedule, loss_fn=loss_of, scale_grads=False)
     done: Counter[int] = Counter()
     for step in range(2):
-        x, y = batch_of(step, mesh.get_local_rank("data"), m)
+        replica = mesh.get_local_rank("data")
+        if how.get("replicate"):
+            replica, replicas = 2 * replica + mesh.get_local_rank("replicate"), 4
+        if how.get("context"):  # each has a part of the sequences
+            x, y = (whole.chunk(2, dim=1)[replica].contiguous() for whole in batch_of(step, 0, m))
+        else:
+            x, y = batch_of(step, replica, m)
         args = (x,) if 0 in mine else ()
         done.clear()
         for s, stage in planned._runtime_stages.items():  # none before the first step, which watches for itself
@@ -158,7 +225,7 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
         assert not any(held), "W has computed what B left"
     weights = Counter(a.stage for actions in planned.program.devices for a in actions if a.kind == "W")
     assert all(done[s] >= 4 * weights[s] for s in mine), "each W computes what the four layers of two blocks left"
-    expected = in_one_process(count, m, replicas)
+    expected = in_one_process(count, m, 1 if how.get("context") else replicas, how)
     error, compared = 0.0, 0
     for s, module in modules.items():
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -167,6 +234,7 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
             assert gradient is not None, f"{s}.{key}"
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             found, wanted = whole / m, expected[f"{s}.{key}"]  # scale_grads is False, and FSDP and DDP average
+            found = found / replicas if "experts" in key else found  # an expert's is a sum, being on one rank alone
             error = max(error, float((found - wanted).abs().max() / wanted.abs().max()))
             compared += 1
     return {"error": error, "compared": compared, "collectives": counted.collectives, "stages": mine}
@@ -176,6 +244,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     # What nn.Linear makes of three dimensions on the CPU is a view, of which torch warns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    warnings.filterwarnings("ignore", ".*_functional_collectives.*_autograd", FutureWarning)  # renamed in torch 2.13
     dist.init_process_group("gloo")
     cases = json.loads((folder / "cases.json").read_text())
     results = [run(folder, **case) for case in cases]

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from instances.schedules import v_wave
+from instances.schedules import one_f_one_b, v_wave
+from optpipe.problem import Problem
+from optpipe.profile.from_run import join_records
+from optpipe.trace.record import load_records
+from solver.solve import solve
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
 
@@ -58,6 +62,7 @@ def folder(tmp_path: Path) -> Path:
     moved = [(s, i) for s in range(3) for i in range(MICROBATCHES - 1)]  # nothing of the last stage may leave there
     (tmp_path / "fused.json").write_text(v_wave(2, MICROBATCHES, fused=True).to_json())
     (tmp_path / "offload.json").write_text(v_wave(2, MICROBATCHES, moved=moved).to_json())
+    (tmp_path / "1f1b.json").write_text(one_f_one_b(2, MICROBATCHES, fused=True).to_json())
     return tmp_path
 
 
@@ -68,7 +73,9 @@ class Run:
         command = [str(python), "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(HERE / "titan_on_cpu.py")]
         command += ["--module", "titan_on_cpu", "--config", "llama3_debugmodel"]
-        command += ["--parallelism.planned_schedule", f"{schedule}.json", "--parallelism.pipeline_parallel_degree", "2"]
+        if schedule:
+            options = ("--parallelism.planned_schedule", f"{schedule}.json", *options)
+        command += ["--parallelism.pipeline_parallel_degree", "2"]
         command += ["--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble", "--training.disable_cuda_graphs"]
         command += ["--debug.seed", "1", "--dump_folder", f"out-{schedule}", *SHORT, *options]
         quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -79,7 +86,10 @@ class Run:
         self.steps = re.findall(r" step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", log)
         self.validations = re.findall(r"validate step: +(\d+) +loss: +([\d.]+)", log)
         self.deferred = {int(found) for found in re.findall(r"deferred (\d+) peak", log)}
-        self.peak_bytes = max(int(found) for found in re.findall(r"deferred \d+ peak (\d+)", log)[-processes:])
+        self.switched = re.findall(r"the next step runs by (\S+)", log)
+        found = re.findall(r"rank (\d+) deferred \d+ peak (\d+)", log)
+        self.peaks_bytes = [int(peak) for _, peak in sorted(found[-processes:])]
+        self.peak_bytes = max(self.peaks_bytes)
 
 
 def alike(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
@@ -117,6 +127,31 @@ def test_pipeline_times_shards(python: Path, folder: Path, policy: str) -> None:
     options = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.spmd_backend", "partial_dtensor"]
     options += ["--parallelism.fsdp_reshard_after_forward", policy, "--training.steps", "3"]
     options += ["--validator.freq", "100", "--validator.dataloader.dataset", "c4_test"]
+    fused, offload = Run(python, folder, 4, "fused", *options), Run(python, folder, 4, "offload", *options)
+    assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
+    assert min(offload.deferred) > 0
+
+
+def test_recorded_solved_and_trained_below_the_peak_of_1f1b(python: Path, folder: Path) -> None:
+    """From a run to its own schedule: record, make the problem, solve it with less memory when training starts."""
+    options = ["--training.seq_len", "512", "--validator.freq", "100", "--validator.dataloader.dataset", "c4_test"]
+    Run(python, folder, 2, "", "--parallelism.record", "records", "--training.steps", "6", *options)
+    problem = join_records(load_records(folder / "records")).problem()
+    full = solve(problem, "1f1b").figures()["peak_bytes_any_timing"]
+    data = problem.to_data() | {"devices": [{"memory_bytes": int(0.75 * full[0])}, {"memory_bytes": full[1]}]}
+    (folder / "problem.json").write_text(Problem.from_data(data).to_json())
+    options += ["--training.steps", "3"]
+    found = Run(
+        python, folder, 2, "", "--parallelism.solve", "problem.json", "--parallelism.solve_seconds", "5", *options
+    )
+    expected = Run(python, folder, 2, "1f1b", *options)
+    assert alike(found.steps, expected.steps), (found.steps, expected.steps)
+    assert found.peaks_bytes[0] < 0.9 * expected.peaks_bytes[0]
+
+
+def test_tensor_parallelism(python: Path, folder: Path) -> None:
+    options = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.spmd_backend", "partial_dtensor"]
+    options += ["--training.steps", "3", "--validator.freq", "100", "--validator.dataloader.dataset", "c4_test"]
     fused, offload = Run(python, folder, 4, "fused", *options), Run(python, folder, 4, "offload", *options)
     assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
     assert min(offload.deferred) > 0

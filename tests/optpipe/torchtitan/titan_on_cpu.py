@@ -73,7 +73,7 @@ def report_deferred(schedule: Any, parts: Any) -> None:
         with meter, meter.on(0):
             found = step(**given)
         deferred = sum(isinstance(module, Deferred) for part in parts for module in part.modules())
-        print(f"deferred {deferred} peak {meter.peak_bytes[0]}", flush=True)
+        print(f"rank {dist.get_rank()} deferred {deferred} peak {meter.peak_bytes[0]}", flush=True)
         return found
 
     schedule.step = measured
