@@ -1,4 +1,4 @@
-"""Process pool for CPU-heavy requests, with a time limit per task and a quota per caller."""
+"""Process pool for CPU-heavy requests, with a time limit per task, turns between callers and quotas of each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import signal
+import time
 from asyncio.subprocess import PIPE, Process
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID
@@ -33,9 +35,13 @@ _log = structlog.get_logger("optpipe.heavy")
 class ProcessPool:
     """Processes for heavy work; as an async context they end with it. The first starts at once, others when needed."""
 
-    def __init__(self, processes: int, most_seconds: float = MOST_SECONDS) -> None:
+    def __init__(
+        self, processes: int, most_seconds: float = MOST_SECONDS, most_seconds_a_minute: float = float("inf")
+    ) -> None:
+        """`most_seconds_a_minute`: of one caller's tasks together; callers without a key have no such limit."""
         self.most_seconds = most_seconds
-        self._slots = asyncio.Semaphore(processes)
+        self._slots = FairSlots(processes)
+        self._budget = SecondsBudget(most_seconds_a_minute)
         self._idle: list[HeavyProcess] = []
         self._busy: set[HeavyProcess] = set()
         self._shares = Quota("heavy_tasks", MOST_WAITING, MOST_WAITING_OF_ONE)
@@ -59,7 +65,9 @@ class ProcessPool:
     async def run(self, task: str, body: bytes, owner: UUID | None, **options: Any) -> bytes:
         """Run a task of `api.process_pool_child` on a body. Raises HttpError if it fails, times out or all are busy."""
         with self._shares.taken(owner):
-            async with self._slots:
+            self._budget.check(owner)
+            async with self._slots.taken(owner):
+                began_s = time.monotonic()
                 try:
                     async with self._process() as process, asyncio.timeout(self.most_seconds):
                         return await process.run(task, options, body)
@@ -70,6 +78,8 @@ class ProcessPool:
                     _log.warning("process died", task=task)
                     text = "the process that worked on this ended before it was done. Maybe try again."
                     raise retry_later(HTTPStatus.SERVICE_UNAVAILABLE, "died", text, retry_after_s=1) from None
+                finally:
+                    self._budget.spend(owner, time.monotonic() - began_s)
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[HeavyProcess]:
@@ -159,6 +169,102 @@ class HeavyProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()
+
+
+class FairSlots:
+    """Slots for which callers take turns: the next free one goes to the caller that holds the fewest, and of these to
+    the one that was served longest ago. Use it from one event loop.
+
+    A key never holds all of several slots, so that what another key asks for can begin at once.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._most_of_key = max(1, slots - 1)
+        self._held: Counter[UUID | None] = Counter()
+        self._waiting: dict[UUID | None, deque[asyncio.Future[None]]] = {}
+        self._served: dict[UUID | None, int] = {}
+        """The turn that each caller had last; older ones of callers that neither hold nor wait are forgotten."""
+        self._turn = 0
+
+    @asynccontextmanager
+    async def taken(self, owner: UUID | None) -> AsyncIterator[None]:
+        """Hold a slot, when it is the caller's turn."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(granted)
+        self._grant()
+        try:
+            await granted
+            yield
+        finally:
+            if granted.done() and not granted.cancelled():
+                self._free += 1
+                self._held[owner] -= 1
+            self._grant()
+
+    def _grant(self) -> None:
+        """Hand out the free slots."""
+        while self._free:
+            for owner, queue in list(self._waiting.items()):
+                while queue and queue[0].done():  # its caller was cancelled
+                    queue.popleft()
+                if not queue:
+                    del self._waiting[owner]
+            able = [owner for owner in self._waiting if owner is None or self._held[owner] < self._most_of_key]
+            if not able:
+                break
+            owner = min(able, key=lambda owner: (self._held[owner], self._served.get(owner, 0)))
+            self._waiting[owner].popleft().set_result(None)
+            self._free -= 1
+            self._held[owner] += 1
+            self._turn += 1
+            self._served[owner] = self._turn
+        self._served = {owner: turn for owner, turn in self._served.items() if turn > self._turn - MOST_REMEMBERED}
+        self._held = +self._held
+
+
+MOST_REMEMBERED = 1000
+"""Turns after which a caller counts as one that was never served."""
+
+MINUTE_S = 60.0
+
+
+class SecondsBudget:
+    """Seconds of work that one key may have in any sixty."""
+
+    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most_s, self._clock = most_s, clock
+        self._spent: dict[UUID, deque[tuple[float, float]]] = {}
+        """When tasks of each key ended, and how long they took."""
+
+    def spend(self, owner: UUID | None, seconds: float) -> None:
+        """Count a task that has ended."""
+        if owner is not None:
+            self._spent.setdefault(owner, deque()).append((self._clock(), seconds))
+
+    def check(self, owner: UUID | None) -> None:
+        """Raise HttpError 429 where the key has spent its seconds."""
+        now_s = self._clock()
+        for key, tasks in list(self._spent.items()):
+            while tasks and tasks[0][0] <= now_s - MINUTE_S:
+                tasks.popleft()
+            if not tasks:
+                del self._spent[key]
+        if owner is None or owner not in self._spent:
+            return
+        over_s = sum(seconds for _, seconds in self._spent[owner]) - self.most_s
+        if over_s < 0:
+            return
+        # By when enough of them are more than a minute ago.
+        sums_s = accumulate(seconds for _, seconds in self._spent[owner])
+        ended_s = next(
+            ended_s for (ended_s, _), sum_s in zip(self._spent[owner], sums_s, strict=True) if sum_s >= over_s
+        )
+        text = (
+            f"this key's analyses, pictures and large bodies took {self.most_s:g} s in the last minute, which is all "
+            "that it may have (max_heavy_seconds_a_minute). Maybe send smaller documents."
+        )
+        raise retry_later(HTTPStatus.TOO_MANY_REQUESTS, "too_many_heavy_seconds", text, ended_s + MINUTE_S - now_s)
 
 
 class Quota:

@@ -39,7 +39,8 @@ async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator
     """Context in which all parts are open."""
     connections = Quota("open_connections", MOST_CONNECTIONS, MOST_CONNECTIONS_OF_ONE)
     metrics.count_open_connections(lambda: connections.held)
-    async with Store(settings) as store, ProcessPool(available_cores()) as pool:
+    pool = ProcessPool(available_cores(), most_seconds_a_minute=settings.max_heavy_seconds_a_minute)
+    async with Store(settings) as store, pool:
         yield Service(settings, store, pool, metrics, Caps.of(settings), connections)
 
 

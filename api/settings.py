@@ -50,6 +50,11 @@ class Settings(BaseSettings):
     max_submissions_a_minute: int = Field(default=600, ge=1)
     """Jobs that one key may submit in any sixty seconds."""
 
+    max_heavy_seconds_a_minute: float = Field(default_factory=lambda: 30.0 * available_cores(), gt=0)
+    """Seconds that analyses, comparisons, pictures and large bodies of one key may take in any sixty."""
+    max_running_jobs: int | None = Field(default=None, ge=1)
+    """Jobs of one key that run at a time; None: all places of each worker but one, where it has several."""
+
     keep_jobs_days: float = Field(default=30.0, gt=0)
     """Ended jobs are removed after this many days."""
     keep_jobs: int = Field(default=10_000, ge=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -20,6 +20,7 @@ from api.errors import LeaseLostError
 from api.jobs import queries, queue, results
 from api.jobs.database import transaction
 from api.jobs.queries import change_job
+from api.jobs.queue import Picker
 from api.jobs.records import JobConfig, JobResult
 from api.jobs.tables import AnyRow, incumbents, jobs
 from optpipe.problem import Problem
@@ -34,7 +35,10 @@ FOREVER_S = 10.0 * 365 * 24 * 3600
 
 @dataclass(frozen=True)
 class Lease:
-    """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt."""
+    """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt.
+
+    `alone`: the worker was lost before with this job, so it takes no other one beside it.
+    """
 
     job_id: UUID
     worker: UUID
@@ -43,6 +47,7 @@ class Lease:
     problem_json: str
     config_data: Mapping[str, Any]
     best: AnyRow | None
+    alone: bool
 
     def problem(self) -> Problem:
         """Its problem. Raises InputError where a program with other rules accepted it."""
@@ -53,37 +58,33 @@ class Lease:
         return JobConfig.from_data(self.config_data)
 
 
-async def claim(
-    engine: AsyncEngine,
-    worker: UUID,
-    free: int,
-    slots: int,
-    heartbeat_timeout_s: float,
-    running_ids: Collection[UUID] = (),
-) -> list[Lease]:
-    """Lease at most `free` jobs to a worker that solves at most `slots` at a time, at present `running_ids`.
-
-    Jobs of workers without a heartbeat for `heartbeat_timeout_s` are taken like those that wait.
-    """
+async def claim(engine: AsyncEngine, picker: Picker, running_ids: Collection[UUID] = ()) -> list[Lease]:
+    """Lease jobs to a worker, which solves `running_ids` at present. Those of silent workers are set aside first."""
     async with transaction(engine) as connection:
         # After a restart of the database nobody had a chance to send a heartbeat yet.
         up_for = func.now() - func.pg_postmaster_start_time()
-        if (await connection.execute(select(up_for < timedelta(seconds=heartbeat_timeout_s)))).scalar():
-            heartbeat_timeout_s = FOREVER_S
-        picked = await queue.pick(connection, worker, free, slots, heartbeat_timeout_s)
-        # A job of its own comes back where its heartbeat was late; picking it has renewed that.
-        others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in running_ids]
-        lost_workers = 0
-        if others:  # those that are still running: their workers are lost
-            running = jobs.c.id.in_([job_id for _, job_id in others]), jobs.c.status == "running"
-            lost_workers = (await connection.execute(select(func.count()).where(*running))).scalar_one()
-        leases = [await _take(connection, worker, queue_id, job_id) for queue_id, job_id in others]
-        await queries.add_totals(connection, {(queries.LOST, ""): lost_workers})
+        if (await connection.execute(select(up_for < timedelta(seconds=picker.heartbeat_timeout_s)))).scalar():
+            picker = replace(picker, heartbeat_timeout_s=FOREVER_S)
+        lost = await picker.lost(connection)
+        for queue_id, job_id in lost:
+            await _take(connection, picker.worker, queue_id, job_id)
+        await queries.add_totals(connection, {(queries.LOST, ""): len(lost)})
+        if not lost:
+            return await _claim(connection, picker, running_ids)
+    async with transaction(engine) as connection:  # pgqueuer hands out what was set aside after this moment only
+        return await _claim(connection, picker, running_ids)
+
+
+async def _claim(connection: AsyncConnection, picker: Picker, running_ids: Collection[UUID]) -> list[Lease]:
+    picked = await picker.pick(connection)
+    # A job of its own comes back where its heartbeat was late; picking it has renewed that.
+    others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in running_ids]
+    leases = [await _take(connection, picker.worker, queue_id, job_id) for queue_id, job_id in others]
     return [lease for lease in leases if lease is not None]
 
 
 async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID) -> Lease | None:
-    """Lease of a picked job; None if the job has ended, or ends here."""
+    """Lease of a picked job; None if the job has ended, ends here, or is set aside because its worker was lost."""
     row = (
         await connection.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.queue_id == queue_id).with_for_update())
     ).one_or_none()
@@ -103,12 +104,17 @@ async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id
         await queue.remove(connection, queue_id, "canceled" if row.cancel_requested else "exception")
         await change_job(connection, job_id, "status", lost=lost_workers, **values)
         return None
+    if row.status == "running":
+        await queue.give_back(connection, queue_id)
+        await queue.set_aside(connection, queue_id)
+        await change_job(connection, job_id, "status", status="queued", worker=None, lost=lost_workers)
+        return None
     begun = func.coalesce(jobs.c.started_at, func.now())
     attempt = row.attempt + 1
-    values = {"status": "running", "worker": worker, "attempt": attempt, "lost": lost_workers, "started_at": begun}
+    values = {"status": "running", "worker": worker, "attempt": attempt, "started_at": begun}
     await change_job(connection, job_id, "status", **values)
     kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
-    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept)
+    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, alone=row.lost > 0)
 
 
 async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None, count: int = 0) -> bool:

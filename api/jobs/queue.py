@@ -3,13 +3,19 @@
 A job waits or runs if and only if it has a row there. Order, priorities, locks and the finding of silent workers'
 jobs are pgqueuer's; its loop (`QueueManager`) is not used, because its writes do not ask whose a job is now, it does
 not count lost workers, and it ends where the database is away for a moment.
+
+Each owner has an entrypoint of pgqueuer, and owners take turns: the next job is one of the owner with the fewest
+running jobs, and of these of the one that was served longest ago. So a priority counts among the owner's own jobs only.
+A job whose worker was lost is moved to an entrypoint of its own kind, from which only a worker without another job
+takes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 from uuid import UUID
 
@@ -25,24 +31,33 @@ from sqlalchemy import (
     Double,
     FromClause,
     Integer,
+    LargeBinary,
     Subquery,
-    and_,
+    Text,
+    Uuid,
     case,
     cast,
     column,
     delete,
     func,
     literal_column,
-    or_,
     select,
     table,
+    update,
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from api.jobs.database import driver_connection
 from api.jobs.tables import jobs
 
-ENTRYPOINT = QueueEntrypoint("solve")
+ALONE = QueueEntrypoint("solve alone")
+"""The entrypoint of jobs that may be what killed their worker."""
+
+
+def entrypoint_of(owner: UUID | None) -> QueueEntrypoint:
+    """The entrypoint of an owner's jobs."""
+    return QueueEntrypoint(f"solve {owner or ''}")
+
 
 NEW_WORK = str(db_settings().channel)
 """The channel on which PostgreSQL tells of new rows."""
@@ -53,15 +68,21 @@ _rows = table(
     db_settings().queue_table,
     column("id", BigInteger),
     column("priority", Integer),
+    column("entrypoint", Text),
+    column("payload", LargeBinary),
+    column("queue_manager_id", Uuid),
     column("status"),
     column("updated"),
     column("heartbeat"),
 )
 _QUEUED: ColumnElement[str] = literal_column("'queued'")
 _PICKED: ColumnElement[str] = literal_column("'picked'")
-_log = table(db_settings().queue_table_log, column("created"))
+_log = table(db_settings().queue_table_log, column("created"), column("entrypoint"), column("status"))
 
 KEEP_LOG = timedelta(days=1)
+
+SERVED_WITHIN = timedelta(minutes=10)
+"""How long it counts when an owner was served; what runs counts in any case."""
 
 
 class _InTransaction(PsycopgDriver):
@@ -76,27 +97,123 @@ async def _queries(connection: AsyncConnection) -> Queries:
     return Queries(_InTransaction(await driver_connection(connection)))
 
 
-async def enqueue(connection: AsyncConnection, job_id: UUID, priority: int) -> int:
-    """Append a job; its place among those of its priority is kept until it ends. Returns the id of its row."""
-    (queue_id,) = await (await _queries(connection)).enqueue(str(ENTRYPOINT), job_id.bytes, priority)
+async def enqueue(connection: AsyncConnection, job_id: UUID, owner: UUID | None, priority: int) -> int:
+    """Append a job; its place among its owner's of its priority is kept until it ends. Returns the id of its row."""
+    (queue_id,) = await (await _queries(connection)).enqueue(str(entrypoint_of(owner)), job_id.bytes, priority)
     return int(queue_id)
 
 
-async def pick(
-    connection: AsyncConnection, worker: UUID, free: int, slots: int, heartbeat_timeout_s: float
-) -> list[tuple[int, UUID]]:
-    """Take at most `free` jobs for a worker, which has at most `slots`: rows and jobs, those of highest priority first.
+@dataclass(frozen=True)
+class Picker:
+    """A worker that takes jobs: it has at most `slots` at a time, `free` of which are free.
 
-    Jobs of a worker without a heartbeat for `heartbeat_timeout_s` are taken like those that wait.
+    Jobs of a worker without a heartbeat for `heartbeat_timeout_s` are taken like those that wait. A key has at most
+    `most_of_key` jobs running, in all workers; None: all places of each worker but one, where it has several.
     """
-    picked = await (await _queries(connection)).dequeue(
-        batch_size=free,
-        entrypoints={ENTRYPOINT: EntrypointExecutionParameter(concurrency_limit=0)},
-        queue_manager_id=QueueManagerId(worker),
-        global_concurrency_limit=slots,
-        heartbeat_timeout=timedelta(seconds=heartbeat_timeout_s),
-    )
-    return [(int(row.id), UUID(bytes=row.payload)) for row in picked]
+
+    worker: UUID
+    slots: int
+    free: int
+    heartbeat_timeout_s: float
+    most_of_key: int | None = None
+
+    async def lost(self, connection: AsyncConnection) -> list[tuple[int, UUID]]:
+        """Rows and jobs of other workers that are silent, locked."""
+        others = _rows.c.queue_manager_id != self.worker
+        silent = select(_rows.c.id, _rows.c.payload).where(_rows.c.status == _PICKED, self._may_be_taken(), others)
+        rows = await connection.execute(silent.order_by(_rows.c.id).with_for_update(skip_locked=True))
+        return [(int(row.id), UUID(bytes=bytes(row.payload))) for row in rows]
+
+    async def pick(self, connection: AsyncConnection) -> list[tuple[int, UUID]]:
+        """Take jobs: rows and jobs, in the order of turns; one that must be alone only if the worker has no other."""
+        idle = self.free == self.slots
+        if await self._a_suspect_waits(connection):
+            # A worker that still has other jobs takes no more of them, or else it might never be idle.
+            return await self._take(connection, ALONE) if idle else []
+        picked: list[tuple[int, UUID]] = []
+        turns = await self._turns(connection)
+        while turns and len(picked) < self.free:
+            turn = min(turns, key=lambda turn: (turn.running, turn.served_at, turn.first_id))
+            taken = [] if self._at_limit(turn) else await self._take(connection, turn.entrypoint)
+            picked += taken
+            if taken:
+                turn.running += 1
+                turn.own += 1
+                turn.served_at = datetime.now(UTC)
+            else:
+                turns.remove(turn)
+        return picked
+
+    def _at_limit(self, turn: _Turn) -> bool:
+        if turn.entrypoint == entrypoint_of(None):
+            return False  # callers without a key are nobody's others
+        if self.most_of_key is not None:
+            return turn.running >= self.most_of_key
+        return turn.own >= max(1, self.slots - 1)
+
+    async def _take(self, connection: AsyncConnection, entrypoint: str) -> list[tuple[int, UUID]]:
+        rows = await (await _queries(connection)).dequeue(
+            batch_size=1,
+            entrypoints={QueueEntrypoint(entrypoint): EntrypointExecutionParameter(concurrency_limit=0)},
+            queue_manager_id=QueueManagerId(self.worker),
+            global_concurrency_limit=self.slots,
+            heartbeat_timeout=timedelta(seconds=self.heartbeat_timeout_s),
+        )
+        return [(int(row.id), UUID(bytes=row.payload)) for row in rows]
+
+    def _may_be_taken(self) -> ColumnElement[bool]:
+        silent = _rows.c.heartbeat < func.now() - timedelta(seconds=self.heartbeat_timeout_s)
+        return (_rows.c.status == _QUEUED) | (_rows.c.status == _PICKED) & silent
+
+    async def _a_suspect_waits(self, connection: AsyncConnection) -> bool:
+        suspects = select(_rows.c.id).where(_rows.c.entrypoint == str(ALONE), self._may_be_taken())
+        return bool((await connection.execute(select(suspects.exists()))).scalar_one())
+
+    async def _turns(self, connection: AsyncConnection) -> list[_Turn]:
+        """Owners with a job that may be taken."""
+        served = (
+            select(_log.c.entrypoint, func.max(_log.c.created).label("at"))
+            .where(_log.c.created > func.now() - SERVED_WITHIN, _log.c.status == _PICKED)
+            .group_by(_log.c.entrypoint)
+            .subquery()
+        )
+        runs = (_rows.c.status == _PICKED) & ~self._may_be_taken()
+        rows = await connection.execute(
+            select(
+                _rows.c.entrypoint,
+                func.count().filter(runs),
+                func.count().filter(runs & (_rows.c.queue_manager_id == self.worker)),
+                func.max(served.c.at),
+                func.min(_rows.c.id).filter(self._may_be_taken()),
+            )
+            .join(served, served.c.entrypoint == _rows.c.entrypoint, isouter=True)
+            .where(_rows.c.entrypoint != str(ALONE))
+            .group_by(_rows.c.entrypoint)
+        )
+        return [
+            _Turn(entrypoint, running, own, served_at or LONG_AGO, first_id)
+            for entrypoint, running, own, served_at, first_id in rows
+            if first_id is not None
+        ]
+
+
+LONG_AGO = datetime.fromtimestamp(0, UTC)
+
+
+@dataclass
+class _Turn:
+    """How an owner stands: jobs that run, in all and on this worker, when one was last taken, and the first to wait."""
+
+    entrypoint: str
+    running: int
+    own: int
+    served_at: datetime
+    first_id: int
+
+
+async def set_aside(connection: AsyncConnection, queue_id: int) -> None:
+    """Let only a worker without any other job take this row, from now on."""
+    await connection.execute(update(_rows).where(_rows.c.id == queue_id).values(entrypoint=str(ALONE)))
 
 
 async def lock(connection: AsyncConnection, queue_id: int) -> None:
@@ -126,22 +243,19 @@ async def remove(connection: AsyncConnection, queue_id: int, outcome: Outcome) -
 
 def place(job: FromClause = jobs) -> ColumnElement[int | None]:
     """Column for a select of one of `jobs`: its place in the queue from 1; NULL for one that does not wait."""
-    priority = job.c.config["priority"].astext.cast(Integer)
-    before = or_(_rows.c.priority > priority, and_(_rows.c.priority == priority, _rows.c.id <= job.c.queue_id))
-    in_order = (
-        select(func.count())
-        .select_from(_rows)
-        .where(_rows.c.status == _QUEUED, before)
-        .correlate(job)
-        .scalar_subquery()
-    )
-    return case((job.c.status == "queued", in_order), else_=None).label("queue_place")
+    every = places()
+    own = select(every.c.place).where(every.c.id == job.c.queue_id).correlate(job).scalar_subquery()
+    return case((job.c.status == "queued", own), else_=None).label("queue_place")
 
 
 def places() -> Subquery:
-    """Subquery for a join to many of `jobs`: `id` and `place` of every waiting row, counted in one pass."""
-    place = func.row_number().over(order_by=(_rows.c.priority.desc(), _rows.c.id))
-    return select(_rows.c.id, place.label("place")).where(_rows.c.status == _QUEUED).subquery("places")
+    """Subquery for a join to many of `jobs`: `id` and `place` of every waiting row, as turns go while nothing comes in
+    between: first those that must be alone, then the first job of each owner, then the second of each."""
+    within = func.row_number().over(partition_by=_rows.c.entrypoint, order_by=(_rows.c.priority.desc(), _rows.c.id))
+    last = _rows.c.entrypoint != str(ALONE)
+    turns = select(_rows.c.id, within.label("turn"), last.label("last")).where(_rows.c.status == _QUEUED).subquery()
+    place = func.row_number().over(order_by=(turns.c.last, turns.c.turn, turns.c.id))
+    return select(turns.c.id, place.label("place")).subquery("places")
 
 
 async def ages_s(connection: AsyncConnection) -> tuple[float, float]:

@@ -42,7 +42,7 @@ class JobConfig(Document):
     """Threads of the solve."""
     seed: StrictInt = Field(default=0, ge=0, le=2**31 - 1)
     priority: StrictInt = Field(default=0, ge=-100, le=100)
-    """Higher ones are solved first."""
+    """Higher ones are solved first, among the jobs of one key."""
     name: Label = ""
     tags: list[Tag] = Field(default=[], max_length=20)
 

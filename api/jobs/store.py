@@ -185,7 +185,7 @@ class Store:
                 raise ConflictError(f"job {job_id} is {job.status}, and only one that has ended can be tried again.")
             (await load_usage(connection, self.settings, owner)).check()
             await connection.execute(schedules.delete().where(schedules.c.job_id == job_id))
-            queue_id = await queue.enqueue(connection, job_id, job.config["priority"])
+            queue_id = await queue.enqueue(connection, job_id, owner, job.config["priority"])
             await change_job(connection, job_id, "status", queue_id=queue_id, **queries.AS_NEW)
             return await queries.job(connection, job_id, owner)
 

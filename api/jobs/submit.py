@@ -114,7 +114,7 @@ async def _insert_job(
     if row is not None:
         job = queries.job_from_row(row)
     else:
-        queue_id = await queue.enqueue(connection, job_id, request.config.priority)
+        queue_id = await queue.enqueue(connection, job_id, request.owner, request.config.priority)
         row = await _QUEUED.one_or_none(connection, **values, queue_id=queue_id)
         job = queries.job_from_row(row, row.queue_place)
     usage.add(job)

@@ -18,7 +18,7 @@ from api.errors import DatabaseGoneError
 from api.jobs import leases, queue
 from api.jobs.database import Listener, end_tasks, make_engine
 from api.jobs.queries import CANCEL, remove_old
-from api.jobs.queue import HeartbeatGrace
+from api.jobs.queue import HeartbeatGrace, Picker
 from api.jobs.run import Run, Solve, WorkerMetrics, Workplace
 from api.settings import Settings
 from solver.process import available_bytes
@@ -93,16 +93,14 @@ class Worker:
         _log.info("worker ended", worker=str(self.id))
 
     async def _take_up(self) -> None:
-        """Lease and start as many jobs as there are free slots."""
+        """Lease and start as many jobs as there are free slots, none beside one that must be alone."""
         free = self.settings.solves - len(self._runs)
-        if free == 0:
+        if free == 0 or any(run.lease.alone for run in self._runs):
             return
+        heartbeat_timeout_s = leases.FOREVER_S if self._grace.active else self.settings.heartbeat_s
+        picker = Picker(self.id, self.settings.solves, free, heartbeat_timeout_s, self.settings.max_running_jobs)
         try:
-            heartbeat_timeout_s = leases.FOREVER_S if self._grace.active else self.settings.heartbeat_s
-            running_ids = {run.lease.job_id for run in self._runs}
-            claimed = await leases.claim(
-                self._engine, self.id, free, self.settings.solves, heartbeat_timeout_s, running_ids
-            )
+            claimed = await leases.claim(self._engine, picker, {run.lease.job_id for run in self._runs})
         except DatabaseGoneError:
             self._grace.database_lost()
             return

@@ -14,7 +14,7 @@ import pytest
 
 from api.errors import HttpError
 from api.models import Caps
-from api.process_pool import ProcessPool, Quota
+from api.process_pool import FairSlots, ProcessPool, Quota, SecondsBudget
 from instances import instance
 from tests.api.harness import PROBLEM, body
 
@@ -101,3 +101,74 @@ def _refused(shares: Quota, owner: UUID) -> int:
     assert caught.value.headers is not None
     assert int(caught.value.headers["Retry-After"]) >= 1
     return int(caught.value.status)
+
+
+async def test_a_key_leaves_a_process_to_others_and_they_take_turns() -> None:
+    slots, order = FairSlots(2), list[str]()
+    ends = {name: asyncio.Event() for name in ("bomb 0", "bomb 1", "bomb 2", "picture", "other")}
+
+    async def hold(name: str, owner: UUID | None) -> None:
+        async with slots.taken(owner):
+            order.append(name)
+            await ends[name].wait()
+
+    tasks = [asyncio.create_task(hold(f"bomb {k}", ONE)) for k in range(3)]
+    await _settle()
+    assert order == ["bomb 0"]  # one of two slots stays free
+    tasks.append(asyncio.create_task(hold("picture", OTHER)))
+    await _settle()
+    assert order == ["bomb 0", "picture"]  # though two bombs came before it
+    tasks.append(asyncio.create_task(hold("other", OTHER)))
+    for name in ("bomb 0", "picture", "bomb 1"):
+        ends[name].set()
+        await _settle()
+    assert order == ["bomb 0", "picture", "bomb 1", "other", "bomb 2"]
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(*tasks)
+    async with slots.taken(None), slots.taken(None):  # who has no key may hold all
+        pass
+
+
+async def test_callers_who_give_up_hold_nothing() -> None:
+    slots = FairSlots(1)
+    async with slots.taken(ONE):
+        waiting = [asyncio.create_task(_take(slots, OTHER)) for _ in range(2)]
+        await _settle()
+        waiting[0].cancel()
+        await _settle()
+    assert await waiting[1]
+    granted = asyncio.create_task(_take(slots, OTHER))
+    async with slots.taken(ONE):
+        pass
+    granted.cancel()
+    await asyncio.gather(granted, return_exceptions=True)
+    assert await _take(slots, OTHER)
+
+
+async def _take(slots: FairSlots, owner: UUID) -> bool:
+    async with slots.taken(owner):
+        return True
+
+
+async def _settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_key_has_so_many_seconds_in_a_minute() -> None:
+    now_s = 1000.0
+    budget = SecondsBudget(30, lambda: now_s)
+    for seconds in (10, 12, 9):
+        budget.check(ONE)
+        budget.spend(ONE, seconds)
+        now_s += 5
+    with pytest.raises(HttpError, match="max_heavy_seconds_a_minute") as caught:
+        budget.check(ONE)
+    assert caught.value.status == HTTPStatus.TOO_MANY_REQUESTS
+    assert caught.value.headers == {"Retry-After": "45"}  # when the first of them is a minute ago
+    budget.check(OTHER)
+    budget.spend(None, 1000)
+    budget.check(None)
+    now_s += 45
+    budget.check(ONE)

@@ -9,6 +9,7 @@ from uuid import uuid4
 from api.jobs import leases, results
 from api.jobs.database import make_engine, transaction
 from api.jobs.leases import FOREVER_S, Lease
+from api.jobs.queue import Picker
 from api.jobs.records import JobResult
 from api.jobs.results import Equality
 from api.settings import Settings
@@ -41,7 +42,7 @@ class StandIn:
 
     async def claim(self, heartbeat_timeout_s: float = FOREVER_S) -> Lease | None:
         """Take up the next job."""
-        taken = await leases.claim(self.engine, self.id, 1, 1, heartbeat_timeout_s)
+        taken = await leases.claim(self.engine, Picker(self.id, 1, 1, heartbeat_timeout_s))
         self.lease = taken[0] if taken else None
         return self.lease
 
