@@ -75,7 +75,7 @@ def test_as_json(cli: Cli, problem: Path, server: str) -> None:
 
 def test_no_solution(cli: Cli, tmp_path: Path, server: str) -> None:
     path = tmp_path / "tight.json"
-    path.write_text(uniform(2, 4, budget=1).to_json())
+    path.write_text(uniform(2, 4, budget=2).to_json())
     run = cli("solve", path, "--server", server)
     assert run.code == 4
     assert "nothing published keeps the budgets" in run.err

@@ -40,7 +40,7 @@ def test_a_schedule_comes_back(remote: Client) -> None:
 
 def test_no_solution_is_the_same_error_as_here(remote: Client) -> None:
     with pytest.raises(NoSolutionError, match="nothing published keeps the budgets"):
-        remote.solve(uniform(2, 4, budget=1))
+        remote.solve(uniform(2, 4, budget=2))
 
 
 def test_the_servers_words_for_what_is_wrong(remote: Client) -> None:
@@ -171,7 +171,7 @@ def test_a_busy_server_is_asked_again_with_the_same_idempotency_key(scripted: tu
 
 def test_a_stream_that_breaks_is_resumed_after_its_last_whole_event(scripted: tuple[type[Scripted], str]) -> None:
     handler, url = scripted
-    event = 'event: incumbent\ndata: {{"value_us":{0}}}\nid: {0}\n\n'
+    event = 'event: incumbent\ndata: {{"value_us":{0},"revision":{0}}}\nid: {0}\n\n'
     handler.script += [
         (200, {"Content-Length": "500"}, event.format(1) + event.format(2) + "event: inc"),
         (503, {}, '{"detail": "gone"}'),
