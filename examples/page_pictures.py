@@ -113,6 +113,18 @@ def running(service: Service, page: Page) -> None:
     page.get_by_text("Schedules found", exact=True).click()
 
 
+def compare(service: Service, page: Page) -> None:
+    """Searches and schedules of one problem under several budgets."""
+    budgets = (4, 6, 8)
+    problems = [
+        uniform(4, 10, budget=budget, name=f"budget {budget}", offload={"bytes": 2, "offload_us": 9, "reload_us": 9})
+        for budget in budgets
+    ]
+    ids = [service.job(problem, method="search", time_limit_s=3) for problem in problems]
+    page.goto(f"/#/compare?ids={','.join(ids)}")
+    expect(page.locator(SHOWN)).to_have_count(len(budgets))
+
+
 def infeasible(service: Service, page: Page) -> None:
     """A problem that is proved infeasible, with the budgets that would do."""
     page.goto(f"/#/jobs/{service.job(TIGHT, method='cp-sat')}")
@@ -151,6 +163,7 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "all-devices": (LIGHT, all_devices),
     "full-screen": (DARK, full_screen),
     "running": (LIGHT, running),
+    "compare-light": (LIGHT, compare),
     "infeasible": (LIGHT, infeasible),
     "new-light": (LIGHT, new_light),
     "new-phone": (PHONE, new_light),

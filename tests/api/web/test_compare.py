@@ -33,6 +33,24 @@ def test_jobs_chosen_in_the_list(page: Page, service_url: str, key: str) -> None
     expect(page.locator("figure[data-magnification='1.000']")).to_have_count(2)
 
 
+def test_searches_on_one_axis_and_jobs_left_out(page: Page, service_url: str, key: str) -> None:
+    ids = [posted(service_url, key, uniform(2, 4, budget=budget), name=f"budget {budget}") for budget in (4, 5, 6)]
+    page.goto(f"/#/compare?ids={','.join(ids)}")
+    expect(page.locator(ROWS)).to_have_count(3)
+    expect(page.locator("[data-part=searches-legend] li")).to_have_text(
+        ["budget 4", "budget 5", "budget 6", "bound of each"]
+    )
+    expect(page.locator("path.curve-series:not(.curve-series-bound)")).to_have_count(3)
+    page.get_by_role("link", name="leave out budget 5").click()
+    expect(page.locator(ROWS)).to_have_count(2)
+    page.get_by_role("link", name="Choose jobs in the list").click()
+    expect(page.get_by_role("button", name="Compare 2 jobs")).to_be_enabled()
+    expect(page.get_by_label("choose budget 5")).not_to_be_checked()
+    page.get_by_label("choose budget 5").check()
+    page.get_by_role("button", name="Compare 3 jobs").click()
+    expect(page.locator(ROWS)).to_have_count(3)
+
+
 def test_published_schedules_of_a_new_problem(page: Page) -> None:
     page.goto("/#/new")
     page.fill("#problem", json.dumps(PROBLEM.to_data()))

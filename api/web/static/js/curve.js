@@ -43,6 +43,37 @@ export function drawCurve(svg, points, nowS, isZoomed) {
   );
 }
 
+/** Colours of curves that share an axis, as in the pictures; further curves have the same ones dashed. */
+export const SERIES_COLOURS = 6;
+
+/**
+ * Values of several searches on one axis, each with its own bound: a bound under tight budgets is none under wider ones.
+ *
+ * @param {SVGSVGElement} svg
+ * @param {Point[][]} series each in order of time
+ */
+export function drawCurves(svg, series) {
+  const width = Math.max(240, svg.clientWidth);
+  svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+  const points = series.flat();
+  const levels = points.flatMap(({ valueUs, boundUs }) => [valueUs, boundUs].filter((level) => level !== null));
+  if (!levels.length) return;
+  const endS = Math.max(...points.map(({ seconds }) => seconds), 0.1);
+  const scale = buildScale(width, wholeRange(levels), endS, true);
+  svg.replaceChildren(
+    ...axes(scale),
+    ...series.flatMap((own, index) => [
+      stepLine(`${seriesClass(index)} curve-series-bound`, own, ({ boundUs }) => boundUs, scale),
+      stepLine(seriesClass(index), own.filter(({ valueUs }) => valueUs !== null), ({ valueUs }) => valueUs, scale),
+    ]),
+  );
+}
+
+/** @param {number} index of a curve among those that share an axis */
+export function seriesClass(index) {
+  return `curve-series curve-series-${index % SERIES_COLOURS}${index < SERIES_COLOURS ? "" : " curve-series-dashed"}`;
+}
+
 /**
  * The points at which a better schedule was found.
  *

@@ -167,6 +167,7 @@ class Stream {
  * @returns {AsyncGenerator<JobEvent>}
  */
 export async function* readHistory(id, after, until, signal) {
+  if (after >= until) return;
   const reading = new AbortController();
   const either = AbortSignal.any([signal, reading.signal]);
   try {

@@ -1,10 +1,13 @@
 /** Several schedules at one time scale: chosen jobs, or the published schedules of one problem. */
 
-import { ApiError, comparePublished, getJob, getSchedule, listJobs } from "../api.js";
+import { ApiError, comparePublished, getJob, getSchedule } from "../api.js";
+import { drawCurves, seriesClass } from "../curve.js";
 import { element, fromTemplate, part } from "../elements.js";
+import { readHistory } from "../events.js";
 import { GanttChart } from "../gantt/chart.js";
 import { TimeWindow } from "../gantt/time_window.js";
-import { OBJECTIVES, instantElement, jobName } from "../jobs.js";
+import { OBJECTIVES, jobName } from "../jobs.js";
+import { Progress } from "../progress.js";
 import { bubbleRate, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
 import { NONE, bytesText, percentText, timeText } from "../units.js";
 
@@ -15,7 +18,8 @@ import { NONE, bytesText, percentText, timeText } from "../units.js";
  * @typedef {object} Compared
  * @property {string} name
  * @property {string} note
- * @property {string} [href]
+ * @property {string} [id] of the job
+ * @property {number} [revision] that its search has reached; 0: it was answered at once
  * @property {Schedule | null} schedule
  */
 
@@ -57,12 +61,11 @@ class Comparison {
     this.root = root;
     this.signal = signal;
     this.message = part(root, "message", HTMLElement);
-    this.picker = part(root, "picker", HTMLFormElement);
   }
 
   /** @param {string[]} ids of jobs; none: the problem kept in this tab */
   async start(ids) {
-    this.#fillPicker(ids);
+    if (ids.length) part(this.root, "picker", HTMLAnchorElement).href = `#/jobs?chosen=${ids.join(",")}`;
     if (ids.length > MOST) this.message.textContent = `The first ${MOST} of ${ids.length} are shown.`;
     const stored = sessionStorage.getItem(PROBLEM);
     try {
@@ -87,9 +90,9 @@ class Comparison {
       ids.map(async (id) => {
         const job = await getJob(id, this.signal);
         const note = job.error ?? `${job.status}, no schedule`;
-        if (job.value_us === null) return { name: jobName(job), note, schedule: null };
+        if (job.value_us === null) return { name: jobName(job), note, id, schedule: null };
         const schedule = await getSchedule(id, this.signal);
-        return { name: jobName(job), note: schedule.method, href: `#/jobs/${id}`, schedule };
+        return { name: jobName(job), note: schedule.method, id, revision: job.attempt ? job.revision : 0, schedule };
       }),
     );
   }
@@ -115,11 +118,13 @@ class Comparison {
     part(this.root, "different", HTMLElement).hidden = problems.size < 2;
     const comparable = there.length > 1 && problems.size === 1;
     const best = comparable ? Math.min(...there.map(({ schedule }) => schedule?.value_us ?? Infinity)) : null;
-    part(this.root, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => comparedRow(entry, best)));
+    part(this.root, "rows", HTMLTableSectionElement).replaceChildren(...there.map((entry) => comparedRow(entry, best, there)));
+    part(this.root, "remove-head", HTMLElement).hidden = !there.some(({ id }) => id);
     this.#showMissing(compared.filter(({ schedule }) => !schedule));
     part(this.root, "table", HTMLElement).hidden = false;
     part(this.root, "figures", HTMLElement).hidden = !there.length;
     part(this.root, "missing", HTMLDetailsElement).open = !there.length;
+    if (comparable && there.every(({ revision }) => revision !== undefined)) this.#showSearches(there).catch((error) => this.#tell(error));
     const endUs = Math.max(...there.map(({ schedule }) => (schedule ? durationUs(schedule) : 0)));
     const time = new TimeWindow(0, endUs);
     const host = part(this.root, "charts", HTMLElement);
@@ -147,29 +152,39 @@ class Comparison {
     );
   }
 
-  /** @param {string[]} chosen */
-  async #fillPicker(chosen) {
-    const { jobs } = await listJobs({ limit: 50 }, this.signal).catch(() => ({ jobs: [] }));
-    const options = part(this.root, "choices", HTMLElement);
-    for (const job of jobs.filter((other) => other.value_us !== null)) {
-      const label = element("label");
-      const box = element("input");
-      box.type = "checkbox";
-      box.value = job.id;
-      box.checked = chosen.includes(job.id);
-      const text = element("span", `${jobName(job)} `);
-      const note = element("span", `${job.method}, ${timeText(job.value_us)}, `, "faint");
-      note.append(instantElement(job.submitted_at));
-      text.append(note);
-      label.append(box, text);
-      options.append(label);
-    }
-    this.picker.hidden = !options.childElementCount;
-    this.picker.addEventListener("submit", (event) => {
-      event.preventDefault();
-      const ids = [...options.querySelectorAll("input")].filter((box) => box.checked).map((box) => box.value);
-      if (ids.length) location.hash = `#/compare?ids=${ids.join(",")}`;
+  /**
+   * The searches of jobs that answer the same problem, on one axis.
+   *
+   * @param {Compared[]} compared
+   */
+  async #showSearches(compared) {
+    const histories = await Promise.all(compared.map(({ id, revision }) => this.#readSearch(id ?? "", revision ?? 0)));
+    const searched = compared.map(({ name }, index) => ({ name, points: histories[index] })).filter(({ points }) => points.length);
+    if (searched.length < 2) return;
+    part(this.root, "searches", HTMLElement).hidden = false;
+    const svg = part(this.root, "searches-curve", SVGSVGElement);
+    const entries = searched.map(({ name }, index) => {
+      const entry = element("li");
+      entry.append(element("span", "", `swatch ${seriesClass(index)}`), name);
+      return entry;
     });
+    const bound = element("li");
+    bound.append(element("span", "", "swatch swatch-curve-bound"), "bound of each");
+    part(this.root, "searches-legend", HTMLElement).replaceChildren(...entries, bound);
+    const observer = new ResizeObserver(() => drawCurves(svg, searched.map(({ points }) => points)));
+    observer.observe(svg);
+    this.signal.addEventListener("abort", () => observer.disconnect());
+  }
+
+  /**
+   * @param {string} id
+   * @param {number} revision that the job has reached
+   * @returns {Promise<import("../curve.js").Point[]>} none for a job that was answered at once
+   */
+  async #readSearch(id, revision) {
+    const progress = new Progress();
+    for await (const event of readHistory(id, 0, revision, this.signal)) progress.add(event);
+    return progress.points;
   }
 
   /** @param {unknown} error */
@@ -184,14 +199,15 @@ class Comparison {
 /**
  * @param {Compared} compared
  * @param {number | null} bestUs null: the values are not of one problem
+ * @param {Compared[]} all
  */
-function comparedRow({ name, note, href, schedule }, bestUs) {
+function comparedRow({ name, note, id, schedule }, bestUs, all) {
   const row = element("tr");
   const heading = element("th");
   heading.scope = "row";
-  if (href) {
+  if (id) {
     const link = element("a", name);
-    link.href = href;
+    link.href = `#/jobs/${id}`;
     heading.append(link, " ", element("span", note, "faint"));
   } else heading.textContent = name;
   row.append(heading);
@@ -207,6 +223,15 @@ function comparedRow({ name, note, href, schedule }, bestUs) {
     percentText(gap),
   ];
   row.append(...texts.map((text) => element("td", text)));
+  if (id) {
+    const others = all.flatMap((other) => (other.id && other.id !== id ? [other.id] : []));
+    const leave = element("a", "×", "button quiet");
+    leave.href = `#/compare?ids=${others.join(",")}`;
+    leave.setAttribute("aria-label", `leave out ${name}`);
+    const cell = element("td");
+    cell.append(leave);
+    row.append(cell);
+  }
   row.title = `${OBJECTIVES[objective]}, ${note}`;
   return row;
 }

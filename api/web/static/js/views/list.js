@@ -47,6 +47,8 @@ class JobList {
   #soon = 0;
   /** @type {Map<string, Job>} */
   #chosen = new Map();
+  /** Ids that the address chooses, until their jobs are there. */
+  #toChoose;
   /** Pages shown, each from the cursor before it. */
   #pages = 1;
 
@@ -62,6 +64,7 @@ class JobList {
       sort: part(root, "sort", HTMLSelectElement),
     };
     for (const [name, field] of Object.entries(this.filters)) field.value = query.get(name) ?? "";
+    this.#toChoose = new Set((query.get("chosen") ?? "").split(","));
     this.body = part(root, "jobs", HTMLTableSectionElement);
     this.table = part(root, "jobs-table", HTMLTableElement);
     this.empty = part(root, "empty", HTMLElement);
@@ -216,7 +219,10 @@ class JobList {
   #newRow(job) {
     const row = part(fromTemplate("template-list-row"), "row", HTMLTableRowElement);
     row.dataset.id = job.id;
+    const isChosen = this.#toChoose.delete(job.id);
+    if (isChosen) this.#chosen.set(job.id, job);
     const choice = part(row, "choice", HTMLInputElement);
+    choice.checked = isChosen;
     choice.addEventListener("change", () => {
       if (choice.checked) this.#chosen.set(job.id, job);
       else this.#chosen.delete(job.id);
