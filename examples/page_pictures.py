@@ -34,6 +34,26 @@ OFFLOADED = uniform(
 )
 WIDE = uniform(32, 64, budget=64, name="32 devices")
 HARD = uniform(6, 18, budget=4, name="six devices, offload", offload={"bytes": 2, "offload_us": 11, "reload_us": 11})
+RECOMPUTED = Problem.from_data(
+    {
+        "format": "optpipe.problem/1",
+        "name": "recomputation where it fits",
+        "microbatches": 6,
+        "devices": [{"memory_bytes": 14}] * 3,
+        "stages": [
+            {
+                "device": device,
+                "forward_us": 10,
+                "backward_input_us": 10,
+                "backward_weight_us": 10,
+                "activation_bytes": 6,
+                "backward_weight_bytes": 3,
+                "modes": [{"name": "full", "kept_bytes": 1, "recompute_us": 8, "segment_bytes": 5}],
+            }
+            for device in range(3)
+        ],
+    }
+)
 TIGHT = uniform(4, 8, budget=1, name="too little memory")
 
 
@@ -152,21 +172,83 @@ def jobs(service: Service, page: Page) -> None:
         rows.nth(row).get_by_role("checkbox").check()
 
 
+def empty(_: Service, page: Page) -> None:
+    """A service without jobs."""
+    page.goto("/#/jobs")
+    expect(page.locator("[data-part=empty]")).to_be_visible()
+
+
+def faults(_: Service, page: Page) -> None:
+    """Faults at their fields."""
+    page.goto("/#/new")
+    page.select_option("#preset", "tiny")
+    page.fill("#microbatches", "-3")
+    page.fill("#time-limit", "soon")
+    expect(page.locator("#time-limit-fault")).to_contain_text("soon")
+    expect(page.locator("#microbatches-fault")).to_contain_text("-3")
+
+
+def published(_: Service, page: Page) -> None:
+    """Published schedules of a problem side by side."""
+    page.goto("/#/new")
+    page.select_option("#preset", "tiny")
+    page.get_by_role("button", name="Compare published").click()
+    expect(page.locator(SHOWN).first).to_be_visible()
+
+
+def recomputing(service: Service, page: Page) -> None:
+    """Recomputation ahead of and inside the backward."""
+    page.goto(f"/#/jobs/{service.job(RECOMPUTED, method='cp-sat', time_limit_s=10)}")
+    expect(page.locator(SHOWN)).to_be_visible()
+    page.get_by_text("The chart as a table").click()
+
+
+def lost(service: Service, page: Page) -> None:
+    """The connection to the server is lost."""
+    page.route("**/v1/events", lambda route: route.abort())
+    page.goto(f"/#/jobs/{service.running()}")
+    expect(page.locator("[data-part=connection]")).to_be_visible()
+    expect(page.locator(SHOWN)).to_be_visible()
+
+
+def delete(service: Service, page: Page) -> None:
+    """A question before what cannot be undone."""
+    jobs(service, page)
+    page.get_by_role("button", name="Delete 2 jobs").click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+
+
+def key(_: Service, page: Page) -> None:
+    """The question for a key, as a server that asks for keys answers."""
+    page.route("**/v1/**", lambda route: route.fulfill(status=401, json={"title": "Unauthorized"}))
+    page.goto("/#/jobs")
+    expect(page.get_by_role("dialog")).to_be_visible()
+
+
 STATES: dict[str, tuple[Look, Photograph]] = {
+    "empty": (LIGHT, empty),
+    "key": (LIGHT, key),
     "jobs-light": (LIGHT, jobs),
     "jobs-dark": (DARK, jobs),
     "jobs-phone": (PHONE, jobs),
+    "delete": (LIGHT, delete),
+    "new-light": (LIGHT, new_light),
+    "new-dark": (DARK, new_light),
+    "new-phone": (PHONE, new_light),
+    "faults": (LIGHT, faults),
+    "published": (LIGHT, published),
     "job-light": (LIGHT, job_light),
     "job-dark": (DARK, job_light),
     "job-phone": (PHONE, job_light),
     "critical-path": (LIGHT, critical_path),
     "all-devices": (LIGHT, all_devices),
     "full-screen": (DARK, full_screen),
+    "recomputing": (LIGHT, recomputing),
     "running": (LIGHT, running),
-    "compare-light": (LIGHT, compare),
+    "lost": (LIGHT, lost),
     "infeasible": (LIGHT, infeasible),
-    "new-light": (LIGHT, new_light),
-    "new-phone": (PHONE, new_light),
+    "compare-light": (LIGHT, compare),
+    "compare-dark": (DARK, compare),
 }
 """States of the page by the name of their picture."""
 
@@ -181,7 +263,9 @@ def serving() -> Iterator[str]:
         Path(folder).chmod(0o755)
         environment = {**os.environ, "OPTPIPE_DATA_FOLDER": f"{folder}/data"}
         command = [sys.executable, "-m", "optpipe", "serve", "--port", str(port)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             try:
                 yield f"http://127.0.0.1:{port}"
             finally:
