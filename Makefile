@@ -37,9 +37,10 @@ test-slow: $(READY) $(PROGRAMS)
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d out/doctrees docs out/docs
 
-# Every picture of docs/concepts, drawn anew.
+# Every picture of docs/concepts, drawn anew, and the page in all its states, which takes minutes.
 pictures: $(READY)
 	$(BIN)/python -m examples.pictures --out docs/pictures/concepts
+	$(BIN)/python -m examples.page_pictures --out docs/pictures/page
 
 # The sdist, and the wheel built from it.
 dist: $(READY)

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from instances import uniform
@@ -248,7 +250,6 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "lost": (LIGHT, lost),
     "infeasible": (LIGHT, infeasible),
     "compare-light": (LIGHT, compare),
-    "compare-dark": (DARK, compare),
 }
 """States of the page by the name of their picture."""
 
@@ -292,8 +293,10 @@ def photograph(browser: Browser, service: Service, name: str, out: Path) -> None
     page = context.new_page()
     show(service, page)
     page.wait_for_timeout(500)
-    page.screenshot(path=out / f"{name}.png", full_page=not page.locator("[data-full]").count())
+    picture = page.screenshot(full_page=not page.locator("[data-full]").count())
     context.close()
+    # A palette of 256 colours is all that the page needs, and takes a third of the bytes.
+    Image.open(BytesIO(picture)).convert("RGB").quantize(256).save(out / f"{name}.png", optimize=True)
     print(out / f"{name}.png", flush=True)
 
 

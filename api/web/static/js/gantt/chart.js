@@ -13,7 +13,7 @@ import { listen } from "./input.js";
 import { SCALE_PX, buildLayout, fittingScale, timeAt, xAt } from "./layout.js";
 import { fillLegend } from "./legend.js";
 import { buildLooks } from "./looks.js";
-import { drawMinimap, listenToMinimap } from "./minimap.js";
+import { Minimap } from "./minimap.js";
 import { buildModel } from "./model.js";
 import { fillTable } from "./table.js";
 import { TimeWindow } from "./time_window.js";
@@ -65,7 +65,7 @@ export class GanttChart {
     this.space = part(content, "space", HTMLElement);
     this.base = part(content, "base", HTMLCanvasElement);
     this.overlay = part(content, "overlay", HTMLCanvasElement);
-    this.minimap = part(content, "minimap", HTMLCanvasElement);
+    this.minimap = new Minimap(part(content, "minimap", HTMLCanvasElement));
     this.tooltip = part(content, "tooltip", HTMLElement);
     this.magnification = part(content, "magnification", HTMLElement);
     this.clipped = part(content, "clipped", HTMLElement);
@@ -163,7 +163,7 @@ export class GanttChart {
       stopTheme();
       observer.disconnect();
     });
-    listenToMinimap(this.minimap, (across, down) => this.#centre(across, down), signal);
+    this.minimap.listen((across, down) => this.#centre(across, down), signal);
     this.surface.addEventListener("scroll", () => this.#changed(), { signal });
     this.memory.addEventListener("change", () => this.#measure(), { signal });
     this.critical.addEventListener("change", () => this.#findPath(), { signal });
@@ -401,7 +401,8 @@ export class GanttChart {
     scene.height = this.surface.clientHeight;
     this.view.style.height = `${scene.height}px`;
     for (const canvas of [this.base, this.overlay]) fitCanvas(canvas, scene.width, scene.height);
-    fitCanvas(this.minimap, this.minimap.clientWidth, this.minimap.clientHeight);
+    const { canvas } = this.minimap;
+    fitCanvas(canvas, canvas.clientWidth, canvas.clientHeight);
     this.#changed();
   }
 
@@ -422,7 +423,7 @@ export class GanttChart {
     if (this.#baseIsStale) {
       this.#baseIsStale = false;
       drawChart(scaled(this.base), scene);
-      if (this.minimap.width) drawMinimap(scaled(this.minimap), scene, this.minimap.clientWidth, this.minimap.clientHeight);
+      this.minimap.draw(scaled(this.minimap.canvas), scene);
       this.#showClipped(scene);
       this.magnification.textContent = magnificationText(this.time.magnification);
       this.figure.dataset.magnification = this.time.magnification.toFixed(3);
