@@ -9,15 +9,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_rig import Rig
 from benchmarks.markdown import table
 from instances.schedules import one_f_one_b, v_wave
+from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.pipelining import PlannedSchedule, Recorder, recording_schedule
+from optpipe.profile.from_run import join_records
 from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, MemoryUse, Timing
 from optpipe.schedule import Schedule
 from optpipe.train.check import gradient_error, reference_step
@@ -172,6 +182,55 @@ def ratio_of(timings: Sequence[Timing]) -> float:
     return (mean_ns("O") + mean_ns("R")) / (mean_ns("F") + mean_ns("BW"))
 
 
+def in_a_trainer(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
+    """Check PlannedSchedule on stages that FSDP2 has wrapped: gradients, and peaks against what a Recorder predicts.
+
+    One process, whose GPU has all stages: NCCL takes no two ranks on one GPU. Every kind of op runs, copies included.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in its module's __all__
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        with TemporaryDirectory() as folder:
+            return _in_a_trainer(device, shape, Path(folder))
+    finally:
+        dist.destroy_process_group()
+
+
+def _in_a_trainer(device: torch.device, shape: GPTShape, folder: Path) -> list[Finding]:
+    plan = recording_schedule([0] * DEVICES, MICROBATCHES)
+    rig = Rig(plan, shape, device)
+    mesh = init_device_mesh(device.type, (1,))
+    for module in rig.modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    stages = [PipelineStage(module, s, DEVICES, device) for s, module in enumerate(rig.modules)]
+    planned = PlannedSchedule(stages, plan, loss_fn=byte_loss)
+    recorder = Recorder(planned, folder, steps=2, skip=2)
+    inputs, targets = rig.batch
+    while not recorder.done:
+        for module in rig.modules:
+            module.zero_grad(set_to_none=False)
+        planned.step(torch.cat(inputs), target=torch.cat(targets), return_outputs=False)
+    plain = rig.plain_modules()
+    reference_step(plain, byte_loss, *rig.batch)
+    errors = []
+    for module, reference in zip(rig.modules, plain, strict=True):
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            assert isinstance(ours.grad, DTensor), "FSDP2 has reduced it"
+            assert theirs.grad is not None, "the plain step uses every parameter"
+            errors.append(gradient_error(ours.grad.full_tensor(), theirs.grad))
+    error = max(errors)
+    assert recorder.record is not None, "it is done"
+    run = join_records([recorder.record])
+    [expected] = planned_peaks_bytes(planned.program, run.problem(), run.message_bytes, run.replicas)
+    peak = max(row.peak_bytes for row in recorder.record.memory.rows())
+    limit = MAX_ERROR[torch.float32]
+    return [
+        Finding("gradient error, PlannedSchedule under FSDP2", f"{error:.1e}", f"at most {limit:.0e}", error <= limit),
+        peak_finding(0, peak, expected)._replace(check="peak against plan, PlannedSchedule under FSDP2"),
+    ]
+
+
 def _step_seconds(rig: Rig) -> float:
     """Median time of a few steps, each synchronised at both ends."""
     _warm_up(rig)
@@ -199,7 +258,7 @@ def _interval(timing: Timing) -> Interval:
 
 
 Check = Callable[[torch.device], list[Finding]]
-CHECKS: tuple[Check, ...] = (parity, hidden_copies, allocated_peaks, slowdown)
+CHECKS: tuple[Check, ...] = (parity, in_a_trainer, hidden_copies, allocated_peaks, slowdown)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,8 @@ class OnlinePlanner:
     """Records steps of a `PlannedSchedule`, has a better schedule searched for, and changes to it between steps.
 
     Every rank makes one, and calls `step_done` after each step: a collective of all processes in one of `every` steps.
-    Rank 0 first takes a published schedule that keeps the budgets, then what the search has found in `time_limit_s`.
+    Rank 0 first takes a published schedule that keeps the budgets, then what a search finds in `time_limit_s` (None: no
+    search).
     `memory_bytes` is the memory of a device for the model, by default that of the GPU, of which a share `margin` is
     left free; on the CPU there is no limit by default.
     """
@@ -40,7 +41,7 @@ class OnlinePlanner:
         *,
         memory_bytes: int | None = None,
         margin: float = 0.1,
-        time_limit_s: float = 30.0,
+        time_limit_s: float | None = 30.0,
         every: int = 5,
         steps: int = 3,
         skip: int = 2,
@@ -98,8 +99,9 @@ class OnlinePlanner:
         self._commands = [
             ["profile", "--from-run", str(folder / "records"), "-o", problem, *self._memory],
             [*solve, "--method", QUICK_METHOD],
-            [*solve, "--time-limit", str(self._time_limit_s)],
         ]
+        if self._time_limit_s is not None:
+            self._commands.append([*solve, "--time-limit", str(self._time_limit_s)])
 
     @property
     def _result(self) -> str:

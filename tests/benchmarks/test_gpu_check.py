@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import DEVICES, hidden_share, parity, peak_finding, peaks_bytes, ratio_of
+from benchmarks.gpu_check import DEVICES, hidden_share, in_a_trainer, parity, peak_finding, peaks_bytes, ratio_of
 from benchmarks.gpu_rig import Rig
 from optpipe.compile import Action
 from optpipe.runtime import MemoryMeter
@@ -35,6 +35,12 @@ def timing(kind: str, start_ns: int, end_ns: int, device: int = 0) -> Timing:
 def test_parity_holds_on_the_cpu() -> None:
     findings = parity(CPU, TINY)
     assert len(findings) == 6
+    assert all(finding.passed for finding in findings), findings
+
+
+def test_a_planned_schedule_under_fsdp_holds_on_the_cpu() -> None:
+    findings = in_a_trainer(CPU, TINY)
+    assert len(findings) == 2
     assert all(finding.passed for finding in findings), findings
 
 

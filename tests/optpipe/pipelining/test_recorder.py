@@ -117,3 +117,16 @@ def test_a_schedule_to_record_by_has_every_way_of_a_backward(placement: list[int
     assert kinds["B"] == kinds["W"] == (microbatches + 1) // 3
     assert kinds["O"] == kinds["R"] == microbatches // 3
     assert not any(op.kind == "O" for op in recording_schedule(placement, microbatches, offload=False).orders.ops())
+
+
+@pytest.mark.slow  # the command line is started two and three times
+@pytest.mark.torchrun
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_run_plans_itself(run_ranks: RunRanks, tmp_path: Path, seconds: int) -> None:
+    """Recorded, then by a published schedule, then by what the search has found; gradients stay."""
+    run_ranks(Path(__file__).parent / "online_worker.py", 2, str(tmp_path), str(seconds))
+    first, second = (json.loads((tmp_path / f"online{rank}.json").read_text()) for rank in range(2))
+    assert first["methods"] == second["methods"], first["log"]
+    assert first["methods"][:2] == ["recording", "ada-offload"], first["log"]
+    assert len(first["methods"]) == (3 if seconds else 2), first["log"]
+    assert max(first["error"], second["error"]) < 1e-6
