@@ -130,24 +130,24 @@ class ModelConfig(Group):
     """The model, cut into the schedule's stages, and its batches."""
 
     name: Annotated[StrictStr, BeforeValidator(_model_from_folder_of_file)] = "small"
-    """our GPT of a size (tiny, small, medium), hf: and a folder or configuration of transformers, or
+    """GPT of a size (tiny, small, medium), hf: with a folder or configuration of transformers, or
     package.module:callable"""
     cut: Annotated[StrictStr | None, BeforeValidator(_cut_from_folder_of_file)] = None
     """layers of each stage, such as 5,6,6,5, or a JSON file with the names of its modules; default: spread evenly"""
     layers: StrictInt | None = Field(default=None, ge=1, le=2000)
-    """blocks of the GPT; default: one a stage"""
+    """blocks of the GPT; default: one per stage"""
     sequence: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)
-    """bytes of text in a sequence; default: the model's longest, of a model of transformers at most 512"""
+    """bytes of text in a sequence; default: the model's maximum, for a model of transformers at most 512"""
     microbatch_size: StrictInt = Field(default=4, ge=1, le=4096)
     """sequences in a microbatch"""
     dtype: Literal["float32", "float64"] = "float32"
     """precision of weights and of what is not cast"""
     autocast: Literal["bfloat16"] | None = None
-    """compute matrix products in it; weights stay float32"""
+    """precision of matrix products; weights stay float32"""
     tied: StrictBool = False
     """the output head of the GPT uses the embedding's weights, on whichever devices the two are"""
     data: StrictStr | None = None
-    """package.module:callable that gives the batch of a step number to stages of your own"""
+    """package.module:callable that returns the batch of a step, for stages of your own"""
 
     @property
     def own(self) -> bool:
@@ -220,21 +220,21 @@ class OptimizerConfig(Group):
     """The optimizer of every stage, its learning rate over the steps, and what is done about large gradients."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """which rule"""
+    """update rule"""
     learning_rate: StrictFloat = Field(default=1e-3, gt=0, le=MAX_NUMBER)
-    """of the optimizer, after warm-up"""
+    """learning rate after warm-up"""
     weight_decay: StrictFloat = Field(default=0.01, ge=0, le=1)
     """decoupled weight decay of AdamW, L2 penalty of SGD"""
     beta1: StrictFloat = Field(default=0.9, ge=0, le=0.999999)
-    """of AdamW's first moment; of SGD its momentum"""
+    """decay of AdamW's first moment; momentum of SGD"""
     beta2: StrictFloat = Field(default=0.999, ge=0, le=0.999999)
-    """of AdamW's second moment"""
+    """decay of AdamW's second moment"""
     warm_up_steps: StrictInt = Field(default=0, ge=0, le=10**9)
     """steps in which the learning rate rises from 0"""
     decay: Literal["none", "cosine"] = "none"
-    """of the learning rate, after warm-up, to 0 after the last step"""
+    """schedule of the learning rate after warm-up, to 0 after the last step"""
     clip_norm: StrictFloat | None = Field(default=None, gt=0, le=MAX_NUMBER)
-    """the largest norm of all gradients together; default: not clipped"""
+    """largest norm of all gradients together; default: not clipped"""
     optimistic: StrictBool = True
     """under torchrun update weights before the global norm is known, and roll back if clipping or a NaN requires it"""
     on_not_finite: Literal["stop", "skip"] = "stop"
@@ -251,14 +251,14 @@ class CheckpointConfig(Group):
     """Folder and interval of checkpoints, and resuming from them; without a folder nothing is kept."""
 
     folder: InputPath | None = None
-    """where checkpoints are kept; under torchrun on a file system that all hosts share"""
+    """folder of the checkpoints; under torchrun on a file system that all hosts share"""
     every_steps: StrictInt = Field(default=100, ge=1, le=MAX_NUMBER)
-    """steps from one checkpoint to the next; one is written at the end, too"""
+    """steps between two checkpoints; one more is written at the end"""
     keep: StrictInt = Field(default=2, ge=1, le=10**6)
-    """how many of the newest checkpoints stay"""
+    """newest checkpoints that are kept"""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: go on from the newest checkpoint that is whole, if there is any; must: from the newest, which must be
-    whole; never: begin anew, in a folder without checkpoints"""
+    """auto: resume from the newest complete checkpoint, if there is any; must: from the newest, which must be
+    complete; never: begin anew, in a folder without checkpoints"""
 
     def conflicts(self) -> Iterator[Issue]:
         """Going on needs something to go on from."""
@@ -274,35 +274,34 @@ class OnlineConfig(Group):
     """off: train as a given schedule says; first: profile and solve, then train; online: start training immediately,
     re-solve in the background and switch schedules between two steps"""
     devices: StrictInt | None = Field(default=None, ge=1, le=4096)
-    """devices of the pipeline, where no schedule says so"""
+    """devices of the pipeline, if no schedule is given"""
     placement: StrictStr = "linear"
-    """of stages on devices: linear, interleaved-2 (or more), v (or v-4)"""
+    """placement of stages on devices: linear, interleaved-2 (or more), v (or v-4)"""
     microbatches: StrictInt | None = Field(default=None, ge=1, le=65536)
-    """in a step; default: two a device"""
+    """microbatches in a step; default: two per device"""
     memory_bytes: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)
-    """what a device has for the model, weights and optimizer included; default: no limit, and with a schedule given
-    what that takes"""
+    """memory of a device, weights and optimizer included; default: no limit, or what a given schedule takes"""
     memory_margin: StrictFloat = Field(default=0.0, ge=0, le=0.9)
     """share of the memory left free, such as 0.1 or 10%, for sizes that depend on the data; so far a measured peak may
     exceed plan and budget"""
     time_limit_s: StrictFloat = Field(default=30.0, gt=0, le=1e6)
-    """seconds of each search"""
+    """time limit of each search in seconds"""
     workers: StrictInt = Field(default=1, ge=1, le=1024)
     """threads of a search beside the training"""
     rounds: StrictInt = Field(default=8, ge=1, le=10000)
-    """of measuring each op, before the first step"""
+    """rounds in which each op is measured before the first step"""
     first_step: StrictInt = Field(default=3, ge=0, le=10**9)
-    """the first step of training whose ops are timed"""
+    """first training step whose ops are timed"""
     record_steps: StrictInt = Field(default=3, ge=1, le=1000)
     """steps whose ops are timed each time"""
     every_steps: StrictInt = Field(default=100, ge=1, le=10**9)
-    """steps from one timing to the next"""
+    """steps between two timings"""
     drift: StrictFloat = Field(default=0.1, gt=0, le=MAX_NUMBER)
-    """share by which a device's op times must change before it is solved anew"""
+    """share by which a device's op times must change before a new solve"""
     least_gain: StrictFloat = Field(default=0.01, ge=0, le=1)
     """share of the step that a new schedule must save to be taken"""
     save: InputPath | None = None
-    """where the schedule in use at the end is written"""
+    """output file for the schedule in use at the end"""
 
     @property
     def on(self) -> bool:
@@ -328,15 +327,15 @@ class OutputConfig(Group):
     """Files that rank 0 writes besides the checkpoints."""
 
     metrics: InputPath | None = None
-    """one JSON object a step and line"""
+    """JSON lines, one for each step"""
     tensorboard: InputPath | None = None
     """folder of TensorBoard scalars"""
     plot: InputPath | None = None
     """picture of the run (.png, .svg, .html), drawn at its end"""
     trace: InputPath | None = None
-    """what one step did, for 'optpipe trace'"""
+    """output file for a measured step, for 'optpipe trace'"""
     trace_step: StrictInt | None = Field(default=None, ge=0, le=MAX_NUMBER)
-    """the step to record, counted from 0; default: one after warm-up"""
+    """step to record, counted from 0; default: one after warm-up"""
 
     def conflicts(self) -> Iterator[Issue]:
         """Pictures have a few formats."""
@@ -358,17 +357,17 @@ class TrainingConfig(Group):
     steps: StrictInt = Field(default=20, ge=1, le=10**9)
     """optimizer steps, those before a resumed checkpoint included"""
     seed: StrictInt = Field(default=0, ge=0, le=MAX_SEED)
-    """of weights, of the order of data and of what layers draw"""
+    """seed of weights, of the order of data and of random numbers in layers"""
     device: DeviceChoice = "auto"
-    """what to compute on; auto: on CUDA where there is any"""
+    """device type; auto: CUDA if available"""
     data_parallel: StrictInt = Field(default=1, ge=1, le=4096)
     """replicas of the pipeline, each with its part of the batch; more than one needs torchrun"""
     check: StrictBool = False
     """before training, compare gradients with the plain step and memory with the plan"""
     evaluate: StrictInt = Field(default=0, ge=0, le=10**6)
-    """batches evaluated at the end, forward alone: those of the steps that would follow"""
+    """batches to evaluate at the end, forward only: those of the steps that would follow"""
     timeout_seconds: StrictFloat = Field(default=300.0, gt=0, le=1e6)
-    """under torchrun: how long to wait for another process"""
+    """under torchrun: longest wait for another process in seconds"""
 
     @property
     def sums_gradients(self) -> bool:
