@@ -7,6 +7,7 @@ from optpipe.problem import Problem
 from solver.bounds.device import split_backward_suffices
 from solver.exact.milp.statement import Statement, state_in_us
 from solver.limits import Limits
+from solver.methods import METHODS, refuse_unsupported
 from solver.scale import count_ops
 from solver.solution import Solution
 from solver.strategy import SharedIncumbent
@@ -21,8 +22,9 @@ def export_model(problem: Problem) -> Statement:
 
     Schedules with a value above that of the best published one are left out, which narrows every window; not where a
     fused backward may need less memory than a split one, because the model has split ones alone. Raises InputError
-    where the model would be too large.
+    where the model would be too large, MethodError where it does not cover what stages may do.
     """
+    refuse_unsupported(METHODS["milp"], problem)
     ops = count_ops(problem)
     if ops > MOST_OPS:
         detail = (

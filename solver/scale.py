@@ -52,8 +52,11 @@ def without_endless_copies(problem: Problem, horizon_us: float) -> Problem:
 
 
 def count_ops(problem: Problem) -> int:
-    """F, B and W of all stages and microbatches, and O and R where a stage may offload."""
-    return problem.microbatches * sum(5 if stage.offload else 3 for stage in problem.stages)
+    """F, B and W of all stages and microbatches, O and R where a stage may offload, and C where it may recompute."""
+    stages = [stage.choices for stage in problem.stages]
+    offloading = sum(any(mode.offload for mode in choices) for choices in stages)
+    recomputing = sum(any(mode.recomputes for mode in choices) for choices in stages)
+    return problem.microbatches * (3 * len(stages) + 2 * offloading + recomputing)
 
 
 MAX_STEPS = 2**45

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from optpipe.ops import DeviceOrders, Ints, Op, Orders
 from optpipe.problem import Problem
-from solver.build import orders_from_times
+from optpipe.schedule import Schedule
+from solver.build import build_schedule, orders_from_times
 from tests import mode_oracle as oracle
 
 FULL = {"name": "full", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0, "segment_bytes": 9}
@@ -161,3 +163,21 @@ def random_recomputing(rng: Random) -> tuple[Problem, Orders]:
     problem = Problem.from_data(data)
     modes, costs = random_case(data, rng)
     return problem, orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)
+
+
+WHOLE = {"name": "whole", "kept_bytes": 1, "recompute_us": 1}
+"""Recomputed ahead only."""
+
+
+@cache
+def every_mode() -> Schedule:
+    """Two stages of three microbatches in all modes and forms, with room left between the ops."""
+    problem = recomputing(2, 3, [FULL, LEAVES, WHOLE])
+    orders = Orders(
+        [
+            DeviceOrders(ops("F0.0 F0.1 F0.2 C0.0 B0.0 W0.0 C0.1 BW0.1 CB0.2 W0.2"), ops("O0.1"), ops("R0.1")),
+            DeviceOrders(ops("F1.0 CBW1.0 F1.1 BW1.1 F1.2 C1.2 BW1.2")),
+        ],
+        modes=np.array([[1, 2, 1], [1, 0, 3]]),  # 0: kept, 1: full, 2: half, 3: whole
+    )
+    return build_schedule(problem, orders, 0.0, "by hand", 0.0)

@@ -85,7 +85,7 @@ def command(
         events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
         write_atomically(output, json.dumps(events, allow_nan=False))
     else:
-        from optpipe.export.torch_csv import torch_csv
+        from optpipe.export.torch_csv import checkpointed_stages, torch_csv
 
         loaded = _load(document)
         if isinstance(loaded, Trace):
@@ -94,6 +94,10 @@ def command(
             )
             raise InputError([Issue("--to", "not_a_schedule", detail)], str(document))
         write_atomically(output, torch_csv(loaded, drop_offload=drop_offload))
+        if modes := checkpointed_stages(loaded):
+            result["checkpoint"] = [{"stage": s, "mode": mode} for s, mode in modes.items()]
+            stages = ", ".join(f"{s} ({mode})" for s, mode in modes.items())
+            summary += f"; stages to checkpoint, with their modes: {stages}"
         if drop_offload:
             result["devices"] = _report_memory_without_offload(loaded)
     print_json(result) if as_json else stdout().print(summary)

@@ -60,6 +60,7 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     for d, device in enumerate(schedule.devices):
         for thread, (_, ops) in enumerate(device.streams()):
             for op in ops:
+                mode = {} if op.mode is None else {"mode": op.mode}
                 yield {
                     "ph": "X",
                     "name": str(op.key),
@@ -68,7 +69,7 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
                     "tid": thread,
                     "ts": op.start_us + shift_us,
                     "dur": op.end_us - op.start_us,
-                    "args": {"op": op.op, "stage": op.stage, "microbatch": op.microbatch, "waits": op.waits},
+                    "args": {"op": op.op, "stage": op.stage, "microbatch": op.microbatch, "waits": op.waits} | mode,
                 }
 
 

@@ -7,6 +7,10 @@ B (backward input), W, and B for our BW (the whole backward). Adjacent B and W s
 Torch takes the rank of a stage from its row, so any placement works, including V and interleaved. The caller makes a
 `PipelineStage` on each rank for exactly the stages of its row and sets `n_microbatches` to the problem's; docs/torch.md
 shows how.
+
+A backward that recomputes inside itself (CB, CBW) is torch's own backward of a stage whose module is checkpointed, such
+as by `torch.utils.checkpoint`. That holds for all microbatches of the stage. Torch has nothing for C, which recomputes
+ahead of the backward.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from optpipe.errors import InputError, Issue
-from optpipe.ops import KINDS, Orders
+from optpipe.ops import KINDS, OpArray, Orders
 from optpipe.schedule import DevicePlan, Schedule
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
 
-_LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+_LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B", "CB": "I", "CBW": "B"}
 
 
 def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
@@ -33,18 +37,59 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     issues = [*_recomputations(schedule), *_empty_devices(schedule), *([] if drop_offload else _offloads(schedule))]
     if issues:
         raise InputError(issues)
-    compute = [device.compute.ops for device in schedule.devices]
+    if _recomputing_stages(schedule):
+        simulate(schedule.problem, schedule.orders)  # raises if some backward recomputes what its mode keeps
+    compute = [_as_torch_runs(device.compute.ops) for device in schedule.devices]
     simulate(schedule.problem, Orders.of_compute(compute))  # raises if the orders cannot run
     return "".join(",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\n" for ops in compute)
 
 
+def checkpointed_stages(schedule: Schedule) -> dict[int, str]:
+    """The activation mode of each stage that recomputes inside its backwards, and whose module is to be checkpointed.
+
+    The schedule is one that `torch_csv` exports: all microbatches of such a stage are in one mode.
+    """
+    modes = schedule.modes
+    if modes is None:
+        return {}
+    return {s: schedule.problem.stages[s].choices[modes[s, 0]].name for s in _recomputing_stages(schedule)}
+
+
+def _recomputing_stages(schedule: Schedule) -> list[int]:
+    inside = [KINDS.index("CB"), KINDS.index("CBW")]
+    columns = [device.compute.ops for device in schedule.devices]
+    return sorted({s for ops in columns for s in ops.stage[np.isin(ops.kind, inside)].tolist()})
+
+
+def _as_torch_runs(ops: OpArray) -> OpArray:
+    """The ops with plain backwards: what these recompute is the module's own affair."""
+    plain = np.arange(len(KINDS))
+    plain[[KINDS.index("CB"), KINDS.index("CBW")]] = KINDS.index("B"), KINDS.index("BW")
+    return OpArray(plain[ops.kind], ops.stage, ops.microbatch)
+
+
 def _recomputations(schedule: Schedule) -> Iterator[Issue]:
-    """Devices that recompute activations: torch has no action for that."""
+    """Recomputation of which torch knows nothing: ahead of a backward, or of some microbatches of a stage."""
     for d, device in enumerate(schedule.devices):
-        again = np.flatnonzero(~np.isin(device.compute.ops.kind, [KINDS.index(kind) for kind in _LETTERS]))
-        if len(again):
-            detail = f"has {len(again)} ops that recompute, the first {device.compute.ops[int(again[0])]}, but torch's "
-            yield Issue(("devices", d, "compute"), "recomputation", f"{detail}runtime has none.")
+        ahead = np.flatnonzero(device.compute.ops.kind == KINDS.index("C"))
+        if len(ahead):
+            detail = (
+                f"has {len(ahead)} ops that recompute ahead of a backward, the first "
+                f"{device.compute.ops[int(ahead[0])]}, but torch's runtime has none for that. Maybe leave "
+                "stages[].modes out of the problem, or solve it for our own runtime (optpipe.pipelining)."
+            )
+            yield Issue(("devices", d, "compute"), "recomputation", detail)
+    if schedule.modes is None:
+        return
+    for s, (stage, modes) in enumerate(zip(schedule.problem.stages, schedule.modes, strict=True)):
+        names = [stage.choices[mode].name for mode in sorted({*modes.tolist()})]
+        recomputes = [mode.recomputes for mode in stage.choices]
+        if len(names) > 1 and any(recomputes[mode] for mode in modes):
+            detail = (
+                f"has microbatches in modes {', '.join(names)}, but a module is checkpointed for all of them or for "
+                "none. Maybe give the stage one mode that keeps less, and no other."
+            )
+            yield Issue(("problem", "stages", s, "modes"), "mixed_modes", detail)
 
 
 def peak_bytes_without_offload(schedule: Schedule) -> Sequence[int]:
@@ -53,7 +98,7 @@ def peak_bytes_without_offload(schedule: Schedule) -> Sequence[int]:
 
 
 def _peak_bytes(schedule: Schedule, device: DevicePlan) -> int:
-    return worst_case_peak_bytes(schedule.problem, (device.compute.ops, (), ()), {})
+    return worst_case_peak_bytes(schedule.problem, (device.compute.ops, (), ()), {}, schedule.modes)
 
 
 def _empty_devices(schedule: Schedule) -> Iterator[Issue]:

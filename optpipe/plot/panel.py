@@ -316,8 +316,11 @@ Entry = tuple[Handle, str]
 
 def op_entries(kinds: Collection[str], stages: int) -> list[Entry]:
     """Legend entries for ops of `kinds` with up to `stages` stages per device."""
+    crowded = not {"C", "CB", "CBW"}.isdisjoint(kinds)
     entries: list[Entry] = [
-        (Patch(facecolor=look.colour), look.label) for kind, look in OP_LOOKS.items() if kind in kinds
+        (Patch(facecolor=look.colour), (look.short if crowded else "") or look.label)
+        for kind, look in OP_LOOKS.items()
+        if kind in kinds
     ]
     if stages > 1:
         shades = tuple(Patch(facecolor=op_colour("F", rank, stages)) for rank in range(min(stages, 6)))

@@ -15,22 +15,23 @@ from matplotlib.lines import Line2D
 
 
 class OpLook(NamedTuple):
-    """Colour and legend label of ops of one kind."""
+    """Colour and legend label of ops of one kind, and a shorter label where a row has those of recomputation too."""
 
     colour: str
     label: str
+    short: str = ""
 
 
 OP_LOOKS = {
-    "F": OpLook("#0072B2", "F  forward"),
-    "B": OpLook("#E69F00", "B  backward input"),
-    "W": OpLook("#009E73", "W  backward weight"),
-    "BW": OpLook("#D55E00", "BW  backward, fused"),
-    "O": OpLook("#CC79A7", "O  offload"),
-    "R": OpLook("#56B4E9", "R  reload"),
-    "C": OpLook("#F0E442", "C  recompute ahead"),
-    "CB": OpLook("#B7950B", "CB  recompute and backward input"),
-    "CBW": OpLook("#8C4A1F", "CBW  recompute and backward"),
+    "F": OpLook("#0072B2", "F  forward", "F"),
+    "B": OpLook("#E69F00", "B  backward input", "B  input"),
+    "W": OpLook("#009E73", "W  backward weight", "W  weight"),
+    "BW": OpLook("#D55E00", "BW  backward, fused", "BW"),
+    "O": OpLook("#CC79A7", "O  offload", "O"),
+    "R": OpLook("#56B4E9", "R  reload", "R"),
+    "C": OpLook("#F0E442", "C  recompute"),
+    "CB": OpLook("#B7950B", "CB  C + B"),
+    "CBW": OpLook("#8C4A1F", "CBW  C + BW"),
 }
 
 IDLE = "#E9ECEF"

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
-from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.ops import Op
 from optpipe.schedule import Schedule
 from optpipe.verify import Verdict, verify
-from solver.build import build_schedule
-from tests.recomputing import COPY, FULL, LEAVES, ops, recomputing
+from tests.recomputing import COPY, every_mode
 
 Data = dict[str, Any]
-
-WHOLE = {"name": "whole", "kept_bytes": 1, "recompute_us": 1}
-"""Recomputed ahead only."""
-
-MODES = {"kept": 0, "full": 1, "half": 2, "whole": 3}
-
-
-@cache
-def example() -> Schedule:
-    """Two stages of three microbatches in all modes and forms, with room left between the ops."""
-    problem = recomputing(2, 3, [FULL, LEAVES, WHOLE])
-    orders = Orders(
-        [
-            DeviceOrders(ops("F0.0 F0.1 F0.2 C0.0 B0.0 W0.0 C0.1 BW0.1 CB0.2 W0.2"), ops("O0.1"), ops("R0.1")),
-            DeviceOrders(ops("F1.0 CBW1.0 F1.1 BW1.1 F1.2 C1.2 BW1.2")),
-        ],
-        modes=np.array([[MODES["full"], MODES["half"], MODES["full"]], [MODES["full"], MODES["kept"], MODES["whole"]]]),
-    )
-    return build_schedule(problem, orders, 0.0, "by hand", 0.0)
 
 
 def op_of(data: Data, name: str) -> Data:
@@ -90,9 +68,9 @@ def sort(data: Data) -> None:
 
 
 def test_the_example_is_valid() -> None:
-    data = example().to_data()
+    data = every_mode().to_data()
     assert judged(data).ok
-    assert data == example().to_data() | {"bound_us": 0.0}
+    assert data == every_mode().to_data() | {"bound_us": 0.0}
     assert {row["op"] for device in data["devices"] for row in device["compute"]} == {*"FCBW", "BW", "CB", "CBW"}
 
 
@@ -175,7 +153,7 @@ def backwards_out_of_order(data: Data) -> None:
     ],
 )
 def test_each_rule_is_broken_alone(edit: Callable[[Data], Any], rules: set[str]) -> None:
-    data = example().to_data()
+    data = every_mode().to_data()
     edit(data)
     assert {violation.rule for violation in judged(data).violations} == rules
 
@@ -183,8 +161,8 @@ def test_each_rule_is_broken_alone(edit: Callable[[Data], Any], rules: set[str])
 def test_a_mode_keeps_its_budget_to_the_byte() -> None:
     """Device 0: 10 of the activation that C0.1 makes anew beside its workspace of 2, and what the others keep."""
     for device in range(2):
-        data = example().to_data()
-        peak = example().devices[device].peak_bytes_any_timing
+        data = every_mode().to_data()
+        peak = every_mode().devices[device].peak_bytes_any_timing
         data["problem"]["devices"][device]["memory_bytes"] = peak
         assert judged(data).ok
         data["problem"]["devices"][device]["memory_bytes"] = peak - 1
@@ -194,14 +172,14 @@ def test_a_mode_keeps_its_budget_to_the_byte() -> None:
 @pytest.mark.parametrize("field", ["busy_us", "bubble", "peak_bytes", "peak_bytes_any_timing"])
 def test_figures_count_recomputation(field: str) -> None:
     """What would be claimed if nothing was recomputed."""
-    data = example().to_data()
+    data = every_mode().to_data()
     data["devices"][0][field] -= {"busy_us": 1 + 2 + 1, "bubble": -4 / 15}.get(field, 1)
     assert {violation.rule for violation in verify(Schedule.from_data(data)).violations} == {"claim"}
 
 
 def test_the_host_holds_what_modes_send_there() -> None:
-    assert verify(example()).host_peak_bytes == COPY["bytes"]
-    data = example().to_data()
+    assert verify(every_mode()).host_peak_bytes == COPY["bytes"]
+    data = every_mode().to_data()
     data["problem"]["host_memory_bytes"] = 3
     assert {violation.rule for violation in judged(data).violations} == {"host-budget"}
     data["problem"]["host_memory_bytes"] = 4

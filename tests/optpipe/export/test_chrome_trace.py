@@ -13,6 +13,7 @@ from optpipe.export.chrome_trace import chrome_trace, write_chrome_trace
 from optpipe.ops import STREAMS
 from optpipe.schedule import Schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
+from tests.recomputing import every_mode
 
 Event = dict[str, Any]
 
@@ -138,3 +139,18 @@ def test_negative_times_are_moved_together(schedule: Schedule) -> None:
     assert [e for e in moved["traceEvents"] if e["ph"] in "XC"] == [
         e for e in chrome_trace(schedule)["traceEvents"] if e["ph"] in "XC"
     ]
+
+
+def test_recomputation_is_shown_and_hands_gradients_over() -> None:
+    events = chrome_trace(every_mode())["traceEvents"]
+    ops = {event["name"]: event for event in _of(events, "X")}
+    assert {"C0.0", "CB0.2", "CBW1.0"} <= ops.keys()
+    assert ops["F0.0"]["args"]["mode"] == "full"
+    assert "mode" not in ops["F1.1"]["args"]
+    receivers = {event["id"]: event for event in _of(events, "f")}
+    arrows = {_running(events, receivers[e["id"]]["pid"], receivers[e["id"]]["ts"]) for e in _of(events, "s")}
+    assert arrows == {f"F1.{i}" for i in range(3)} | {"B0.0", "BW0.1", "CB0.2"}
+    for d in range(2):
+        levels = [event["args"]["bytes"] for event in _of(events, "C") if event["pid"] == d]
+        assert max(levels) == every_mode().devices[d].peak_bytes
+        assert levels[-1] == 0

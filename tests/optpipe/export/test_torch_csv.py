@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,13 +16,16 @@ from instances import uniform
 from instances.schedules import one_f_one_b
 from optpipe.cli import main
 from optpipe.errors import DeadlockError, InputError, OrderError
-from optpipe.export.torch_csv import peak_bytes_without_offload, torch_csv
-from optpipe.ops import Op
+from optpipe.export.torch_csv import checkpointed_stages, peak_bytes_without_offload, torch_csv
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from solver.build import build_schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.problems import problems
+from tests.recomputing import LEAVES, ops, recomputing
+from tests.recomputing import one_f_one_b as recomputing_orders
 
 OURS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 
@@ -155,3 +160,51 @@ def test_command_drops_offload_only_for_torch(
 ) -> None:
     assert run("export", offloading, "--to", "chrome-trace", "--drop-offload", "-o", tmp_path / "t.json") == 2
     assert "--drop-offload is given with --to chrome-trace" in capsys.readouterr().err
+
+
+def test_a_stage_that_recomputes_inside_is_to_be_checkpointed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = recomputing(2, 2)
+    orders = recomputing_orders(problem, lambda s, i: "CB W" if s == 0 else "BW")
+    schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
+    plain = build_schedule(problem, recomputing_orders(problem, lambda s, i: "B W" if s == 0 else "BW"), 0.0, "", 0.0)
+    assert torch_csv(schedule) == torch_csv(plain)
+    assert checkpointed_stages(schedule) == {0: "full"}
+    assert checkpointed_stages(plain) == {}
+    path, output = tmp_path / "schedule.json", tmp_path / "schedule.csv"
+    path.write_text(schedule.to_json())
+    command = ["export", path, "--to", "torch-csv", "-o", output]
+    assert run(*command) == 0
+    assert "stages to checkpoint, with their modes: 0 (full)" in " ".join(capsys.readouterr().out.split())
+    assert run(*command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == [{"stage": 0, "mode": "full"}]
+
+
+@pytest.mark.parametrize(
+    ("backward", "code"),
+    [(lambda s, i: "C BW", "recomputation"), (lambda s, i: "CBW" if i else "BW", "mixed_modes")],
+)
+def test_recomputation_that_torch_has_not_is_refused(backward: Callable[[int, int], str], code: str) -> None:
+    problem = recomputing(1, 2)
+    schedule = build_schedule(problem, recomputing_orders(problem, backward), 0.0, "by hand", 0.0)
+    with pytest.raises(InputError) as error:
+        torch_csv(schedule)
+    assert [issue.code for issue in error.value.issues] == [code]
+
+
+def test_a_backward_that_recomputes_what_is_kept_is_no_schedule() -> None:
+    problem = recomputing(1, 1)
+    data = build_schedule(problem, recomputing_orders(problem, lambda s, i: "CBW"), 0.0, "by hand", 0.0).to_data()
+    del data["devices"][0]["compute"][0]["mode"]
+    with pytest.raises(OrderError, match="no modes"):
+        torch_csv(Schedule.from_data(data))
+
+
+def test_memory_without_offload_counts_what_is_recomputed() -> None:
+    """The mode keeps 6, of which 4 would leave; a segment takes 3."""
+    problem = recomputing(1, 1, [LEAVES])
+    orders = Orders([DeviceOrders(ops("F0.0 CBW0.0"), ops("O0.0"), ops("R0.0"))], modes=np.array([[1]]))
+    schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
+    assert torch_csv(schedule, drop_offload=True) == "0F0,0B0\n"
+    assert peak_bytes_without_offload(schedule) == [10]

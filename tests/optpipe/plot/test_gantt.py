@@ -19,6 +19,7 @@ from optpipe.plot.panel import Panel
 from optpipe.plot.style import BUDGET, MEMORY_EDGE, op_colour
 from optpipe.schedule import Schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
+from tests.recomputing import every_mode
 
 
 @pytest.fixture
@@ -125,8 +126,9 @@ def _extents(panel: Panel) -> list[tuple[Text, Bbox]]:
         all_forwards_first(uniform(8, 24, budget=10**15, name="main case")),
         all_forwards_first(uniform(16, 12, v_shape=True)),
         all_forwards_first(uniform(32, 8, budget=10**3)),
+        every_mode(),
     ],
-    ids=["pair", "main", "v-shape", "many"],
+    ids=["pair", "main", "v-shape", "many", "modes"],
 )
 def test_no_text_overlaps_another_or_leaves_the_page(schedule: Schedule) -> None:
     data = schedule.to_data()
