@@ -53,6 +53,7 @@ export function startRouter(views) {
     main.replaceChildren(view);
     end = (Object.hasOwn(views, name) ? views[name] : views[FIRST])(view, route);
     markLink(Object.hasOwn(views, name) ? route.name : FIRST);
+    if (!Object.hasOwn(views, name)) view.prepend(element("p", `There is nothing at ${location.hash}: these are the jobs.`, "notice"));
     const heading = view.querySelector("h1");
     document.title = `${heading?.textContent || "OptPipe"} · OptPipe`;
     if (!moved) return;

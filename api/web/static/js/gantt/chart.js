@@ -425,7 +425,7 @@ export class GanttChart {
       drawChart(scaled(this.base), scene);
       this.minimap.draw(scaled(this.minimap.canvas), scene);
       this.#showClipped(scene);
-      this.magnification.textContent = magnificationText(this.time.magnification);
+      setText(this.magnification, magnificationText(this.time.magnification));
       this.figure.dataset.magnification = this.time.magnification.toFixed(3);
     }
     drawHighlight(scaled(this.overlay), scene, {
@@ -443,8 +443,8 @@ export class GanttChart {
     this.clipped.hidden = !isClipped;
     if (!isClipped) return;
     const [first, last] = [visible[0] ?? rows[0], visible[visible.length - 1] ?? rows[0]];
-    part(this.clipped, "clipped-text", HTMLElement).textContent =
-      `${first.device.name} to ${last.device.name} of ${countText(rows.length, "device")}`;
+    const text = `${first.device.name} to ${last.device.name} of ${countText(rows.length, "device")}`;
+    setText(part(this.clipped, "clipped-text", HTMLElement), text);
   }
 }
 
@@ -467,6 +467,16 @@ function scaled(canvas) {
   if (!context) throw new Error("this browser draws on no canvas");
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
   return context;
+}
+
+/**
+ * Set a text only where it changes: a frame that changes none needs no layout.
+ *
+ * @param {HTMLElement} element
+ * @param {string} text
+ */
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
 /** @param {number} factor */

@@ -47,9 +47,9 @@ export class Minimap {
    * @param {Scene} scene
    */
   draw(context, scene) {
-    const { clientWidth: width, clientHeight: height } = this.canvas;
     const columns = this.canvas.width;
     if (!columns) return;
+    const [width, height] = [columns / devicePixelRatio, this.canvas.height / devicePixelRatio];
     if (this.#looks !== scene.looks || this.#image.width !== columns) this.#paint(scene, columns);
     const { theme } = scene;
     context.imageSmoothingEnabled = false;
