@@ -15,6 +15,7 @@ from solver.published.ada_offload import ada_offload
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
+from solver.published.recompute import one_f_one_b_recompute, one_f_one_b_recompute_ahead
 from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
@@ -47,6 +48,7 @@ class Method:
 
 
 _ONE_STAGE = "one stage a device, no offload"
+_RECOMPUTE = "one stage a device, activation modes that recompute"
 _CHUNKS = "stage s on device s mod p, two or more a device, no offload"
 _CHUNKS_OFFLOAD = "stage s on device s mod p, two or more a device, offload, budgets"
 _V = "two stages a device along a V, no offload"
@@ -56,7 +58,14 @@ _ANY = "any placement, offload, budgets, shared channels"
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("auto", "portfolio", "the best of all methods: published schedules, then every search", _ANY),
+        Method(
+            "auto",
+            "portfolio",
+            "the best of all methods: published schedules, then every search",
+            _ANY,
+            modes=True,
+            unsplit=True,
+        ),
         Method(
             "cp-sat",
             "exact",
@@ -68,9 +77,21 @@ METHODS: dict[str, Method] = {
         ),
         Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large),
         Method(
-            "search", "search", "simulated annealing over orders, offloads and waits", _ANY, search=searches.annealing
+            "search",
+            "search",
+            "simulated annealing over orders, offloads and waits",
+            f"{_ANY}, modes by stage",
+            search=searches.annealing,
+            modes=True,
         ),
-        Method("pattern", "search", "one block of a microbatch, repeated every period", _ANY, search=searches.modulo),
+        Method(
+            "pattern",
+            "search",
+            "one block of a microbatch, repeated every period",
+            f"{_ANY}, modes by stage",
+            search=searches.modulo,
+            modes=True,
+        ),
         Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe, unsplit=True),
         Method(
             "1f1b",
@@ -86,6 +107,22 @@ METHODS: dict[str, Method] = {
             "1F1B over the chunks of a device",
             _CHUNKS,
             orders=interleaved_1f1b,
+            unsplit=True,
+        ),
+        Method(
+            "1f1b-recompute",
+            "published",
+            "1F1B, every microbatch recomputed after its gradient has come",
+            _RECOMPUTE,
+            orders=one_f_one_b_recompute,
+            unsplit=True,
+        ),
+        Method(
+            "1f1b-recompute-ahead",
+            "published",
+            "1F1B, every microbatch recomputed before its gradient comes",
+            _RECOMPUTE,
+            orders=one_f_one_b_recompute_ahead,
             unsplit=True,
         ),
         Method("zb-h1", "published", "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, orders=zb_h1),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.problem import Problem
+from solver.by_stage import Search, search_by_stage
 from solver.limits import Limits
 from solver.solution import OnSolution, Solution
 
@@ -32,21 +33,21 @@ def annealing(problem: Problem, limits: Limits, start: Solution, on_solution: On
     """Simulated annealing over orders, offloads and waits."""
     from solver.search.annealing.search import local_search
 
-    return local_search(problem, limits, start, on_solution)
+    return _by_stage(local_search, problem, limits, start, on_solution)
 
 
 def modulo(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """One block of a microbatch, repeated every period."""
     from solver.search.modulo.search import modulo_search
 
-    return modulo_search(problem, limits, start, on_solution)
+    return _by_stage(modulo_search, problem, limits, start, on_solution)
 
 
 def lns(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Parts of the best schedule in time, solved anew by CP-SAT."""
     from solver.search.lns.search import lns_search
 
-    return lns_search(problem, limits, start, on_solution)
+    return _by_stage(lns_search, problem, limits, start, on_solution)
 
 
 def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -54,6 +55,13 @@ def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: O
     from solver.exact.relaxation import relaxation_bound
 
     return relaxation_bound(problem, limits, start, on_solution)
+
+
+def _by_stage(search: Search, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """A search that knows no activation modes, where there are any by the problem that a choice of modes makes."""
+    if not problem.has_modes:
+        return search(problem, limits, start, on_solution)
+    return search_by_stage(search, problem, limits, start, on_solution)
 
 
 KERNELS = {modulo: "pattern", lns: "windows", annealing: "search"}

@@ -188,6 +188,10 @@ MOST_MODEL_OPS = 50_000
 def auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     """The subsolvers for a problem of this size on so many cores. Shares of one subsolver sum up to at most 1."""
     ops = count_ops(problem)
+    if not all(stage.split_backward for stage in problem.stages):  # the others split them
+        return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
+    if problem.has_modes:
+        return [_with_modes(ops, workers)]
     if ops <= SMALL_OPS:
         return [
             [
@@ -202,6 +206,13 @@ def auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         return [[pattern, TimeSlice("search", searches.annealing, 0.2), *_models(ops, 0.2, 1)]]
     beside = _models(ops, 0.35, workers - 1) or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
     return [[TimeSlice("search", searches.annealing, 0.35)], [pattern, *beside]]
+
+
+def _with_modes(ops: int, workers: int) -> Subsolver:
+    """CP-SAT alone decides for every microbatch; what improves one choice for each stage comes before and between."""
+    searching = TimeSlice("search", searches.annealing, 0.05 if ops <= SMALL_OPS else 0.3, workers)
+    pattern = [] if ops <= SMALL_OPS else [TimeSlice("pattern", searches.modulo, 0.2, once=True)]
+    return [*pattern, searching, TimeSlice("cp-sat", searches.cp_sat, 0.8, workers)]
 
 
 def _models(ops: int, share: float, workers: int) -> Subsolver:

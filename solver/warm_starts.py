@@ -23,6 +23,7 @@ from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
+from solver.by_stage import ByStage, choices
 from solver.kernels import WARM, is_marked
 from solver.methods import METHODS
 from solver.published.v_family import v_zb
@@ -112,15 +113,14 @@ def offer_published(problem: Problem, shared: SharedIncumbent) -> None:
     timed = shared.limits.deterministic_limit is None
     limit_s = max(shared.limits.time_limit_s, LEAST_S)
     began_s = time.thread_time()
-    whole = not all(stage.split_backward for stage in problem.stages)
-    for name, make in _published():
-        if whole and not (name in METHODS and METHODS[name].unsplit):
-            continue
+    for name, make in _made(problem):
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
         if shared.stop.requested or (taken and shared.best.orders is not None):
             return
         with suppress(MethodError, DeadlockError):
-            offer_orders(problem, shared, make(problem), name)
+            orders = make()
+            if orders is not None:
+                offer_orders(problem, shared, orders, name)
     floor = serial_orders(problem) if shared.best.orders is None else None
     if floor is not None:
         offer_orders(problem, shared, floor, "floor")
@@ -132,6 +132,22 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
     value = simulation.value_us
     if value < shared.best.value_us and within_budgets(problem, orders, simulation):
         shared.offer(Solution(orders, value, shared.best.bound_us, name))
+
+
+def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
+    """What makes each published schedule of a problem, by name; with modes for every choice of one variant a stage."""
+    unsplit = not all(stage.split_backward for stage in problem.stages)
+    able = [(name, make) for name, make in _published() if not unsplit or (name in METHODS and METHODS[name].unsplit)]
+    if not problem.has_modes:
+        yield from ((name, partial(make, problem)) for name, make in able)
+        return
+    for by_stage in choices(problem):
+        for name, make in able:
+            yield f"{name}, by stage", partial(_by_stage, make, by_stage)
+
+
+def _by_stage(make: Make, by_stage: ByStage) -> Orders | None:
+    return by_stage.with_modes(make(by_stage.plain))
 
 
 def _published() -> Iterator[tuple[str, Make]]:

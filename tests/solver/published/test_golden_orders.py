@@ -109,7 +109,8 @@ def serial(problem: Problem) -> Orders | None:
 
 
 SCHEDULERS = {
-    **{name: method.orders for name, method in METHODS.items() if method.orders},
+    # 1F1B that recomputes has orders where stages have modes; the problems recorded have none.
+    **{name: method.orders for name, method in METHODS.items() if method.orders and "recompute" not in name},
     "serial": serial,
     "modulo": modulo_orders,
 }

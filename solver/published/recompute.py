@@ -1,0 +1,45 @@
+"""1F1B with every activation recomputed: within the backward, or ahead of it.
+
+With m microbatches on p equal stages of forward F, recomputation C and fused backward BW, and no transfers, the first
+takes ``(m + p - 1)(F + C + BW)``, as `torch.utils.checkpoint` in each stage does. The second lets C run while the
+gradient is on its way (Mario, PPoPP 2025; MindSpeed's recompute-in-advance): ``m (F + C + BW) + (p - 1)(F + BW)`` in
+the same memory, stage i from 0 holding ``p - i`` times what is kept beside what one recomputation makes.
+"""
+
+from __future__ import annotations
+
+from optpipe.errors import MethodError
+from optpipe.ops import Orders
+from optpipe.problem import Problem
+from solver.by_stage import ByStage
+from solver.published.one_stage import one_f_one_b
+from solver.published.passes import require_one_stage_a_device
+from solver.variants import variants
+
+
+def one_f_one_b_recompute(problem: Problem) -> Orders:
+    """1F1B that recomputes after the gradient has come. Raises MethodError on placement or modes."""
+    return _recomputed(problem, "1f1b-recompute", inside=True)
+
+
+def one_f_one_b_recompute_ahead(problem: Problem) -> Orders:
+    """1F1B that recomputes before the gradient comes. Raises MethodError on placement or modes."""
+    return _recomputed(problem, "1f1b-recompute-ahead", inside=False)
+
+
+def _recomputed(problem: Problem, name: str, *, inside: bool) -> Orders:
+    require_one_stage_a_device(problem, name)
+    chosen = []
+    for s, stage in enumerate(problem.stages):
+        ways = [way for way in variants(stage) if way.mode.recomputes and way.inside == inside and not way.mode.offload]
+        if not ways:
+            needed = "kept_bytes below activation_bytes, no offload" + (" and segment_bytes" if inside else "")
+            raise MethodError(
+                f"{name} needs a mode on every stage with {needed}; stages[{s}].modes has none. "
+                f"Maybe use {'1f1b-recompute-ahead' if inside else 'cp-sat, which recomputes where it pays'}."
+            )
+        chosen.append(min(ways, key=lambda way: way.mode.kept_bytes))
+    by_stage = ByStage(problem, chosen)
+    orders = by_stage.with_modes(one_f_one_b(by_stage.plain))
+    assert orders is not None, "without copies every order has its modes"
+    return orders

@@ -1,0 +1,109 @@
+"""One variant for each stage: plain problems and their orders, there and back."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from optpipe.errors import MethodError
+from optpipe.ops import DeviceOrders, Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.build import build_schedule, peak_budgets
+from solver.by_stage import ByStage, choices, chosen_in, search_by_stage
+from solver.limits import Limits
+from solver.published.ada_offload import ada_offload
+from solver.published.one_stage import one_f_one_b, zb_h1
+from solver.serial import serial_orders
+from solver.solution import OnSolution, Solution
+from solver.solve import solve
+from tests.recomputing import FULL, LEAVES, ops, random_problem, recomputing
+
+
+def plain_orders(by_stage: ByStage) -> list[Orders]:
+    """Orders of the plain problem, with copies and without."""
+    found = [make(by_stage.plain) for make in (serial_orders, ada_offload)]
+    return [orders for orders in found if orders is not None]
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_orders_of_every_choice_are_valid_in_no_more_memory_and_time(first: int) -> None:
+    for seed in range(first, first + 10):
+        rng = Random(seed)
+        data = random_problem(rng)
+        data["stages"] = [stage | {"split_backward": True} for stage in data["stages"]]
+        problem = Problem.from_data(data)
+        for by_stage in choices(problem):
+            for plain in plain_orders(by_stage):
+                orders = by_stage.with_modes(plain)
+                if orders is None:
+                    assert any(way.mode.recomputes and way.mode.offload for way in by_stage.chosen)
+                    continue
+                schedule = build_schedule(problem, orders, 0.0, "by stage", 0.0)  # which verifies it
+                assert schedule.value_us <= simulate(by_stage.plain, plain).value_us + 1e-9
+                assert peak_budgets(problem, orders) == peak_budgets(by_stage.plain, plain)
+                back = by_stage.without_modes(orders)
+                assert back is not None
+                assert back.devices == plain.devices
+                kept_to = chosen_in(problem, orders)
+                assert kept_to is not None
+                assert kept_to.without_modes(orders) is not None
+
+
+def test_orders_with_two_variants_on_a_stage_keep_to_none() -> None:
+    problem = recomputing(1, 2, [FULL])
+    both = Orders([DeviceOrders(ops("F0.0 C0.0 BW0.0 F0.1 BW0.1"))], modes=np.array([[1, 0]]))
+    assert build_schedule(problem, both, 0.0, "one of each", 0.0).value_us == 7
+    kept_to = chosen_in(problem, both)
+    assert kept_to is None or kept_to.without_modes(both) is None
+
+
+def test_a_search_improves_what_keeps_to_one_variant() -> None:
+    """It is asked about the plain problem, and its value is that of the problem, where C need not wait."""
+    problem = recomputing(4, 8, [FULL], 20)
+    slow = next(by_stage for by_stage in choices(problem) if by_stage.chosen[0].ahead)
+    start = slow.with_modes(one_f_one_b(slow.plain))
+    assert start is not None
+    asked = []
+
+    def search(plain: Problem, limits: Limits, known: Solution, on_solution: OnSolution) -> Solution:
+        asked.append((plain, known.value_us))
+        return Solution(zb_h1(plain), 0.0, float("inf"))
+
+    value_us = simulate(problem, start).value_us
+    answer = search_by_stage(search, problem, Limits(), Solution(start, value_us, 3.0), lambda _: None)
+    assert asked[0][0].stages[0].modes == []
+    assert asked[0][1] > value_us
+    assert answer.bound_us == 3.0
+    assert answer.orders is not None
+    assert answer.value_us == simulate(problem, answer.orders).value_us
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (8, 16)])
+def test_1f1b_that_recomputes_equals_its_closed_forms(devices: int, microbatches: int) -> None:
+    problem = recomputing(devices, microbatches, [FULL])
+    inside, ahead = (solve(problem, f"1f1b-recompute{form}") for form in ("", "-ahead"))
+    assert inside.value_us == (microbatches + devices - 1) * 4
+    assert ahead.value_us == microbatches * 4 + (devices - 1) * 3
+    for schedule in (inside, ahead):
+        assert [device.peak_bytes for device in schedule.devices] == [devices - i + 9 for i in range(devices)]
+
+
+def test_1f1b_recomputes_only_with_modes_that_do() -> None:
+    copies = {**LEAVES, "segment_bytes": None}
+    with pytest.raises(MethodError, match=r"stages\[0\]\.modes has none"):
+        solve(recomputing(2, 2, [copies]), "1f1b-recompute")
+
+
+@pytest.mark.parametrize("method", ["auto", "search", "pattern"])
+def test_methods_decide_on_modes(method: str) -> None:
+    """At half the memory of 1F1B: kept alone takes 41, recomputed alone 37, one choice a stage 34, freely 31."""
+    strict = {"name": "recompute", "kept_bytes": 1, "recompute_us": 1}
+    problem = recomputing(4, 8, [strict], 20, backward_weight_bytes=10)
+    schedule = solve(problem, method, Limits(60, workers=2, deterministic_limit=0.2 if method != "auto" else None))
+    assert schedule.value_us <= 37
+    assert any(op.op == "C" for device in schedule.devices for op in device.compute)
+    if method == "auto":
+        assert (schedule.value_us, schedule.status) == (33, "optimal")
