@@ -67,7 +67,11 @@ def measure_undeferred(
     with unchanged_stage(stage):
         stage.begin_step()
         stage.zero_gradients()
-        for round_number in range(1 + ROUNDS):
+        forward()
+        stage.backward_input(0, gradient)
+        stage.backward_weight(0)
+        kinds = undeferred_layers(stage.module)  # by now layers have shown what they do with their matrices
+        for round_number in range(1 + ROUNDS if kinds else 0):
             if round_number == 1:  # the first was warm-up
                 watch.restart()
             forward()
@@ -78,6 +82,8 @@ def measure_undeferred(
                     forward()
                     watch.time(Key(f"B without {kind}", number), partial(stage.backward_input, 0, gradient))
                 stage.backward_weight(0)
+    if not kinds:
+        return []
     least_us = {key.kind: min(samples) for key, samples in watch.samples_us().items()}
     backward_us = least_us["B"] + least_us["W"]
     undeferred = []

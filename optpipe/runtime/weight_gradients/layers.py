@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from optpipe.errors import TrainingError
+from optpipe.runtime.weight_gradients.products import DeferredProducts, matrices
 from optpipe.runtime.weight_gradients.split import (
     Deferred,
     Layer,
@@ -155,7 +156,7 @@ _SPLITS: dict[type[nn.Module], SplitBackward[Any]] = {
     **dict.fromkeys(CONVOLUTIONS, SplitConvolution()),
 }
 
-_CLASSES: dict[type[nn.Module], type[Deferred]] = {}
+_CLASSES: dict[tuple[type[nn.Module], SplitBackward[Any] | None], type[Deferred]] = {}
 
 
 def register_deferred(kind: type[Layer], split: SplitBackward[Layer]) -> None:
@@ -201,21 +202,27 @@ def register_deferred(kind: type[Layer], split: SplitBackward[Layer]) -> None:
 def defer_weight_gradients(module: nn.Module, pending: WeightGradients) -> None:
     """Let all layers in `module` of a registered kind leave their weight gradients to `pending`.
 
-    Layers whose `forward` or weights are not their own (patched, parametrized, pruned) are left to autograd, as are
-    all of other kinds: those get their weight gradients in B. Norm layers are, because they would not pay: of a block
-    of the small GPT they would add 24 % to what is held between B and W, and take 0.3 % from B. Batch norm is among
-    them, so F updates its running statistics as ever (once more where a checkpoint runs F again).
+    So do those of other kinds that multiply by matrices of their own (`Products`). Layers whose `forward` or weights
+    are not their own (patched, parametrized, pruned) are left to autograd: they get their weight gradients in B. Norm
+    layers are, because they would not pay: of a block of the small GPT they would add 24 % to what is held between B
+    and W, and take 0.3 % from B. Batch norm is among them, so F updates its running statistics as ever (once more where
+    a checkpoint runs F again).
     """
     if isinstance(module, Deferred):
         if module._weight_gradients is not pending:
             module._weight_gradients.lose()
         module._weight_gradients = pending
-        return
+        if not isinstance(module, DeferredProducts):
+            return
     split = _SPLITS.get(_own_class(module))
     if split is not None and _is_its_own(module) and split.handles(module):
         module.__class__ = _deferred_class(type(module), split)
         module._weight_gradients = pending  # type: ignore[assignment]
         return
+    unknown = split is None and not isinstance(module, Deferred)
+    if unknown and _is_its_own(module) and _runs(module) and matrices(module):
+        module.__class__ = _deferred_class(type(module), None)
+        module._weight_gradients, module._deferred = pending, {}  # type: ignore[assignment]
     for child in module.children():
         defer_weight_gradients(child, pending)
 
@@ -223,16 +230,16 @@ def defer_weight_gradients(module: nn.Module, pending: WeightGradients) -> None:
 def undeferred_layers(module: nn.Module) -> Mapping[str, Mapping[str, nn.Module]]:
     """The layers whose weight gradients are computed in B, by the name of their class and their own in `module`.
 
-    For a module that `defer_weight_gradients` has seen. Layers whose parameters are all vectors (norms, biases) are
+    For a module that `defer_weight_gradients` has seen. Of layers without a registered split all are, until a forward
+    in a stage has shown what they do with their matrices. Layers whose parameters are all vectors (norms, biases) are
     left out: their gradients are sums, which would not pay.
     """
     found: dict[str, dict[str, nn.Module]] = {}
 
     def look(name: str, part: nn.Module) -> None:
-        if isinstance(part, Deferred) and part.may_split():
+        if isinstance(part, Deferred) and not isinstance(part, DeferredProducts) and part.may_split():
             return
-        matrices = [p for p in part.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
-        if matrices:
+        if part.left() if isinstance(part, DeferredProducts) else matrices(part):
             kind = part._plain if isinstance(part, Deferred) else type(part)
             found.setdefault(kind.__name__, {})[name] = part
         for child, inner in part.named_children():
@@ -242,17 +249,18 @@ def undeferred_layers(module: nn.Module) -> Mapping[str, Mapping[str, nn.Module]
     return found
 
 
-def _deferred_class(plain: type[nn.Module], split: SplitBackward[Any]) -> type[Deferred]:
-    """The class of layers that were of class `plain`; one for all of them."""
-    if plain not in _CLASSES:
+def _deferred_class(plain: type[nn.Module], split: SplitBackward[Any] | None) -> type[Deferred]:
+    """The class of layers that were of class `plain`; one for all of them. Without a split products are deferred."""
+    if (plain, split) not in _CLASSES:
+        base = DeferredProducts if split is None else Deferred
 
         @functools.wraps(plain.forward)  # torchtitan reads the signature of a layer's forward
         def forward(self: Deferred, *inputs: Any, **named: Any) -> Any:
-            return Deferred.forward(self, *inputs, **named)
+            return base.forward(self, *inputs, **named)
 
         members = {"_split": split, "_plain": plain, "forward": forward}
-        _CLASSES[plain] = type(f"Deferred{plain.__name__}", (Deferred, plain), members)
-    return _CLASSES[plain]
+        _CLASSES[plain, split] = type(f"Deferred{plain.__name__}", (base, plain), members)
+    return _CLASSES[plain, split]
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
@@ -263,6 +271,11 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
         return kind
     first, *_ = (base for base in kind.__mro__[1:] if not issubclass(base, fsdp.FSDPModule))
     return first if issubclass(first, nn.Module) else kind
+
+
+def _runs(module: nn.Module) -> bool:
+    """False for containers, which have no forward: their parameters are used by others."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _is_its_own(module: nn.Module) -> bool:

@@ -178,6 +178,10 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+_OF_A_STAGE = ("_weight_gradients", "_deferred")
+"""Attributes that a layer has only while it belongs to a stage."""
+
+
 class Deferred(nn.Module):
     """Base of the classes of split layers; `_plain` is the original class."""
 
@@ -205,7 +209,7 @@ class Deferred(nn.Module):
         return self._plain.__name__
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name != "_weight_gradients"}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_A_STAGE}
         return object.__new__, (self._plain,), state
 
 

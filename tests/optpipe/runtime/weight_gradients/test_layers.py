@@ -110,9 +110,9 @@ def test_a_call_that_is_not_that_of_the_split_is_left_to_autograd() -> None:
     assert not waits(Squared(), drawn(4, 5))
 
 
-def test_a_subclass_is_left_to_autograd_until_it_is_registered() -> None:
+def test_a_subclass_defers_its_products_and_may_be_registered() -> None:
     for kind in (OwnForward, OwnInitialisation):
-        assert not waits(kind(5, 3, dtype=F64), drawn(4, 5))
+        assert waits(kind(5, 3, dtype=F64), drawn(4, 5))
     register_deferred(OwnInitialisation, SplitLinear())
     assert waits(OwnInitialisation(5, 3, dtype=F64), drawn(4, 5))
 
