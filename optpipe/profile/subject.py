@@ -151,7 +151,8 @@ class Named:
             try:
                 return self._call(*arguments)
             except Exception as error:
-                given = f" when called with {', '.join(map(str, arguments))}" if arguments else ""
+                numbers = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
+                given = f" when called with {numbers}" if numbers else ""
                 self.refuse("failed", f"raises {_text_of(error)}{given}.")
 
     def refuse(self, code: str, detail: str) -> NoReturn:

@@ -215,24 +215,33 @@ class ModelConfig(Group):
             yield Issue("dtype", "autocast", detail)
 
 
+OPTIMIZERS = ("adamw", "sgd")
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(Group):
     """The optimizer of every stage, its learning rate over the steps, and what is done about large gradients."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """update rule"""
+    name: StrictStr = "adamw"
+    """update rule: adamw, sgd, or package.module:callable that makes one for the named parameters of a stage"""
     learning_rate: StrictFloat = Field(default=1e-3, gt=0, le=MAX_NUMBER)
     """learning rate after warm-up"""
     weight_decay: StrictFloat = Field(default=0.01, ge=0, le=1)
     """decoupled weight decay of AdamW, L2 penalty of SGD"""
+    decay_vectors: StrictBool = False
+    """weight decay of biases and the weights of norms, too"""
     beta1: StrictFloat = Field(default=0.9, ge=0, le=0.999999)
     """decay of AdamW's first moment; momentum of SGD"""
     beta2: StrictFloat = Field(default=0.999, ge=0, le=0.999999)
     """decay of AdamW's second moment"""
     warm_up_steps: StrictInt = Field(default=0, ge=0, le=10**9)
     """steps in which the learning rate rises from 0"""
-    decay: Literal["none", "cosine"] = "none"
-    """schedule of the learning rate after warm-up, to 0 after the last step"""
+    decay: Literal["none", "cosine", "wsd"] = "none"
+    """schedule of the learning rate after warm-up, to its floor after the last step; wsd: a line over the last steps"""
+    decay_floor: StrictFloat = Field(default=0.0, ge=0, le=1)
+    """share of the learning rate that is left after its decay"""
+    decay_steps: StrictInt | None = Field(default=None, ge=1, le=10**9)
+    """last steps, in which wsd decays the learning rate; default: a fifth of all"""
     clip_norm: StrictFloat | None = Field(default=None, gt=0, le=MAX_NUMBER)
     """largest norm of all gradients together; default: not clipped"""
     optimistic: StrictBool = True
@@ -241,7 +250,15 @@ class OptimizerConfig(Group):
     """what to do if a loss or gradient is infinite or NaN: stop the run, or skip the update"""
 
     def conflicts(self) -> Iterator[Issue]:
-        """SGD has one moment."""
+        """SGD has one moment; a floor and steps are those of a decay."""
+        if self.name not in OPTIMIZERS and ":" not in self.name:
+            detail = f"is {self.name!r} but must be one of {', '.join(OPTIMIZERS)}, or package.module:callable."
+            yield Issue("name", "unknown", detail)
+        if self.decay == "none" and self.decay_floor:
+            yield Issue("decay_floor", "meaningless", f"is {self.decay_floor}, but there is no decay. Maybe cosine.")
+        if self.decay != "wsd" and self.decay_steps is not None:
+            detail = f"is {self.decay_steps}, but decay is {self.decay}. Maybe wsd."
+            yield Issue("decay_steps", "meaningless", detail)
         if self.name == "sgd" and self.beta2 != 0.999:
             yield Issue("beta2", "meaningless", f"is {self.beta2}, but sgd has no second moment. Maybe leave it out.")
 

@@ -16,41 +16,76 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe.errors import RunFailedError
+from optpipe.profile.subject import Named
 from optpipe.runtime.shared_parameters import SharedParameter
 from optpipe.runtime.stage import Stage
-from optpipe.train.config import OptimizerConfig
+from optpipe.train.config import OPTIMIZERS, OptimizerConfig
 from optpipe.train.launch import Launch, PendingSum
 from optpipe.train.rollback import RollbackBackoff, Snapshot
 
 
-def stage_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """Optimizer of a stage's trainable parameters; None if it has none. SGD takes beta1 as its momentum."""
-    parameters = [p for p in parameters if p.requires_grad]
-    if not parameters:
+def stage_optimizer(config: OptimizerConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
+    """Optimizer of a stage's trainable parameters; None if it has none. SGD takes beta1 as its momentum.
+
+    Vectors, which biases and the weights of norms are, do not decay unless the configuration says so. AdamW is fused on
+    GPUs. An optimizer of the user's own is made by the callable `config.name` from the named parameters and `config`.
+    Raises InputError where that returns something else, or leaves a parameter out.
+    """
+    named = [(name, p) for name, p in named if p.requires_grad]
+    if not named:
         return None
     rate, decay = config.learning_rate, config.weight_decay
+    if config.name not in OPTIMIZERS:
+        return _own_optimizer(config, named)
+    matrices = [p for _, p in named if p.dim() > 1 or config.decay_vectors]
+    vectors = [p for _, p in named if p.dim() <= 1 and not config.decay_vectors]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=rate, momentum=config.beta1, weight_decay=decay)
-    return torch.optim.AdamW(parameters, lr=rate, betas=(config.beta1, config.beta2), weight_decay=decay)
+        return torch.optim.SGD(groups, lr=rate, momentum=config.beta1, weight_decay=decay)
+    fused = all(p.is_cuda and p.is_floating_point() for _, p in named)
+    return torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), weight_decay=decay, fused=fused)
+
+
+def _own_optimizer(config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    make = Named("optimizer", config.name)
+    optimizer = make(list(named), config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        make.refuse("wrong_return", f"returns {kind}, but must return a torch.optim.Optimizer of the named parameters.")
+    names = {id(p): name for name, p in named}
+    updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if left := [name for key, name in names.items() if key not in updated]:
+        make.refuse("left_out", f"leaves out {left[0]}, which would not be trained. Maybe freeze it where it is made.")
+    if not names.keys() >= {*updated}:
+        make.refuse("unknown_parameter", "updates a parameter that it was not given.")
+    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of `step` in a run of `steps`.
 
-    Linear warm-up, whose first step is above 0, then constant or half a cosine that reaches 0 after the last step.
+    Linear warm-up, whose first step is above 0. Then constant; or half a cosine that reaches its floor after the last
+    step; or constant and over the last steps a line to the floor (warm-up, stable, decay).
     """
-    warm_up = config.warm_up_steps
+    warm_up, floor = config.warm_up_steps, config.decay_floor
     if step < warm_up:
         return config.learning_rate * (step + 1) / (warm_up + 1)
     if config.decay == "none":
         return config.learning_rate
-    share = (step - warm_up) / max(1, steps - warm_up)
-    return config.learning_rate * (1 + math.cos(math.pi * min(1.0, share))) / 2
+    if config.decay == "wsd":
+        last = max(1, steps // 5) if config.decay_steps is None else config.decay_steps
+        left = min(1.0, max(0, steps - step) / (last + 1))
+    else:
+        share = (step - warm_up) / max(1, steps - warm_up)
+        left = (1 + math.cos(math.pi * min(1.0, share))) / 2
+    return config.learning_rate * (floor + (1 - floor) * left)
 
 
 @dataclass(frozen=True)
@@ -124,8 +159,13 @@ class Updates:
             ]
             for s, stage in stages.items()
         }
-        made = {s: stage_optimizer(config, (p for p, _ in own)) for s, own in self._parameters.items()}
+        names = {s: {id(p): name for name, p in stage.module.named_parameters()} for s, stage in stages.items()}
+        made = {
+            s: stage_optimizer(config, ((names[s][id(p)], p) for p, _ in own)) for s, own in self._parameters.items()
+        }
         self.optimizers = {s: optimizer for s, optimizer in made.items() if optimizer is not None}
+        # Those of a user's optimizer may differ from group to group, and all follow the schedule.
+        self._rates = {s: [group["lr"] for group in made.param_groups] for s, made in self.optimizers.items()}
         self._devices = {s: stage.device for s, stage in stages.items()}
         self._optimistic, self._backoff = optimistic, RollbackBackoff()
         self.snapshot = Snapshot([stage.module for stage in stages.values()], self.optimizers.values())
@@ -228,10 +268,10 @@ class Updates:
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in counted]).square().sum()
 
     def _apply(self, step: int) -> None:
-        rate = learning_rate(self._config, step, self._steps)
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        rate, highest = learning_rate(self._config, step, self._steps), self._config.learning_rate
+        for s, optimizer in self.optimizers.items():
+            for group, of_group in zip(optimizer.param_groups, self._rates[s], strict=True):
+                group["lr"] = rate if of_group == highest else rate * (of_group / highest)
             optimizer.step()
 
 

@@ -12,6 +12,8 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.optpipe.train.cases import decaying
+
 VOCABULARY, LAYERS, ROWS, TOKENS, MICROBATCHES = 64, 4, 2, 8, 4
 STEPS, LEARNING_RATE, WEIGHT_DECAY, BALANCE = 20, 1e-2, 0.01, 0.1
 
@@ -86,7 +88,8 @@ def batch(step: int) -> tuple[list[Any], list[Tensor]]:
 def plain_losses(name: str, steps: int = STEPS) -> list[float]:
     """Losses of training the uncut model by the loss of transformers, over the tokens of the batch."""
     model = plain_model(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    groups = decaying(model.parameters())
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     losses = []
     for step in range(steps):
         inputs, labels = batch(step)

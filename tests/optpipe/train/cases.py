@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.schedule import Schedule
 
@@ -23,3 +28,10 @@ def schedules(p: int) -> dict[str, Schedule]:
         "V": v_wave(p, M),
         "V, offload": v_wave(p, M, moved=everything(2 * p)),
     }
+
+
+def decaying(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups of an optimizer in which biases and the weights of norms do not decay."""
+    parameters = list(parameters)
+    vectors = [p for p in parameters if p.dim() <= 1]
+    return [{"params": [p for p in parameters if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]

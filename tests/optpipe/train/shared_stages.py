@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from optpipe.train import OptimizerConfig
+from tests.optpipe.train.cases import decaying
 
 VOCABULARY, WIDTH, ROWS, TOKENS, MICROBATCHES = 32, 16, 2, 8, 4
 
@@ -267,9 +268,10 @@ def plain_losses(name: str, config: OptimizerConfig, steps: int, seed: int = 0) 
     with torch.random.fork_rng(devices=[]):
         model, logits = plain_model(name, seed)
     rate, decay = config.learning_rate, config.weight_decay
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+    groups = decaying(model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
     if config.name == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=config.beta1, weight_decay=decay)
+        optimizer = torch.optim.SGD(groups, lr=rate, momentum=config.beta1, weight_decay=decay)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()

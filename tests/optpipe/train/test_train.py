@@ -18,7 +18,7 @@ from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.tasks import build_task
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
-from tests.optpipe.train.cases import MAX_ERROR, schedules
+from tests.optpipe.train.cases import MAX_ERROR, decaying, schedules
 
 SCHEDULES = schedules(2)
 
@@ -84,7 +84,7 @@ def test_losses_are_those_of_plain_training() -> None:
     config = TrainingConfig(SCHEDULES["V, offload"], ModelConfig("tiny", dtype="float64"), steps=5)
     task = build_task(config, 4, SCHEDULES["V, offload"].problem.microbatches)
     modules = task.build_stages()
-    optimizer = torch.optim.AdamW(nn.Sequential(*modules).parameters(), lr=config.optimizer.learning_rate)
+    optimizer = torch.optim.AdamW(decaying(nn.Sequential(*modules).parameters()), lr=config.optimizer.learning_rate)
     plain = []
     for step in range(5):
         plain.append(reference_step(modules, task.loss, *task.batch(step)))

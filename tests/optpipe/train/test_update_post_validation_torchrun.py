@@ -13,7 +13,7 @@ from torch import nn
 from optpipe.train.check import reference_step
 from optpipe.train.tasks import build_task
 from optpipe.train.update import StepOutcome
-from tests.optpipe.train.cases import M
+from tests.optpipe.train.cases import M, decaying
 from tests.optpipe.train.update_cases import facts, replicated, schedules, synchronous
 from tests.ranks import RunRanks
 
@@ -54,7 +54,7 @@ def test_replicas_and_tied_weights_count_once(run_ranks: RunRanks, tmp_path: Pat
     task = build_task(config, 2, M)
     modules = task.build_stages()
     whole = nn.Sequential(*modules)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=config.optimizer.learning_rate)
+    optimizer = torch.optim.AdamW(decaying(whole.parameters()), lr=config.optimizer.learning_rate)
     plain, most = [], config.optimizer.clip_norm or 0.0
     for step in range(config.steps):
         loss = reference_step(modules, task.loss, *task.batch(step))
