@@ -378,6 +378,37 @@ class HuggingFace:
         raise InputError([Issue("", code, detail)], f"model {self.name}")
 
 
+def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a model as transformers does: configuration and safetensors, for `from_pretrained`.
+
+    `identity` is that of `HuggingFace`, `weights` has parameters and buffers by their names in the stages, those that
+    the model ties at least once. Raises InputError where a weight is missing.
+    """
+    with needs_extra("hf", "models of transformers"):
+        import transformers
+    data = dict(identity["configuration"])
+    config: Any = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
+    dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
+    with torch.device("meta"), _default_dtype(dtype):
+        model: Any = getattr(transformers, str(identity["model"]))(config)
+    values = {name.removeprefix(PART): value for name, value in weights.items()}
+    for names in _tied_names(model):
+        known = next((values[name] for name in names if name in values), None)
+        values |= {name: known for name in names if known is not None}
+    wanted = model.state_dict().keys()
+    if missing := sorted(wanted - values.keys()):
+        raise InputError([Issue("", "weights_missing", f"has no {missing[0]}. Maybe a file is missing.")])
+    model.load_state_dict({name: values[name] for name in wanted}, assign=True)
+    model.tie_weights(recompute_mapping=False)
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 class Balancing:
     """The auxiliary loss of Switch Transformer over all layers of a model, as transformers computes it.
 

@@ -96,7 +96,9 @@ def _check_whole(path: Path, model: Model) -> None:
     """Raise CheckpointError if a file that this process would load is damaged; each process checks its own."""
     document = read_manifest(path)
     names = [SCHEDULE, GENERATORS]
-    if document.stages == len(model.program.placement):
+    if _cut_otherwise(document, model):
+        names += map(stage_file, range(document.stages))
+    elif document.stages == len(model.program.placement):
         names += [name for s in model.stages for name in _files_of(s, document, model)]
         names += [stage_file(shared.places[0][0]) for shared in model.shared if shared.places_in(model.stages)]
     check_files(path, document, sorted({*names}))
@@ -120,8 +122,7 @@ def _load(path: Path, model: Model) -> bool:
     borrowed = False
     for s, stage in model.stages.items():
         names = _files_of(s, document, model)
-        tensors = {name: tensor for file in names for name, tensor in read_tensors(path / file).items()}
-        tensors = _with_shared(path, tensors, s, model)
+        tensors = _with_shared(path, _saved(path, document, s, model), s, document, model)
         load_stage(stage.module, model.optimizers.get(s), tensors, f"stages[{s}]")
         own = len(names) > 1 or (launch.replica == 0 and document.launched.replicas == launch.replicas)
         borrowed = borrowed or (not own and bool(stage_buffers(stage.module)))
@@ -131,17 +132,43 @@ def _load(path: Path, model: Model) -> bool:
     return borrowed
 
 
-def _with_shared(path: Path, tensors: dict[str, Tensor], s: int, model: Model) -> dict[str, Tensor]:
+def _cut_otherwise(document: CheckpointDocument, model: Model) -> bool:
+    """True for a model whose layers have the same names wherever it is cut, and that is cut in other places now."""
+    saved, now = document.task.get("cut"), model.task.identity().get("cut")
+    return saved is not None and now is not None and saved != now
+
+
+def _saved(path: Path, document: CheckpointDocument, s: int, model: Model) -> dict[str, Tensor]:
+    """Tensors of a stage: all of its files, or those of its own names in the files of all stages of another cut."""
+    if not _cut_otherwise(document, model):
+        return {name: t for file in _files_of(s, document, model) for name, t in read_tensors(path / file).items()}
+    module = model.stages[s].module
+    own = {f"buffer.{name}" for name, _ in module.named_buffers()} | {name for name, _ in module.named_parameters()}
+    files = [path / stage_file(stage) for stage in range(document.stages)]
+    return {n: t for file in files for n, t in read_tensors(file, lambda n: (parameter_of(n) or n) in own).items()}
+
+
+def _with_shared(
+    path: Path, tensors: dict[str, Tensor], s: int, document: CheckpointDocument, model: Model
+) -> dict[str, Tensor]:
     """Tensors of a stage, completed by those of shared parameters, which are in the file of their first stage.
 
     The optimizer state goes to the first stage of this process that has the parameter, whose optimizer updates it.
     Older versions wrote shared parameters with every stage; those copies are ignored.
     """
+    others = range(document.stages) if _cut_otherwise(document, model) else ()
     for shared in model.shared:
         (keeper, kept_as), own_places = shared.places[0], shared.places_in(model.stages)
         for name in [name for stage, name in own_places if stage == s and stage != keeper]:
             tensors = {full: tensor for full, tensor in tensors.items() if parameter_of(full) != name}
-            kept = read_tensors(path / stage_file(keeper), lambda full, of=kept_as: parameter_of(full) == of)  # type: ignore[misc]
+            kept = {
+                full: tensor
+                for keeps in others or (keeper,)
+                for full, tensor in read_tensors(
+                    path / stage_file(keeps),
+                    lambda full, of=kept_as: parameter_of(full) == of,  # type: ignore[misc]
+                ).items()
+            }
             tensors |= {
                 renamed(full, name): tensor
                 for full, tensor in kept.items()
@@ -173,16 +200,17 @@ _OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "evalua
 
 def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> None:
     """Raise CheckpointError that names the first field that differs, with its value there and now."""
-    identity = model.task.identity()
+    identity, recut = model.task.identity(), _cut_otherwise(document, model)
     fields: list[tuple[str, Any, Any]] = [
         (f"task.{field}", document.task.get(field), identity.get(field))
         for field in sorted(document.task.keys() | identity)
+        if field != "cut" or not recut
     ]
     microbatches = model.program.microbatches * model.launch.replicas
     optimizer = dict(flat(document.options)).get("optimizer.name")
     fields += [
         ("seed", document.seed, model.config.seed),
-        ("the number of stages", document.stages, len(model.program.placement)),
+        ("the number of stages", 0 if recut else document.stages, 0 if recut else len(model.program.placement)),
         ("microbatches of a step, of all replicas,", document.batch_microbatches, microbatches),
         ("optimizer.name", optimizer, model.config.optimizer.name),
     ]
@@ -216,5 +244,7 @@ def numeric_differences(document: CheckpointDocument, model: Model, *, same_sche
             f"in {launch.world} process(es) of {launch.replicas} replica(s), not {before.processes} of "
             f"{before.replicas}: sums may be added in another order"
         )
+    if _cut_otherwise(document, model):
+        yield "with stages of other layers: sums may be added in another order, and layers that draw draw other numbers"
     if not same_schedule:
         yield "with another schedule than before: sums may be added in another order"

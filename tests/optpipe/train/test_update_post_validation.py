@@ -16,7 +16,6 @@ from optpipe.train.model import Model
 from optpipe.train.rollback import MOST_ROLLBACKS
 from optpipe.train.tasks.gpt import byte_loss
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
-from tests.optpipe.train.cases import decaying
 from tests.optpipe.train.update_cases import (
     WITHOUT_LOSS,
     config_of,
@@ -70,7 +69,7 @@ def test_clipping_is_that_of_torch_on_the_whole_model() -> None:
     model = Model(config, compile_schedule(SCHEDULES["V"]), Launch(2), optimistic=True)
     modules = model.task.build_stages()
     whole = nn.Sequential(*modules)
-    optimizer = torch.optim.AdamW(decaying(whole.parameters()), lr=config.optimizer.learning_rate)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=config.optimizer.learning_rate)
     plain = []
     for step in range(30):
         loss = reference_step(modules, byte_loss, *model.task.batch(step))

@@ -50,7 +50,14 @@ def schedules() -> dict[str, Schedule]:
 def config_of(schedule: Schedule, *, steps: int = STEPS, dtype: str = "float64", **optimizer: Any) -> TrainingConfig:
     """Small batches, a norm that some steps exceed, and steps without a loss skipped."""
     stages = len(schedule.problem.stages)
-    chosen = {"clip_norm": 2.2, "on_not_finite": "skip", "learning_rate": 1e-2, "warm_up_steps": 5, "decay": "cosine"}
+    chosen: dict[str, Any] = {
+        "clip_norm": 2.2,
+        "on_not_finite": "skip",
+        "learning_rate": 1e-2,
+        "warm_up_steps": 5,
+        "decay": "cosine",
+    }
+    chosen["decay_vectors"] = True
     return TrainingConfig(
         schedule,
         model=ModelConfig(name="tiny", layers=max(STAGES, stages), sequence=8, microbatch_size=1, dtype=dtype),  # type: ignore[arg-type]
