@@ -62,7 +62,7 @@ class Options:
     layers: int | None
     microbatch_size: int
     sequence: int | None
-    dtype: Literal["float32", "float64"]
+    dtype: Literal["float32", "float64", "bfloat16"]
     rounds: int
     clock: Literal["wall", "cpu"]
     check: bool
@@ -292,6 +292,7 @@ class Precision(StrEnum):
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+    BFLOAT16 = "bfloat16"
 
 
 class Format(StrEnum):

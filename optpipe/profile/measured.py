@@ -24,6 +24,9 @@ from optpipe.runtime.probe import StageSizes
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
 
+BYTES_OF_LOWER_PRECISION = 2 + 4 * 4
+"""Of an entry of a parameter of two bytes: gradient, float32 copy and both moments have four."""
+
 
 def without_margin(memory_bytes: int, margin: float) -> int:
     """Memory of a device minus the share `margin` that is kept free."""
@@ -231,8 +234,15 @@ def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
         tensors = [*stage.module.parameters(), *stage.module.buffers()]
         new = [tensor for tensor in tensors if (placement[s], id(tensor)) not in seen]
         seen |= {(placement[s], id(tensor)) for tensor in new}
-        held[s] = sum(t.numel() * t.itemsize * (COPIES_OF_A_PARAMETER if t.requires_grad else 1) for t in new)
+        held[s] = sum(t.numel() * _bytes_of_entry(t) for t in new)
     return held
+
+
+def _bytes_of_entry(tensor: torch.Tensor) -> int:
+    if not tensor.requires_grad:
+        return tensor.itemsize
+    lower = tensor.is_floating_point() and tensor.itemsize == 2
+    return BYTES_OF_LOWER_PRECISION if lower else tensor.itemsize * COPIES_OF_A_PARAMETER
 
 
 def _us(spread: Spread) -> float:

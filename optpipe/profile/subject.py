@@ -22,7 +22,7 @@ from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves
 from optpipe.runtime.probe import Sample
 from optpipe.runtime.shared_parameters import with_own_modules
 from optpipe.runtime.stage import Loss, Stage, evaluating
-from optpipe.runtime.weight_gradients import compiler_failure
+from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
 
 RETURNS = "(stages, inputs, targets, loss)"
 """Return value of a model callable: a list of modules, one microbatch and its target, and loss(output, target)."""
@@ -320,6 +320,7 @@ def build_chain(
         if s in mine
     }
     for s, stage in stages.items():
+        accumulate_in_float32(stage.module)
         stage.join(s, ())
     return Chain(stages, len(subject.stages), batch, samples, messages[:-1])
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from optpipe.runtime.shared_parameters import SharedParameter
 from optpipe.runtime.stage import Stage
+from optpipe.runtime.weight_gradients import gradient_dtype
 
 Group = dist.ProcessGroup | None
 """Processes over which a gradient is summed; None: only this one."""
@@ -95,7 +96,7 @@ class GradientSync:
                 found.append((own, group))
         self._aliases = [(own[0], own[1:]) for own, _ in found if len(own) > 1]
         for alias in [alias for _, aliases in self._aliases for alias in aliases]:
-            alias.grad = torch.zeros_like(alias)
+            alias.grad = torch.zeros_like(alias, dtype=gradient_dtype(alias))
         for group in {id(group): group for _, group in found}.values():
             buffers = shared_buffers(own[0] for own, its_group in found if its_group is group)
             self._buffers += [(buffer, group) for buffer in buffers if group is not None]
@@ -123,7 +124,7 @@ def shared_buffers(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Allocate one flat buffer of zeros per dtype and device, and make the gradients views of it."""
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        kinds.setdefault((gradient_dtype(parameter), parameter.device), []).append(parameter)
     buffers = []
     for (dtype, device), members in kinds.items():
         buffer = torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)

@@ -15,7 +15,13 @@ from optpipe.errors import TrainingError
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
 from optpipe.runtime.rng import RandomNumbers, never_draws
-from optpipe.runtime.weight_gradients import Splitting, WeightGradients, compiled_part, defer_weight_gradients
+from optpipe.runtime.weight_gradients import (
+    Splitting,
+    WeightGradients,
+    compiled_part,
+    defer_weight_gradients,
+    gradient_dtype,
+)
 
 
 class Entry:
@@ -217,7 +223,7 @@ class Stage:
             if parameter.grad is not None:
                 parameter.grad.zero_()
             elif parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
     def forward(
         self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False

@@ -140,8 +140,8 @@ class ModelConfig(Group):
     """bytes of text in a sequence; default: the model's maximum, for a model of transformers at most 512"""
     microbatch_size: StrictInt = Field(default=4, ge=1, le=4096)
     """sequences in a microbatch"""
-    dtype: Literal["float32", "float64"] = "float32"
-    """precision of weights and of what is not cast"""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """precision of weights and of what is not cast; of bfloat16 the optimizer keeps float32 copies"""
     autocast: Literal["bfloat16"] | None = None
     """precision of matrix products; weights stay float32"""
     tied: StrictBool = False
@@ -164,7 +164,7 @@ class ModelConfig(Group):
         """Precision of weights."""
         import torch
 
-        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
+        return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[self.dtype]
 
     @property
     def torch_autocast(self) -> torch.dtype | None:

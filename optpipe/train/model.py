@@ -26,7 +26,7 @@ from optpipe.runtime.shared_parameters import (
 )
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.transport import peer_errors
-from optpipe.runtime.weight_gradients import compiler_failure
+from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
@@ -202,6 +202,8 @@ class Model:
             check_splits(s, module, self.program.kinds_of(s))
         own = {s: module.to(self.hardware) for s, module in enumerate(modules) if placement[s] in self.devices}
         hold_once(self.shared, own, placement)
+        for module in own.values():
+            accumulate_in_float32(module)
         return {
             s: Stage(
                 module,

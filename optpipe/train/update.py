@@ -25,8 +25,10 @@ from optpipe.errors import RunFailedError
 from optpipe.profile.subject import Named
 from optpipe.runtime.shared_parameters import SharedParameter
 from optpipe.runtime.stage import Stage
+from optpipe.runtime.weight_gradients.split import LOWER
 from optpipe.train.config import OPTIMIZERS, OptimizerConfig
 from optpipe.train.launch import Launch, PendingSum
+from optpipe.train.master_weights import MasterWeights
 from optpipe.train.rollback import RollbackBackoff, Snapshot
 
 
@@ -34,12 +36,19 @@ def stage_optimizer(config: OptimizerConfig, named: Iterable[tuple[str, nn.Param
     """Optimizer of a stage's trainable parameters; None if it has none. SGD takes beta1 as its momentum.
 
     Vectors, which biases and the weights of norms are, do not decay unless the configuration says so. AdamW is fused on
-    GPUs. An optimizer of the user's own is made by the callable `config.name` from the named parameters and `config`.
-    Raises InputError where that returns something else, or leaves a parameter out.
+    GPUs. Of parameters of lower precision float32 copies are updated (`MasterWeights`). An optimizer of the user's own
+    is made by the callable `config.name` from the named parameters and `config`. Raises InputError where that returns
+    something else, or leaves a parameter out.
     """
     named = [(name, p) for name, p in named if p.requires_grad]
     if not named:
         return None
+    if any(p.dtype in LOWER for _, p in named):
+        return MasterWeights(named, lambda copies: _optimizer(config, copies))
+    return _optimizer(config, named)
+
+
+def _optimizer(config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     rate, decay = config.learning_rate, config.weight_decay
     if config.name not in OPTIMIZERS:
         return _own_optimizer(config, named)

@@ -14,7 +14,15 @@ from optpipe.runtime.weight_gradients.layers import (
     register_deferred,
     undeferred_layers,
 )
-from optpipe.runtime.weight_gradients.split import SplitBackward, Splitting, WeightGradients, accumulate, is_distributed
+from optpipe.runtime.weight_gradients.split import (
+    SplitBackward,
+    Splitting,
+    WeightGradients,
+    accumulate,
+    accumulate_in_float32,
+    gradient_dtype,
+    is_distributed,
+)
 
 __all__ = [
     "SplitBackward",
@@ -23,9 +31,11 @@ __all__ = [
     "Splitting",
     "WeightGradients",
     "accumulate",
+    "accumulate_in_float32",
     "compiled_part",
     "compiler_failure",
     "defer_weight_gradients",
+    "gradient_dtype",
     "is_distributed",
     "register_deferred",
     "undeferred_layers",

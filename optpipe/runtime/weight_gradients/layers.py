@@ -29,6 +29,7 @@ from optpipe.runtime.weight_gradients.split import (
     SplitBackward,
     WeightGradients,
     accumulate,
+    gradient_dtype,
     gradient_of,
     is_distributed,
 )
@@ -56,7 +57,7 @@ class SplitLinear(SplitBackward[nn.Linear]):
         """Add ``gradient.T @ x`` to the weight's, and the sum over rows to the bias's."""
         weight, bias, (x,) = layer.weight, layer.bias, saved
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        if weight.requires_grad and weight.dtype == x.dtype and not is_distributed(weight):
+        if weight.requires_grad and gradient_dtype(weight) == x.dtype and not is_distributed(weight):
             gradient_of(weight).addmm_(rows.T, columns)  # needs no room for the product
         elif weight.requires_grad:
             accumulate(weight, rows.T @ columns)
@@ -91,7 +92,8 @@ class SplitEmbedding(SplitBackward[nn.Embedding]):
         if layer.padding_idx is not None:
             gradient = gradient.masked_fill((index == layer.padding_idx).unsqueeze(-1), 0)
         rows = gradient.reshape(-1, gradient.shape[-1])
-        gradient_of(layer.weight).index_add_(0, index.reshape(-1), rows)
+        of_all = gradient_of(layer.weight)
+        of_all.index_add_(0, index.reshape(-1), rows.to(of_all.dtype))
 
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -23,6 +23,7 @@ from optpipe.runtime.weight_gradients.split import (
     Deferred,
     Splitting,
     WeightGradients,
+    gradient_dtype,
     gradient_of,
     is_distributed,
 )
@@ -48,8 +49,8 @@ class View:
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of the view to the parameter's."""
-        gradient = (gradient.mT if self.transposed else gradient).to(self.parameter.dtype)
         of_all = gradient_of(self.parameter)
+        gradient = (gradient.mT if self.transposed else gradient).to(of_all.dtype)
         if isinstance(self.index, Tensor):
             of_all.index_add_(0, self.index, gradient)
         else:
@@ -57,7 +58,7 @@ class View:
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add `left @ right`, of two or three dimensions, without room for it where possible."""
-        if isinstance(self.index, Tensor) or left.dtype != self.parameter.dtype:
+        if isinstance(self.index, Tensor) or left.dtype != gradient_dtype(self.parameter):
             self.add(left @ right)
             return
         target = gradient_of(self.parameter)
@@ -95,8 +96,8 @@ def _looked_up(padding: int | None) -> Product:
     def add(view: View, index: Tensor, gradient: Tensor) -> None:
         if padding is not None:
             gradient = gradient.masked_fill((index == padding).unsqueeze(-1), 0)
-        parameter = view.parameter
-        gradient_of(parameter).index_add_(0, index.reshape(-1), _rows(gradient).to(parameter.dtype))
+        of_all = gradient_of(view.parameter)
+        of_all.index_add_(0, index.reshape(-1), _rows(gradient).to(of_all.dtype))
 
     return Product(
         lambda index, weight, _: nn.functional.embedding(index, weight),

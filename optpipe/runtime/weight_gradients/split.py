@@ -174,8 +174,30 @@ def is_distributed(tensor: Tensor) -> bool:
 def gradient_of(parameter: Tensor) -> Tensor:
     """Get a parameter's `.grad`, zeros if missing. OptPipe's trainer allocates all before its first step."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     return parameter.grad
+
+
+LOWER = (torch.bfloat16, torch.float16)
+"""Precisions in which sums over microbatches lose what is small."""
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Precision of a parameter's `.grad`, which may be higher than its own."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype
+
+
+def accumulate_in_float32(module: nn.Module) -> None:
+    """Let the gradients of parameters of lower precision be float32. Raises TrainingError where torch is too old."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype in LOWER:
+            if not hasattr(parameter, "grad_dtype"):
+                raise TrainingError(
+                    f"parameters of {parameter.dtype} need gradients of float32, which torch {torch.__version__} does "
+                    "not have. Maybe torch 2.10, or float32 with --autocast bfloat16."
+                )
+            parameter.grad_dtype = torch.float32
 
 
 _OF_A_STAGE = ("_weight_gradients", "_deferred")
