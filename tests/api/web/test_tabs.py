@@ -61,3 +61,15 @@ def test_the_next_tab_takes_over_when_the_one_with_the_stream_is_closed(
     slow.step()
     expect(second.locator("[data-part=value]")).to_have_text(f"{STEP_VALUES_US[2]}.0\u00a0µs")
     expect(second.locator(".status")).to_have_text("succeeded")
+
+
+def test_a_browser_without_locks_reads_a_stream_in_each_tab(context: BrowserContext, slow: SlowService) -> None:
+    """As over plain HTTP to another machine."""
+    context.add_init_script("Object.defineProperty(navigator, 'locks', {value: undefined})")
+    job = posted(slow.url, None, wait=0)
+    tabs = [opened(context, job) for _ in range(2)]
+    for tab in tabs:
+        expect(tab.locator("[data-part=value]")).to_have_text(f"{STEP_VALUES_US[0]}.0\u00a0µs")
+    slow.step()
+    for tab in tabs:
+        expect(tab.locator("[data-part=value]")).to_have_text(f"{STEP_VALUES_US[1]}.0\u00a0µs")

@@ -82,11 +82,14 @@ class Stream {
       return;
     }
     while (!signal.aborted) {
-      const hiding = new AbortController();
-      const onChange = () => document.hidden && hiding.abort();
-      document.addEventListener("visibilitychange", onChange, { signal: hiding.signal });
-      if (!document.hidden) await this.#read(AbortSignal.any([signal, hiding.signal]));
-      if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+      const changed = new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+      if (!document.hidden) {
+        const hiding = new AbortController();
+        changed.then(() => hiding.abort());
+        await this.#read(AbortSignal.any([signal, hiding.signal]));
+        if (!document.hidden) return; // refused, until there is another key
+      }
+      await changed;
     }
   }
 
