@@ -96,14 +96,8 @@ def host_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
 
 
 def effect_table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> Ints:
-    """Effects of every kind of op on every stage where no mode is named: bytes at start and end, (kinds, stages, 2).
-
-    Those of C, CB and CBW are 0: their microbatches are in a mode.
-    """
-    rows = [[effect(stage, kind) for stage in problem.stages] for kind in WITHOUT_MODES]
-    table = np.zeros((len(KINDS), len(problem.stages), 2), np.int64)
-    table[[KINDS.index(kind) for kind in WITHOUT_MODES]] = rows
-    return table
+    """Effects of every kind of op on every stage where no mode is named: bytes at start and end, (kinds, stages, 2)."""
+    return np.array([[effect(stage, kind) for stage in problem.stages] for kind in KINDS], np.int64)
 
 
 class Costs:
@@ -138,10 +132,7 @@ class Costs:
     def _durations(self) -> Floats:
         if self.modes is not None:
             return self._table(duration_us)
-        table = np.full((len(KINDS), len(self.problem.stages)), np.nan)
-        rows = [[duration_us(stage, kind) for stage in self.problem.stages] for kind in WITHOUT_MODES]
-        table[[KINDS.index(kind) for kind in WITHOUT_MODES]] = rows
-        return table
+        return np.array([[duration_us(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.float64)
 
     @cached_property
     def _device_effects(self) -> Ints:

@@ -60,7 +60,8 @@ def _schedule_summary(schedule: Schedule) -> Summary:
         ("gap", percent_text(schedule.gap)),
         ("bubble", percent_text(schedule.bubble)),
     ]
-    head = ("device", "stages", "busy", "bubble", "offloaded", "peak", "peak, any timing", "budget")
+    again = ("recomputed",) if schedule.problem.has_modes else ()
+    head = ("device", "stages", "busy", "bubble", "offloaded", *again, "peak", "peak, any timing", "budget")
     rows = [
         (
             _device(schedule.problem, d),
@@ -68,6 +69,7 @@ def _schedule_summary(schedule: Schedule) -> Summary:
             time_text(plan.busy_us),
             percent_text(plan.bubble),
             f"{len(plan.offload):,}",
+            *(f"{plan.recomputed:,}" for _ in again),
             bytes_text(plan.peak_bytes),
             bytes_text(plan.peak_bytes_any_timing),
             _budget(schedule.problem.devices[d].memory_bytes),

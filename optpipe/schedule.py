@@ -268,6 +268,12 @@ class DevicePlan(Document):
         for name in STREAMS:
             yield name, getattr(self, name)
 
+    @property
+    def recomputed(self) -> int:
+        """Number of activations that are recomputed, ahead of their backward or inside it."""
+        again = [KINDS.index(kind) for kind in ("C", "CB", "CBW")]
+        return int(np.isin(self.compute.ops.kind, again).sum())
+
 
 class Schedule(Displayed, Document):
     """A schedule with its problem. This class checks the form of the document; `verify` checks the rules of the model.

@@ -270,6 +270,8 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
     proof = "optimal" if schedule.status == "optimal" else gap_text
     offloads = sum(len(device.offload) for device in schedule.devices)
     offloaded = f"{offloads} activations offloaded" if offloads else "nothing offloaded"
+    if schedule.problem.has_modes:
+        offloaded += f", {sum(device.recomputed for device in schedule.devices)} recomputed"
     lines = [
         f"{schedule.problem.name or 'problem'}: {schedule.objective} {us_text(schedule.value_us)}, {proof} "
         f"(bound {us_text(schedule.bound_us)})",

@@ -32,6 +32,7 @@ from solver.solve import solve
 from tests.browser import WAIT_MS, open_page, running_browser
 from tests.layer_profiles import BLOCK
 from tests.optpipe.trace.traces import trace_of
+from tests.recomputing import every_mode
 
 HOSTILE = '<img src=x onerror="window.hit=1"> & [bold]loud\x1b[31m\u202etfel\n</svg><script>window.hit=1</script>'
 
@@ -87,6 +88,12 @@ def test_a_schedule_shows_a_row_for_each_device_and_its_chart() -> None:
     assert [row[5] for row in rows] == [f"{device.peak_bytes} B" for device in schedule.devices]
     assert {row[-1] for row in rows} == {"100 B"}
     assert "svg" in found.tags
+
+
+def test_a_schedule_shows_how_much_is_recomputed_where_it_may_be() -> None:
+    head, *rows = Cells(every_mode()._repr_html_()).rows
+    assert head[4:6] == ["offloaded", "recomputed"]
+    assert [row[4:6] for row in rows] == [["1", "3"], ["0", "2"]]
 
 
 def test_a_problem_shows_its_devices() -> None:

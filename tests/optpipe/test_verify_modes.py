@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 
+from optpipe.errors import DeadlockError, OrderError
+from optpipe.memory import planned_memory
 from optpipe.ops import Op
 from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
 from optpipe.verify import Verdict, verify
 from tests.recomputing import COPY, every_mode
 
@@ -184,3 +188,37 @@ def test_the_host_holds_what_modes_send_there() -> None:
     assert {violation.rule for violation in judged(data).violations} == {"host-budget"}
     data["problem"]["host_memory_bytes"] = 4
     assert judged(data).ok
+
+
+def test_whatever_a_document_says_is_judged() -> None:
+    """Documents with random ops, modes and order are wrong in any number of ways, and never make the verifier fail."""
+    rng, kinds = Random(0), ("F", "B", "W", "BW", "C", "CB", "CBW")
+    verdicts = []
+    for _ in range(300):
+        data = every_mode().to_data()
+        for _ in range(rng.randint(0, 4)):
+            stream = rng.choice(data["devices"])["compute"]
+            row = rng.choice(stream)
+            change = rng.randrange(4)
+            if change == 0:
+                row["op"] = rng.choice(kinds)
+            elif change == 1:
+                stream.remove(row)
+            elif change == 2:
+                stream.insert(rng.randrange(len(stream)), dict(rng.choice(stream)))
+            else:
+                row["microbatch"] = rng.randrange(3)
+        for device in data["devices"]:
+            for row in device["compute"]:
+                row.pop("mode", None)
+                if row["op"] == "F" and rng.random() < 0.7:
+                    row["mode"] = rng.choice(["kept", "full", "half", "whole"])
+        schedule = Schedule.from_data(data)
+        verdict = verify(schedule)
+        verdicts.append(verdict.ok)
+        assert [planned_memory(schedule, d).peak_bytes for d in range(2)] == [f.peak_bytes for f in verdict.devices]
+        try:
+            simulate(schedule.problem, schedule.orders)
+        except (OrderError, DeadlockError):
+            assert not verdict.ok
+    assert not all(verdicts)

@@ -20,6 +20,7 @@ from solver.methods import METHODS
 from solver.solve import solve
 from tests.api.harness import PROBLEM
 from tests.problems import KNOWN_OPTIMA, problems
+from tests.recomputing import every_mode
 
 
 def analysis(client: Client, schedule: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +45,17 @@ def test_a_valid_schedule(client: Client) -> None:
         assert device["peak_bytes_any_timing"] == plan.peak_bytes_any_timing
         assert device["memory_bytes"] == 2
         assert device["memory"]["times_us"] == sorted(device["memory"]["times_us"])
+
+
+def test_a_schedule_that_recomputes(client: Client) -> None:
+    found = analysis(client, every_mode().to_data())
+    assert found["valid"] is True
+    for device, plan in zip(found["devices"], every_mode().devices, strict=True):
+        assert device["peak_bytes"] == plan.peak_bytes == max(device["memory"]["bytes"])
+        assert device["busy_us"] == plan.busy_us
+    data = every_mode().to_data()
+    del data["devices"][0]["compute"][0]["mode"]
+    assert ("mode", "C0.0") in {(broken["rule"], broken["where"]) for broken in analysis(client, data)["violations"]}
 
 
 def test_broken_rules_are_told_with_op_and_time(client: Client) -> None:
