@@ -38,6 +38,9 @@ PANELS = {
     "output": r"Outputs \[output]",
 }
 
+LONGEST_CHOICES = 14
+"""Characters of choices that have room beside the flag on a narrow terminal; longer ones stand in the text."""
+
 MODE = "online.mode"
 """Set by two flags, --solve and --online, instead of one option."""
 
@@ -69,7 +72,7 @@ def _parsing(setting: Setting) -> dict[str, Any]:
         return {"parser": parse_size, "metavar": "SIZE"}
     if setting.name.endswith("_margin"):
         return {"parser": parse_share, "metavar": "10%"}
-    if setting.choices:
+    if setting.choices and len("|".join(setting.choices)) <= LONGEST_CHOICES:
         return {"metavar": "|".join(setting.choices)}
     names = {int: "N", float: "X", str: "NAME", Path: "PATH"}
     return {"metavar": names[setting.type]} if setting.type in names else {}
@@ -81,6 +84,8 @@ def _help(setting: Setting) -> str:
     first = text.split(maxsplit=1)[0]
     if "." not in first and first.rstrip(":") not in setting.choices:
         text = text[0].upper() + text[1:]
+    if len("|".join(setting.choices)) > LONGEST_CHOICES:
+        text += f"; one of {', '.join(setting.choices)}"
     if "default:" in text or default is None or default is False:
         return f"{text}."
     return f"{text}; default: {'yes' if default is True else default}."
