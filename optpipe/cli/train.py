@@ -84,7 +84,7 @@ def _help(setting: Setting) -> str:
     first = text.split(maxsplit=1)[0]
     if "." not in first and first.rstrip(":") not in setting.choices:
         text = text[0].upper() + text[1:]
-    if len("|".join(setting.choices)) > LONGEST_CHOICES:
+    if not all(choice in text for choice in setting.choices) and len("|".join(setting.choices)) > LONGEST_CHOICES:
         text += f"; one of {', '.join(setting.choices)}"
     if "default:" in text or default is None or default is False:
         return f"{text}."

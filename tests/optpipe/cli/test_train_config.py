@@ -43,7 +43,7 @@ def refusal(cli: Cli, *arguments: object) -> str:
         ("[model]\nname = 'huge'", "model.name is 'huge' but must be one of tiny, small, medium, " + NAME),
         ("[model]\nname = 'tiny'\nsequence = 33", "model.sequence is 33 but must be from 1 to 32."),
         ("[model]\nlayers = 1", "model.layers is 1 but the schedule has 2 stages, and each needs a layer. Maybe"),
-        ("[model]\ndtype = 'float16'", "model.dtype is 'float16' but must be one of float32, float64."),
+        ("[model]\ndtype = 'float16'", "model.dtype is 'float16' but must be one of float32, float64, bfloat16."),
         (
             "[model]\ndtype = 'float64'\nautocast = 'bfloat16'",
             "model.dtype is 'float64' with autocast to bfloat16, but",
