@@ -88,9 +88,12 @@ def usable_bytes(problem: Problem, device: int) -> float:
         return float("inf")
     divisor = 0
     for stage in (problem.stages[s] for s in problem.stages_of[device]):
-        work, moved = stage.workspace_bytes, stage.offload.bytes if stage.offload else 0
-        sizes = (stage.activation_bytes, stage.backward_weight_bytes, moved, work.F, work.B, work.W, work.BW)
-        divisor = gcd(divisor, *sizes)
+        work = stage.workspace_bytes
+        divisor = gcd(divisor, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW)
+        for way in variants(stage):
+            mode = way.mode
+            sizes = (mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes, way.moved_bytes)
+            divisor = gcd(divisor, way.backward_bytes, *sizes)
     return budget - budget % divisor if divisor else budget
 
 

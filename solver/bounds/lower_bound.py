@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from optpipe.problem import Problem
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
+from solver.bounds.modes import mode_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 
 
 def lower_bound_us(problem: Problem) -> float:
     """The best bound known on the problem's objective without search: milliseconds, whatever the size.
 
-    Bounds by memory hold where activations are kept or offloaded whole. Where there are other modes, budgets are left
-    out: without them nothing needs to be recomputed, and keeping everything is as fast as any choice of modes.
+    Most bounds by memory hold where activations are kept or offloaded whole. Where there are other modes they are asked
+    without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of modes.
     """
     if problem.has_modes:
-        problem = _without_budgets(problem)
+        return max(lower_bound_us(_without_budgets(problem)), *mode_bounds_us(problem))
     return max(longest_chain_us(problem), *device_bounds_us(problem))
 
 

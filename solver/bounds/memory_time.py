@@ -59,11 +59,7 @@ class _MemoryTime(OnDevice):
 
     def _least_time_us(self, needed_byte_us: float, backward: str) -> float:
         """The least time in which the byte-time can be had, with ramps at both ends."""
-        ramps = [_ramp(self.budget, self.stages, "F"), _ramp(self.budget, self.stages, backward)]
-        work_us = sum(stage.duration_us(kind) for stage in self.stages for kind in ("F", backward))
-        # Ramps that overlapped would count the same byte-time twice; a span of at least the work excludes it.
-        if sum(ramp.length_us for ramp in ramps) <= self.problem.microbatches * work_us:
-            needed_byte_us += sum(ramp.unused_byte_us for ramp in ramps)
+        needed_byte_us += unused_byte_us(self, [stage.activation_bytes for stage in self.stages], backward)
         directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
         return max(self._time_with_copies_us(needed_byte_us, kinds) for kinds in directions)
 
@@ -104,20 +100,22 @@ class _Saving:
         return self.byte_us / self.copy_us if self.copy_us else float("inf")
 
 
-@dataclass(frozen=True)
-class _Ramp:
-    """A time near an end of a device's span, and the byte-time in it that cannot be used."""
+def unused_byte_us(device: OnDevice, sizes_bytes: Sequence[int], backward: str) -> float:
+    """Byte-time that cannot be used near the ends of a device's span, `sizes_bytes` being the most of each stage.
 
-    length_us: float
-    unused_byte_us: float
-
-
-def _ramp(budget: float, stages: Sequence[Stage], kind: str) -> _Ramp:
-    """The ramp if one activation is held at once, and others only as fast as ops of a kind take or free them."""
-    times = [(stage.activation_bytes, stage.duration_us(kind)) for stage in stages]
-    rate = max(size / time_us if time_us else float("inf") for size, time_us in times)
-    room = max(0, budget - max(stage.activation_bytes for stage in stages))
-    return _Ramp(room / rate, room * room / (2 * rate)) if rate else _Ramp(float("inf"), 0.0)
+    One activation may be there at once, and others as fast as F take or backwards free them. Ramps that overlapped
+    would count the same byte-time twice; a span of at least the work excludes it.
+    """
+    room = max(0, device.budget - max(sizes_bytes))
+    lengths_us = []
+    for kind in ("F", backward):
+        times_us = [stage.duration_us(kind) for stage in device.stages]
+        rate = max(
+            size / time_us if time_us else float("inf") for size, time_us in zip(sizes_bytes, times_us, strict=True)
+        )
+        lengths_us.append(room / rate if rate else float("inf"))
+    work_us = sum(stage.duration_us(kind) for stage in device.stages for kind in ("F", backward))
+    return room / 2 * sum(lengths_us) if sum(lengths_us) <= device.problem.microbatches * work_us else 0.0
 
 
 def round_bounds_us(problem: Problem) -> Sequence[float]:
