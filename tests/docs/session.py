@@ -1,4 +1,8 @@
-"""Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside."""
+"""Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside.
+
+Only searches are shorter than on the page: what a longer one finds is not compared, and all pages together would keep
+two cores busy for minutes.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,20 @@ PATIENCE_S = 600.0
 SERVE = re.compile(r"^optpipe serve\b[^#\n]*", re.MULTILINE)
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
 PROLOGUE = """set -euo pipefail
+most_search_s=4
 curl() { command curl --fail-with-body "$@"; }
+optpipe() {
+    local words=() word before=
+    for word in "$@"; do
+        [ "$before" != --time-limit ] || [ "${word%.*}" -le $most_search_s ] || word=$most_search_s
+        words+=("$word") before=$word
+    done
+    command optpipe "${words[@]}"
+}
 serving=
 trap '[ -z "$serving" ] || { kill "$serving"; wait "$serving"; } || true' EXIT
 """
-IN_BACKGROUND = """{command} --port {port} > serve.log 2>&1 & serving=$!
+IN_BACKGROUND = """exec {command} --port {port} > serve.log 2>&1 & serving=$!
 until command curl -sSf http://127.0.0.1:{port}/readyz > ready.log 2>&1; do kill -0 $serving; sleep 0.2; done
 """
 

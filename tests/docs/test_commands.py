@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages
-from tests.docs.session import PATIENCE_S, check_output, run_page
+from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, run_page
 
 ELSEWHERE = {"docs/service.md": "tests/test_service_guide.py"}
 """Pages whose commands another test runs."""
@@ -38,6 +39,13 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: i
 def test_a_command_that_fails_is_found(tmp_path: Path, free_tcp_port: int) -> None:
     with pytest.raises(AssertionError, match=r"line 7 ended with 2:\n.*no-such-file"):
         run_page([Block(3, "sh", "true\n"), Block(7, "sh", "ls no-such-file\ntrue\n")], tmp_path, free_tcp_port)
+
+
+def test_searches_are_shortened_and_nothing_else() -> None:
+    asked = "plan 'two words' --time-limit 10 --seed 10 --time-limit 3"
+    script = "\ncommand() { shift; printf '%s|' \"$@\"; }\noptpipe " + asked
+    told = subprocess.run(["bash", "-c", PROLOGUE + script], capture_output=True, text=True, check=True).stdout
+    assert told.split("|")[:-1] == ["plan", "two words", "--time-limit", "4", "--seed", "10", "--time-limit", "3"]
 
 
 def test_output_that_is_no_longer_printed_is_found() -> None:
