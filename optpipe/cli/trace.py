@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import AsJson, check_picture, print_json, stdout, table
+from optpipe.cli.console import AsJson, check_picture, doing, print_json, stdout, table
+from optpipe.errors import InputError, Issue
+from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
+    from optpipe.schedule import Schedule
     from optpipe.trace.compare import Comparison
     from optpipe.trace.document import Trace
 
@@ -107,6 +110,39 @@ def _print_differences(comparison: Comparison) -> None:
     console.print(rows)
 
 
+def _load(paths: list[Path]) -> Trace:
+    from optpipe.trace.document import Trace
+    from optpipe.trace.observed import is_profile, load_profiles
+
+    if all(path.is_file() for path in paths) and any(map(is_profile, paths)):
+        return load_profiles(paths)
+    if len(paths) > 1:
+        detail = f"are {len(paths)} files, but only profiles of torch.profiler are read together. Maybe name one trace."
+        raise InputError([Issue("TRACE.json", "too_many", detail)])
+    return Trace.load(paths[0])
+
+
+def _better_order(schedule: Schedule, seconds: float) -> dict[str, Any]:
+    """What a search finds for the problem of a step, beside the order that ran."""
+    from solver import Limits
+    from solver.process import solve_in_child
+
+    with doing("searching for a better order"):
+        found = solve_in_child(
+            schedule.problem, "auto", Limits(time_limit_s=seconds), starts=[schedule.orders]
+        ).schedule
+    in_use_us = schedule.value_us
+    assert found is not None, "the order that ran is one"
+    return {
+        "method": found.method,
+        "value_us": found.value_us,
+        "bound_us": found.bound_us,
+        "in_use_us": in_use_us,
+        "saved": 1 - found.value_us / in_use_us,
+        "most_saved": 1 - found.bound_us / in_use_us,
+    }
+
+
 def _us(time_us: float) -> str:
     return us_text(time_us, 1)  # the clocks' resolution
 
@@ -124,10 +160,25 @@ def _optional_share(share: float | None) -> str:
 
 
 def command(
-    trace: Annotated[
-        Path,
-        typer.Argument(help="A measured step (optpipe.trace/1), from 'optpipe train --trace'.", metavar="TRACE.json"),
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A measured step (optpipe.trace/1), from 'optpipe train --trace'; or profiles of another trainer, as "
+            "torch.profiler exports them, one a rank of its pipeline in their order.",
+            metavar="TRACE.json...",
+        ),
     ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write the step as optpipe.trace/1.", metavar="FILE.json"),
+    ] = None,
+    better: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds to search for a better order of the same ops, with what they took and as many in flight.",
+        ),
+    ] = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Also draw both at one time scale (png, svg, html).")] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -137,21 +188,33 @@ def command(
     turns; the schedule is then re-timed with the measured durations. The output says which of the two it shows.
     """
     from optpipe.trace.compare import compare
-    from optpipe.trace.document import Trace
 
     if plot:
         check_picture(plot)
-    loaded = Trace.load(trace)
+    if output:
+        check_writable(output)
+    loaded = _load(traces)
     comparison = compare(loaded)
+    if output:
+        write_atomically(output, loaded.to_json() + "\n")
     if plot:
         from optpipe.plot.planned_and_measured import draw_planned_and_measured
 
         draw_planned_and_measured(loaded, comparison, plot)
+    found = _better_order(loaded.schedule, better) if better else None
     if as_json:
-        print_json(document(comparison))
+        print_json(document(comparison) | ({"better": found} if found else {}))
     else:
         print_short(loaded, comparison)
         _print_differences(comparison)
+        if found:
+            stdout().print(
+                f"\nanother order of the same ops takes {_us(found['value_us'])} by {found['method']} where this one "
+                f"takes {_us(found['in_use_us'])}: {share_text(found['saved'])} less; at most "
+                f"{share_text(found['most_saved'])} can be saved"
+            )
+        if output:
+            stdout().print(f"wrote {output}")
         if plot:
             stdout().print(f"wrote {plot}")
     return 0

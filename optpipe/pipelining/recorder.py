@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from optpipe.compile.program import Action
 from optpipe.errors import TrainingError
 from optpipe.files import write_atomically
-from optpipe.ops import STREAMS, DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.schedule import PlannedSchedule
 from optpipe.problem import Problem
@@ -27,10 +27,9 @@ from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, HostRecor
 from optpipe.runtime.recorder import Recorder as ActionRecorder
 from optpipe.runtime.trace_step import Clock, align_clocks
 from optpipe.runtime.weight_gradients import compiled_part, is_distributed
-from optpipe.schedule import PlannedOps, Schedule
-from optpipe.simulate import simulate
+from optpipe.schedule import Schedule
+from optpipe.trace.observed import observed_schedule
 from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
-from optpipe.worst_case_memory import worst_case_peak_bytes
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam."""
@@ -311,31 +310,4 @@ def recording_schedule(placement: Sequence[int], microbatches: int, *, offload: 
         for s, device in reversed([*enumerate(placement)]):
             lists[device][0].extend([Op("B", s, i), Op("W", s, i)] if i % 3 == 1 else [Op("BW", s, i)])
     orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists])
-    simulation = simulate(problem, orders)
-    spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
-    times = dict(zip(simulation.ops, spans, strict=True))
-    devices = []
-    for d, streams in enumerate(lists):
-        plan: dict[str, Any] = {
-            name: PlannedOps(OpArray.of(ops), [times[op][0] for op in ops], [times[op][1] for op in ops])
-            for name, ops in zip(STREAMS, streams, strict=True)
-        }
-        busy_us = 3.0 * microbatches * list(placement).count(d)
-        plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
-        plan["peak_bytes_any_timing"] = worst_case_peak_bytes(problem, streams, orders.waits)
-        plan |= {"busy_us": busy_us, "bubble": 1 - busy_us / simulation.value_us}
-        devices.append(plan)
-    return Schedule.from_data(
-        {
-            "format": "optpipe.schedule/1",
-            "problem": problem,
-            "status": "feasible",
-            "objective": "makespan",
-            "value_us": simulation.value_us,
-            "bound_us": 0.0,
-            "gap": 1.0,
-            "method": "recording",
-            "solve_seconds": 0,
-            "devices": devices,
-        }
-    )
+    return observed_schedule(problem, orders, "recording")

@@ -1,0 +1,89 @@
+"""Profiles of other trainers become traces: torch's own classes under torch.profiler, and ranges that are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from optpipe.cli.app import app
+from optpipe.errors import InputError
+from optpipe.trace import Trace
+from optpipe.trace.compare import compare
+from optpipe.trace.observed import load_profiles
+from optpipe.verify import verify
+from tests.ranks import RunRanks
+
+WORKER = Path(__file__).parent / "profiled_worker.py"
+
+
+@pytest.mark.torchrun
+def test_a_profile_of_torchs_classes(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, str(tmp_path))
+    for name, placement in (("gpipe", [0, 1]), ("interleaved", [0, 1, 0, 1])):
+        trace = load_profiles([tmp_path / f"{name}{rank}.json" for rank in range(2)])
+        assert [stage.device for stage in trace.schedule.problem.stages] == placement
+        assert trace.schedule.problem.microbatches == 4
+        assert trace.step == 1, "the last of two"
+        assert verify(trace.schedule).ok, verify(trace.schedule).violations
+        order = [str(op) for op in trace.schedule.orders.devices[1].compute]
+        if name == "gpipe":
+            assert order == [f"{kind}1.{i}" for kind in ("F", "BW") for i in range(4)]
+        for device in compare(trace).devices:
+            assert 0 <= device.bubble < 1
+    files = [str(tmp_path / f"gpipe{rank}.json") for rank in range(2)]
+    written = tmp_path / "trace.json"
+    shown = CliRunner().invoke(app, ["trace", *files, "-o", str(written)])
+    assert shown.exit_code == 0, shown.output
+    assert "bubble" in shown.output
+    assert Trace.load(written).schedule.method == "observed"
+
+
+def profile(path: Path, *ranges: tuple[str, float, float], cat: str = "user_annotation") -> Path:
+    events = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for name, ts, dur in ranges]
+    more = [{"ph": "X", "cat": cat, "name": "PP:0F0 not one", "ts": 0, "dur": 1}, {"ph": "M", "name": "process_name"}]
+    path.write_text(json.dumps({"traceEvents": events + more}))
+    return path
+
+
+@pytest.fixture
+def gpipe(tmp_path: Path) -> list[Path]:
+    """Two ranks and microbatches by GPipe: F takes 10, BW 20; the second rank waits within its first range."""
+    marks = ("forward_step", "forward_step", "backward_step", "backward_step")
+    first = zip(marks, (0, 10, 50, 70), (10, 10, 20, 20), strict=True)
+    second = zip(marks, (0, 20, 30, 50), (20, 10, 20, 20), strict=True)
+    return [profile(tmp_path / "0.json", *first), profile(tmp_path / "1.json", *second)]
+
+
+def test_a_better_order_of_what_was_observed(gpipe: list[Path]) -> None:
+    trace = load_profiles(gpipe)
+    assert trace.step_us == 90
+    assert [stage.forward_us for stage in trace.schedule.problem.stages] == [10, 10], "without the wait"
+    assert [device.bubble for device in compare(trace).devices] == pytest.approx([1 - 60 / 90] * 2)
+    assert [device.memory_bytes for device in trace.schedule.problem.devices] == [2, 2], "two in flight"
+    shown = CliRunner().invoke(app, ["trace", *map(str, gpipe), "--better", "2", "--json"])
+    assert shown.exit_code == 0, shown.output
+    better = json.loads(shown.stdout)["better"]
+    assert better["in_use_us"] == 90
+    assert better["value_us"] == better["bound_us"] == 70, "W apart from B fills every bubble but the first"
+    assert better["saved"] == pytest.approx(1 - 70 / 90)
+
+
+def test_profiles_that_are_none(gpipe: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no ranges of a pipeline"):
+        load_profiles([profile(tmp_path / "none.json"), gpipe[1]])
+    with pytest.raises(InputError, match="lack F or backward of stage 0"):
+        load_profiles([profile(tmp_path / "x.json", ("PP:1F0", 0, 1), ("PP:1B0", 1, 1))])
+    (tmp_path / "bad.json").write_text('{"traceEvents": [')
+    with pytest.raises(InputError, match="is no Chrome trace"):
+        load_profiles([tmp_path / "bad.json"])
+
+
+def test_the_gpus_ranges_count_where_there_are_any(tmp_path: Path) -> None:
+    path = profile(tmp_path / "gpu.json", ("PP:0F0", 100, 7), ("PP:0B0", 110, 9), cat="gpu_user_annotation")
+    data = json.loads(path.read_text())
+    data["traceEvents"] += [{"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 1, "dur": 1}]
+    path.write_text(json.dumps(data))
+    assert load_profiles([path]).step_us == 19
