@@ -1,9 +1,9 @@
 """Strategy `auto`: subsolvers side by side in threads, with a shared incumbent.
 
 A small problem goes to proof: after a moment of local search CP-SAT has all cores. A large one goes to search:
-annealing on one core, patterns, windows and bounds in turns on another; with a single core all of them in turns. The
-larger the problem, the more of the time is the patterns', which alone do not slow down with the microbatches; the
-largest have nothing else but annealing.
+annealing on one core, patterns, windows and bounds in turns on another, with CP-SAT where memory orders the ops; with a
+single core all of them in turns. The larger the problem, the more of the time is the patterns', which alone do not slow
+down with the microbatches; the largest have nothing else but annealing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from optpipe.problem import Problem
 from solver import searches
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
+from solver.exact.memory_order import is_ordered_by_memory
 from solver.limits import Cancel, Limits
 from solver.scale import count_ops, value_step_us
 from solver.searches import is_ready
@@ -203,8 +204,9 @@ def auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         ]
     pattern = TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)
     if workers == 1:
-        return [[pattern, TimeSlice("search", searches.annealing, 0.2), *_models(ops, 0.2, 1)]]
-    beside = _models(ops, 0.35, workers - 1) or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
+        return [[pattern, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2, 1)]]
+    beside = _models(problem, ops, 0.35, workers - 1)
+    beside = beside or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
     return [[TimeSlice("search", searches.annealing, 0.35)], [pattern, *beside]]
 
 
@@ -215,8 +217,14 @@ def _with_modes(ops: int, workers: int) -> Subsolver:
     return [*pattern, searching, TimeSlice("cp-sat", searches.cp_sat, 0.8, workers)]
 
 
-def _models(ops: int, share: float, workers: int) -> Subsolver:
-    """Windows and bounds, where CP-SAT's models of them are built in time."""
+def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver:
+    """Windows and bounds, where CP-SAT's models of them are built in time; all of it where memory orders its ops.
+
+    There it proves in seconds, or nearly so, what parts of the problem do not.
+    """
     if ops > MOST_MODEL_OPS:
         return []
-    return [TimeSlice("windows", searches.lns, share, workers), TimeSlice("bound", searches.relaxation, 0.1, once=True)]
+    whole = TimeSlice("cp-sat", searches.cp_sat, 0.25, workers) if is_ordered_by_memory(problem) else None
+    windows = TimeSlice("windows", searches.lns, share, workers)
+    bound = TimeSlice("bound", searches.relaxation, 0.1, once=True)
+    return [whole, windows, bound] if whole else [windows, bound]

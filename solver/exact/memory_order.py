@@ -28,6 +28,21 @@ def devices_with_budgets(problem: Problem) -> Iterator[tuple[Sequence[int], int]
             yield numbers, int(usable_bytes(problem, d))
 
 
+MOST_ORDER_LITERALS = 50_000
+"""Literals up to which a model that orders ops by memory is built in seconds."""
+
+
+def count_memory_literals(problem: Problem) -> int:
+    """Estimate from above of the literals that say how memory orders ops (`cp_sat.memory_order`)."""
+    per_pair = sum(len(numbers) ** 2 * 5 for numbers, _ in devices_with_budgets(problem))
+    return per_pair * problem.microbatches**2 // 2
+
+
+def is_ordered_by_memory(problem: Problem, most_literals: int = MOST_ORDER_LITERALS) -> bool:
+    """True if budgets order ops, and by no more than `most_literals`."""
+    return 0 < count_memory_literals(problem) <= most_literals
+
+
 def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
     """Pairs of ops of one device without which no budget is kept: the first ends before the second starts.
 

@@ -26,6 +26,7 @@ from solver.strategy import (
 )
 
 SMALL, MEDIUM, LARGE, LARGEST = uniform(4, 8), uniform(8, 64), uniform(8, 1024), uniform(32, 1024)
+TIGHT = uniform(16, 32, budget=8)
 
 
 def test_the_sizes_are_what_they_are_called() -> None:
@@ -38,10 +39,11 @@ def test_the_sizes_are_what_they_are_called() -> None:
     [
         (SMALL, {"search", "cp-sat", "windows"}),
         (MEDIUM, {"search", "pattern", "windows", "bound"}),
+        (TIGHT, {"search", "pattern", "cp-sat", "windows", "bound"}),
         (LARGE, {"search", "pattern", "windows", "bound"}),
         (LARGEST, {"search", "pattern"}),
     ],
-    ids=["small", "medium", "large", "largest"],
+    ids=["small", "medium", "tight", "large", "largest"],
 )
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -> None:

@@ -8,7 +8,6 @@ from itertools import product
 from ortools.sat.python import cp_model
 
 from optpipe.ops import Op
-from optpipe.problem import Problem
 from solver.exact.cp_sat.variables import Variables
 from solver.exact.memory_order import devices_with_budgets, memory_precedences
 
@@ -19,18 +18,13 @@ def add_memory_precedences(variables: Variables) -> None:
         variables.model.add(variables.tasks[after].start >= variables.tasks[before].end)
 
 
-def count_memory_literals(problem: Problem) -> int:
-    """Estimate from above of the literals that `add_memory_order` makes."""
-    per_pair = sum(len(numbers) ** 2 * 5 for numbers, _ in devices_with_budgets(problem))
-    return per_pair * problem.microbatches**2 // 2
-
-
 def add_memory_order(variables: Variables) -> None:
     """When an F starts, what other ops have taken and not freed leaves room for its activation.
 
     A cumulative resource concludes little while intervals may still lie anywhere. Here the budget is a sum over
     literals that say which of two ops comes first, which a search branches on and learns from. Only starts of F are
-    looked at, and an offload counts where it may, so the resource is still needed.
+    looked at (those of B gave nothing where activations leave), and what leaves counts as away whenever it may be, so
+    the resource is still needed.
     """
     order = _Order(variables)
     for numbers, budget in devices_with_budgets(variables.problem):
@@ -45,38 +39,42 @@ class _Order:
         self.variables, self.model = variables, variables.model
         self.literals: dict[tuple[Op, Op], cp_model.BoolVarT] = {}
 
-    def add_room(self, op: Op, numbers: Sequence[int], budget: int) -> None:
-        """The activation of F `op` fits beside what is there when it starts."""
+    def add_room(self, forward: Op, numbers: Sequence[int], budget: int) -> None:
+        """The activation of F `forward` fits beside what is there when it starts."""
         stages = self.variables.problem.stages
-        own = stages[op.stage]
-        terms: list[cp_model.LinearExprT] = [own.activation_bytes * (op.microbatch + 1) + own.workspace_bytes.F]
+        own = stages[forward.stage]
+        terms: list[cp_model.LinearExprT] = [own.activation_bytes + own.workspace_bytes.F]
         for t, i in product(numbers, range(self.variables.problem.microbatches)):
             stage = stages[t]
             freed_by_backward = stage.activation_bytes - stage.backward_weight_bytes
-            if t != op.stage:
-                terms.append(stage.activation_bytes * self.first(Op("F", t, i), op))
-            terms.append(-freed_by_backward * self.first(Op("B", t, i), op))
-            terms.append(-stage.backward_weight_bytes * self.first(Op("W", t, i), op))
+            terms.append(stage.activation_bytes * self.first(Op("F", t, i), forward))
+            terms.append(-freed_by_backward * self.first(Op("B", t, i), forward))
+            terms.append(-stage.backward_weight_bytes * self.first(Op("W", t, i), forward))
             if (t, i) in self.variables.leaves and stage.offload:
-                terms.append(-stage.offload.bytes * self.away(t, i, op))
+                terms.append(-stage.offload.bytes * self.away(t, i, forward))
         self.model.add(sum(terms) <= budget)
 
     def first(self, one: Op, forward: Op) -> cp_model.LiteralT:
-        """True if `one` ends before F `forward` starts, False if it starts after that has ended."""
-        if one.kind == "F":
-            return self._first_forward(one, forward)
-        if forward.microbatch <= one.microbatch:
+        """True if `one` ends before F `forward` starts, False if it starts after that has ended.
+
+        A constant where the rules say so: a microbatch runs F on the stages of a device in ascending order, then B in
+        descending order, each W after its B, and microbatches keep their order.
+        """
+        if one == forward or self._precedes(forward, one):
             return False
-        return self._literal(one, forward)
+        return self._precedes(one, forward) or self._literal(one, forward)
 
-    def _first_forward(self, one: Op, other: Op) -> cp_model.LiteralT:
-        if one.stage == other.stage:
-            return one.microbatch < other.microbatch
-        if one.stage < other.stage:
-            return one.microbatch <= other.microbatch or self._literal(one, other)
-        return one.microbatch < other.microbatch and self._literal(other, one).negated()
+    def _precedes(self, one: Op, other: Op) -> bool:
+        """True for two ops of which the first, an F, precedes the second in every schedule."""
+        return one.kind == "F" and one.microbatch <= other.microbatch and self._place(one) <= self._place(other)
 
-    def _literal(self, one: Op, other: Op) -> cp_model.BoolVarT:
+    def _place(self, op: Op) -> int:
+        """Place of an op on the way of a microbatch; for a W, which comes after it, that of its B."""
+        return op.stage if op.kind == "F" else 2 * len(self.variables.problem.stages) - 1 - op.stage
+
+    def _literal(self, one: Op, other: Op) -> cp_model.LiteralT:
+        if (other, one) in self.literals:
+            return self.literals[other, one].negated()
         if (one, other) not in self.literals:
             first = self.literals[one, other] = self.model.new_bool_var(f"{one}first{other}")
             before, after = self.variables.tasks[one], self.variables.tasks[other]

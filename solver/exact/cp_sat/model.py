@@ -14,9 +14,10 @@ from optpipe.problem import KEPT, OFFLOAD, Problem
 from optpipe.simulate import simulate
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import SLACK, Constraints, add_weight_order, add_work_that_memory_holds_back
-from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences, count_memory_literals
+from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences
 from solver.exact.cp_sat.variables import Moment, Variables, Way
 from solver.exact.incumbent import Incumbent
+from solver.exact.memory_order import MOST_ORDER_LITERALS, is_ordered_by_memory
 from solver.exact.rules import count_like_pairs, in_weight_order
 from solver.exact.ticks import TimeGrid
 from solver.limits import Cancel, Limits
@@ -59,7 +60,7 @@ class Options:
     most_weight_pairs: int = 20_000
     precedences: bool = True
     memory_order: bool = True
-    most_order_literals: int = 40_000
+    most_order_literals: int = MOST_ORDER_LITERALS
     climb: bool = True
 
 
@@ -86,7 +87,7 @@ def build_model(
 
 
 def _has_memory_order(problem: Problem, options: Options) -> bool:
-    return options.memory_order and 0 < count_memory_literals(problem) <= options.most_order_literals
+    return options.memory_order and is_ordered_by_memory(problem, options.most_order_literals)
 
 
 def solve_cp_sat(
@@ -189,15 +190,17 @@ class _Search(Incumbent):
         stride, least = 0, 0
         while self.value_us < float("inf") and not self._done:
             grid = TimeGrid.of(self.problem, self.horizon_us)
+            if grid.exact:  # for spans as fine as it takes to refute all that is below the value
+                grid = TimeGrid.of(self.problem, self.horizon_us, grid.refinement_for(self.value_us))
             self.raise_bound(grid.raised_us(self.bound_us))
             if not grid.exact or self._done:
                 return
             first = max(-(-grid.bound_ticks(self.bound_us) // grid.step), least)
             ahead = grid.ticks_up(self.value_us) // grid.step - first
-            if least and ahead <= 0:
+            if ahead <= 0:
                 return
             stride = max(stride, ahead // MOST_STEPS)  # with times of many digits a step is next to nothing
-            steps = first + max(min(stride, ahead // 2), 0)
+            steps = first + min(stride, ahead // 2)
             ticks = steps * grid.step
             reach_us = min(self.horizon_us, horizon_us(self.problem, grid.us(ticks)))
             variables = build_model(self.problem, grid, reach_us, self.bound_us, self.options)
@@ -287,6 +290,10 @@ def add_hint(variables: Variables, orders: Orders) -> None:
         model.add_hint(fused, Op("BW", s, i) in ops or Op("CBW", s, i) in ops)
     for literal, one, other in variables.firsts:
         model.add_hint(literal, all_starts[one] < all_starts[other])
+    for literal, forward, s, i in variables.aways:
+        offload, reload, at = Op("O", s, i), Op("R", s, i), all_starts[forward]
+        gone = offload in starts and all_starts[offload] + tasks[offload].ticks <= at <= all_starts[reload]
+        model.add_hint(literal, gone)
     model.add_hint(variables.objective, max(ticks_between(begin, end) for begin, end in variables.measured))
 
 

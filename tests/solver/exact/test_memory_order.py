@@ -5,18 +5,21 @@ from __future__ import annotations
 from math import inf
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
-from instances import WHOLE, uniform
+from instances import WHOLE, instance, uniform
 from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
 from solver.exact.cp_sat.model import Options, build_model, configured_solver, solve_cp_sat
 from solver.exact.memory_order import memory_precedences
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
+from solver.scale import horizon_us
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import problems
@@ -82,3 +85,21 @@ def test_a_stage_waits_for_the_later_ones_of_its_device() -> None:
     assert (Op("B", 3, 0), Op("F", 3, 1)) in pairs
     assert (Op("F", 3, 0), Op("F", 0, 2)) in pairs
     assert (Op("F", 3, 0), Op("F", 0, 1)) not in pairs
+
+
+PROVED_US = {"a-p16-m32-c0-b1o2-linear-make": 155_000, "a-p8-m16-c0-b1o3-linear-span": 145_000}
+"""Optima of instances whose parts on a few devices alone have less, by name."""
+
+
+@pytest.mark.parametrize("name", PROVED_US)
+def test_nothing_is_better_than_what_memory_lets_pass(name: str) -> None:
+    problem, value_us = instance(name), PROVED_US[name]
+    grid = TimeGrid.of(problem, horizon_us(problem, value_us))
+    grid = TimeGrid.of(problem, horizon_us(problem, value_us), grid.refinement_for(value_us))
+    variables = build_model(problem, grid, horizon_us(problem, value_us), lower_bound_us(problem))
+    variables.model.add(variables.objective < grid.bound_ticks(value_us))
+    variables.model.clear_objective()
+    solver = configured_solver(Limits(workers=1, deterministic_limit=5))
+    solver.parameters.linearization_level = 0
+    solver.parameters.cp_model_presolve = False
+    assert solver.solve(variables.model) == cp_model.INFEASIBLE
