@@ -24,7 +24,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 """A page answers within a fraction of it, unless the machine does much else."""
 COMPILE_MS = 120_000
 """The first request for all published schedules compiles kernels where none are cached."""

@@ -234,7 +234,7 @@ def client(service_url: str, service_settings: Settings) -> Iterator[Client]:
 
 def client_of(url: str, key: str | None) -> Client:
     """A client that sends a key. It reads no certificates, which takes longer than most tests' calls."""
-    return Client(base_url=url, timeout=30, verify=False, headers={"Authorization": f"Bearer {key}"} if key else {})
+    return Client(base_url=url, timeout=90, verify=False, headers={"Authorization": f"Bearer {key}"} if key else {})
 
 
 def new_key(settings: Settings) -> str:

@@ -68,7 +68,7 @@ def test_a_body_with_two_lengths_closes_the_connection(open_url: str) -> None:
     url = make_url(open_url)
     lengths = "Content-Length: 5\r\nTransfer-Encoding: chunked"
     request = f"POST /v1/analyze HTTP/1.1\r\nHost: localhost\r\n{lengths}\r\n\r\n0\r\n\r\n"
-    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+    with socket.create_connection((url.host, url.port), timeout=90) as connection:
         connection.sendall(request.encode())
         answer = b""
         while part := connection.recv(65536):  # until the server closes the connection

@@ -27,7 +27,7 @@ def test_every_accepted_job_is_there_after_a_kill(
     enough = threading.Event()
 
     def submit_until_it_dies(number: int) -> None:
-        with httpx.Client(base_url=api.url, timeout=30) as client:
+        with httpx.Client(base_url=api.url, timeout=90) as client:
             for k in range(10_000):
                 try:
                     answer = client.post("/v1/schedules", json=body(name=f"job {number}.{k}"))
@@ -47,7 +47,7 @@ def test_every_accepted_job_is_there_after_a_kill(
         api.kill()
         for one in submitting:
             one.result()
-    with api_process(settings, free_tcp_port, tmp_path) as api, httpx.Client(base_url=api.url, timeout=30) as client:
+    with api_process(settings, free_tcp_port, tmp_path) as api, httpx.Client(base_url=api.url, timeout=90) as client:
         assert len(set(accepted)) == len(accepted) > 40
         for job_id in accepted:
             assert client.get(f"/v1/schedules/{job_id}").json()["status"] == status

@@ -24,7 +24,7 @@ def job(service_url: str, key: str) -> str:
     problem = PROBLEM.model_copy(update={"name": MARKUP, "source": MARKUP, "devices": [device, *PROBLEM.devices[1:]]})
     with client_of(service_url, key) as client:
         posted = body(problem, name=MARKUP, tags=[TAG])
-        return str(client.post("/v1/schedules", params={"wait": 20}, json=posted).json()["id"])
+        return str(client.post("/v1/schedules", params={"wait": 50}, json=posted).json()["id"])
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def _answer(url: str, head: bytes, parts: Iterator[bytes]) -> tuple[float, bytes
     """The seconds until the answer began, and the answer, of a server that may stop to listen in between."""
     address = urlsplit(url)
     clock = Clock()
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=90) as connection:
         try:
             connection.sendall(head)
             for part in parts:

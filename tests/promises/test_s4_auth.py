@@ -74,7 +74,7 @@ def test_nothing_else_is_open(client: Client, service_url: str) -> None:
 
 def _as_it_stands(url: str, path: str) -> tuple[int, str]:
     """The answer to a GET of a path that no client has tidied up."""
-    connection = HTTPConnection(url.removeprefix("http://"), timeout=30)
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=90)
     with closing(connection):
         connection.request("GET", path)
         answer = connection.getresponse()

@@ -21,7 +21,7 @@ def other(service_url: str, service_settings: Settings) -> Iterator[Client]:
 
 
 def test_another_keys_job_is_not_there(client: Client, other: Client) -> None:
-    job = client.post("/v1/schedules", params={"wait": 20}, json=body(name="mine", tags=["mine"])).json()
+    job = client.post("/v1/schedules", params={"wait": 50}, json=body(name="mine", tags=["mine"])).json()
     assert job["status"] == "succeeded"
     paths = client.get("/openapi.json").json()["paths"]
     calls = [(method, path) for path, methods in paths.items() if "{job_id}" in path for method in methods]
@@ -42,7 +42,7 @@ def test_lists_hold_the_keys_own_jobs(client: Client, other: Client) -> None:
 
 def test_the_stream_of_all_jobs_has_the_keys_own(client: Client, other: Client) -> None:
     with other.stream("GET", "/v1/events") as answer:
-        client.post("/v1/schedules", params={"wait": 20}, json=body())
+        client.post("/v1/schedules", params={"wait": 50}, json=body())
         theirs = other.post("/v1/schedules", json=body()).json()
         event = next(read_events(answer.iter_lines()))
     assert event.data["job_id"] == theirs["id"]

@@ -30,9 +30,9 @@ def test_nothing_is_asked_of_others(
             job = client.post("/v1/schedules", json=body(problem, name=ELSEWHERE)).json()
             client.post("/v1/schedules", json=body() | {"callback": ELSEWHERE})
             assert client.post("/v1/schedules", json=body(), headers=origin).status_code == 403
-            client.post("/v1/compare", json={"problem": problem.to_data()}, timeout=30)
+            client.post("/v1/compare", json={"problem": problem.to_data()}, timeout=90)
             for path in ("/readyz", "/metrics", "/openapi.json", f"/v1/schedules/{job['id']}", "/v1/demo-data"):
-                assert client.get(path, timeout=30, headers=origin).status_code == 200
+                assert client.get(path, timeout=90, headers=origin).status_code == 200
         log = api.log.read_text()
     assert "Application startup complete" in log
     assert [line for line in log.splitlines() if line.startswith(("socket.", "urllib."))] == []

@@ -33,7 +33,7 @@ def full_disk(database_url: str) -> Iterator[None]:
 
 
 def test_a_full_disk_is_named(settings: Settings, database_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    with listening(create_app(settings)) as url, httpx.Client(base_url=url, timeout=30) as client:
+    with listening(create_app(settings)) as url, httpx.Client(base_url=url, timeout=90) as client:
         with full_disk(database_url):
             refused = client.post("/v1/schedules", json=body())
             assert (refused.status_code, refused.json()["errors"][0]["code"]) == (503, "database_full")

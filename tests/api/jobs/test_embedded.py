@@ -46,7 +46,7 @@ def _check_only_its_user_may_enter(folder: Path, url: str) -> None:
 def test_it_is_started_again_where_it_dies(folder: Path) -> None:
     with embedded_postgresql(folder) as url:
         os.kill(int((folder / "postgresql" / "postmaster.pid").read_text().split()[0]), signal.SIGKILL)
-        patience_s = time.monotonic() + 30
+        patience_s = time.monotonic() + 120
         while True:
             try:
                 _run(url, "SELECT 1")

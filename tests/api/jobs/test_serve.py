@@ -103,7 +103,7 @@ def _serving(
             [sys.executable, "-P", "-m", "optpipe", "serve", "--port", str(port), *options],
             env=environment,
         ) as service,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=90) as client,
     ):
         try:
             _until(lambda: _answers(client))

@@ -53,12 +53,12 @@ def gate(settings: Settings) -> Iterator[Gate]:
 def followed(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     """A client of a service on that database."""
     monkeypatch.setattr(api_events, "KEEP_ALIVE_S", 0.2)
-    with listening(create_app(settings)) as url, Client(base_url=url, timeout=30) as client:
+    with listening(create_app(settings)) as url, Client(base_url=url, timeout=90) as client:
         yield client
 
 
 def test_every_event_of_a_job_that_has_ended(client: Client) -> None:
-    job = client.post("/v1/schedules", params={"wait": 20}, json=body()).json()
+    job = client.post("/v1/schedules", params={"wait": 50}, json=body()).json()
     path = f"/v1/schedules/{job['id']}"
     events = events_of(client, path)
     assert [event.revision for event in events] == list(range(1, job["revision"] + 1))
@@ -103,12 +103,12 @@ def test_a_quiet_stream_is_kept_alive_and_one_that_nobody_reads_is_noticed(gate:
         while comments < 2:
             comments += next(lines).startswith(":")
         assert _open_connections(followed) == 1
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while _open_connections(followed) and time.monotonic() < until:
         time.sleep(0.05)
     assert _open_connections(followed) == 0
     followed.post(f"{path}/cancel")
-    assert followed.get(path, params={"wait": 10}).json()["status"] == "cancelled"
+    assert followed.get(path, params={"wait": 50}).json()["status"] == "cancelled"
 
 
 def _open_connections(client: Client) -> float:
@@ -129,7 +129,7 @@ def test_a_stream_ends_when_its_job_is_removed(idle: Client) -> None:
 def test_all_jobs_of_a_key_in_one_stream(client: Client) -> None:
     with client.stream("GET", "/v1/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
-        jobs = [client.post("/v1/schedules", params={"wait": 20}, json=body()).json() for _ in range(3)]
+        jobs = [client.post("/v1/schedules", params={"wait": 50}, json=body()).json() for _ in range(3)]
         first, ids = read_until_ended(answer.iter_lines(), jobs[0]["id"])
         assert first[-1]["status"] == "succeeded"
     with client.stream("GET", "/v1/events", headers={"Last-Event-ID": ids[-1]}) as answer:

@@ -35,7 +35,7 @@ def test_not_ready_without_the_database(settings: Settings, monkeypatch: pytest.
 
 
 def test_metrics(client: Client) -> None:
-    client.post("/v1/schedules", params={"wait": 20}, json=body())
+    client.post("/v1/schedules", params={"wait": 50}, json=body())
     text = client.get("/metrics").text
     assert 'optpipe_http_requests_total{method="POST",route="/v1/schedules",status="200"}' in text
     assert 'optpipe_jobs{status="succeeded"}' in text

@@ -21,7 +21,7 @@ from tests.api.harness import PROBLEM, STEPS, body
 
 def solved(client: Client, **config: Any) -> dict[str, Any]:
     """A job that has ended."""
-    answer = client.post("/v1/schedules", params={"wait": 20}, json=body(**config))
+    answer = client.post("/v1/schedules", params={"wait": 50}, json=body(**config))
     assert answer.status_code == 200, answer.text
     job: dict[str, Any] = answer.json()
     return job
@@ -41,7 +41,7 @@ def test_a_job_is_queued(idle: Client) -> None:
 def test_a_job_is_solved(client: Client) -> None:
     problem = uniform(2, 4, budget=8, transfer_us=2)
     expected = solve(problem, STEPS[-1])
-    job = client.post("/v1/schedules", params={"wait": 20}, json=body(problem)).json()
+    job = client.post("/v1/schedules", params={"wait": 50}, json=body(problem)).json()
     assert job["status"] == "succeeded"
     assert job["termination"] == {"reason": expected.status, "limit": None}
     assert (job["value_us"], job["bound_us"]) == (expected.value_us, expected.bound_us)
@@ -166,7 +166,7 @@ def test_formats(client: Client) -> None:
 
 def test_what_a_format_cannot_hold(client: Client) -> None:
     problem = uniform(2, 4, budget=8, offload=HALF)
-    job = client.post("/v1/schedules", params={"wait": 20}, json=body(problem)).json()
+    job = client.post("/v1/schedules", params={"wait": 50}, json=body(problem)).json()
     path = f"/v1/schedules/{job['id']}/schedule"
     assert client.get(path, params={"format": "svg", "drop_offload": True}).status_code == 422
     assert client.get(path, params={"format": "torch-csv", "drop_offload": True}).status_code == 200
@@ -218,7 +218,7 @@ def test_a_large_problem_is_submitted_without_parsing_it_here(idle: Client, monk
 def test_a_large_equal_problem_is_answered_in_its_own_words(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.routes.schedules.INLINE_BYTES", 1)
     large = body(uniform(2, 5, budget=8, transfer_us=0), gap=1.0)
-    first = client.post("/v1/schedules", params={"wait": 20}, json=large).json()
+    first = client.post("/v1/schedules", params={"wait": 50}, json=large).json()
     assert first["status"] == "succeeded"
     monkeypatch.setattr("api.models.parse_json", None)
     monkeypatch.setattr("api.jobs.submit.rebuild_schedule", None)

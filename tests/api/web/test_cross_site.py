@@ -52,7 +52,7 @@ def test_a_form_retries_nothing(stranger: Page, slow: SlowService) -> None:
     with client_of(slow.url, None) as client:
         job = posted(slow.url, None, wait=0)
         client.post(f"/v1/schedules/{job}/cancel")
-        assert client.get(f"/v1/schedules/{job}", params={"wait": 20}).json()["status"] == "cancelled"
+        assert client.get(f"/v1/schedules/{job}", params={"wait": 50}).json()["status"] == "cancelled"
     submit = """(url) => {
       const form = Object.assign(document.createElement("form"), {method: "post", action: url});
       document.body.append(form);

@@ -329,7 +329,7 @@ def test_ctrl_c_keeps_the_best_schedule(tmp_path: Path) -> None:
     assert "bound" in process.stderr.readline()
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=90)
     assert process.returncode == 130
     assert "Traceback" not in errors
     schedule = Schedule.load(out)
