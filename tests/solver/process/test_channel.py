@@ -27,6 +27,7 @@ from solver.methods import METHODS
 from solver.process import Child, channel
 from solver.serial import serial_orders
 from solver.solve import solve
+from tests.recomputing import one_f_one_b, recomputing
 
 
 def test_a_child_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +97,13 @@ def test_other_things_are_no_orders(data: channel.Message) -> None:
 def test_methods_keep_their_names() -> None:
     """The child says which method found what by its name alone."""
     assert all(method.name == name for name, method in METHODS.items())
+
+
+def test_orders_with_modes_go_both_ways() -> None:
+    problem = recomputing(2, 3)
+    orders = one_f_one_b(problem, lambda s, i: "C BW" if i else "BW")
+    read, _, _, [start] = channel.read_request(sent(channel.request_message(problem, "auto", Limits(1.0), [orders])))
+    assert read.stages[0].choices == problem.stages[0].choices
+    assert start.modes is not None
+    assert start.modes.tolist() == [[0, 1, 1]] * 2
+    assert simulate(read, start).value_us == simulate(problem, orders).value_us
