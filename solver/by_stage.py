@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.costs import Costs
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.build import within_budgets
@@ -77,7 +78,10 @@ class ByStage:
         return [op._replace(kind=f"C{op.kind}")] if variant.inside else [op._replace(kind="C"), op]
 
     def without_modes(self, orders: Orders) -> Orders | None:
-        """Orders of the problem as orders of the plain one; None where they do not keep to the variants chosen."""
+        """Orders of the problem as orders of the plain one, in which all microbatches of a stage are in its variant.
+
+        None where a C is not right before its backward, or what moves copies is in another mode.
+        """
         devices = []
         for device in orders.devices:
             compute: list[Op] = []
@@ -96,9 +100,10 @@ class ByStage:
         }
         plain = Orders(devices, waits, orders.channels)
         back = self.with_modes(plain)
-        if back is None or back.modes is None or back.devices != orders.devices:
+        if back is None or back.modes is None:
             return None
-        return plain if orders.modes is None or np.array_equal(back.modes, orders.modes) else None
+        others = orders.modes is not None and (orders.modes != back.modes) & (orders.modes != 0)
+        return None if np.any(others) else plain
 
 
 def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant) -> dict[str, Any]:
@@ -168,31 +173,69 @@ def _roomy(problem: Problem, s: int, ways: Sequence[Variant], in_flight: float) 
 
 
 def chosen_in(problem: Problem, orders: Orders) -> ByStage | None:
-    """The choice of one variant for each stage that orders keep to; None where they do not."""
-    inside = {
-        (op.stage, op.kind.startswith("CB"))
-        for device in orders.devices
-        for op in device.compute
-        if op.kind[0] in "BC" and op.kind != "C"
-    }
+    """The variant of each stage that orders use beside to keep; None where some stage uses two."""
+    inside = {op[1:] for device in orders.devices for op in device.compute if op.kind in ("CB", "CBW")}
     chosen = []
     for s, stage in enumerate(problem.stages):
-        numbers = {0} if orders.modes is None else set(orders.modes[s].tolist())
-        number = max(numbers, key=lambda n: (stage.choices[n].recomputes, n))
-        forms = {form for t, form in inside if t == s}
-        same = [way for way in variants(stage) if way.choice == number and forms == {way.inside}]
-        if not same:
+        modes = [] if orders.modes is None else orders.modes[s].tolist()
+        used = {(mode, (s, i) in inside) for i, mode in enumerate(modes) if mode}
+        ways = [way for way in variants(stage) if (way.choice, way.inside) in (used or {(0, False)})]
+        if len(used) > 1 or not ways:
             return None
-        chosen.append(same[0])
+        chosen.append(ways[0])
     return ByStage(problem, chosen)
+
+
+def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
+    """Orders without the recomputations that memory does not ask for, microbatch by microbatch.
+
+    Compute ops stay in order. A microbatch is kept where what it then holds more, from its F to its recomputation, fits
+    at each op between; those whose recomputation comes first are taken first, which for equal sizes leaves the fewest
+    recomputed (intervals on machines; Carlisle and Lloyd 1995). Devices that move copies are left as they are: what is
+    there beside an op depends on their timing. Nothing gets later, since only ops go.
+    """
+    if orders.modes is None:
+        return orders
+    modes = orders.modes.copy()
+    costs, devices = Costs(problem, orders.modes), []
+    for device, entry in zip(orders.devices, problem.devices, strict=True):
+        if device.offload or entry.memory_bytes is None:
+            devices.append(device)
+            continue
+        ops = OpArray.of(device.compute)
+        changes = costs.device_effects(ops)
+        after = np.cumsum(changes.sum(axis=1))
+        during = after - changes[:, 1]
+        room = entry.memory_bytes - np.maximum(during, after)
+        at = {op: n for n, op in enumerate(ops)}
+        kept: dict[Op, Op | None] = {}
+        for n, op in enumerate(ops):
+            if not op.kind.startswith("C"):
+                continue
+            mode = problem.stages[op.stage].choices[modes[op.stage, op.microbatch]]
+            first, more = at[Op("F", op.stage, op.microbatch)], mode.recomputed_bytes
+            started = entry.memory_bytes - during[first] + mode.forward_workspace_bytes
+            inside = 0 if op.kind == "C" else max(more - (mode.segment_bytes or 0), 0)
+            between = room[first + 1 : n].min(initial=more)
+            if min(started, entry.memory_bytes - after[first], between) < more or room[n] < inside:
+                continue
+            for level, change in ((room, -1), (during, 1), (after, 1)):
+                level[first:n] += change * more
+            room[n] -= inside
+            kept[op] = None if op.kind == "C" else op._replace(kind=op.kind[1:])
+            modes[op.stage, op.microbatch] = 0
+        compute = [kept.get(op, op) for op in device.compute]
+        devices.append(DeviceOrders([op for op in compute if op is not None]))
+    return Orders(devices, orders.waits, orders.channels, modes)
 
 
 def search_by_stage(
     search: Search, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution
 ) -> Solution:
-    """Let a search that knows no modes improve orders that keep to one variant for each stage.
+    """Let a search that knows no modes improve orders that use one variant for each stage, beside to keep.
 
-    Its bounds hold for that choice alone, so they are dropped. A start with other orders comes back as it is.
+    It is asked about orders with that variant everywhere, and in what it answers all is kept that fits. Its bounds hold
+    for the choice alone, so they are dropped. A start with other orders comes back as it is.
     """
     by_stage = chosen_in(problem, start.orders) if start.orders is not None else None
     plain = by_stage.without_modes(start.orders) if by_stage and start.orders is not None else None
@@ -205,6 +248,7 @@ def search_by_stage(
         orders = by_stage.with_modes(solution.orders) if solution.orders is not None else None
         if orders is None:
             return
+        orders = keep_what_fits(problem, orders)
         simulation = simulate(problem, orders)  # C need not wait for the gradient, as its backward does
         if simulation.value_us < best.value_us and within_budgets(problem, orders, simulation):
             best = replace(start, orders=orders, value_us=simulation.value_us)

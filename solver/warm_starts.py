@@ -23,7 +23,7 @@ from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
-from solver.by_stage import ByStage, choices
+from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.kernels import WARM, is_marked
 from solver.methods import METHODS
 from solver.published.v_family import v_zb
@@ -147,7 +147,8 @@ def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]
 
 
 def _by_stage(make: Make, by_stage: ByStage) -> Orders | None:
-    return by_stage.with_modes(make(by_stage.plain))
+    orders = by_stage.with_modes(make(by_stage.plain))
+    return orders and keep_what_fits(by_stage.problem, orders)
 
 
 def _published() -> Iterator[tuple[str, Make]]:

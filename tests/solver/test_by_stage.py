@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -12,14 +14,14 @@ from optpipe.ops import DeviceOrders, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, peak_budgets
-from solver.by_stage import ByStage, choices, chosen_in, search_by_stage
+from solver.by_stage import ByStage, choices, chosen_in, keep_what_fits, search_by_stage
 from solver.limits import Limits
 from solver.published.ada_offload import ada_offload
 from solver.published.one_stage import one_f_one_b, zb_h1
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 from solver.solve import solve
-from tests.recomputing import FULL, LEAVES, ops, random_problem, recomputing
+from tests.recomputing import FULL, LEAVES, ops, random_problem, random_recomputing, recomputing
 
 
 def plain_orders(by_stage: ByStage) -> list[Orders]:
@@ -47,17 +49,46 @@ def test_orders_of_every_choice_are_valid_in_no_more_memory_and_time(first: int)
                 back = by_stage.without_modes(orders)
                 assert back is not None
                 assert back.devices == plain.devices
-                kept_to = chosen_in(problem, orders)
-                assert kept_to is not None
-                assert kept_to.without_modes(orders) is not None
 
 
-def test_orders_with_two_variants_on_a_stage_keep_to_none() -> None:
-    problem = recomputing(1, 2, [FULL])
-    both = Orders([DeviceOrders(ops("F0.0 C0.0 BW0.0 F0.1 BW0.1"))], modes=np.array([[1, 0]]))
-    assert build_schedule(problem, both, 0.0, "one of each", 0.0).value_us == 7
-    kept_to = chosen_in(problem, both)
-    assert kept_to is None or kept_to.without_modes(both) is None
+def test_orders_with_two_variants_beside_to_keep_have_no_choice() -> None:
+    problem = recomputing(1, 2, [FULL, {**FULL, "name": "again"}])
+    both = Orders([DeviceOrders(ops("F0.0 C0.0 BW0.0 F0.1 C0.1 BW0.1"))], modes=np.array([[1, 2]]))
+    assert build_schedule(problem, both, 0.0, "one of each", 0.0).value_us == 8
+    assert chosen_in(problem, both) is None
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_what_is_kept_besides_fits_and_makes_nothing_later(first: int) -> None:
+    changed = 0
+    for seed in range(first, first + 20):
+        problem, orders = random_recomputing(Random(seed))
+        budgets = [size + Random(seed).randrange(6) for size in peak_budgets(problem, orders)]
+        tight = problem.from_data(problem.to_data() | {"devices": [{"memory_bytes": size} for size in budgets]})
+        kept = keep_what_fits(tight, orders)
+        assert build_schedule(tight, kept, 0.0, "kept", 0.0).value_us <= simulate(tight, orders).value_us
+        changed += not np.array_equal(kept.modes, orders.modes)
+    assert changed
+
+
+@pytest.mark.parametrize("budget", range(11, 31))
+@pytest.mark.parametrize("backward", ["C BW", "CBW", "CB W"])
+def test_as_many_are_kept_as_there_can_be(budget: int, backward: str) -> None:
+    """Of all choices of microbatches of one stage, in the order of the ops."""
+    light = {"name": "light", "kept_bytes": 2, "recompute_us": 1, "forward_workspace_bytes": 1, "segment_bytes": 3}
+    problem = recomputing(1, 4, [light], budget, backward_weight_bytes=2)
+    order = "F0.0 F0.1 {0} F0.2 {1} F0.3 {2} {3}"
+
+    def orders(modes: Sequence[int]) -> Orders:
+        kinds = [backward if mode else backward.replace("C ", "").replace("C", "") for mode in modes]
+        texts = [" ".join(f"{kind}0.{i}" for kind in text.split()) for i, text in enumerate(kinds)]
+        return Orders([DeviceOrders(ops(order.format(*texts)))], modes=np.array([modes]))
+
+    fitting = [modes for modes in product((0, 1), repeat=4) if peak_budgets(problem, orders(modes))[0] <= budget]
+    if (1, 1, 1, 1) in fitting:
+        kept = keep_what_fits(problem, orders((1, 1, 1, 1)))
+        assert kept.modes is not None
+        assert kept.modes.sum() == min(map(sum, fitting))
 
 
 def test_a_search_improves_what_keeps_to_one_variant() -> None:
