@@ -46,7 +46,7 @@ class HuggingFace:
 
     `units` are its layers, the first with all that runs before it, and last the norm and head behind them. `cut` is how
     many of them each of `stages` stages has, or the names of their modules (`parse_cut`); None spreads the layers
-    evenly and leaves norm and head to the last stage. Errors about these name `field`, or `cut_field`.
+    evenly and leaves norm and head to the last stage. Errors about the cut name `cut_field`.
 
     Raises InputError where the folder, the configuration or the cut is wrong.
     """
@@ -68,6 +68,13 @@ class HuggingFace:
         self.config = self._read_config()
         self.kind = self._class()
         self.weights = sorted(self._path.glob("*.safetensors")) if self._path.is_dir() else []
+        if (
+            not self.weights
+            and self._path.is_dir()
+            and (others := [*self._path.glob("*.bin"), *self._path.glob("*.pt")])
+        ):
+            what = f"has weights in {others[0].name}, which are not read, and none in safetensors"
+            self._refuse("no_safetensors", f"{what}. Maybe save it anew, by save_pretrained of transformers.")
         with torch.device("meta"), _default_dtype(dtype):
             self._whole = self.kind(self._run_config())
         self._spine, self._layers = self._find_layers()

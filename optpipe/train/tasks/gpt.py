@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
+from optpipe.models.cut import evenly
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import SIZES, GPTShape, GPTSize, TrainingConfig
 from optpipe.train.tasks.base import Batch
 
-__all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "blocks_of", "build_stages", "byte_loss"]
+__all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "build_stages", "byte_loss"]
 
 VOCABULARY = 256
 """The model reads bytes."""
@@ -32,7 +33,7 @@ def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *,
     and seed alone, not on the number of stages. With `tied` the head's weight is the embedding's.
     """
     embedding, head = _Embedding(shape), _Head(shape)
-    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in blocks_of(shape.layers, stages)]
+    parts: list[list[nn.Module]] = [[_Block(shape) for _ in range(count)] for count in evenly(shape.layers, stages)]
     parts[0].insert(0, embedding)
     parts[-1].append(head)
     modules = [nn.Sequential(*part).to(dtype) for part in parts]
@@ -40,11 +41,6 @@ def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *,
     if tied:
         head.head.weight = embedding.byte.weight
     return list(modules)
-
-
-def blocks_of(layers: int, stages: int) -> list[int]:
-    """How many blocks each stage has."""
-    return [layers // stages + (s < layers % stages) for s in range(stages)]
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:

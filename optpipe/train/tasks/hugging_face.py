@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -15,8 +16,11 @@ from optpipe.profile.subject import DATA_RETURNS, Named, batch_of
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import ModelConfig, TrainingConfig
+from optpipe.train.launch import leads
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
+
+LOG = logging.getLogger("optpipe.train")
 
 LONGEST = 512
 """Tokens of a sequence where neither the user nor the configuration says fewer."""
@@ -35,6 +39,8 @@ class HuggingFaceTask:
         self.model = HuggingFace(
             model.name, stages, model.cut, dtype=model.torch_dtype, seed=config.seed, cut_field="model.cut"
         )
+        if not self.model.weights and leads():
+            LOG.info("%s has no weights: they are drawn from the seed", model.name)
         self._loss = PerToken(self.model.loss)
         self.batches = HuggingFaceBatches(self.model, model, microbatches, config.seed)
         self._first = self.batches.batch(0)

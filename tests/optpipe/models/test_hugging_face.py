@@ -88,14 +88,14 @@ def test_weights_that_are_drawn_depend_on_seed_and_name_alone(name: str, tmp_pat
     assert all(value == pytest.approx(expected, rel=0.3) for key, value in spread.items() if "cls" not in key)
 
 
-@pytest.mark.parametrize("case", [f"{name}, {way}, checked" for name in TRAINED for way in ("linear", "V")])
+@pytest.mark.parametrize("case", [f"{name}, {way}" for name in TRAINED for way in ("linear, checked", "V")])
 def test_training_in_one_process(case: str) -> None:
     name = case.partition(",")[0]
     result = train(config_of(case))
     assert result.losses == pytest.approx(plain_losses(name), rel=0, abs=1e-5)
     assert result.parameters == plain_model(name).num_parameters()
-    assert result.check is not None
-    assert result.check.failures == ()
+    assert ("checked" in case) == (result.check is not None)
+    assert result.check is None or result.check.failures == ()
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,11 @@ def test_wrong_models_are_refused(tmp_path: Path) -> None:
     refused("has a configuration that transformers does not read: ValueError: ")
     tiny_models.config("llama").save_pretrained(tmp_path)
     refused("has 4 layers, but there are 5 stages. Maybe fewer.", 5)
+    (tmp_path / "pytorch_model.bin").touch()
+    refused(
+        "has weights in pytorch_model.bin, which are not read, and none in safetensors. Maybe save it anew, by save_"
+    )
+    (tmp_path / "pytorch_model.bin").unlink()
     plain = plain_model("llama")
     plain.model.layers[2] = nn.Identity()
     plain.save_pretrained(tmp_path)

@@ -22,7 +22,7 @@ SCHEDULE = one_f_one_b(3, 2)
             {"name": "huge"},
             r"name is 'huge' but must be one of tiny, small, medium, hf:FOLDER, or package",
         ),
-        (ModelConfig, {"dtype": "float8"}, r"dtype is 'float8' but must be one of float32, float64\."),
+        (ModelConfig, {"dtype": "float8"}, r"dtype is 'float8' but must be one of float32, float64, bfloat16\."),
         (ModelConfig, {"autocast": "float16"}, r"autocast is 'float16' but must be one of bfloat16\."),
         (ModelConfig, {"autocast": "bfloat16", "dtype": "float64"}, r"dtype is 'float64' with autocast.*Maybe leave"),
         (ModelConfig, {"microbatch_size": 0}, r"microbatch_size is 0 but must be from 1 to 4096\."),
