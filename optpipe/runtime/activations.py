@@ -16,9 +16,10 @@ then on every copy uses pinned memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,23 +96,11 @@ class ActivationStore:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Context in which autograd saves tensors through this store, and so do selective activation checkpoints."""
-        pack, unpack = self._pack, self._unpack
-
-        class Kept(_VersionWrapper):
-            def __init__(self, value: Any) -> None:
-                super().__init__(value)
-                if isinstance(value, Tensor):
-                    self.val, self.version = pack(value), None
-
-            def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-                value = super().get_val(allow_cache_entry_mutation)  # type: ignore[no-untyped-call]
-                return unpack(value) if isinstance(value, _Saved | _SavedShard) else value
-
         # What a selective checkpoint keeps is in a cache of its own, which hooks of autograd do not see. There is no
         # public way into it: torch.utils.checkpoint wraps each kept value by the class of this name (2.4 to 2.13).
-        checkpoint._VersionWrapper = Kept  # type: ignore[misc, assignment]
+        checkpoint._VersionWrapper = partial(_Kept, self._pack)  # type: ignore[misc, assignment]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             checkpoint._VersionWrapper = _VersionWrapper  # type: ignore[misc]
@@ -193,6 +182,20 @@ class ActivationStore:
         assert saved.slot.flat is not None, "a backward needs activations that are on the host"
         empty = torch.empty(0, dtype=saved.dtype, device=saved.slot.device)
         return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)
+
+
+class _Kept(_VersionWrapper):
+    """A value in the cache of a selective checkpoint, packed like a tensor that autograd saves."""
+
+    def __init__(self, pack: Callable[[Tensor], Tensor | _Saved | _SavedShard], value: Any) -> None:
+        super().__init__(value)
+        if isinstance(value, Tensor):
+            self.val, self.version = pack(value), None
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        """The value, for the backward's second forward."""
+        value = super().get_val(allow_cache_entry_mutation)  # type: ignore[no-untyped-call]
+        return ActivationStore._unpack(value) if isinstance(value, _Saved | _SavedShard) else value
 
 
 def _aligned(size_bytes: int) -> int:
