@@ -107,7 +107,7 @@ def test_edit_and_solve_again_begins_with_what_was_submitted(page: Page, service
 
 def test_an_infeasible_job_offers_the_budgets_that_would_do(slow: SlowService, slow_page: Page) -> None:
     job = posted(slow.url, None, uniform(2, 4, budget=1, name="tight"), wait=0)
-    # As it stands where it was proved infeasible: the worker of this test proves nothing.
+    # With budgets that are not those of the worker of this test.
     infeasible = {
         "status": "failed",
         "termination": {"reason": "infeasible", "limit": None},
