@@ -6,11 +6,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.telemetry import TelemetryConfig
+from starlette_compress import CompressMiddleware
 
 from api.metrics import Metrics
-from api.middleware import AccessLog, BodyLimit, HeadAsGet, LocalRequestsOnly, RequireKey, SecurityHeaders
+from api.middleware import (
+    AccessLog,
+    BodyLimit,
+    HeadAsGet,
+    LocalRequestsOnly,
+    RequireKey,
+    SecurityHeaders,
+    refuse_unknown_parameters,
+)
 from api.openapi import describe
 from api.problem_details import answer_errors_as_problems
 from api.routes import analysis, demo_data, documents, events, health, schedules, solve
@@ -48,14 +57,16 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         telemetry=NO_TELEMETRY,
+        generate_unique_id_function=lambda route: route.name,
     )
     routers = [part.router for part in (schedules, solve, documents, events, analysis, demo_data, health)]
     for router in routers:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
     mount_page(app)
     answer_errors_as_problems(app, [route for router in routers for route in router.routes])
     describe(app, settings.keys_required)
     # The last one added sees a request first.
+    app.add_middleware(CompressMiddleware, brotli=False)
     app.add_middleware(HeadAsGet)
     if settings.keys_required:
         app.add_middleware(RequireKey)

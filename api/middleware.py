@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
+from difflib import get_close_matches
 from http import HTTPStatus
 from traceback import extract_tb
 from typing import Annotated
@@ -18,13 +19,14 @@ from uuid import UUID, uuid4
 
 import structlog
 from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import DatabaseGoneError, HttpError, http_error
+from api.errors import DatabaseGoneError, Fault, HttpError, http_error
 from api.metrics import Metrics
-from api.problem_details import job_error, problem_response
+from api.problem_details import LONGEST_ECHO, job_error, problem_response
 from api.service import Service
 from api.web import is_page_path
 
@@ -167,6 +169,30 @@ JsonBody = Annotated[bytes, Depends(_json_body)]
 
 JsonOrFormBody = Annotated[bytes, Depends(_json_or_form_body)]
 """The same, also where the type is a form's: that is what ``curl --data @problem.json`` says of any body."""
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Raise HttpError for a query parameter that the route does not have, so that none is ignored unseen."""
+    known = _query_parameters(request.scope["route"].dependant)
+    unknown = [name for name in request.query_params if name not in known]
+    if not unknown:
+        return
+    faults = []
+    for name in unknown[:MOST_NAMED]:
+        close = get_close_matches(name, known, n=1)
+        maybe = close[0] if close else ", ".join(sorted(known)) or "leave it out: this call takes none"
+        detail = f"the query parameter {name[:LONGEST_ECHO]!a} is not known here. Maybe {maybe}."
+        faults.append(Fault(pointer="", code="unknown_parameter", detail=detail))
+    raise HttpError(HTTPStatus.UNPROCESSABLE_ENTITY, faults)
+
+
+def _query_parameters(dependant: Dependant) -> set[str]:
+    own = {parameter.alias for parameter in dependant.query_params}
+    return own.union(*(_query_parameters(part) for part in dependant.dependencies))
+
+
+MOST_NAMED = 20
+"""Unknown parameters that an error lists."""
 
 
 SECURITY_HEADERS = {

@@ -85,15 +85,16 @@ class JobAnswer(_Answer):
 
 
 class JobsAnswer(_Answer):
-    """Some jobs, newest first. `cursor` asks for those that follow; null: there are none."""
+    """Some jobs. `cursor` asks for those that follow; null: there are none."""
 
     jobs: list[JobAnswer]
     cursor: str | None
+    total: int | None = Field(description="Jobs on all pages, where `count` asks for it.")
 
     @classmethod
     def of(cls, page: Page) -> JobsAnswer:
         """Convert a page of the store."""
-        return cls.model_construct(jobs=[JobAnswer.of(job) for job in page.jobs], cursor=page.cursor)
+        return cls.model_construct(jobs=[JobAnswer.of(job) for job in page.jobs], cursor=page.cursor, total=page.total)
 
 
 class EventAnswer(_Answer):

@@ -10,20 +10,29 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from api.jobs.records import JobLabels
 from api.models import EventAnswer, ProblemBody, SubmissionBody
 from api.problem_details import MEDIA_TYPE, ProblemDetails
 from optpipe.document import Document
 from optpipe.schedule import Schedule
 
 _REFERENCE = "#/components/schemas/{model}"
-_DOCUMENTS: tuple[type[BaseModel], ...] = (SubmissionBody, ProblemBody, Schedule, ProblemDetails, EventAnswer)
+_DOCUMENTS: tuple[type[BaseModel], ...] = (
+    SubmissionBody,
+    JobLabels,
+    ProblemBody,
+    Schedule,
+    ProblemDetails,
+    EventAnswer,
+)
 
 
-def json_request(*models: type[Document]) -> dict[str, Any]:
-    """OpenAPI request body of a route that reads one of `models`."""
+def json_request(*models: type[Document], example: Any = None) -> dict[str, Any]:
+    """OpenAPI request body of a route that reads one of `models`, with an example that can be sent as it is."""
     references = [{"$ref": _REFERENCE.format(model=model.__name__)} for model in models]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    content = {"schema": schema} | ({} if example is None else {"example": example})
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def describe(app: FastAPI, keys_required: bool) -> None:

@@ -32,6 +32,13 @@ Label = Annotated[str, Field(max_length=200), AfterValidator(_plain)]
 Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain)]
 
 
+class JobLabels(Document):
+    """New name and tags of a job; what is left out stays."""
+
+    name: Label | None = None
+    tags: Annotated[list[Tag], Field(max_length=20)] | None = None
+
+
 class JobConfig(Document):
     """The method and its limits. Tighter caps of an installation are in `Settings`."""
 
@@ -51,6 +58,12 @@ Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
 StopReason = Literal["time", "gap", "memory", "interrupted"]
 EventKind = Literal["incumbent", "bound", "status"]
+
+Sort = Literal[
+    "submitted_at", "-submitted_at", "finished_at", "-finished_at", "duration", "-duration",
+    "gap", "-gap", "name", "-name",
+]  # fmt: skip
+"""Order of a list: ascending, or descending with a minus."""
 
 STATUSES: tuple[Status, ...] = ("queued", "running", "succeeded", "failed", "cancelled")
 TERMINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
@@ -98,22 +111,34 @@ class Job:
 
 
 @dataclass(frozen=True)
+class SubmissionRate:
+    """Submissions of one owner: the `most` of a minute, those that are `left`, and when the oldest no longer counts."""
+
+    most: int
+    left: int
+    reset_s: float
+
+
+@dataclass(frozen=True)
 class Submission:
     """Result of a submission. `created`: False if an Idempotency-Key named an existing job.
 
-    A job that has ended was answered from an equal problem (``200``), unless `created` is False.
+    A job that has ended was answered from an equal problem (``200``), unless `created` is False. `rate`: how the owner
+    stands after it.
     """
 
     job: Job
     created: bool
+    rate: SubmissionRate
 
 
 @dataclass(frozen=True)
 class Page:
-    """Some jobs, newest first, and the cursor of those that follow (None: there are none)."""
+    """Some jobs, and the cursor of those that follow (None: there are none); `total` on all pages, where counted."""
 
     jobs: Sequence[Job]
     cursor: str | None
+    total: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,19 @@ import base64
 import binascii
 import hashlib
 import hmac
+import json
 import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID, uuid4
 
-from sqlalchemy import bindparam, func, insert, select, text, tuple_, update
+from sqlalchemy import ColumnElement, Double, bindparam, cast, func, insert, literal, select, text, tuple_, update
 
 from api.errors import BadCursorError, ConflictError, DatabaseGoneError, NotFoundError
 from api.jobs import feed, queries, queue, results
@@ -40,6 +41,7 @@ from api.jobs.records import (
     JobConfig,
     NewApiKey,
     Page,
+    Sort,
     Status,
     Submission,
 )
@@ -123,31 +125,68 @@ class Store:
         tag: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
+        *,
+        name: str = "",
+        submitted_after: datetime | None = None,
+        submitted_before: datetime | None = None,
+        sort: Sort = "-submitted_at",
+        count: bool = False,
     ) -> Page:
-        """At most `limit` jobs, newest first, from where the cursor's page ended. Raises BadCursorError."""
+        """At most `limit` jobs in the order of `sort`, from where the cursor's page ended. Raises BadCursorError.
+
+        `name`: part of it, in either case. `count`: also how many there are on all pages.
+        """
         places = queue.places()
         query = (
             select(*queries.SHOWN, places.c.place.label("queue_place"))
             .select_from(jobs.outerjoin(places, places.c.id == jobs.c.queue_id))
-            .where(jobs.c.owner.is_(None) if owner is None else jobs.c.owner == owner)
-            .order_by(jobs.c.submitted_at.desc(), jobs.c.id.desc())
             .limit(limit + 1)
         )
+        if not (tag or "").isprintable() or not name.isprintable():
+            return Page([], None, 0 if count else None)  # no job can have it, and PostgreSQL refuses such text
+        wanted = [jobs.c.owner.is_(None) if owner is None else jobs.c.owner == owner]
         if status is not None:
-            query = query.where(jobs.c.status == status)
-        if tag is not None and not tag.isprintable():
-            return Page([], None)  # no job can have it, and PostgreSQL refuses such text
+            wanted.append(jobs.c.status == status)
         if tag is not None:
-            query = query.where(jobs.c.tags.contains([tag]))
+            wanted.append(jobs.c.tags.contains([tag]))
+        if name:
+            wanted.append(func.strpos(func.lower(_NAME), name.lower()) > 0)
+        if submitted_after is not None:
+            wanted.append(jobs.c.submitted_at >= submitted_after)
+        if submitted_before is not None:
+            wanted.append(jobs.c.submitted_at < submitted_before)
+        descending = sort.startswith("-")
+        key, is_type = _SORTED_BY[sort.removeprefix("-")]
+        if key is not jobs.c.submitted_at and key is not _NAME:  # jobs that have none come last
+            key = func.coalesce(key, literal(float("-inf" if descending else "inf"), Double))
+        order = (key.desc(), jobs.c.id.desc()) if descending else (key, jobs.c.id)
+        query = query.add_columns(key.label("sort_key")).where(*wanted).order_by(*order)
         if cursor is not None:
-            query = query.where(tuple_(jobs.c.submitted_at, jobs.c.id) < _read_cursor(cursor))
+            place = tuple_(*(literal(value) for value in _read_cursor(cursor, sort, is_type)))
+            here = tuple_(key, jobs.c.id)
+            query = query.where(here < place if descending else here > place)
         async with transaction(self._reading) as connection:
             rows = (await connection.execute(query)).all()
+            total = (await connection.execute(select(func.count()).where(*wanted))).scalar_one() if count else None
         listed = [queries.job_from_row(row, row.queue_place) for row in rows[:limit]]
         if len(rows) <= limit:
-            return Page(listed, None)
-        last = f"{listed[-1].submitted_at.isoformat()} {listed[-1].id}"
-        return Page(listed, base64.urlsafe_b64encode(last.encode()).decode())
+            return Page(listed, None, total)
+        last = rows[limit - 1]
+        value = last.sort_key.isoformat() if is_type is datetime else last.sort_key
+        text = json.dumps([sort, value, str(last.id)])
+        return Page(listed, base64.urlsafe_b64encode(text.encode()).decode(), total)
+
+    async def rename(
+        self, job_id: UUID, owner: UUID | None = None, name: str | None = None, tags: Sequence[str] | None = None
+    ) -> Job:
+        """Change the name or the tags of a job, where given. Raises NotFoundError."""
+        async with transaction(self._engine) as connection:
+            job = await queries.locked(connection, job_id, owner)
+            given = {"name": name, "tags": None if tags is None else list(tags)}
+            config = job.config | {field: value for field, value in given.items() if value is not None}
+            changed = update(jobs).where(jobs.c.id == job_id).values(config=config, tags=config["tags"])
+            await connection.execute(changed)
+            return await queries.job(connection, job_id, owner)
 
     async def cancel(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """Cancel a job: at once where it waits, by its worker within a second where it runs; keeps its best schedule.
@@ -340,16 +379,39 @@ _EVENTS = Statement(
 """Events of a job above a revision: one row of NULLs if there are none, no row if there is no such job."""
 
 
-def _read_cursor(cursor: str) -> tuple[datetime, UUID]:
-    """Time and id of the last job of the page before. Raises BadCursorError."""
+def _read_cursor(cursor: str, sort: Sort, is_type: type[Any]) -> tuple[Any, UUID]:
+    """What the last job of the page before was sorted by, and its id. Raises BadCursorError."""
     try:
-        at, _, job_id = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().partition(" ")
-        last = datetime.fromisoformat(at), UUID(job_id)
-    except (ValueError, binascii.Error):
+        given_sort, value, job_id = json.loads(base64.b64decode(cursor, altchars=b"-_", validate=True))
+        value = datetime.fromisoformat(value) if is_type is datetime else value
+        last = value, UUID(job_id)
+    except (ValueError, TypeError, AttributeError, RecursionError, binascii.Error):
         raise BadCursorError("invalid cursor. Maybe it was truncated.") from None
-    if last[0].tzinfo is None:
+    if given_sort != sort:
+        raise BadCursorError("invalid cursor: it is of a list in another order. Maybe sort was changed between pages.")
+    if not isinstance(value, is_type) or (isinstance(value, datetime) and value.tzinfo is None):
+        raise BadCursorError("invalid cursor.")
+    if isinstance(value, str) and not value.isprintable():
         raise BadCursorError("invalid cursor.")
     return last
+
+
+_NAME = func.coalesce(func.nullif(jobs.c.config["name"].astext, ""), jobs.c.problem_name)
+"""The name that a job is shown with."""
+
+
+def _epoch_s(time: ColumnElement[Any]) -> ColumnElement[float]:
+    return cast(func.extract("epoch", time), Double)
+
+
+_SORTED_BY: dict[str, tuple[ColumnElement[Any], type[Any]]] = {
+    "submitted_at": (jobs.c.submitted_at, datetime),
+    "finished_at": (_epoch_s(jobs.c.finished_at), float),
+    "duration": (_epoch_s(jobs.c.finished_at - jobs.c.started_at), float),
+    "gap": ((jobs.c.value_us - jobs.c.bound_us) / func.nullif(jobs.c.value_us, 0), float),
+    "name": (_NAME, str),
+}
+"""What jobs are sorted by, and its type in a cursor."""
 
 
 _SECRET = re.compile(r"optpipe_([0-9a-f]{32})_[A-Za-z0-9_-]{43}", re.ASCII)

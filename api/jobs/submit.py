@@ -33,7 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from api.errors import DatabaseGoneError, IdempotencyMismatchError, JobError, TooManyError
 from api.jobs import queries, queue, results
 from api.jobs.database import Statement, for_reading, transaction
-from api.jobs.records import Job, JobConfig, StopReason, Submission
+from api.jobs.records import Job, JobConfig, StopReason, Submission, SubmissionRate
 from api.jobs.results import Answer, Built, Equality
 from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
 from api.settings import Settings
@@ -94,7 +94,7 @@ async def _insert_job(
     """Insert a job: queued, or already finished from a cached result. Raises TooManyError, IdempotencyMismatchError."""
     earlier = await _find_idempotent(connection, request)
     if earlier is not None:
-        return Submission(earlier, created=False)
+        return Submission(earlier, created=False, rate=usage.rate())
     usage.check()
     job_id = uuid4()
     values = {
@@ -121,7 +121,7 @@ async def _insert_job(
     if request.idempotency_key is not None:
         used = {"owner": request.owner, "key": request.idempotency_key, "body_hash": request.body_hash}
         await connection.execute(insert(idempotency_keys).values(job_id=job.id, **used))
-    return Submission(job, created=True)
+    return Submission(job, created=True, rate=usage.rate())
 
 
 async def _find_idempotent(connection: AsyncConnection, request: Request) -> Job | None:
@@ -295,9 +295,15 @@ class OwnerUsage:
                 max(1.0, self.next_in_s),
             )
 
+    def rate(self) -> SubmissionRate:
+        """How the owner stands."""
+        most = self.settings.max_submissions_a_minute
+        return SubmissionRate(most, max(0, most - self.submitted), max(0.0, self.next_in_s))
+
     def add(self, job: Job) -> None:
         """Count a job that was just inserted."""
         self.submitted += 1
+        self.next_in_s = self.next_in_s or MINUTE.total_seconds()
         self.waiting += not job.ended
 
 

@@ -11,13 +11,21 @@ from api.analysis import Analysis, Comparison
 from api.middleware import JsonBody, Owner
 from api.models import ProblemBody
 from api.openapi import WITH_BODY, errors, json_request
+from api.routes.demo_data import BODIES
+from api.routes.health import TOY
 from api.service import TheService
 from optpipe.schedule import Schedule
+from solver.solve import solve
 
 router = APIRouter(prefix="/v1", tags=["judgements"])
 
 
-@router.post("/analyze", response_model=Analysis, responses=errors(*WITH_BODY), openapi_extra=json_request(Schedule))
+@router.post(
+    "/analyze",
+    response_model=Analysis,
+    responses=errors(*WITH_BODY),
+    openapi_extra=json_request(Schedule, example=solve(TOY, "1f1b").to_data()),
+)
 async def analyze(service: TheService, owner: Owner, body: JsonBody) -> Response:
     """Recompute every figure of a schedule, memory over time, and list the rules that it breaks."""
     content = await service.pool.run("analyze", body, owner, max_ops=service.caps.max_ops)
@@ -25,7 +33,10 @@ async def analyze(service: TheService, owner: Owner, body: JsonBody) -> Response
 
 
 @router.post(
-    "/compare", response_model=Comparison, responses=errors(*WITH_BODY), openapi_extra=json_request(ProblemBody)
+    "/compare",
+    response_model=Comparison,
+    responses=errors(*WITH_BODY),
+    openapi_extra=json_request(ProblemBody, example={"problem": BODIES["tiny"]["problem"]}),
 )
 async def compare(
     service: TheService,

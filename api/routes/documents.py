@@ -67,7 +67,7 @@ async def best_schedule(
             "nothing_to_drop", f"drop_offload is given with {format}, which keeps offloads. Maybe leave it out."
         )
     best = await service.store.best_schedule(job_id, owner)
-    tag = f'"{best.revision}{"-final" if best.final else ""}-{_FORMATS[format].ending}'
+    tag = f'W/"{best.revision}{"-final" if best.final else ""}-{_FORMATS[format].ending}'
     tag += '-dropped"' if drop_offload else '"'
     if is_known(tag, if_none_match):
         return Response(status_code=304, headers=validated_by(tag))
@@ -91,11 +91,14 @@ async def schedule_response(
 
 def is_known(tag: str, if_none_match: str) -> bool:
     """True if `If-None-Match` names the entity tag."""
-    return if_none_match.strip() == "*" or tag in if_none_match
+    return if_none_match.strip() == "*" or tag.removeprefix("W/") in if_none_match
 
 
 def validated_by(tag: str) -> dict[str, str]:
-    """Headers of a response that clients may keep and must ask for again."""
+    """Headers of a response that clients may keep and must ask for again.
+
+    Tags are weak ones, since the bytes that are sent depend on the compression.
+    """
     return {"ETag": tag, "Cache-Control": "private, no-cache"}
 
 
@@ -140,7 +143,7 @@ async def submitted_problem(
 ) -> Response:
     """The problem as it was submitted. The job has the configuration."""
     text = await service.store.problem_text(job_id, owner)
-    tag = f'"{job_id}"'
+    tag = f'W/"{job_id}"'
     if is_known(tag, if_none_match):
         return Response(status_code=304, headers=validated_by(tag))
     return Response(text, headers=validated_by(tag), media_type="application/json")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from math import ceil
 from typing import Annotated, Literal
 from uuid import UUID
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator
+from pydantic import AfterValidator, AwareDatetime, BaseModel
 from pydantic_core import PydanticCustomError
 
 from api.errors import HttpError
-from api.jobs.records import Job, Status
+from api.jobs.records import Job, JobLabels, Sort, Status, Submission
 from api.jobs.results import Built, Equality
 from api.jobs.submit import SubmittedProblem
 from api.middleware import JsonBody, Owner
@@ -26,10 +28,13 @@ from api.models import (
     ReadSubmission,
     SubmissionBody,
     hash_submission,
+    read_document,
     read_submission,
 )
-from api.openapi import WITH_BODY, errors, json_request
+from api.openapi import WITH_BODY, Responses, errors, json_request
 from api.process_pool import ProcessPool
+from api.routes.demo_data import BODIES
+from api.routes.documents import is_known, validated_by
 from api.service import Service, TheService
 from optpipe.problem import Problem
 
@@ -51,6 +56,9 @@ def _printable(text: str) -> str:
 IdempotencyKey = Annotated[
     str | None,
     Header(max_length=200, pattern=r"^[\x21-\x7e]+$", description="The same key and body give the same job."),
+]
+NamePart = Annotated[
+    str, Query(max_length=200, description="Part of the name, in either case."), AfterValidator(_printable)
 ]
 Tag = Annotated[str | None, Query(min_length=1, max_length=64), AfterValidator(lambda tag: tag and _printable(tag))]
 
@@ -79,7 +87,7 @@ Wait = Annotated[float, Depends(_waiting)]
         202: {"description": "The job, queued.", "headers": {"Location": {"schema": {"type": "string"}}}},
         **errors(*WITH_BODY),
     },
-    openapi_extra=json_request(SubmissionBody),
+    openapi_extra=json_request(SubmissionBody, example=BODIES["tiny"]),
 )
 async def submit(
     service: TheService,
@@ -95,15 +103,16 @@ async def submit(
             return JSONResponse(CheckedAnswer.of(read_submission(body, service.caps).problem).model_dump())
         checked = await service.pool.run("check_submission", body, owner, caps=asdict(service.caps))
         return Response(checked, media_type="application/json")
-    job = await submit_body(service, owner, body, idempotency_key)
+    submission = await submit_body(service, owner, body, idempotency_key)
+    job = submission.job
     if wait and not job.ended:
         job = await service.store.wait_until_ended(job.id, owner, wait)
-    return submitted_response(job)
+    return submitted_response(job, submission)
 
 
 async def submit_body(
     service: Service, owner: UUID | None, body: bytes, idempotency_key: str | None, problem_alone: bool = False
-) -> Job:
+) -> Submission:
     """Submit what a body describes, a large one parsed in a process of the pool; `problem_alone` as `read_submission`.
 
     Raises HttpError, JobError.
@@ -116,16 +125,26 @@ async def submit_body(
         problem = LargeProblem(read, text.decode(), service.pool, owner)
         config, body_hash = read.config, bytes.fromhex(read.body_hash)
     else:
-        submission = read_submission(body, service.caps, problem_alone)
-        problem, config, body_hash = submission.problem, submission.config, hash_submission(submission)
-    return (await service.store.submit(problem, config, owner, idempotency_key, body_hash)).job
+        document = read_submission(body, service.caps, problem_alone)
+        problem, config, body_hash = document.problem, document.config, hash_submission(document)
+    return await service.store.submit(problem, config, owner, idempotency_key, body_hash)
 
 
-def submitted_response(job: Job) -> Response:
+def submitted_response(job: Job, submission: Submission) -> Response:
     """The answer to a submission: 200 with a job that has ended, else 202."""
     answer = _job_response(job, 200 if job.ended else 202)
-    answer.headers["Location"] = f"/v1/schedules/{job.id}"
+    answer.headers.update(headers_of(submission))
     return answer
+
+
+def headers_of(submission: Submission) -> dict[str, str]:
+    """Headers of every answer to a submission; RateLimit as in draft-ietf-httpapi-ratelimit-headers-10."""
+    rate = submission.rate
+    return {
+        "Location": f"/v1/schedules/{submission.job.id}",
+        "RateLimit-Policy": f'"submissions";q={rate.most};w=60',
+        "RateLimit": f'"submissions";r={rate.left};t={ceil(rate.reset_s)}',
+    }
 
 
 class LargeProblem(SubmittedProblem):
@@ -157,26 +176,74 @@ def _job_response(job: Job, status: int = 200) -> Response:
     return Response(JobAnswer.of(job).model_dump_json(), status, media_type="application/json")
 
 
-@router.get("", response_model=JobsAnswer, responses=errors(422))
+def _unless_known(answer: BaseModel, if_none_match: str) -> Response:
+    """An answer with a tag of its content, or 304 where the caller names that tag."""
+    content = answer.model_dump_json().encode()
+    tag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'
+    if is_known(tag, if_none_match):
+        return Response(status_code=304, headers=validated_by(tag))
+    return Response(content, headers=validated_by(tag), media_type="application/json")
+
+
+IfNoneMatch = Annotated[str, Header(description="304 where the answer has this ETag still.")]
+_UNCHANGED: Responses = {304: {"description": "The answer is still the one that If-None-Match names."}}
+
+
+@router.get("", response_model=JobsAnswer, responses=errors(422) | _UNCHANGED)
 async def list_jobs(
     service: TheService,
     owner: Owner,
     status: Status | None = None,
     tag: Tag = None,
+    name: NamePart = "",
+    submitted_after: Annotated[AwareDatetime | None, Query(description="Or at this time.")] = None,
+    submitted_before: AwareDatetime | None = None,
+    sort: Annotated[Sort, Query(description="With a minus: the largest first. Jobs that have no such value: last.")] = (
+        "-submitted_at"
+    ),
+    count: Annotated[bool, Query(description="Also count the jobs of all pages.")] = False,
     limit: Annotated[int, Query(ge=1, le=MOST_JOBS)] = 50,
-    cursor: Annotated[str | None, Query(max_length=200)] = None,
+    cursor: Annotated[str | None, Query(max_length=1000)] = None,
+    if_none_match: IfNoneMatch = "",
 ) -> Response:
-    """Jobs, newest first. `cursor` of one answer asks for the jobs that follow."""
-    page = await service.store.list_jobs(owner, status, tag, limit, cursor)
-    return Response(JobsAnswer.of(page).model_dump_json(), media_type="application/json")
+    """Jobs, newest first unless `sort` says otherwise. `cursor` of one answer asks for the jobs that follow."""
+    page = await service.store.list_jobs(
+        owner,
+        status,
+        tag,
+        limit,
+        cursor,
+        name=name,
+        submitted_after=submitted_after,
+        submitted_before=submitted_before,
+        sort=sort,
+        count=count,
+    )
+    return _unless_known(JobsAnswer.of(page), if_none_match)
 
 
-@router.get("/{job_id}", response_model=JobAnswer, responses=errors(404, 422))
-async def get_job(service: TheService, owner: Owner, job_id: UUID, wait: Wait) -> Response:
+@router.get("/{job_id}", response_model=JobAnswer, responses=errors(404, 422) | _UNCHANGED)
+async def get_job(
+    service: TheService, owner: Owner, job_id: UUID, wait: Wait, if_none_match: IfNoneMatch = ""
+) -> Response:
     """A job as it stands, or once it has ended."""
     if wait:
-        return _job_response(await service.store.wait_until_ended(job_id, owner, wait))
-    return _job_response(await service.store.get(job_id, owner))
+        job = await service.store.wait_until_ended(job_id, owner, wait)
+    else:
+        job = await service.store.get(job_id, owner)
+    return _unless_known(JobAnswer.of(job), if_none_match)
+
+
+@router.patch(
+    "/{job_id}",
+    response_model=JobAnswer,
+    responses=errors(404, *WITH_BODY),
+    openapi_extra=json_request(JobLabels, example={"name": "nightly", "tags": ["a100"]}),
+)
+async def rename(service: TheService, owner: Owner, job_id: UUID, body: JsonBody) -> Response:
+    """Change name or tags; what the body leaves out stays."""
+    labels = read_document(JobLabels, body)
+    return _job_response(await service.store.rename(job_id, owner, labels.name, labels.tags))
 
 
 @router.post("/{job_id}/cancel", response_model=JobAnswer, responses=errors(404))

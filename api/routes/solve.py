@@ -13,8 +13,9 @@ from api.jobs.records import Job
 from api.middleware import JsonOrFormBody, Owner
 from api.models import JobAnswer, SubmissionBody
 from api.openapi import WITH_BODY, errors, json_request
+from api.routes.demo_data import BODIES
 from api.routes.documents import CONTENT, Format, format_for, schedule_response
-from api.routes.schedules import IdempotencyKey, submit_body, submitted_response
+from api.routes.schedules import IdempotencyKey, headers_of, submit_body, submitted_response
 from api.service import TheService
 from optpipe.problem import Problem
 
@@ -36,7 +37,7 @@ _LOCATION = {"Location": {"description": "The job.", "schema": {"type": "string"
         202: {"model": JobAnswer, "description": "The job, which has not ended in time.", "headers": _LOCATION},
         **errors(*WITH_BODY),
     },
-    openapi_extra=json_request(SubmissionBody, Problem),
+    openapi_extra=json_request(SubmissionBody, Problem, example=BODIES["tiny"]["problem"]),
 )
 async def solve(
     service: TheService,
@@ -57,17 +58,18 @@ async def solve(
 ) -> Response:
     """Solve a problem and answer with its schedule. The body is a submission, or a problem alone."""
     with service.connections.taken(owner) if wait != 0 else nullcontext():
-        job = await submit_body(service, owner, body, idempotency_key, problem_alone=True)
+        submission = await submit_body(service, owner, body, idempotency_key, problem_alone=True)
+        job = submission.job
         most_s = job.config.time_limit_s + AFTER_LIMIT_S
         if not job.ended:
             job = await service.store.wait_until_ended(job.id, owner, most_s if wait is None else min(wait, most_s))
     if not job.ended:
-        return submitted_response(job)
+        return submitted_response(job, submission)
     if job.value_us is None:
         raise _no_schedule(job)
     best = await service.store.best_schedule(job.id, owner)
     answer = await schedule_response(service, owner, job.id, best, format or format_for(accept))
-    answer.headers["Location"] = f"/v1/schedules/{job.id}"
+    answer.headers.update(headers_of(submission))
     return answer
 
 
