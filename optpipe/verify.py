@@ -137,7 +137,9 @@ class _Verifier:
         def of_kind(code: int) -> list[list[Any]]:
             return self._by_stage(lambda stage, mode: rule(stage, KINDS[code], mode))
 
-        codes = np.flatnonzero(np.bincount(self.ops.kind, minlength=1))
+        counts = np.bincount(self.ops.kind, minlength=1)
+        counts[0] += 1  # at least one kind, for a schedule without ops
+        codes = np.flatnonzero(counts)
         row = np.zeros(len(KINDS), np.int64)
         row[codes] = np.arange(len(codes))
         return np.array([of_kind(code) for code in codes.tolist()], dtype)[
