@@ -11,14 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 from uuid import UUID
 
-from sqlalchemy import bindparam, exists, select, text
+from sqlalchemy import ColumnElement, bindparam, exists, false, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from api.errors import NotFoundError
 from api.jobs.database import Statement
-from api.jobs.queries import of_owner
+from api.jobs.queries import NOT_REVOKED, of_owner
 from api.jobs.records import Event
 from api.jobs.tables import events, jobs
 
@@ -114,7 +115,10 @@ def _events(owned: bool) -> Statement:
 def _pending(owned: bool) -> Statement:
     mine = jobs.c.owner == bindparam("owner") if owned else of_owner(None)
     later = select(events.c.number).join(jobs, jobs.c.id == events.c.job_id)
-    return Statement(select(exists(later.where(mine, events.c.transaction >= bindparam("high"))).label("pending")))
+    pending = exists(later.where(mine, events.c.transaction >= bindparam("high"))).label("pending")
+    revoked = ~NOT_REVOKED if owned else false()
+    flags: list[ColumnElement[Any]] = [pending, revoked.label("revoked")]
+    return Statement(select(*flags))
 
 
 _EVENTS = {owned: _events(owned) for owned in (True, False)}
@@ -130,7 +134,8 @@ async def newest(connection: AsyncConnection) -> FeedPosition:
 async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosition) -> FeedBatch:
     """The next events of an owner. `connection` is in autocommit mode: each statement sees what is committed by then.
 
-    A position beyond the newest one, which another database gave out, is read as the newest.
+    A position beyond the newest one, which another database gave out, is read as the newest. Raises NotFoundError where
+    the owner's key is revoked.
     """
     horizon = int((await connection.execute(_HORIZON)).scalar_one())
     if after.high > horizon:
@@ -148,4 +153,6 @@ async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosit
             if len(rows) == MOST_AT_ONCE:
                 return FeedBatch(found, found[-1].position, more=True)
     (row,) = await _PENDING[owner is not None].all(connection, **mine, high=horizon)
+    if row.revoked:
+        raise NotFoundError("this key is revoked.")
     return FeedBatch(found, FeedPosition(horizon, horizon, 0), more=row.pending)

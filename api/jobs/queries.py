@@ -20,12 +20,16 @@ from api.errors import NotFoundError
 from api.jobs import queue
 from api.jobs.database import Statement, transaction
 from api.jobs.records import EventKind, Job, JobConfig, JobResult
-from api.jobs.tables import AnyRow, answers, documents, events, jobs, schedules, solved_problems, totals
+from api.jobs.tables import AnyRow, answers, api_keys, documents, events, jobs, schedules, solved_problems, totals
 from api.settings import Settings
 from optpipe.schedule import Schedule
 
 OWNED = (jobs.c.id == bindparam("job_id")) & jobs.c.owner.is_not_distinct_from(bindparam("owner"))
 """The condition for the job `job_id` of `owner`."""
+
+
+NOT_REVOKED = ~exists().where(api_keys.c.id == bindparam("owner"), api_keys.c.revoked_at.is_not(None))
+"""The condition that the key of `owner` is not revoked; true where there is none."""
 
 
 def of_owner(owner: UUID | None) -> ColumnElement[bool]:

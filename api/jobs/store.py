@@ -238,10 +238,10 @@ class Store:
         """The events with a revision above `after`, in order; where there is none yet, wait up to `wait_s` for one.
 
         The last event of a job that has ended is a terminal `status`. Raises NotFoundError (also for a job that is
-        removed meanwhile).
+        removed meanwhile, or where the key is revoked).
         """
         until = time.monotonic() + wait_s
-        with self._told(str(job_id)) as told:
+        with self._told(str(job_id), _revocation(owner)) as told:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
@@ -262,9 +262,12 @@ class Store:
             return await feed.newest(connection)
 
     async def all_events(self, owner: UUID | None, after: FeedPosition, wait_s: float = 0) -> FeedBatch:
-        """The events of all jobs of an owner after a position; where there is none yet, wait up to `wait_s` for one."""
+        """The events of all jobs of an owner after a position; where there is none yet, wait up to `wait_s` for one.
+
+        Raises NotFoundError where the owner's key is revoked.
+        """
         until = time.monotonic() + wait_s
-        with self._told(str(owner)) as told:
+        with self._told(str(owner), _revocation(owner)) as told:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
@@ -329,11 +332,12 @@ class Store:
             return [_key(row) for row in await connection.execute(select(api_keys).order_by(api_keys.c.created_at))]
 
     async def revoke_key(self, key_id: UUID) -> ApiKey:
-        """Revoke a key. Its jobs stay. Raises NotFoundError."""
+        """Revoke a key: its event streams end. Its jobs stay. Raises NotFoundError."""
         ended = func.coalesce(api_keys.c.revoked_at, func.now())
         revoked = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=ended).returning(api_keys)
         async with transaction(self._engine) as connection:
             row = (await connection.execute(revoked)).one_or_none()
+            await notify(connection, CHANGED, _revocation(key_id))
         if row is None:
             raise NotFoundError(f"there is no key {key_id}. Maybe see 'optpipe keys list'.")
         return _key(row)
@@ -348,16 +352,18 @@ class Store:
         return _key(row) if row is not None and same and row.revoked_at is None else None
 
     @contextmanager
-    def _told(self, subject: str) -> Iterator[asyncio.Event]:
-        """An event that is set by every change of a job, or of any job of an owner."""
+    def _told(self, *subjects: str) -> Iterator[asyncio.Event]:
+        """An event that is set by every change of a job, or of any job of an owner, or when a key is revoked."""
         told = asyncio.Event()
-        self._waiting[subject].add(told)
+        for subject in subjects:
+            self._waiting[subject].add(told)
         try:
             yield told
         finally:
-            self._waiting[subject].discard(told)
-            if not self._waiting[subject]:
-                del self._waiting[subject]
+            for subject in subjects:
+                self._waiting[subject].discard(told)
+                if not self._waiting[subject]:
+                    del self._waiting[subject]
 
     def _changed(self, payload: str) -> None:
         for subject in payload.split():
@@ -373,7 +379,7 @@ class Store:
 _EVENTS = Statement(
     select(*(events.c[name] for name in Event.__dataclass_fields__))
     .select_from(jobs.outerjoin(events, (events.c.job_id == jobs.c.id) & (events.c.revision > bindparam("after"))))
-    .where(queries.OWNED)
+    .where(queries.OWNED, queries.NOT_REVOKED)
     .order_by(events.c.revision)
 )
 """Events of a job above a revision: one row of NULLs if there are none, no row if there is no such job."""
@@ -421,6 +427,11 @@ LONGEST_NAME = 200
 
 
 _KEY = Statement(select(api_keys).where(api_keys.c.id == bindparam("key_id")))
+
+
+def _revocation(owner: UUID | None) -> str:
+    """What those who wait on behalf of a key are told by when it is revoked."""
+    return f"key:{owner}"
 
 
 def _hash(secret: str) -> bytes:

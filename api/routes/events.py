@@ -32,7 +32,7 @@ RETRY_MS = 1000
 async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: int) -> AsyncIterator[bytes]:
     """Server-sent events of a job above the revision `after`, as they happen, up to its terminal status.
 
-    An outage of the database delays them. The stream of a job that is removed ends.
+    An outage of the database delays them. The stream of a job that is removed ends, and that of a key that is revoked.
     """
     yield format_sse_event(retry=RETRY_MS)
     while True:
@@ -58,11 +58,13 @@ async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: in
 
 
 async def all_events_stream(store: Store, owner: UUID | None, position: FeedPosition) -> AsyncIterator[bytes]:
-    """Server-sent events of all jobs of an owner after a position, as they happen, without an end."""
+    """Server-sent events of all jobs of an owner after a position, as they happen, until the key is revoked."""
     yield format_sse_event(retry=RETRY_MS, id=str(position))  # for a client that loses it before the first event
     while True:
         try:
             batch = await store.all_events(owner, position, KEEP_ALIVE_S)
+        except NotFoundError:
+            return
         except DatabaseGoneError as error:
             yield format_sse_event(comment="the database is gone")
             await asyncio.sleep(error.retry_after_s)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from uuid import UUID
 
 import pytest
 from httpx import Client
 
 from api.app import create_app
+from api.jobs.store import Store
 from api.routes import events as api_events
 from api.settings import Settings
 from optpipe.client.connection import Event, read_events
-from tests.api.harness import STEP_VALUES_US, Stepwise, body, listening, working
+from tests.api.harness import STEP_VALUES_US, Stepwise, body, client_of, listening, new_key, working
 
 
 def events_of(client: Client, path: str, after: int | None = None) -> list[Event]:
@@ -165,3 +168,20 @@ def test_a_stream_of_all_jobs_resumes_where_nothing_had_happened_yet(idle: Clien
 @pytest.mark.parametrize("last", ["x", "1", "-1", "2-1-0", "9" * 400])
 def test_a_bad_last_event_id_of_all_jobs(idle: Client, last: str) -> None:
     assert idle.get("/v1/events", headers={"Last-Event-ID": last}).status_code == 422
+
+
+@pytest.mark.parametrize("of_all", [True, False])
+def test_the_streams_of_a_revoked_key_end(idle_url: str, idle_settings: Settings, of_all: bool) -> None:
+    async def revoke(key_id: UUID) -> None:
+        async with Store(idle_settings) as store:
+            await store.revoke_key(key_id)
+
+    secret = new_key(idle_settings)
+    with client_of(idle_url, secret) as client:
+        path = client.post("/v1/schedules", json=body()).headers["location"]
+        with client.stream("GET", "/v1/events" if of_all else f"{path}/events") as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith(("retry:", "id:"))
+            asyncio.run(revoke(UUID(secret.split("_")[1])))
+            assert len(list(read_events(lines))) <= 1  # that the job is queued, and then the end
+        assert client.get(path).status_code == 401
