@@ -237,7 +237,7 @@ class PlannedOps(Sequence[ScheduledOp]):
         modes = {}
         if any("mode" in names for names in fields):
             modes = {k: row["mode"] for k, row in enumerate(rows) if "mode" in row}
-            if not all(type(mode) is str and 0 < len(mode) <= MAX_MODE_NAME for mode in set(modes.values())):
+            if not all(type(mode) is str and 0 < len(mode) <= MAX_MODE_NAME for mode in modes.values()):
                 return None
         return cls(OpArray.of_columns(kinds, stages, microbatches), starts, ends, waits, silent, modes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from uuid import UUID
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, AwareDatetime, BaseModel
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from api.errors import HttpError
@@ -57,6 +58,16 @@ IdempotencyKey = Annotated[
     str | None,
     Header(max_length=200, pattern=r"^[\x21-\x7e]+$", description="The same key and body give the same job."),
 ]
+
+
+def _no_number(text: object) -> object:
+    if isinstance(text, str) and not re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ]", text, re.ASCII):
+        raise PydanticCustomError("no_time", "it must be a time of RFC 3339, such as 2026-11-22T16:00:00Z")
+    return text
+
+
+Time = Annotated[AwareDatetime, BeforeValidator(_no_number)]
+"""A time with its zone. Pydantic also takes seconds since 1970, which the description does not."""
 NamePart = Annotated[
     str, Query(max_length=200, description="Part of the name, in either case."), AfterValidator(_printable)
 ]
@@ -196,8 +207,8 @@ async def list_jobs(
     status: Status | None = None,
     tag: Tag = None,
     name: NamePart = "",
-    submitted_after: Annotated[AwareDatetime | None, Query(description="Or at this time.")] = None,
-    submitted_before: AwareDatetime | None = None,
+    submitted_after: Annotated[Time | None, Query(description="Or at this time.")] = None,
+    submitted_before: Time | None = None,
     sort: Annotated[Sort, Query(description="With a minus: the largest first. Jobs that have no such value: last.")] = (
         "-submitted_at"
     ),

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from instances import uniform
+from optpipe.errors import InputError
 from optpipe.ops import Op
-from optpipe.schedule import PlannedOps, ScheduledOp
+from optpipe.schedule import PlannedOps, Schedule, ScheduledOp
+from solver.solve import solve
 
 STREAM: TypeAdapter[PlannedOps] = TypeAdapter(PlannedOps)
 
@@ -91,3 +94,11 @@ def test_times_of_numpy_are_plain_numbers() -> None:
     planned = STREAM.validate_python([row(start_us=np.float64(0.25))])
     assert type(planned.starts[0]) is float
     assert planned[0].start_us == 0.25
+
+
+@pytest.mark.parametrize("mode", [{}, [], 3, "x" * 101])
+def test_a_mode_that_is_no_name_is_refused(mode: Any) -> None:
+    data = solve(uniform(2, 2), "1f1b").to_data()
+    data["devices"][0]["compute"][0]["mode"] = mode
+    with pytest.raises(InputError, match=r"devices\[0\]\.compute\[0\]\.mode is "):
+        Schedule.from_data(data)

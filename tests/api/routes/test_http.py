@@ -121,7 +121,8 @@ def test_lists_are_sorted_filtered_and_counted(client: Client) -> None:
     assert listed(client, submitted_before=times[1]) == ["C", "b"]
     later = (datetime.fromisoformat(times[0]) + timedelta(days=1)).isoformat()
     assert listed(client, submitted_after=later) == []
-    assert client.get("/v1/schedules", params={"submitted_after": "2026-01-01T00:00:00"}).status_code == 422  # no zone
+    for wrong in ("2026-01-01T00:00:00", "0.5", "1767225600", "2026"):  # no zone, no time
+        assert client.get("/v1/schedules", params={"submitted_after": wrong}).status_code == 422
     cursor = client.get("/v1/schedules", params={"limit": 1}).json()["cursor"]
     wrong = client.get("/v1/schedules", params={"cursor": cursor, "sort": "name"})
     assert wrong.json()["errors"][0]["code"] == "bad_cursor"
