@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from optpipe.compile.events import Clock, Clocks, Key, Rules, local_needs
-from optpipe.compile.memory import check_memory, host_bytes
+from optpipe.compile.memory import check_memory, host_bytes, mode_of
 from optpipe.compile.program import RECEIVES, SENDS, Action, Message, Program, Slab, excerpt
 from optpipe.errors import BudgetError, DeadlockError, OrderError
 from optpipe.ops import Op
@@ -175,7 +175,7 @@ class _Host:
             if self.problem is not None:
                 self._hold(action, slab, clock, self.problem)
         elif action.kind == "R" and self.problem is not None:
-            self.reloaded_bytes.append(self.reloaded_bytes[-1] + host_bytes(self.problem, action.stage))
+            self.reloaded_bytes.append(self.reloaded_bytes[-1] + self._moved_bytes(action, self.problem))
 
     def _claim_slab(self, action: Action, clocks: Clocks, clock: Clock) -> Slab:
         slabs = self.program.slabs[self.device] if self.program.slabs else ()
@@ -193,8 +193,12 @@ class _Host:
         self.last_user[action.slab] = action
         return slab
 
+    def _moved_bytes(self, action: Action, problem: Problem) -> int:
+        mode = mode_of(self.program, problem, action.stage, action.microbatch)
+        return host_bytes(problem.stages[action.stage], mode)
+
     def _hold(self, action: Action, slab: Slab, clock: Clock, problem: Problem) -> None:
-        size_bytes = host_bytes(problem, action.stage)
+        size_bytes = self._moved_bytes(action, problem)
         if size_bytes > slab.size_bytes:
             raise OrderError(f"{action} on device {self.device} moves {size_bytes} bytes, its slab {slab.size_bytes}")
         self.offloaded_bytes += size_bytes

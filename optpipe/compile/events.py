@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from optpipe.compile.program import RECEIVES, STREAM_OF_KIND, Action, Program, matching_send
+from optpipe.compile.program import BACKWARDS, RECEIVES, STREAM_OF_KIND, Action, Program, matching_send
 from optpipe.ops import Op
 
 Clock = tuple[int, int, int]
@@ -105,13 +105,13 @@ def local_needs(actions: Sequence[Action], rules: Rules) -> Iterator[tuple[Key, 
 Key = tuple[str, int, int]
 """Kind, stage and microbatch of an action: equal to its Op, but cheaper to build for a lookup."""
 
-_OWN = {"W": "B", "O": "F", "RELEASE": "O", "PREPARE": "RELEASE", "R": "PREPARE", "SEND_F": "F"}
+_OWN = {"O": "F", "RELEASE": "O", "PREPARE": "RELEASE", "R": "PREPARE", "SEND_F": "F"}
 """The only action that an action of a kind needs, of the same stage and microbatch."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Dependency rules. `placement[s]` is the device of stage s; `present` holds all F, B, W, BW, O, R that run."""
+    """Dependency rules. `placement[s]` is the device of stage s; `present` holds all ops of the schedule."""
 
     placement: Sequence[int]
     present: Collection[Key]
@@ -121,9 +121,11 @@ class Rules:
         return self.placement[boundary] != self.placement[boundary + 1]
 
     def backward(self, stage: int, microbatch: int) -> Key:
-        """Op that computes the input gradient: BW if B and W are fused, B otherwise."""
-        fused = ("BW", stage, microbatch)
-        return fused if fused in self.present else ("B", stage, microbatch)
+        """Op that computes the input gradient: B, or what stands for it where it is fused or recomputes."""
+        return self._first_present(("BW", "CB", "CBW"), stage, microbatch) or ("B", stage, microbatch)
+
+    def _first_present(self, kinds: tuple[str, ...], stage: int, microbatch: int) -> Key | None:
+        return next((key for kind in kinds if (key := (kind, stage, microbatch)) in self.present), None)
 
     def needs(self, key: Key) -> tuple[Key, ...]:
         """Actions that must end before an action starts, beyond the order of its list and its waits."""
@@ -134,10 +136,13 @@ class Rules:
             if s == 0:
                 return ()
             return (("RECV_F", s, i),) if self.crosses(s - 1) else (("F", s - 1, i),)
-        if kind in ("B", "BW"):
-            forward, reload = ("F", s, i), ("R", s, i)
-            own = (forward, reload) if reload in self.present else (forward,)
-            if s + 1 == len(self.placement):
+        if kind == "W":
+            return (self.backward(s, i),)
+        if kind == "C" or kind in BACKWARDS:
+            reload = self._first_present(("R",), s, i)
+            again = self._first_present(("C",), s, i) if kind != "C" else None
+            own = (("F", s, i), *(need for need in (reload, again) if need))
+            if kind == "C" or s + 1 == len(self.placement):
                 return own
             return (*own, ("RECV_B", s, i) if self.crosses(s) else self.backward(s + 1, i))
         if kind == "SEND_B":
@@ -148,6 +153,6 @@ class Rules:
             return ()  # their place in the compute stream decides
         needs: list[Key] = []  # of REDUCE: the weight gradients of every microbatch
         while ("F", s, len(needs)) in self.present:
-            fused = ("BW", s, len(needs))
-            needs.append(fused if fused in self.present else ("W", s, len(needs)))
+            fused = self._first_present(("BW", "CBW"), s, len(needs))
+            needs.append(fused or ("W", s, len(needs)))
         return tuple(needs)

@@ -18,16 +18,26 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from optpipe.compile.check import check_program
 from optpipe.compile.events import Key, Rules, with_events
-from optpipe.compile.memory import action_effect
+from optpipe.compile.memory import action_effect, mode_of
 from optpipe.compile.offload import insert_releases, plan_slabs, reload_begins_us
-from optpipe.compile.program import SENDS, Action, Program, matching_receive, matching_send
-from optpipe.errors import MethodError
+from optpipe.compile.program import (
+    BACKWARDS,
+    LAST_BACKWARDS,
+    SENDS,
+    Action,
+    Program,
+    matching_receive,
+    matching_send,
+)
+from optpipe.costs import Effect
 from optpipe.memory import Times
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, implied_modes
 from optpipe.simulate import simulate
 
 Entry = tuple[float, int, str, int, int]
@@ -96,7 +106,7 @@ class _Graph:
             yield end_us, _COMPUTE, kind, s, i
             if kind == "F" and s < last and self._rules.crosses(s):
                 yield end_us, _MESSAGE, "SEND_F", s, i
-            elif kind in ("B", "BW") and s > 0 and self._rules.crosses(s - 1):
+            elif kind in BACKWARDS and s > 0 and self._rules.crosses(s - 1):
                 yield end_us, _MESSAGE, "SEND_B", s, i
 
     def needs(self, node: Key) -> Iterator[Key]:
@@ -138,27 +148,23 @@ def compile_schedule(
 
     Only orders and waits of the schedule are used; times are simulated. With `reduce_gradients` each stage has a REDUCE
     when its gradients are complete, and with `reduce_every` also a REDUCE_PART after the weight gradients of so many
-    microbatches; with `gather_parameters` it has a GATHER before its first F. Raises MethodError for a schedule with
-    activation modes, OrderError if an op is missing, repeated or misplaced, DeadlockError if ops wait for one another
-    in a cycle, and BudgetError if the program would exceed a budget of the problem.
+    microbatches; with `gather_parameters` it has a GATHER before its first F. Raises OrderError if an op is missing,
+    repeated or misplaced, DeadlockError if ops wait for one another in a cycle, and BudgetError if the program would
+    exceed a budget of the problem.
     """
     problem = schedule.problem
-    if schedule.modes is not None:
-        raise MethodError(
-            "the executor keeps activations or offloads them whole, but this schedule recomputes some or uses modes. "
-            "Maybe leave stages[].modes out of the problem and solve it again."
-        )
     simulation = simulate(problem, schedule.orders)  # raises if the orders cannot run
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
     times = dict(zip(simulation.ops, spans, strict=True))
-    host = plan_slabs(problem, times)
+    host = plan_slabs(problem, times, simulation.modes)
     waits = {op: list(others) for op, others in schedule.orders.waits.items()}
     for offload, reload in host.waits.items():
         waits.setdefault(offload, []).append(reload)
     orders = replace(schedule.orders, waits=waits)
     placement = tuple(stage.device for stage in problem.stages)
     plan = Plan(placement, orders, times, reload_begins_us(orders, times), host.slab_of)
-    program = Program(problem.microbatches, placement, insert_releases(lower(plan)), host.slabs)
+    lists = insert_releases(lower(plan))
+    program = Program(problem.microbatches, placement, lists, host.slabs, _mode_names(problem, orders))
     if reduce_gradients:
         program = _insert_reduces(program, reduce_every or program.microbatches)
     if gather_parameters:
@@ -166,6 +172,15 @@ def compile_schedule(
     program = with_events(program)
     check_program(program, problem)
     return program
+
+
+def _mode_names(problem: Problem, orders: Orders) -> dict[tuple[int, int], str]:
+    """Name of the mode of each (stage, microbatch) that is neither kept nor offloaded whole."""
+    if orders.modes is None:
+        return {}
+    implied = implied_modes(problem, [device.offload for device in orders.devices])
+    named = np.argwhere(orders.modes != implied).tolist()
+    return {(s, i): problem.stages[s].choices[orders.modes[s, i]].name for s, i in named}
 
 
 def compile_forward(placement: Sequence[int], microbatches: int, devices: int | None = None) -> Program:
@@ -193,21 +208,21 @@ def compile_forward(placement: Sequence[int], microbatches: int, devices: int | 
 
 
 def fuse_adjacent(program: Program, problem: Problem, stages: Collection[int] | None = None) -> Program:
-    """Fuse B and W of one stage and microbatch into BW if they are adjacent on the compute stream.
+    """Fuse B and W of one stage and microbatch into BW (CB and W into CBW) if they are adjacent on the compute stream.
 
     Only in `stages`, if given. All other actions keep their order; the gradient that B sends on leaves after BW. A pair
     is not fused if an offload that waits for B starts between B and W, or if the workspace of BW does not fit into the
     budget of its device.
     """
     pairs = {
-        pair
-        for d, actions in enumerate(program.devices)
-        for pair in _fusible_pairs(actions, problem, problem.devices[d].memory_bytes)
-        if stages is None or pair[0] in stages
+        (after.stage, after.microbatch): _FUSED[before.kind]
+        for d in range(len(program.devices))
+        for before, after in _fusible_pairs(program, d, problem)
+        if stages is None or after.stage in stages
     }
 
     def fused(op: Op) -> Op:
-        return Op("BW", *op[1:]) if op.kind in ("B", "W") and op[1:] in pairs else op
+        return Op(pairs[op[1:]], *op[1:]) if op.kind in ("B", "CB", "W") and op[1:] in pairs else op
 
     devices = []
     for actions in program.devices:
@@ -216,21 +231,29 @@ def fuse_adjacent(program: Program, problem: Problem, stages: Collection[int] | 
     return with_events(replace(program, devices=tuple(devices)))
 
 
-def _fusible_pairs(actions: Sequence[Action], problem: Problem, budget: int | None) -> Iterator[tuple[int, int]]:
-    """Stage and microbatch of the pairs that can be fused. B and W hold before and after them what BW holds there."""
+_FUSED = {"B": "BW", "CB": "CBW"}
+
+
+def _fusible_pairs(program: Program, device: int, problem: Problem) -> Iterator[tuple[Action, Action]]:
+    """Pairs of B or CB and W that can be fused. They hold before and after them what BW or CBW holds there."""
+    actions, budget = program.devices[device], problem.devices[device].memory_bytes
+
+    def effect(action: Action, kind: str) -> Effect:
+        mode = mode_of(program, problem, action.stage, action.microbatch)
+        return action_effect(problem.stages[action.stage], kind, mode)
+
     level = 0  # bytes held before the first of two neighbours on the compute stream
     for first, last in pairwise(k for k, action in enumerate(actions) if action.stream == "compute"):
         before, between, after = actions[first], actions[first + 1 : last], actions[last]
-        b = Op("B", *after[1:3])
-        adjacent = after.kind == "W" and before.key == b
-        fits = budget is None or level + action_effect(problem.stages[after.stage], "BW").at_start <= budget
-        if adjacent and fits and not any(a.kind == "O" and b in a.waits for a in between):
-            yield after.stage, after.microbatch
-        level += sum(action_effect(problem.stages[before.stage], before.kind))
+        adjacent = after.kind == "W" and before.kind in _FUSED and before[1:3] == after[1:3]
+        fits = not adjacent or budget is None or level + effect(before, _FUSED[before.kind]).at_start <= budget
+        if adjacent and fits and not any(a.kind == "O" and before.key in a.waits for a in between):
+            yield before, after
+        level += sum(effect(before, before.kind))
 
 
 def _insert_reduces(program: Program, every: int) -> Program:
-    """Insert REDUCE of every stage right after its last W or BW, while the device continues with its other stages.
+    """Insert REDUCE of every stage right after its last W, BW or CBW, while the device goes on with its other stages.
 
     After every `every` of the earlier ones there is a REDUCE_PART. Replicas of a pipeline run equal lists, so all of
     them reduce a device's stages in the same order.
@@ -241,7 +264,7 @@ def _insert_reduces(program: Program, every: int) -> Program:
         reduced: list[Action] = []
         for action in actions:
             reduced.append(action)
-            if action.kind in ("W", "BW"):
+            if action.kind in LAST_BACKWARDS:
                 done[action.stage] += 1
                 if done[action.stage] == program.microbatches:
                     reduced.append(Action("REDUCE", action.stage, 0))

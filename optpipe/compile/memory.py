@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from optpipe.compile.program import COLLECTIVES, RECEIVES, SENDS, Action, Program
+from optpipe.compile.program import BACKWARDS, COLLECTIVES, LAST_BACKWARDS, RECEIVES, SENDS, Action, Program
 from optpipe.costs import Effect, device_effect, host_effect
 from optpipe.errors import BudgetError
-from optpipe.problem import Problem, Stage
+from optpipe.ops import KINDS
+from optpipe.problem import Mode, Problem, Stage
 
 NOTHING = Effect(0, 0)
 
@@ -44,8 +46,8 @@ def planned_peaks_bytes(
     """
     beside = replicas or [ReplicaMemory()] * len(problem.stages)
     return [
-        max((level for _, level in _levels(actions, problem, message_bytes, beside)), default=0)
-        for actions in program.devices
+        max((level for _, level in _levels(program, d, problem, message_bytes, beside)), default=0)
+        for d in range(len(program.devices))
     ]
 
 
@@ -92,10 +94,10 @@ def check_memory(program: Program, problem: Problem) -> None:
     Budgets are for activations and workspaces; messages do not count.
     """
     no_messages = [0] * (len(problem.stages) - 1)
-    for d, (device, actions) in enumerate(zip(problem.devices, program.devices, strict=True)):
+    for d, device in enumerate(problem.devices):
         if device.memory_bytes is None:
             continue
-        for action, level in _levels(actions, problem, no_messages, [ReplicaMemory()] * len(problem.stages)):
+        for action, level in _levels(program, d, problem, no_messages, [ReplicaMemory()] * len(problem.stages)):
             if level > device.memory_bytes:
                 raise BudgetError(
                     f"device {d} holds {level} bytes at {action}, but its memory_bytes is {device.memory_bytes}. "
@@ -104,27 +106,48 @@ def check_memory(program: Program, problem: Problem) -> None:
                 )
 
 
-def action_effect(stage: Stage, kind: str) -> Effect:
-    """Effect of an action on device memory, without messages."""
-    if kind in ("F", "B", "W", "BW"):
-        return device_effect(stage, kind)
-    return device_effect(stage, {"RELEASE": "O", "PREPARE": "R"}[kind]) if kind in ("RELEASE", "PREPARE") else NOTHING
+_COPY_OF = {"RELEASE": "O", "PREPARE": "R"}
+"""The op whose effect on device memory an action of an offload has; O and R themselves have none."""
 
 
-def host_bytes(problem: Problem, stage: int) -> int:
-    """Host memory of one offloaded activation of a stage."""
-    return host_effect(problem.stages[stage], "O").at_start
+def mode_of(program: Program, problem: Problem, stage: int, microbatch: int) -> Mode | None:
+    """Activation mode of a microbatch on a stage; None where it is kept, or offloaded whole."""
+    name = program.modes.get((stage, microbatch))
+    if name is None:
+        return None
+    choices = problem.stages[stage]
+    return choices.choices[choices.choice_numbers[name]]
+
+
+def action_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
+    """Effect of an action on device memory, without messages, for a microbatch in `mode` (as `mode_of`)."""
+    if kind in _COPY_OF:
+        return device_effect(stage, _COPY_OF[kind], mode)
+    return device_effect(stage, kind, mode) if kind in KINDS and kind not in ("O", "R") else NOTHING
+
+
+def host_bytes(stage: Stage, mode: Mode | None = None) -> int:
+    """Host memory of what an offload of a microbatch in `mode` (as `mode_of`) moves."""
+    return host_effect(stage, "O", mode).at_start
 
 
 def _levels(
-    actions: Sequence[Action], problem: Problem, message_bytes: Sequence[int], replicas: Sequence[ReplicaMemory]
+    program: Program,
+    device: int,
+    problem: Problem,
+    message_bytes: Sequence[int],
+    replicas: Sequence[ReplicaMemory],
 ) -> Iterator[tuple[Action, int]]:
     """Successive memory levels of a device, each with the action that causes it."""
     with_gradients: set[int] = set()
     reduced: set[int] = set()
-    effects = {(s, kind): action_effect(stage, kind) for s, stage in enumerate(problem.stages) for kind in _KINDS}
+
+    @cache
+    def effect_of(stage: int, kind: str, mode: Mode | None) -> Effect:
+        return action_effect(problem.stages[stage], kind, mode)
+
     level = 0
-    for action in actions:
+    for action in program.devices[device]:
         stage, kind = action.stage, action.kind
         if kind in SENDS:
             level -= message_bytes[action.message.boundary]
@@ -146,20 +169,17 @@ def _levels(
             level += kept
             yield action, level
         else:
-            if kind in ("BW", "W") and stage not in with_gradients:
+            if kind in LAST_BACKWARDS and stage not in with_gradients:
                 with_gradients.add(stage)
                 level += replicas[stage].gradient_bytes
-            effect = effects.get((stage, kind), NOTHING)
+            effect = effect_of(stage, kind, mode_of(program, problem, stage, action.microbatch))
             previous = message_bytes[stage - 1] if stage > 0 else 0
             following = message_bytes[stage] if stage < len(message_bytes) else 0
             used, made = (0, 0)
             if kind == "F":
                 used, made = previous, following
-            elif kind in ("B", "BW"):
+            elif kind in BACKWARDS:
                 used, made = following, previous
             for change in (effect.at_start - used, effect.at_end + made):
                 level += change
                 yield action, level
-
-
-_KINDS = ("F", "B", "W", "BW", "RELEASE", "PREPARE")

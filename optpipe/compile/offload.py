@@ -11,8 +11,8 @@ Management for Deep Neural Net Inference") and start time, and the smaller total
 number of slabs is the largest number of activations on the host at one time, which is optimal.
 
 Device memory is allocated and freed on the compute stream only, so the list determines the memory in use after any
-number of its actions: F, PREPARE and workspaces allocate, RELEASE, B, W and BW free. A slow copy can stall RELEASE, and
-all compute behind it, but it cannot change the memory in use there.
+number of its actions: F, C, PREPARE and workspaces allocate, RELEASE, W and backwards free. A slow copy can stall
+RELEASE, and all compute behind it, but it cannot change the memory in use there.
 
 **The list never holds more than `peak_bytes_any_timing`.** That peak is the largest level over all closed sets of
 events (starts and ends of ops): sets that contain, with each event, all its predecessors by orders, rules and waits.
@@ -23,7 +23,7 @@ the start of its R, the two moments at which a copy changes the level. Their clo
 * starts of O and ends of R, which change nothing;
 * ends of O and starts of R. Every action that needs the end of an O (its own R, an op or a reload that waits for it, a
   later O, whose RELEASE comes later) has that RELEASE before it: `insert_releases` puts it there. Every action that
-  needs the end of an R (its B, an op that waits for it, a later R, an O that waits for it) has the R, and so its
+  needs the end of an R (its B or C, an op that waits for it, a later R, an O that waits for it) has the R, and so its
   PREPARE, before it.
 
 So the level at that point is the level of a closed set, and at most the peak. RELEASE is as late as that allows, right
@@ -39,10 +39,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from optpipe.compile.program import Action, Slab
-from optpipe.costs import host_effect
+from optpipe.compile.program import BACKWARDS, Action, Slab
+from optpipe.costs import Costs
 from optpipe.memory import Times
-from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders
 from optpipe.problem import Problem
 
 Moment = tuple[float, bool]
@@ -91,16 +91,17 @@ class HostPlan:
     waits: Mapping[Op, Op]
 
 
-def plan_slabs(problem: Problem, planned: Times) -> HostPlan:
-    """Assign a slab to every offloaded activation. `planned` holds the times of every O and R."""
+def plan_slabs(problem: Problem, planned: Times, modes: Ints | None = None) -> HostPlan:
+    """Assign a slab to every offload. `planned` holds the times of every O and R, `modes` are those of `Orders`."""
     stays: list[list[_Stay]] = [[] for _ in problem.devices]
-    for op, (start_us, end_us) in planned.items():
-        if op.kind == "O":
-            reload_us, back_us = planned[Op("R", op.stage, op.microbatch)]
-            size_bytes = host_effect(problem.stages[op.stage], "O").at_start
-            # A zero-length O and a zero-length R at one instant may run in either order: they never share a slab.
-            stay = _Stay(size_bytes, (start_us, start_us < end_us), (back_us, reload_us == back_us), *op[1:])
-            stays[problem.stages[op.stage].device].append(stay)
+    offloads = [op for op in planned if op.kind == "O"]
+    sizes_bytes = Costs(problem, modes).host_effects(OpArray.of(offloads))[:, 0].tolist()
+    for op, size_bytes in zip(offloads, sizes_bytes, strict=True):
+        start_us, end_us = planned[op]
+        reload_us, back_us = planned[Op("R", op.stage, op.microbatch)]
+        # A zero-length O and a zero-length R at one instant may run in either order: they never share a slab.
+        stay = _Stay(size_bytes, (start_us, start_us < end_us), (back_us, reload_us == back_us), *op[1:])
+        stays[problem.stages[op.stage].device].append(stay)
     coloured: list[list[_Users]] = []
     for of_device in stays:
         colourings = [_colour(sorted(of_device, key=lambda stay: (-stay.size_bytes, *stay[1:])))]
@@ -197,12 +198,12 @@ def reload_begins_us(orders: Orders, planned: Times) -> dict[Op, float]:
 
 
 def _latest_begins_us(device: DeviceOrders, planned: Times) -> dict[Op, float]:
-    """Latest start of each reload with which it and all later ones end before their backward ops start."""
-    backward = {op[1:]: op for op in device.compute if op.kind in ("B", "BW")}
+    """Latest start of each reload with which it and all later ones end before the ops that need them start."""
+    user = {op[1:]: op for op in reversed(device.compute) if op.kind == "C" or op.kind in BACKWARDS}
     latest: dict[Op, float] = {}
     next_us = float("inf")
     for reload in reversed(device.reload):
         start_us, end_us = planned[reload]
-        next_us = min(next_us, planned[backward[reload[1:]]][0]) - (end_us - start_us)
+        next_us = min(next_us, planned[user[reload[1:]]][0]) - (end_us - start_us)
         latest[reload] = next_us
     return latest

@@ -1,6 +1,6 @@
 """Actions and programs: one list of actions per device, in the order in which its host thread issues them.
 
-The ops of a schedule keep their kinds (F, B, W, BW, O, R). Lowering adds:
+The ops of a schedule keep their kinds (`optpipe.ops.KINDS`). Lowering adds:
 
 * Messages. Where consecutive stages sit on different devices, SEND_F on the earlier stage and RECV_F on the
   later one carry activations, SEND_B on the later and RECV_B on the earlier one carry gradients.
@@ -19,8 +19,8 @@ determines which memory is in use (see `optpipe.compile.offload`), regardless of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -31,10 +31,19 @@ RECEIVES = ("RECV_F", "RECV_B")
 COLLECTIVES = ("GATHER", "REDUCE_PART", "REDUCE")
 """Actions of the replicas of a stage: all of them run these in the same order."""
 
+BACKWARDS = ("B", "BW", "CB", "CBW")
+"""Kinds that take the gradient of a stage's output and make that of its input."""
+
+RECOMPUTATIONS = ("C", "CB", "CBW")
+"""Kinds that make an activation anew: ahead of the backward, or inside it."""
+
+LAST_BACKWARDS = ("W", "BW", "CBW")
+"""Kinds after which the weight gradients of a microbatch are complete."""
+
 ActionStream = Literal["compute", "offload", "reload", "communication"]
 
 STREAM_OF_KIND: dict[str, ActionStream] = {
-    **dict.fromkeys(("F", "B", "W", "BW", "RELEASE", "PREPARE", *COLLECTIVES), "compute"),
+    **dict.fromkeys(("F", "W", "C", *BACKWARDS, "RELEASE", "PREPARE", *COLLECTIVES), "compute"),
     "O": "offload",
     "R": "reload",
     **dict.fromkeys((*SENDS, *RECEIVES), "communication"),
@@ -127,18 +136,25 @@ def matching_receive(send: Op) -> Op:
 class Program:
     """Actions of every device: `devices[d]` is the list of device d, `placement[s]` the device of stage s.
 
-    `slabs[d]` are the host buffers of device d, allocated once before the first step; empty without offload.
+    `slabs[d]` are the host buffers of device d, allocated once before the first step; empty without offload. `modes`
+    names the activation mode of each (stage, microbatch) that is neither kept nor offloaded whole.
     """
 
     microbatches: int
     placement: tuple[int, ...]
     devices: tuple[tuple[Action, ...], ...]
     slabs: tuple[tuple[Slab, ...], ...] = ()
+    modes: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
         """Offloaded (stage, microbatch) pairs."""
         return frozenset((a.stage, a.microbatch) for a in self.actions() if a.kind == "O")
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) pairs whose activation is made anew, ahead of the backward or inside it."""
+        return frozenset((a.stage, a.microbatch) for a in self.actions() if a.kind in RECOMPUTATIONS)
 
     @cached_property
     def awaited(self) -> frozenset[Op]:
@@ -155,8 +171,13 @@ class Program:
     def device_digests(self) -> tuple[str, ...]:
         """SHA-256 of each device's list and slabs, to name the device on which two programs differ."""
         slabs = self.slabs or ((),) * len(self.devices)
+
+        def line(action: Action) -> str:
+            mode = self.modes.get((action.stage, action.microbatch)) if action.kind == "F" else None
+            return f"{action}({','.join(map(str, action.waits))})" + (f" {mode!r}" if mode else "")
+
         return tuple(
-            _sha256("\n".join((*(f"{a}({','.join(map(str, a.waits))})" for a in actions), *map(str, device_slabs))))
+            _sha256("\n".join((*map(line, actions), *map(str, device_slabs))))
             for actions, device_slabs in zip(self.devices, slabs, strict=True)
         )
 

@@ -1,16 +1,16 @@
 """Validation points: where each device waits for the outcome of the last step's update, as late as possible.
 
 A device may have to discard its actions before the point and repeat them with other weights (post-validation, Zero
-Bubble). So only forwards and copies come before it, which touch no gradient, and no message crosses it: a send is
-before the sender's point exactly if its receive is before the receiver's. Then a device that rolls back has asked for
-all messages that it discards, and no device waits for a message that is sent after a point.
+Bubble). So only forwards, recomputations and copies come before it, which touch no gradient, and no message crosses it:
+a send is before the sender's point exactly if its receive is before the receiver's. Then a device that rolls back has
+asked for all messages that it discards, and no device waits for a message that is sent after a point.
 """
 
 from __future__ import annotations
 
 from optpipe.compile.program import RECEIVES, SENDS, Program, matching_receive, matching_send
 
-BEFORE = ("F", "O", "RELEASE", "PREPARE", "R", *SENDS, *RECEIVES)
+BEFORE = ("F", "C", "O", "RELEASE", "PREPARE", "R", *SENDS, *RECEIVES)
 
 
 def validation_points(program: Program) -> tuple[int, ...]:

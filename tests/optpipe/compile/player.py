@@ -98,7 +98,9 @@ def levels_bytes(program: Program, problem: Problem, times: Times, device: int) 
     effect_of = {"RELEASE": "O", "PREPARE": "R"}
     changes = []
     for k, action in enumerate(a for a in program.devices[device] if a.stream == "compute"):
-        effect = device_effect(problem.stages[action.stage], effect_of.get(action.kind, action.kind))
+        stage, name = problem.stages[action.stage], program.modes.get((action.stage, action.microbatch))
+        mode = None if name is None else next(mode for mode in stage.choices if mode.name == name)
+        effect = device_effect(stage, effect_of.get(action.kind, action.kind), mode)
         begin, end = times[action.key]
         changes += [(begin, k, 0, effect.at_start), (end, k, 1, effect.at_end)]
     level = 0

@@ -15,15 +15,19 @@ from hypothesis import strategies as st
 
 from instances.schedules import Moved, one_f_one_b, v_wave
 from optpipe.compile import Program, compile_schedule
+from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.compile.program import RECEIVES
-from optpipe.ops import Op, Orders
+from optpipe.ops import KINDS, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.worst_case_memory import worst_case_peak_bytes
+from solver.build import build_schedule
+from tests import mode_oracle
 from tests.optpipe.compile.player import Times, levels_bytes, planned_duration, play
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.problems import problems
 from tests.random_plans import precedences
+from tests.recomputing import random_recomputing
 
 
 @st.composite
@@ -56,6 +60,28 @@ def test_whatever_things_take_the_plan_is_obeyed_within_its_memory(problem: Prob
     for d, device in enumerate(schedule.devices):
         allowed = worst_case_peak_bytes(problem, tuple(ops.ops for _, ops in device.streams()), schedule.orders.waits)
         assert max(levels_bytes(program, problem, times, d), default=0) <= allowed
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_schedules_with_modes_are_obeyed_within_their_memory(seed: int) -> None:
+    rng = Random(seed)
+    problem, orders = random_recomputing(rng)
+    schedule = build_schedule(problem, orders, 0.0, "random", 0.0)
+    program = compile_schedule(schedule)
+    there, last = set(orders.ops()), len(problem.stages) - 1
+    assert sorted(action.key for action in program.actions() if action.kind in KINDS) == sorted(there)
+    taking = random_durations(program, rng)
+    times = play(program, lambda op: taking[op] if op.kind not in ("RELEASE", "PREPARE") else 0.0)
+    rules = [(Op(*before), op) for op in there for before in mode_oracle.needs(op, there, last)]
+    waits = [(before, op) for op, others in orders.waits.items() for before in others]
+    for before, after in rules + waits:
+        assert times[before][1] <= times[after][0], f"{after} began before {before} was over"
+    assert_copies_find_their_memory(program, times)
+    for d, device in enumerate(orders.devices):
+        allowed = worst_case_peak_bytes(problem, tuple(device.streams()), orders.waits, orders.modes)
+        levels = list(levels_bytes(program, problem, times, d))
+        assert max(levels, default=0) <= allowed
+        assert planned_peaks_bytes(program, problem, [0] * last)[d] == max(levels, default=0)
 
 
 def assert_rules_and_waits_are_kept(schedule: Schedule, times: Times) -> None:
