@@ -151,6 +151,19 @@ def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Ran
     return planned
 
 
+OFFLOAD = {"bytes": 10, "offload_us": 2, "reload_us": 2}
+FULL_AND_OFFLOAD = FULL | {"name": "full+offload", "offload": {"bytes": 1, "offload_us": 1, "reload_us": 1}}
+
+
+def random_executable(devices: int, microbatches: int, seed: int) -> Schedule:
+    """A random schedule of a linear pipeline in which any microbatch may be kept, offloaded, recomputed, or both."""
+    problem = recomputing(devices, microbatches, [FULL, FULL_AND_OFFLOAD], offload=OFFLOAD)
+    rng = Random(seed)
+    modes, costs = random_case(problem.to_data(), rng)
+    orders = orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)
+    return build_schedule(problem, orders, 0.0, "random", 0.0)
+
+
 def delay_us(problem: Problem, before: oracle.Key, op: oracle.Key) -> float:
     if before[1] == op[1]:
         return 0.0

@@ -208,6 +208,11 @@ class PlannedSchedule:
         return self.schedule.problem.microbatches
 
     def _compiled(self, schedule: Schedule) -> Program:
+        if schedule.modes is not None:
+            raise TrainingError(
+                "PlannedSchedule keeps activations or offloads them whole, but this schedule recomputes some. "
+                "Maybe solve without stages[].modes, or run it with 'optpipe train'."
+            )
         return compile_schedule(
             schedule, reduce_gradients=True, gather_parameters=True, reduce_every=self._reduce_every
         )

@@ -61,9 +61,11 @@ class StageFigures:
     def from_data(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`."""
         times = {kind: Spread(**spread) for kind, spread in data["times"].items()}
-        smallest = StageSizes(**data["smallest"]) if data["smallest"] else None
+        smallest = StageSizes.from_data(data["smallest"]) if data["smallest"] else None
         undeferred = tuple(Undeferred(**one | {"layers": tuple(one["layers"])}) for one in data["undeferred"])
-        return cls(times, StageSizes(**data["sizes"]), data["parameter_bytes"], smallest, data["samples"], undeferred)
+        return cls(
+            times, StageSizes.from_data(data["sizes"]), data["parameter_bytes"], smallest, data["samples"], undeferred
+        )
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class ActivationStore:
-    """Saved activations of one stage and microbatch.
+    """Saved activations of one stage and microbatch, or the input from which they are made anew.
 
     `resident` are the storages (`storage_key`) that stay on the device: weights and the caller's batch.
     """
@@ -104,6 +104,14 @@ class ActivationStore:
                 yield
         finally:
             checkpoint._VersionWrapper = _VersionWrapper  # type: ignore[misc]
+
+    def hold(self, tensor: Tensor) -> object:
+        """Hold a tensor outside of any graph; `held` gives it back from the description returned."""
+        return self._pack(tensor)
+
+    def held(self, description: Any) -> Tensor:
+        """The tensor of a description by `hold`. It must be on the device."""
+        return self._unpack(description)
 
     @property
     def size_bytes(self) -> int:

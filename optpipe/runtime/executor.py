@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from optpipe.compile.program import Action, Message, Program, excerpt
+from optpipe.compile.program import BACKWARDS, Action, Message, Program, excerpt
 from optpipe.errors import TrainingError
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.channel import Channel, Direction, TreeReceipt, open_channel
@@ -111,12 +111,15 @@ class ActionBinder:
         self._last_stage = len(parts.program.placement) - 1
         self._slots: dict[Message, MessageSlot] = {}
         actions = parts.program.devices[parts.device]
-        self._fused = {(action.stage, action.microbatch) for action in actions if action.kind == "BW"}
+        self._fused = {(action.stage, action.microbatch) for action in actions if action.kind in ("BW", "CBW")}
         self._work: Mapping[str, Callable[[Action], Work]] = {
             "F": self._forward,
             "B": lambda action: self._backward(action, self._stage(action).backward_input),
             "BW": lambda action: self._backward(action, self._stage(action).backward),
             "W": lambda action: partial(self._stage(action).backward_weight, action.microbatch),
+            "C": lambda action: partial(self._stage(action).recompute, action.microbatch),
+            "CB": lambda action: self._backward(action, self._stage(action).recompute_and_backward_input),
+            "CBW": lambda action: self._backward(action, self._stage(action).recompute_and_backward),
             "O": self._offload,
             "RELEASE": lambda action: partial(self._stage(action).free, action.microbatch),
             "PREPARE": lambda action: partial(self._stage(action).allocate, action.microbatch),
@@ -157,17 +160,19 @@ class ActionBinder:
         """Slot of the message that a compute action uses."""
         if action.kind == "F":
             return self._slot("F", action.stage - 1, action.microbatch)
-        return self._slot("B", action.stage, action.microbatch) if action.kind in ("B", "BW") else None
+        return self._slot("B", action.stage, action.microbatch) if action.kind in BACKWARDS else None
 
     def _is_received(self, action: Action) -> bool:
         """True if the message that a compute action uses comes from another device."""
         boundary = action.stage - (action.kind == "F")
-        uses = action.kind in ("F", "B", "BW") and 0 <= boundary < self._last_stage
+        uses = (action.kind == "F" or action.kind in BACKWARDS) and 0 <= boundary < self._last_stage
         return uses and self._parts.program.crosses(boundary)
 
     def _forward(self, action: Action) -> Work:
         s, i, stage, batch = action.stage, action.microbatch, self._stage(action), self._parts.batch
-        forward, evaluate, evaluates = stage.forward, stage.evaluate, self._parts.evaluates
+        recomputed = (s, i) in self._parts.program.recomputed
+        forward = stage.forward_keeping_input if recomputed else stage.forward
+        evaluate, evaluates = stage.evaluate, self._parts.evaluates
         used, made = self._used(action), self._slot("F", s, i)
         offloads, fused = (s, i) in self._parts.program.offloaded, (s, i) in self._fused
 

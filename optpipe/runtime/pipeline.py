@@ -50,6 +50,7 @@ class Pipeline:
         offload_bytes: Mapping[int, int] | None = None,
         streams: Callable[[torch.device], Streams] = make_streams,
     ) -> None:
+        check_modes(program)
         self.program = program
         self._transport, self._stages, self._sync = transport, stages, sync
         reducers = sync.reducers if sync else {}
@@ -201,6 +202,22 @@ class Pipeline:
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
+
+
+WHOLE_STAGE = ("full", "recompute")
+"""Modes that the executor runs by recomputing a stage from its input; "+offload" behind them: the input leaves too."""
+
+
+def check_modes(program: Program) -> None:
+    """Raise TrainingError if the program holds an activation in a mode that the executor does not have."""
+    for (stage, microbatch), name in program.modes.items():
+        known = (stage, microbatch) in program.recomputed and name.removesuffix("+offload") in WHOLE_STAGE
+        if not known:
+            raise TrainingError(
+                f"stages[{stage}] has the mode {name!r}, which the executor does not know: beside 'kept' and 'offload' "
+                "it recomputes whole stages from their input, in the modes 'full' and 'full+offload' (or 'recompute' "
+                "and 'recompute+offload'). Maybe solve with these modes alone."
+            )
 
 
 def _run(executors: Sequence[DeviceExecutor]) -> None:

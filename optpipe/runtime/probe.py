@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from optpipe.costs import BACKWARD_OF
 from optpipe.errors import TrainingError
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
@@ -31,6 +32,27 @@ class StageSizes:
     backward_weight_bytes: int
     offload_bytes: int
     workspace_bytes: dict[str, int]
+    recomputed: RecomputedSizes | None = None
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        recomputed = data.get("recomputed")
+        return cls(**{**data, "recomputed": recomputed and RecomputedSizes(**recomputed)})
+
+
+@dataclass(frozen=True)
+class RecomputedSizes:
+    """Bytes of one microbatch that is recomputed from the stage's input, as the fields of a mode define them.
+
+    `offload_bytes` of what is kept can be offloaded.
+    """
+
+    kept_bytes: int
+    offload_bytes: int
+    forward_workspace_bytes: int
+    workspace_bytes: int
+    segment_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,24 +89,41 @@ def until_alike(measured: Iterable[StageSizes]) -> list[StageSizes]:
     return seen
 
 
-def measure_samples(stage: Stage, samples: Sequence[Sample], before: Spec | None, after: Spec | None) -> SizeRange:
+def measure_samples(
+    stage: Stage, samples: Sequence[Sample], before: Spec | None, after: Spec | None, *, recomputes: bool = False
+) -> SizeRange:
     """Measure a stage with its actual input, microbatch by microbatch (`measure_stage`, `until_alike`)."""
-    return size_range(until_alike(measure_stage(stage, sample, before, after, zeros=False) for sample in samples))
+    return size_range(
+        until_alike(
+            measure_stage(stage, sample, before, after, zeros=False, recomputes=recomputes) for sample in samples
+        )
+    )
 
 
 def _extreme(choose: Callable[[Iterable[int]], int], seen: Sequence[StageSizes]) -> StageSizes:
+    again = [sizes.recomputed for sizes in seen if sizes.recomputed]
+    names = [field.name for field in fields(RecomputedSizes)]
     return StageSizes(
         choose(sizes.activation_bytes for sizes in seen),
         choose(sizes.backward_weight_bytes for sizes in seen),
         choose(sizes.offload_bytes for sizes in seen),
         {kind: choose(sizes.workspace_bytes[kind] for sizes in seen) for kind in seen[0].workspace_bytes},
+        RecomputedSizes(*(choose(getattr(sizes, name) for sizes in again) for name in names)) if again else None,
     )
 
 
 def measure_stage(
-    stage: Stage, batch: Sample, before: Spec | None, after: Spec | None, *, zeros: bool = True
+    stage: Stage,
+    batch: Sample,
+    before: Spec | None,
+    after: Spec | None,
+    *,
+    zeros: bool = True,
+    recomputes: bool = False,
 ) -> StageSizes:
     """Run one microbatch through a stage twice, once with O, R and BW, once with B and W.
+
+    With `recomputes` also with O, R, C and BW, with CBW, and with CB and W.
 
     `batch` is the stage's input and target; with `zeros` all but the first stage receive zeros of the shape of their
     message instead. `before` and `after` are the messages at the stage's boundaries, None at the ends of the model.
@@ -94,22 +133,47 @@ def measure_stage(
     with unchanged_stage(stage):
         stage.begin_step()
         stage.zero_gradients()
-        return _measured(stage, _Probe(stage, batch, before, after, zeros))
+        probe = _Probe(stage, batch, before, after, zeros)
+        sizes = _measured(stage, probe)
+        return replace(sizes, recomputed=_measured_again(stage, probe, sizes)) if recomputes else sizes
 
 
 def _measured(stage: Stage, probe: _Probe) -> StageSizes:
     with probe.meter, probe.meter.on(0):
         activation, work_f = probe.forward(fused=True)
         offload = probe.offload_and_reload()
-        kept, work_bw = probe.backward(fused=True)
+        kept, work_bw = probe.backward("BW")
         workspace = {"F": work_f, "BW": work_bw}
         if stage.splits:
             split_activation, split_work_f = probe.forward(fused=False)
             # the larger where a layer's split keeps more or less than autograd: F may come before either
             activation, workspace["F"] = max(activation, split_activation), max(work_f, split_work_f)
-            kept, workspace["B"] = probe.backward(fused=False)
+            kept, workspace["B"] = probe.backward("B")
             workspace["W"] = probe.backward_weight()
     return StageSizes(activation, kept, offload, workspace)
+
+
+def _measured_again(stage: Stage, probe: _Probe, sizes: StageSizes) -> RecomputedSizes:
+    """Sizes of a microbatch that is recomputed, beside those of one that is kept."""
+    with probe.meter, probe.meter.on(0):
+        kept, work = probe.forward(fused=True, recomputed=True)
+        offload = probe.offload_and_reload()
+        recomputation = probe.recompute()
+        probe.backward("BW")
+        inside: dict[str, int] = {}
+        for kind in ("CB", "CBW") if stage.splits else ("CBW",):
+            probe.forward(fused=kind == "CBW", recomputed=True)
+            _, inside[kind] = probe.backward(kind)
+            if kind == "CB":
+                probe.backward_weight()
+    segments = [peak - sizes.workspace_bytes[BACKWARD_OF[kind]] for kind, peak in inside.items()]
+    return RecomputedSizes(
+        kept_bytes=kept,
+        offload_bytes=offload,
+        forward_workspace_bytes=max(work - sizes.workspace_bytes["F"], 0),
+        workspace_bytes=max(recomputation - (sizes.activation_bytes - kept), 0),
+        segment_bytes=max(*segments, 0),
+    )
 
 
 @contextmanager
@@ -141,10 +205,11 @@ class _Probe:
     def _peak(self) -> int:
         return self.meter.peak_bytes[0]
 
-    def forward(self, *, fused: bool) -> tuple[int, int]:
+    def forward(self, *, fused: bool, recomputed: bool = False) -> tuple[int, int]:
         self.meter.restart_peak()
         received = self._received()
-        self.stage.forward(0, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
+        forward = self.stage.forward_keeping_input if recomputed else self.stage.forward
+        forward(0, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
         del received
         return self._live, self._peak - self._live
 
@@ -166,11 +231,23 @@ class _Probe:
         self.stage.copy_in(0)
         return moved
 
-    def backward(self, *, fused: bool) -> tuple[int, int]:
+    def recompute(self) -> int:
+        held = self._live
+        self.meter.restart_peak()
+        self.stage.recompute(0)
+        return self._peak - held
+
+    def backward(self, kind: str) -> tuple[int, int]:
         held = self._live
         self.meter.restart_peak()
         gradient = None if self.after is None else map_leaves(self._zero_gradient, self.after)
-        (self.stage.backward if fused else self.stage.backward_input)(0, gradient)
+        backward = {
+            "B": self.stage.backward_input,
+            "BW": self.stage.backward,
+            "CB": self.stage.recompute_and_backward_input,
+            "CBW": self.stage.recompute_and_backward,
+        }[kind]
+        backward(0, gradient)
         del gradient
         return self._live, self._peak - held
 
@@ -188,13 +265,28 @@ class _Probe:
 
 
 def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
-    """Replace the sizes of a problem by measured ones; a stage without offload stays without."""
+    """Replace the sizes of a problem by measured ones; a stage without offload stays without.
+
+    Modes that recompute get the sizes of a recomputation from the stage's input; other modes, and those of stages where
+    it was not measured, are left out. Raises TrainingError where the input is no less than the whole activation.
+    """
     stages = []
-    for stage, size in zip(problem.stages, sizes, strict=True):
+    for s, (stage, size) in enumerate(zip(problem.stages, sizes, strict=True)):
         measured = asdict(size)
-        moved = measured.pop("offload_bytes")
+        moved, again = measured.pop("offload_bytes"), measured.pop("recomputed")
         offload = stage.offload.to_data() | {"bytes": moved} if stage.offload else None
-        stages.append(stage.to_data() | measured | {"offload": offload})
+        data = stage.to_data() | measured | {"offload": offload, "modes": []}
+        recomputing = [mode for mode in stage.modes if mode.recompute_us is not None and again]
+        if recomputing and again["kept_bytes"] >= size.activation_bytes:
+            raise TrainingError(
+                f"stages[{s}] keeps {again['kept_bytes']:,} bytes of a microbatch to recompute it, but all that it has "
+                f"is {size.activation_bytes:,} bytes. Maybe leave modes out of this stage."
+            )
+        for mode in recomputing:
+            own = mode.to_data() | {name: value for name, value in again.items() if name != "offload_bytes"}
+            copies = mode.offload.to_data() | {"bytes": again["offload_bytes"]} if mode.offload else None
+            data["modes"].append(own | {"offload": copies})
+        stages.append(data)
     return Problem.from_data(problem.to_data() | {"stages": stages})
 
 

@@ -1,16 +1,17 @@
-"""A stage on its device: F, B, W, offload and reload, and evaluation."""
+"""A stage on its device: F, B, W, recomputation, offload and reload, and evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 
+from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import TrainingError
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
@@ -134,6 +135,20 @@ class _Graph:
     splitting: Splitting
 
 
+@dataclass
+class _Input:
+    """State of a microbatch between F and its recomputation: what F received, described by `activations` if offloaded.
+
+    The target is the caller's. `buffers` are as F found those that it changed.
+    """
+
+    received: Tree
+    target: Tree | None
+    activations: ActivationStore | None
+    fused: bool
+    buffers: Values
+
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -181,6 +196,8 @@ class Stage:
         self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
         self._draws = own_random_numbers and draws
         self._graphs: dict[int, _Graph] = {}
+        self._inputs: dict[int, _Input] = {}
+        self._replay = _Replay(module)
         self._heard: list[Tree] | None = None
         self._own: frozenset[int] | None = None
         self._device = self.device
@@ -199,7 +216,7 @@ class Stage:
     def join(self, number: int, kinds: Collection[str]) -> None:
         """Become stage `number` of a program whose ops on it are of these kinds.
 
-        Raises TrainingError if there are B and W among them but the module is compiled.
+        Raises TrainingError if there are B and W, or recomputations, among them but the module is compiled.
         """
         if self.random:
             self.random.stage = number
@@ -235,13 +252,61 @@ class Stage:
         autograd, which costs the host less.
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
+        saving = activations.hooks() if activations else _NOTHING
+        self._graphs[microbatch], output = self._run(microbatch, received, target, fused, saving)
+        self._graphs[microbatch].activations = activations
+        return output
+
+    def forward_keeping_input(
+        self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
+    ) -> Tree:
+        """F of a microbatch that is recomputed: as `forward`, but of its activations only the input stays.
+
+        The first stage keeps nothing: its input is the caller's batch. With `offloads` it is the input that leaves.
+        Autograd records F as it does in `forward`, without what it saves: so the layers run the very same kernels and
+        draw the same random numbers here and in the recomputation. Beside the input, a copy of the buffers stays that F
+        changes, such as running statistics. Raises TrainingError if F changes its input, or differentiates: then it
+        cannot be run again.
+        """
+        with self._replay.first([*leaves(received), *leaves(target)]) as buffers:
+            _, output = self._run(microbatch, received, target, fused, _saving_nothing())
+        activations = ActivationStore(self._resident(received, target)) if offloads else None
+        kept = map_leaves(activations.hold, received) if activations else received
+        self._inputs[microbatch] = _Input(kept, target, activations, fused, buffers)
+        return output
+
+    def recompute(self, microbatch: int) -> None:
+        """C: run F again on the same input, random numbers and buffers, and keep the activations for the backward.
+
+        Buffers stay as they are: running statistics do not count a microbatch twice.
+        """
+        kept = self._inputs.pop(microbatch)
+        received = kept.received
+        if kept.activations:
+            received = map_leaves(kept.activations.held, received)
+            kept.activations.hand_over()
+        with self._replay.second(kept.buffers):
+            self._graphs[microbatch], _ = self._run(microbatch, received, kept.target, kept.fused, _NOTHING)
+
+    def _run(
+        self,
+        microbatch: int,
+        received: Tree,
+        target: Tree | None,
+        fused: bool,
+        saving: AbstractContextManager[Any],
+    ) -> tuple[_Graph, Tree]:
+        """Run the module, and the loss on the last stage, with autograd saving tensors in the context `saving`.
+
+        Returns the graph, which alone keeps what was saved, and the output without it.
+        """
         # Under autocast autograd would keep a cast copy of every weight until the backward.
         splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
         with (
             torch.enable_grad(),
             self.random.of(microbatch, self._device) if self._draws and self.random else _NOTHING,
             self._autocasting(),
-            activations.hooks() if activations else _NOTHING,
+            saving,
         ):
             entry, loss_kind = None, None
             with self._weight_gradients.forward(splitting):
@@ -252,8 +317,8 @@ class Stage:
             if self._loss is not None:
                 output = self._loss_of(microbatch, output, target)
                 loss_kind = (output.dtype, output.device)
-        self._graphs[microbatch] = _Graph(entry, Exit(output), activations, loss_kind, splitting)
-        return output.detach() if isinstance(output, Tensor) else _detached(output)
+        graph = _Graph(entry, Exit(output), None, loss_kind, splitting)
+        return graph, output.detach() if isinstance(output, Tensor) else _detached(output)
 
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
         """F for evaluation: returns as `forward`, and leaves nothing behind."""
@@ -311,12 +376,24 @@ class Stage:
         with self._weight_gradients.backward(graph.splitting):
             return self._backward(graph, gradient)
 
+    def recompute_and_backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
+        """CB: `recompute`, then B."""
+        self.recompute(microbatch)
+        return self.backward_input(microbatch, gradient)
+
+    def recompute_and_backward(self, microbatch: int, gradient: Gradient) -> Gradient:
+        """CBW: `recompute`, then BW."""
+        self.recompute(microbatch)
+        return self.backward(microbatch, gradient)
+
     def clear(self) -> None:
         """Drop the state of all microbatches, host memory included, after an error."""
-        for graph in self._graphs.values():
-            if graph.activations:
-                graph.activations.hand_over()
+        held = [state.activations for state in self._graphs.values()]
+        for activations in held + [state.activations for state in self._inputs.values()]:
+            if activations:
+                activations.hand_over()
         self._graphs.clear()
+        self._inputs.clear()
         self._weight_gradients.clear()
 
     def _output(self, _microbatch: int, received: Tree) -> Tree:
@@ -343,7 +420,8 @@ class Stage:
         return torch.autocast(self._device.type, self._autocast) if self._autocast else _NOTHING
 
     def _activations(self, microbatch: int) -> ActivationStore:
-        activations = self._graphs[microbatch].activations
+        state = self._graphs[microbatch] if microbatch in self._graphs else self._inputs[microbatch]
+        activations = state.activations
         assert activations is not None, "only microbatches run with offloads=True leave"
         return activations
 
@@ -357,11 +435,125 @@ class Stage:
         return self._own | storages(batch) if batch else self._own
 
 
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """A buffer of a module. A forward may change it in place or replace the tensor."""
+
+    full_name: str
+    registry: dict[str, Tensor | None]
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is the buffer now."""
+        tensor = self.registry[self.name]
+        assert tensor is not None, "buffers stay registered"
+        return tensor
+
+
+Values = Sequence[tuple[_Buffer, Tensor]]
+"""Values of buffers at one time."""
+
+
+class _Replay:
+    """Buffers of a module whose forward runs twice for one microbatch, such as running statistics.
+
+    The second run has to find them as the first one did, and leave them as they are. Which buffers a forward changes is
+    learnt from the first: the version counter alone does not tell, since batch norm's kernel bypasses it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: list[_Buffer] | None = None
+        self._constant: list[_Buffer] = []
+
+    @contextmanager
+    def first(self, inputs: Sequence[Any]) -> Iterator[list[tuple[_Buffer, Tensor]]]:
+        """Context of the first run, which fills the list with copies of the buffers that it is to change.
+
+        Raises TrainingError if it changes an input, or a buffer that earlier runs did not.
+        """
+        tensors = [part for part in inputs if isinstance(part, Tensor)]
+        input_versions = [part._version for part in tensors]
+        learning = self._changing is None
+        watched = self._buffers() if self._changing is None else self._changing
+        before = [(buffer, buffer.tensor.detach().clone()) for buffer in watched]
+        constant = [(buffer.tensor, buffer.tensor._version) for buffer in self._constant]
+        values: list[tuple[_Buffer, Tensor]] = []
+        yield values
+        if [part._version for part in tensors] != input_versions:
+            raise TrainingError(
+                "the stage changes its input in place, so it cannot be recomputed from it. Maybe leave inplace=True "
+                "out of its first layer, or solve without stages[].modes."
+            )
+        for buffer, (tensor, version) in zip(self._constant, constant, strict=True):
+            if buffer.tensor is not tensor or tensor._version != version:
+                raise TrainingError(
+                    f"the forward changes the buffer {buffer.full_name} now, but did not at first, so it cannot be "
+                    "recomputed. Maybe solve without stages[].modes."
+                )
+        if learning:
+            # Of a module one of whose buffers changes, all count: another may have had its new value by chance.
+            changed = {id(buffer.registry) for buffer, value in before if not _equal(buffer.tensor, value)}
+            self._changing = [buffer for buffer in watched if id(buffer.registry) in changed]
+            self._constant = [buffer for buffer in watched if id(buffer.registry) not in changed]
+        values += [(buffer, value) for buffer, value in before if buffer in (self._changing or ())]
+
+    @contextmanager
+    def second(self, values: Values) -> Iterator[None]:
+        """Context of the second run: it changes the copies of the first, in the place of the buffers."""
+        own = [(buffer, buffer.tensor) for buffer, _ in values]
+        for buffer, value in values:
+            buffer.registry[buffer.name] = value
+        try:
+            yield
+        finally:
+            for buffer, tensor in own:
+                buffer.registry[buffer.name] = tensor
+
+    def _buffers(self) -> list[_Buffer]:
+        return [
+            _Buffer(f"{path}.{name}".lstrip("."), part._buffers, name)
+            for path, part in self._module.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """True if equal, where NaN is equal to NaN; tensors without memory count as equal."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one.is_meta or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _saving_nothing() -> AbstractContextManager[Any]:
+    """Context in which autograd keeps no saved tensor, so that its graph can be recorded but not run."""
+    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
+
+
+def _not_saved(_: None) -> Tensor:
+    raise TrainingError(
+        "the stage differentiates within its forward, so it cannot be recomputed. Maybe solve without stages[].modes."
+    )
+
+
 def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:
-    """Raise TrainingError if there are B and W among the kinds of a stage's ops but its module is compiled."""
+    """Raise TrainingError if a stage's ops of these kinds cannot run because its module is compiled.
+
+    B and W are one there; and whether a recomputation would draw the random numbers of its F is up to the compiler.
+    """
     compiled = compiled_part(module)
-    if compiled is not None and not {"B", "W"}.isdisjoint(kinds):
+    if compiled is None:
+        return
+    if not {"B", "W"}.isdisjoint(kinds):
         raise TrainingError(f"stages[{number}]: {_cannot_split(compiled)}")
+    if not set(RECOMPUTATIONS).isdisjoint(kinds):
+        part = f"module.{compiled}" if compiled else "module"
+        raise TrainingError(
+            f"stages[{number}]: {part} is compiled by torch.compile, but the program recomputes activations of the "
+            "stage, which is not supported yet. Maybe solve without stages[].modes, or leave torch.compile out."
+        )
 
 
 def _cannot_split(compiled: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
+from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
@@ -126,11 +127,14 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
     own_sizes = {}
     for s, stage in model.stages.items():
         samples = list(zip(received.pop(s), targets, strict=True))
-        own_sizes[str(s)] = asdict(measure_samples(stage, samples, *model.messages_at(s)).largest)
+        recomputes = not model.program.kinds_of(s).isdisjoint(RECOMPUTATIONS)
+        own_sizes[str(s)] = asdict(
+            measure_samples(stage, samples, *model.messages_at(s), recomputes=recomputes).largest
+        )
     sizes: dict[int, list[StageSizes]] = defaultdict(list)
     for entry in model.launch.gather(own_sizes):  # of all replicas, each with its own part of the batch
         for s, size in entry.items():
-            sizes[int(s)].append(StageSizes(**size))
+            sizes[int(s)].append(StageSizes.from_data(size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
     return planned_peaks_bytes(model.program, measured, model.message_bytes)
 

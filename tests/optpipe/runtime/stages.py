@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.runtime import Stage
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild, tensors
@@ -15,7 +16,13 @@ from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild
 F_B_W = ("F", "B", "W")
 F_BW = ("F", "BW")
 F_O_R_B_W = ("F", "O", "R", "B", "W")
-WAYS = {"split": F_B_W, "fused": F_BW, "offloaded": F_O_R_B_W}
+RECOMPUTED = {
+    "recomputed ahead": ("F", "C", "B", "W"),
+    "recomputed inside": ("F", "CB", "W"),
+    "recomputed inside, fused": ("F", "CBW"),
+    "offloaded and recomputed": ("F", "O", "R", "C", "BW"),
+}
+WAYS = {"split": F_B_W, "fused": F_BW, "offloaded": F_O_R_B_W} | RECOMPUTED
 """What a microbatch may go through."""
 
 
@@ -32,11 +39,13 @@ def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int
     """One step; the gradient of every output is `weighing` of it."""
     found, slabs = Run(), {i: HostSlab() for i in messages}
     offloaded = {i for kind, i in ops if kind == "O"}
+    recomputed = {i for kind, i in ops if kind in RECOMPUTATIONS}
     stage.begin_step()
     stage.zero_gradients()
     for kind, i in ops:
         if kind == "F":
-            found.outputs[i] = stage.forward(i, map_leaves(Tensor.clone, messages[i]), target, i in offloaded)
+            forward = forward_of(stage, i in recomputed)
+            found.outputs[i] = forward(i, map_leaves(Tensor.clone, messages[i]), target, i in offloaded)
         elif kind == "O":
             stage.copy_out(i, slabs[i])
             stage.free(i)
@@ -45,11 +54,28 @@ def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int
             stage.copy_in(i)
         elif kind == "W":
             stage.backward_weight(i)
+        elif kind == "C":
+            stage.recompute(i)
         else:
-            backward = stage.backward_input if kind == "B" else stage.backward
+            backward = backward_of(stage, kind)
             found.input_gradients[i] = backward(i, map_leaves(weighing, found.outputs[i]) if target is None else None)
     found.weight_gradients = gradients_of(stage.module)
     return found
+
+
+def forward_of(stage: Stage, recomputed: bool) -> Callable[..., Tree]:
+    """F of a microbatch that is recomputed or kept."""
+    return stage.forward_keeping_input if recomputed else stage.forward
+
+
+def backward_of(stage: Stage, kind: str) -> Callable[[int, Gradient], Gradient]:
+    """Any of the four backwards."""
+    return {
+        "B": stage.backward_input,
+        "BW": stage.backward,
+        "CB": stage.recompute_and_backward_input,
+        "CBW": stage.recompute_and_backward,
+    }[kind]
 
 
 def run_one(stage: Stage, way: Sequence[str], message: Tree, target: Tree = None) -> Run:

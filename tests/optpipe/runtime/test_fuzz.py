@@ -18,9 +18,11 @@ from optpipe.errors import DeadlockError, OrderError, TrainingError
 from optpipe.ops import Op
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
 from optpipe.train.check import gradient_error
+from solver.build import build_schedule
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.optpipe.runtime.rendezvous import Rendezvous
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
+from tests.recomputing import random_recomputing
 
 MAX_ERROR = 1e-12
 DTYPE = torch.float64
@@ -51,6 +53,27 @@ def test_random_schedules_equal_the_plain_step_and_leave_nothing(group: int) -> 
         plain = plain_gradients(modules, inputs, targets)
         devices = range(len(program.devices))
         pipeline = Pipeline(program, stages_of(modules), devices, Mailbox(), specs(stages, DTYPE))
+        for _ in range(2):
+            meter = MemoryMeter()
+            pipeline.run(inputs, targets, meter)
+            assert error(gradients(modules), plain) <= MAX_ERROR
+            assert not any(meter.live_bytes.values())
+            assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_schedules_with_recomputation_equal_the_plain_step_and_leave_nothing(group: int) -> None:
+    for seed in range(group * A_GROUP, (group + 1) * A_GROUP):
+        problem, orders = random_recomputing(Random(seed))
+        program = compile_schedule(build_schedule(problem, orders, 0.0, "random", 0.0))
+        # The chain's stages leave as a whole or recompute as a whole, whatever part the modes speak of.
+        program = replace(program, modes=dict.fromkeys(program.recomputed, "full"))
+        stages, m = len(program.placement), program.microbatches
+        inputs, targets = (part[:m] for part in batch(stages, DTYPE))
+        modules = chain(stages, DTYPE)
+        plain = plain_gradients(modules, inputs, targets)
+        own, devices = stages_of(modules, gradient_scale=1 / m), range(len(program.devices))
+        pipeline = Pipeline(program, own, devices, Mailbox(), specs(stages, DTYPE))
         for _ in range(2):
             meter = MemoryMeter()
             pipeline.run(inputs, targets, meter)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
-from tests.optpipe.runtime.stages import WAYS
+from tests.optpipe.runtime.stages import WAYS, backward_of, forward_of
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,8 @@ def play(stage: Stage, way: tuple[str, ...], meter: MemoryMeter, microbatches: i
         for kind in way:
             for i in range(microbatches):
                 if kind == "F":
-                    stage.forward(i, torch.randn(2, 4, 8), None, "O" in way)
+                    forward = forward_of(stage, not set(RECOMPUTATIONS).isdisjoint(way))
+                    forward(i, torch.randn(2, 4, 8), None, "O" in way)
                 elif kind == "O":
                     stage.copy_out(i, slabs[i])
                     stage.free(i)
@@ -73,8 +75,10 @@ def play(stage: Stage, way: tuple[str, ...], meter: MemoryMeter, microbatches: i
                     stage.copy_in(i)
                 elif kind == "W":
                     stage.backward_weight(i)
+                elif kind == "C":
+                    stage.recompute(i)
                 else:
-                    (stage.backward_input if kind == "B" else stage.backward)(i, torch.randn(2, 4, 8))
+                    backward_of(stage, kind)(i, torch.randn(2, 4, 8))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "checkpointed"])

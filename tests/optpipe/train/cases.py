@@ -1,4 +1,4 @@
-"""What every way of running must show: linear and V placement, with and without offload, both precisions."""
+"""What every way of running must show: linear and V placement, with offload and recomputation, both precisions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.schedule import Schedule
+from tests.recomputing import random_executable
 
 M = 4
 
@@ -21,12 +22,13 @@ def everything(stages: int) -> list[tuple[int, int]]:
 
 
 def schedules(p: int) -> dict[str, Schedule]:
-    """Schedules on p devices by placement, with and without offload."""
+    """Schedules on p devices by placement, with and without offload; one with every activation mode."""
     return {
         "linear": one_f_one_b(p, M),
         "linear, offload": one_f_one_b(p, M, moved=everything(p)),
         "V": v_wave(p, M),
         "V, offload": v_wave(p, M, moved=everything(2 * p)),
+        "recomputed": random_executable(p, M, seed=0),
     }
 
 

@@ -1,0 +1,115 @@
+"""Training by schedules that keep, offload and recompute: the plain step's gradients, within the planned memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from instances.schedules import one_f_one_b
+from optpipe.errors import TrainingError
+from optpipe.runtime.stage import check_splits
+from optpipe.schedule import Schedule
+from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
+from optpipe.train.launch import Launch
+from solver.build import build_schedule
+from tests.optpipe.train.checkpoint.runs import NORMED, config_of, run
+from tests.optpipe.train.update_cases import config_of as updating
+from tests.optpipe.train.update_cases import facts, noisy_model, same_bits, state_of
+from tests.optpipe.train.update_cases import run as run_model
+from tests.recomputing import FULL, random_executable, recomputing
+from tests.recomputing import one_f_one_b as recomputing_one_f_one_b
+
+SEEDS = (0, 1, 2)
+
+
+def executable(seed: int) -> Schedule:
+    return random_executable(3, 4, seed)
+
+
+def kinds(schedule: Schedule) -> set[str]:
+    return {op.kind for op in schedule.orders.ops()}
+
+
+def test_the_schedules_hold_every_form() -> None:
+    found = [executable(seed) for seed in SEEDS]
+    assert set.union(*map(kinds, found)) == {"F", "B", "W", "BW", "O", "R", "C", "CB", "CBW"}
+    assert all(schedule.modes is not None and set(schedule.modes.flat) == {0, 1, 2, 3} for schedule in found)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_are_the_plain_steps_and_peaks_are_as_planned(seed: int, tied: bool) -> None:
+    check = train(TrainingConfig(executable(seed), ModelConfig("tiny", tied=tied), steps=1, check=True)).check
+    assert check is not None
+    assert check.max_gradient_error < 1e-5
+    assert check.failures == ()
+    for device in check.devices:
+        assert device.live_bytes == (0, 0)
+        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+
+
+def test_recomputation_lowers_the_peak() -> None:
+    def peak(backward: str) -> int:
+        problem = recomputing(2, 4)
+        orders = recomputing_one_f_one_b(problem, lambda _s, _i: backward)
+        schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
+        check = train(TrainingConfig(schedule, ModelConfig("tiny"), steps=1, check=True)).check
+        assert check is not None
+        return check.devices[0].peak_bytes
+
+    assert peak("CBW") == peak("C BW") < peak("BW")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_steps_that_are_undone_and_repeated_equal_the_synchronous_ones(seed: int) -> None:
+    found = []
+    for optimistic in (False, True):
+        config = updating(executable(seed), steps=8, clip_norm=4.0)
+        model = noisy_model(config, Launch(3), optimistic=optimistic, without_loss=[3])
+        found.append((facts(run_model(model)), state_of(model)))
+    assert found[0][0] == found[1][0]
+    assert same_bits(found[0][1], found[1][1])
+
+
+def recomputed_on_one_device() -> Schedule:
+    problem = recomputing(1, 4)
+    orders = recomputing_one_f_one_b(problem, lambda _s, i: ("C BW", "CBW", "BW", "C BW")[i])
+    return build_schedule(problem, orders, 0.0, "by hand", 0.0)
+
+
+def test_a_run_that_recomputes_and_resumes_equals_one_that_keeps(tmp_path: Path) -> None:
+    """Losses and running statistics, which a checkpoint holds and a recomputation must not move."""
+    kept = run(config_of(None, **NORMED | {"schedule": one_f_one_b(1, 4, fused=True)}))
+    recomputed = NORMED | {"schedule": recomputed_on_one_device()}
+    first = run(config_of(tmp_path, **recomputed), until=2)
+    rest = run(config_of(tmp_path, resume="must", **recomputed))
+    assert first.losses | rest.losses == kept.losses
+    assert sorted(rest.losses) == [2, 3, 4, 5]
+    assert same_bits(state_of(rest.model), state_of(kept.model))
+
+
+def with_mode(**mode: object) -> Schedule:
+    problem = recomputing(1, 2, [FULL | mode])
+    orders = recomputing_one_f_one_b(problem, lambda _s, _i: "CBW")
+    return build_schedule(problem, orders, 0.0, "by hand", 0.0)
+
+
+def test_modes_that_the_executor_does_not_have_are_refused_by_name() -> None:
+    with pytest.raises(TrainingError, match=r"stages\[0\] has the mode 'selective', which .*'full'.* Maybe"):
+        train(TrainingConfig(with_mode(name="selective"), ModelConfig("tiny")))
+
+
+def test_recomputing_a_compiled_stage_is_refused_by_name() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.compile(backend="eager")
+    check_splits(1, module, {"F", "BW"})
+    with pytest.raises(TrainingError, match=r"stages\[1\]: module is compiled .* recomputes .* Maybe"):
+        check_splits(1, module, {"F", "C", "BW"})
+
+
+def test_solving_anew_while_training_is_refused_by_name() -> None:
+    online = OnlineConfig("online", rounds=1)
+    with pytest.raises(TrainingError, match=r"recomputes activations, but .* Maybe leave --online out"):
+        train(TrainingConfig(executable(0), ModelConfig("tiny"), online=online))
