@@ -253,6 +253,7 @@ class HuggingFace:
                     behind.append(full)
                 elif held or isinstance(other, nn.Dropout):
                     before.append(full)
+        behind.sort(key=lambda name: order.index(name) if name in order else len(order))
         count = len(self._whole.get_submodule(self._layers))  # type: ignore[arg-type]
         names = [(f"{self._layers}.{n}",) for n in range(count)]
         return [Unit((*before, *names[0])), *map(Unit, names[1:]), Unit(tuple(behind))]

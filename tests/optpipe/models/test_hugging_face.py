@@ -123,6 +123,7 @@ def test_layers_that_are_alike_are_measured_once() -> None:
 
 def test_torchtitans_names_of_the_modules_of_each_stage(tmp_path: Path) -> None:
     first = ["model.embed_tokens", "model.layers.0"]
+    assert HuggingFace(saved("llama")).units[-1].modules == ("model.norm", "lm_head"), "in the order of the run"
     parts = [first, ["model.layers.1", "model.layers.2", "model.layers.3"], ["model.norm", "lm_head"]]
     file = tmp_path / "cut.json"
     file.write_text(json.dumps(parts))
