@@ -81,6 +81,20 @@ def test_a_lost_connection_is_told_and_found_again(slow: SlowService, slow_page:
     assert positions == [None, position, position]
 
 
+def test_name_and_tags_can_be_changed(page: Page, service_url: str, key: str) -> None:
+    page.goto(f"/#/jobs/{posted(service_url, key, name='before', tags=['one'])}")
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_role("textbox", name="Name").fill("after")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text("after")
+    page.get_by_role("button", name="Tags").click()
+    page.get_by_label("Separated by commas").fill("two, three")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=tags] .tag")).to_have_text(["two", "three"])
+    page.reload()
+    expect(page.locator("h1")).to_have_text("after")
+
+
 def test_delete_asks_first(page: Page, service_url: str, key: str) -> None:
     job = posted(service_url, key, name="short-lived")
     page.goto(f"/#/jobs/{job}")

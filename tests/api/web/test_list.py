@@ -43,15 +43,26 @@ def test_search_by_name_and_order(page: Page, service_url: str, key: str) -> Non
     page.goto("/#/jobs")
     expect(page.locator(NAMES)).to_have_text(["other", "run 9", "run 10"])
     page.select_option("#sort", "name")
-    expect(page.locator(NAMES)).to_have_text(["other", "run 9", "run 10"])
-    page.select_option("#sort", "value")
     expect(page.locator(NAMES)).to_have_text(["other", "run 10", "run 9"])
+    page.select_option("#sort", "submitted_at")
+    expect(page.locator(NAMES)).to_have_text(["run 10", "run 9", "other"])
     page.fill("#name-filter", "RUN")
     expect(page.locator(NAMES)).to_have_text(["run 10", "run 9"])
     expect(page.locator("[data-part=count]")).to_have_text("2 jobs.")
-    assert page.url.endswith("#/jobs?name=RUN&sort=value")
+    assert page.url.endswith("#/jobs?name=RUN&sort=submitted_at")
     page.reload()
     expect(page.locator(NAMES)).to_have_text(["run 10", "run 9"])
+
+
+def test_tags_are_added_to_chosen_jobs(page: Page, service_url: str, key: str) -> None:
+    for name in ("one", "two"):
+        posted(service_url, key, name=name, tags=["old"])
+    page.goto("/#/jobs")
+    page.get_by_label("choose all shown").check()
+    page.get_by_role("button", name="Tag 2 jobs").click()
+    page.get_by_label("Tags to add").fill("night, old")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-part=jobs] .tags")).to_have_text(["oldnight", "oldnight"])
 
 
 def test_a_gap_has_a_colour(page: Page, service_url: str, key: str) -> None:
@@ -61,7 +72,7 @@ def test_a_gap_has_a_colour(page: Page, service_url: str, key: str) -> None:
 
     with client_of(service_url, key) as client:
         (job,) = client.get("/v1/schedules").json()["jobs"]
-    wide = {"jobs": [{**job, "gap": 0.42}], "cursor": None}
+    wide = {"jobs": [{**job, "gap": 0.42}], "cursor": None, "total": 1}
     page.route("**/v1/schedules?*", lambda route: route.fulfill(json=wide))
     page.reload()
     expect(page.locator("[data-part=jobs] [data-part=gap]")).to_have_class("gap gap-large")
@@ -97,6 +108,7 @@ def test_more_jobs_than_a_page(page: Page, many: None) -> None:
     page.goto("/#/jobs")
     expect(page.locator(NAMES)).to_have_count(50)
     expect(page.locator(NAMES).first).to_have_text("job 52")
+    expect(page.locator("[data-part=count]")).to_have_text("50 of 53 jobs.")
     page.get_by_role("button", name="Show more").click()
     expect(page.locator(NAMES)).to_have_count(53)
     expect(page.locator(NAMES).last).to_have_text("job 00")

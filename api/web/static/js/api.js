@@ -96,9 +96,9 @@ export function getProblem(id) {
 }
 
 /**
- * @param {{status?: string, tag?: string, cursor?: string, limit?: number}} filter
+ * @param {{status?: string, tag?: string, name?: string, sort?: string, cursor?: string, limit?: number, count?: boolean}} filter
  * @param {AbortSignal} [signal]
- * @returns {Promise<{jobs: Job[], cursor: string | null}>}
+ * @returns {Promise<{jobs: Job[], cursor: string | null, total: number | null}>}
  */
 export function listJobs(filter, signal) {
   const query = new URLSearchParams();

@@ -42,8 +42,8 @@ export function numberOrText(text) {
   return text.trim() && Number.isFinite(number) ? number : text;
 }
 
-/** @param {string} text */
-function splitTags(text) {
+/** @param {string} text with commas between the tags */
+export function splitTags(text) {
   return text
     .split(",")
     .map((tag) => tag.trim())

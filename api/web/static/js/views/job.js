@@ -1,12 +1,13 @@
 /** One job: its state, its search and its schedule, followed live. */
 
 import { announce } from "../announce.js";
-import { ApiError, act, getJob, getSchedule, remove } from "../api.js";
+import { ApiError, act, getJob, getSchedule, remove, rename } from "../api.js";
 import { drawCurve, fillImprovements, improvements } from "../curve.js";
-import { confirmed } from "../dialog.js";
+import { askForText, confirmed } from "../dialog.js";
 import { FORMATS, download } from "../download.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded, readHistory, subscribe } from "../events.js";
+import { splitTags } from "../form/config.js";
 import { GanttChart } from "../gantt/chart.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { Progress } from "../progress.js";
@@ -64,6 +65,8 @@ class JobView {
       cancel: part(root, "cancel", HTMLButtonElement),
       retry: part(root, "retry", HTMLButtonElement),
       delete: part(root, "delete", HTMLButtonElement),
+      rename: part(root, "rename", HTMLButtonElement),
+      tag: part(root, "tag", HTMLButtonElement),
     };
   }
 
@@ -71,6 +74,8 @@ class JobView {
     this.buttons.cancel.addEventListener("click", () => this.#act("cancel"));
     this.buttons.retry.addEventListener("click", () => this.#act("retry"));
     this.buttons.delete.addEventListener("click", () => this.#delete());
+    this.buttons.rename.addEventListener("click", () => this.#rename());
+    this.buttons.tag.addEventListener("click", () => this.#tag());
     for (const name of /** @type {(keyof typeof FORMATS)[]} */ (Object.keys(FORMATS))) {
       part(this.root, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
     }
@@ -193,7 +198,7 @@ class JobView {
     const ended = hasEnded(job.status);
     this.buttons.cancel.hidden = ended;
     this.buttons.retry.hidden = !ended;
-    this.buttons.delete.hidden = false;
+    this.buttons.delete.hidden = this.buttons.rename.hidden = this.buttons.tag.hidden = false;
     this.buttons.delete.disabled = job.status === "running";
     this.buttons.delete.title = job.status === "running" ? "Cancel it first" : "";
     const edit = part(this.root, "edit", HTMLAnchorElement);
@@ -297,6 +302,28 @@ class JobView {
       this.#tell(error);
     } finally {
       button.disabled = false;
+    }
+  }
+
+  async #rename() {
+    if (!this.#job) return;
+    const name = await askForText("Rename this job", "Name", "Rename", jobName(this.#job));
+    if (name?.trim()) await this.#label({ name: name.trim() });
+  }
+
+  async #tag() {
+    if (!this.#job) return;
+    const text = await askForText(`Tags of ${jobName(this.#job)}`, "Separated by commas", "Keep", this.#job.tags.join(", "));
+    if (text !== null) await this.#label({ tags: splitTags(text) });
+  }
+
+  /** @param {{name?: string, tags?: string[]}} labels */
+  async #label(labels) {
+    try {
+      this.#job = await rename(this.id, labels);
+      this.#showJob(this.#job);
+    } catch (error) {
+      this.#tell(error);
     }
   }
 

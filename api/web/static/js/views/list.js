@@ -5,30 +5,17 @@ import { ApiError, act, getServiceFigures, listJobs, remove, rename } from "../a
 import { askForText, confirmed } from "../dialog.js";
 import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded, subscribe } from "../events.js";
+import { splitTags } from "../form/config.js";
 import { fillGap, fillStatus, instantElement, jobName, searchMs, sizeText, stateText } from "../jobs.js";
 import { countText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
 
 const PAGE_SIZE = 50;
-/** Jobs that are read to be sorted or searched by name, which the server does not do. */
-const MOST_SORTED = 1000;
-const LARGEST_PAGE = 200;
 /** Events that follow each other quickly are answered by one request. */
 const EVENT_PAUSE_MS = 300;
 /** Even without events, in case that one was missed. */
 const CALM_PAUSE_MS = 30_000;
-
-/** Orders other than newest first.
- * @type {Record<string, (one: Job, other: Job) => number>} */
-const ORDERS = {
-  oldest: (one, other) => Date.parse(one.submitted_at) - Date.parse(other.submitted_at),
-  name: (one, other) => jobName(one).localeCompare(jobName(other), undefined, { numeric: true }),
-  gap: (one, other) => (other.gap ?? -1) - (one.gap ?? -1),
-  bubble: (one, other) => (other.bubble ?? -1) - (one.bubble ?? -1),
-  value: (one, other) => (one.value_us ?? Infinity) - (other.value_us ?? Infinity) || 0,
-  duration: (one, other) => (searchMs(other) ?? -1) - (searchMs(one) ?? -1),
-};
 
 /** @type {import("../router.js").View} */
 export function listView(root, { query }) {
@@ -135,9 +122,9 @@ class JobList {
     this.#loading = new AbortController();
     const { signal } = this.#loading;
     try {
-      const { jobs, more } = await this.#read(signal);
+      const { jobs, total, more } = await this.#read(signal);
       this.message.textContent = "";
-      this.#show(jobs, more);
+      this.#show(jobs, total, more);
       this.#showQueue(signal);
     } catch (error) {
       if (signal.aborted) return;
@@ -149,39 +136,31 @@ class JobList {
 
   /**
    * @param {AbortSignal} signal
-   * @returns {Promise<{jobs: Job[], more: boolean}>} the jobs to show, and whether the server has more
+   * @returns {Promise<{jobs: Job[], total: number, more: boolean}>} the pages that are shown
    */
   async #read(signal) {
-    const name = this.filters.name.value.trim().toLowerCase();
-    const order = ORDERS[this.filters.sort.value];
-    const whole = Boolean(name || order);
-    const most = whole ? MOST_SORTED : this.#pages * PAGE_SIZE;
-    const filter = { status: this.filters.status.value, tag: this.filters.tag.value.trim() };
+    const filter = Object.fromEntries(Object.entries(this.filters).map(([name, field]) => [name, field.value.trim()]));
     /** @type {Job[]} */
     const jobs = [];
     /** @type {string | null} */
     let cursor = "";
-    while (cursor !== null && jobs.length < most) {
-      const limit = whole ? LARGEST_PAGE : PAGE_SIZE;
-      const answer = await listJobs({ ...filter, cursor, limit }, signal);
+    let total = 0;
+    for (let page = 0; page < this.#pages && cursor !== null; page += 1) {
+      const answer = await listJobs({ ...filter, cursor, limit: PAGE_SIZE, count: page === 0 }, signal);
       jobs.push(...answer.jobs);
       cursor = answer.cursor;
+      total = answer.total ?? total;
     }
-    if (!whole) return { jobs, more: cursor !== null };
-    const matching = jobs.filter((job) => jobName(job).toLowerCase().includes(name));
-    const shown = order ? matching.sort(order) : matching;
-    const mostShown = this.#pages * PAGE_SIZE;
-    this.count.textContent =
-      `${countText(matching.length, "job")}` + (cursor === null ? "." : ` of the newest ${jobs.length.toLocaleString("en-US")}.`);
-    return { jobs: shown.slice(0, mostShown), more: shown.length > mostShown };
+    return { jobs, total, more: cursor !== null };
   }
 
   /**
    * @param {Job[]} jobs
+   * @param {number} total on all pages
    * @param {boolean} more
    */
-  #show(jobs, more) {
-    const { name, status, tag, sort } = this.filters;
+  #show(jobs, total, more) {
+    const { name, status, tag } = this.filters;
     const isFiltered = [name, status, tag].some((field) => field.value.trim());
     const there = new Map(jobs.map((job) => [job.id, job]));
     for (const id of this.#chosen.keys()) {
@@ -195,7 +174,8 @@ class JobList {
     this.empty.hidden = jobs.length > 0 || isFiltered;
     this.noMatch.hidden = jobs.length > 0 || !isFiltered;
     this.more.hidden = !more;
-    this.count.hidden = !jobs.length || !(name.value.trim() || sort.value);
+    this.count.textContent = more ? `${jobs.length} of ${countText(total, "job")}.` : `${countText(total, "job")}.`;
+    this.count.hidden = !jobs.length;
     this.#showChosen();
   }
 
@@ -279,7 +259,7 @@ class JobList {
   async #tagChosen() {
     const jobs = [...this.#chosen.values()];
     const text = await askForText(`Tag ${countText(jobs.length, "job")}`, "Tags to add, separated by commas", "Add");
-    const tags = (text ?? "").split(",").map((tag) => tag.trim()).filter(Boolean);
+    const tags = splitTags(text ?? "");
     if (!tags.length) return;
     await this.#forEach(jobs, (job) => rename(job.id, { tags: [...new Set([...job.tags, ...tags])] }), "tagged");
   }
