@@ -222,3 +222,10 @@ def test_whatever_a_document_says_is_judged() -> None:
         except (OrderError, DeadlockError):
             assert not verdict.ok
     assert not all(verdicts)
+
+
+def test_a_schedule_without_ops_lacks_them_all() -> None:
+    data = every_mode().to_data()
+    for device in data["devices"]:
+        device |= {"compute": [], "offload": [], "reload": []}
+    assert "presence" in {violation.rule for violation in verify(Schedule.from_data(data)).violations}
