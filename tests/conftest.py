@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,8 +11,11 @@ from hypothesis import settings
 
 from tests.ranks import RunRanks, ranks
 
-settings.register_profile("any_machine", parent=settings(), deadline=None)
-settings.load_profile("any_machine")  # a first example may compile a kernel or wait for a busy core
+# No deadline: a first example may compile a kernel or wait for a busy core. The same examples in every run, so that a
+# failure is that of a change; `HYPOTHESIS_PROFILE=explore` looks for new ones.
+settings.register_profile("same_everywhere", parent=settings(), deadline=None, derandomize=True)
+settings.register_profile("explore", parent=settings(), deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same_everywhere"))
 
 SLOW_TEST_S = 3600
 """A limit for tests that are marked as slow; that of all others is in pyproject.toml."""

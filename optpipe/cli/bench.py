@@ -42,7 +42,8 @@ def command(
     suite: Annotated[
         str,
         typer.Argument(
-            help="A suite file (optpipe.suite/1), or a named suite: small, budgets, four-by-eight, large, published.",
+            help="A suite file (optpipe.suite/1), or a named suite: small, budgets, four-by-eight, recomputation, "
+            "large, published.",
             metavar="SUITE",
         ),
     ] = "small",
