@@ -66,6 +66,7 @@ class Options:
     rounds: int
     clock: Literal["wall", "cpu"]
     check: bool
+    modes: Sequence[str]
 
 
 def profile_model(model: str, options: Options, output: Path, as_json: bool) -> int:
@@ -79,6 +80,9 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
     import torch
 
     device = torch.device("cpu")
+    if torch.cuda.is_available() and any(mode != "offload" for mode in options.modes):
+        detail = "measures recomputation on CPUs alone so far. Maybe write stages[].modes into the problem."
+        raise InputError([Issue("--modes", "not_measured", detail)])
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     subject, placed, each = _subject_and_placement(model, options)
@@ -97,6 +101,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
                 clock=options.clock,
                 gather=launch.gather,
                 on_round=on_round,
+                modes=options.modes,
             )
         memory = options.memory_bytes, options.memory_margin
         problem = None if options.as_layers else measured.problem(microbatches, *memory)
@@ -396,6 +401,13 @@ def command(
             help="wall: elapsed time; cpu: CPU time of the computing thread, unaffected by other load. Default: wall."
         ),
     ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="Ways to hold an activation beside keeping it, by commas: offload, full (recompute the stage "
+            "from its input), full+offload (the input leaves too). Default: offload."
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -424,6 +436,7 @@ def command(
         "--cut": cut,
         "--rounds": rounds,
         "--clock": clock,
+        "--modes": modes,
         "--check": check or None,
     }
     if from_run is not None:
@@ -449,6 +462,7 @@ def command(
         _refuse("--model", f"is {model}, whose layers are spread evenly", {"--cut": cut})
     if form is Format.LAYERS:
         _refuse("--format", "is layers, which are not cut", {"--cut": cut if model.startswith("hf:") else None})
+        _refuse("--format", "is layers, which have no modes", {"--modes": modes})
     if memory is None:
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
     options = Options(
@@ -468,8 +482,21 @@ def command(
         rounds=rounds or 10,
         clock=(clock or ClockChoice.WALL).value,
         check=check,
+        modes=_parse_modes(modes),
     )
     return profile_model(model, options, output, as_json)
+
+
+def _parse_modes(text: str | None) -> Sequence[str]:
+    """Names of modes. Raises InputError for one that cannot be measured."""
+    from optpipe.profile.measured import MODES
+
+    modes = ["offload"] if text is None else [name.strip() for name in text.split(",")]
+    for name in modes:
+        if name not in MODES:
+            detail = f"has {name!r}, but modes that can be measured are {', '.join(MODES)}. Maybe --modes full,offload."
+            raise InputError([Issue("--modes", "unknown_mode", detail)])
+    return modes
 
 
 def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:
@@ -651,6 +678,14 @@ def _print_stages(measured: Measured) -> None:
         cells = ["-" if size is None else f"{size:,}" for size in (*held, *work, stage.parameter_bytes)]
         memory.add_row(str(s), *cells)
     console.print(memory)
+    for s, stage in enumerate(measured.stages):
+        if stage.sizes.recomputed is not None:
+            again, whole = stage.sizes.recomputed.kept_bytes, stage.sizes.activation_bytes
+            saves = "" if again < whole else ", which saves nothing: no mode is written"
+            console.print(
+                f"stage {s} recomputed from its input: keeps {again:,} of {whole:,} bytes, C takes "
+                f"{_spread_text(stage.times['C'])} us{saves}"
+            )
     for s in measured.varying:
         console.print(_varying_sizes_text(s, measured.stages[s]))
     if measured.varying:

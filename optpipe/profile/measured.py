@@ -13,13 +13,17 @@ import torch
 
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
-from optpipe.problem import Problem
-from optpipe.profile.ops import ClockName, OnRound, Spread, measure_op_sizes, measure_op_times
+from optpipe.problem import OFFLOAD, Problem
+from optpipe.profile.ops import INPUT_COPIES, ClockName, OnRound, Spread, measure_op_sizes, measure_op_times
 from optpipe.profile.subject import Chain, Subject
 from optpipe.profile.transfers import Contention, Transfers, contention_of_all, measure_transfers
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.probe import StageSizes
+
+FULL, FULL_AND_OFFLOAD = "full", "full+offload"
+MODES = (OFFLOAD, FULL, FULL_AND_OFFLOAD)
+"""Ways to hold an activation, beside keeping it, that a profile can measure."""
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
@@ -40,6 +44,8 @@ Gather = Callable[[Any], list[Any]]
 @dataclass(frozen=True)
 class StageFigures:
     """Measured stage: times of its ops by kind (F, B, W, BW, O, R), sizes of a microbatch, and bytes of parameters.
+
+    Where its recomputation was measured, there are also times of C and of copies of its input (`INPUT_COPIES`).
 
     A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
     `smallest` are the smallest, None if they are equal. `undeferred`: layers whose weight gradients stay in B.
@@ -70,7 +76,10 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured model. `message_bytes[b]` crosses the boundary between stages b and b + 1."""
+    """Measured model. `message_bytes[b]` crosses the boundary between stages b and b + 1.
+
+    `modes` are those of `MODES` that a problem is to allow.
+    """
 
     name: str
     microbatch_size: int
@@ -81,6 +90,7 @@ class Measured:
     contention: Contention
     hardware: str
     clock: ClockName
+    modes: Sequence[str] = (OFFLOAD,)
 
     @property
     def source(self) -> str:
@@ -128,7 +138,9 @@ class Measured:
                 "microbatches": microbatches,
                 "transfer_us": [_us(spread) if spread else 0 for spread in self.transfers.spreads] or 0,
                 "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
-                "stages": [{"device": d} | _stage(f) for d, f in zip(self.placement, self.stages, strict=True)],
+                "stages": [
+                    {"device": d} | _stage(f, self.modes) for d, f in zip(self.placement, self.stages, strict=True)
+                ],
                 "copy_channels": self.contention.channels.to_data(),
                 "source": self.source,
             }
@@ -198,10 +210,15 @@ def measure(
     clock: ClockName = "wall",
     gather: Gather = lambda value: [value],
     on_round: OnRound = lambda _round, _rounds: None,
+    modes: Sequence[str] = (OFFLOAD,),
 ) -> Measured:
-    """Measure the stages of `chain`. Collective under torchrun: all processes call it and get the same result."""
-    sizes = measure_op_sizes(chain, device)
-    times = measure_op_times(chain, device, rounds, clock, on_round)
+    """Measure the stages of `chain`. Collective under torchrun: all processes call it and get the same result.
+
+    `modes` are those of `MODES` to be measured; recomputation cannot be measured on a GPU yet.
+    """
+    recomputes = not {FULL, FULL_AND_OFFLOAD}.isdisjoint(modes)
+    sizes = measure_op_sizes(chain, device, recomputes=recomputes)
+    times = measure_op_times(chain, device, rounds, clock, on_round, recomputes=recomputes)
     held = _held_bytes(chain, placement)
     own_figures = {}
     for s, stage in chain.stages.items():
@@ -223,6 +240,7 @@ def measure(
         contention=contention_of_all(device, max(placement) + 1, gather),
         hardware=f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} thread(s){load}",
         clock=clock,
+        modes=modes,
     )
 
 
@@ -269,10 +287,27 @@ def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
     }
 
 
-def _stage(figures: StageFigures) -> dict[str, Any]:
-    times, moved = figures.times, figures.sizes.offload_bytes
-    offload = {"bytes": moved, "offload_us": _us(times["O"]), "reload_us": _us(times["R"])} if moved else None
-    return _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
+def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
+    offload = _copies(figures, ("O", "R"), figures.sizes.offload_bytes) if OFFLOAD in modes else None
+    stage = _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
+    again = figures.sizes.recomputed
+    if again is None or again.kept_bytes >= figures.sizes.activation_bytes:
+        return stage  # its input is all that it keeps
+    full = {name: size for name, size in asdict(again).items() if name != "offload_bytes"}
+    full |= {"name": FULL, "recompute_us": _us(figures.times["C"])}
+    entries = [full] if FULL in modes else []
+    copies = _copies(figures, INPUT_COPIES, again.offload_bytes)
+    if FULL_AND_OFFLOAD in modes and copies:
+        entries.append(full | {"name": FULL_AND_OFFLOAD, "offload": copies})
+    return stage | ({"modes": entries} if entries else {})
+
+
+def _copies(figures: StageFigures, kinds: tuple[str, str], moved_bytes: int) -> dict[str, Any] | None:
+    """An `Offload`; None where nothing can leave."""
+    if not moved_bytes:
+        return None
+    out, back = (_us(figures.times[kind]) for kind in kinds)
+    return {"bytes": moved_bytes, "offload_us": out, "reload_us": back}
 
 
 def _layer(name: str, figures: StageFigures, output_bytes: int) -> dict[str, Any]:

@@ -26,8 +26,11 @@ from optpipe.runtime.probe import SizeRange, StageSizes, measure_samples, size_r
 from optpipe.runtime.stage import Stage
 
 
-def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, SizeRange]:
-    """Measure the sizes of microbatches in each stage of this process. Changes the gradients of the stages."""
+def measure_op_sizes(chain: Chain, device: torch.device, *, recomputes: bool = False) -> Mapping[int, SizeRange]:
+    """Measure the sizes of microbatches in each stage of this process. Changes the gradients of the stages.
+
+    With `recomputes` also those of recomputing a stage from its input, where it is not compiled; not on a GPU.
+    """
     if device.type == "cuda":
         samples = range(len(chain.batch))
         return {
@@ -35,7 +38,9 @@ def measure_op_sizes(chain: Chain, device: torch.device) -> Mapping[int, SizeRan
             for s in chain.stages
         }
     return {
-        s: measure_samples(stage, chain.samples[s], chain.before(s), chain.after(s))
+        s: measure_samples(
+            stage, chain.samples[s], chain.before(s), chain.after(s), recomputes=recomputes and stage.splits
+        )
         for s, stage in chain.stages.items()
     }
 
@@ -215,6 +220,9 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+INPUT_COPIES = ("O input", "R input")
+"""Kinds of the copies of what a microbatch keeps that is recomputed."""
+
 WARM_UP_ROUNDS = 2
 """Untimed rounds: threads start, memory is allocated, slabs grow to their size."""
 
@@ -228,12 +236,15 @@ def measure_op_times(
     rounds: int,
     clock: ClockName = "wall",
     on_round: OnRound = lambda _round, _rounds: None,
+    *,
+    recomputes: bool = False,
 ) -> Mapping[int, Mapping[str, Spread]]:
     """Measure the times of each kind of op in each stage of this process.
 
-    A compiled stage has no B and W. Changes the gradients of the stages.
+    A compiled stage has no B and W. With `recomputes` other stages have C, and O and R of a stage's input under the
+    kinds of `INPUT_COPIES`. Changes the gradients of the stages.
     """
-    measuring = _Rounds(chain, device, clock)
+    measuring = _Rounds(chain, device, clock, recomputes=recomputes)
     total = WARM_UP_ROUNDS + rounds
     for number in range(total):
         on_round(number, total)
@@ -249,8 +260,9 @@ def measure_op_times(
 class _Rounds:
     """State of the timing rounds: samples, host slabs and the stopwatch."""
 
-    def __init__(self, chain: Chain, device: torch.device, clock: ClockName) -> None:
+    def __init__(self, chain: Chain, device: torch.device, clock: ClockName, *, recomputes: bool = False) -> None:
         self.watch = stopwatch_for(device, clock)
+        self._recomputes = recomputes
         self._chain, self._device, self._sample = chain, device, 0
         self._slabs = {s: HostSlab(pinned=device.type == "cuda") for s in chain.stages}
         for stage in chain.stages.values():
@@ -272,6 +284,10 @@ class _Rounds:
             self._forward_and_copies(s)
         for s, stage in sorted(self._chain.stages.items(), reverse=True):
             stage.backward(0, self._chain.gradient(s, self._device))
+        for s in sorted(split if self._recomputes else ()):
+            self._forward_and_copies(s, recomputed=True)
+            self.watch.time(Key("C", s), partial(split[s].recompute, 0))
+            split[s].backward(0, self._chain.gradient(s, self._device))
         self._sample = (self._sample + 1) % len(self._chain.batch)
 
     def _forward(self, s: int, *, fused: bool) -> None:
@@ -279,15 +295,16 @@ class _Rounds:
         target = self._chain.target(s, self._sample)
         self.watch.time(Key("F", s), partial(forward, 0, received, target, offloads=False, fused=fused))
 
-    def _forward_and_copies(self, s: int) -> None:
+    def _forward_and_copies(self, s: int, *, recomputed: bool = False) -> None:
         stage, slab = self._chain.stages[s], self._slabs[s]
+        forward, copies = (stage.forward_keeping_input, INPUT_COPIES) if recomputed else (stage.forward, ("O", "R"))
         received, target = self._chain.received(s, self._device, self._sample), self._chain.target(s, self._sample)
-        stage.forward(0, received, target, offloads=True, fused=True)
+        forward(0, received, target, offloads=True, fused=True)
         del received
-        self.watch.time(Key("O", s), partial(stage.copy_out, 0, slab))
+        self.watch.time(Key(copies[0], s), partial(stage.copy_out, 0, slab))
         stage.free(0)
         stage.allocate(0)
-        self.watch.time(Key("R", s), partial(stage.copy_in, 0))
+        self.watch.time(Key(copies[1], s), partial(stage.copy_in, 0))
         if slab.too_small:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)

@@ -18,10 +18,13 @@ from optpipe.profile.ops import WARM_UP_ROUNDS, Spread, measure_op_times
 from optpipe.profile.subject import Subject, build_chain
 from optpipe.profile.transfers import Transfers, measure_transfers
 from optpipe.runtime import Mailbox, MemoryMeter, Pipeline
+from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.probe import StageSizes, measure_stage
 from optpipe.verify import verify
+from solver.build import build_schedule
 from solver.solve import solve
 from tests.optpipe.profile.subjects import CPU, ROWS, WIDTH, experts, measured, perceptron
+from tests.recomputing import one_f_one_b
 
 BYTES = 4 * ROWS * WIDTH
 """Of one activation."""
@@ -201,3 +204,36 @@ def test_other_messages_for_another_microbatch_are_refused() -> None:
         InputError, match=r"stages\[0\] returns float32\[2, 16\] for one microbatch but float32\[6, 16\]"
     ):
         measured(replace(subject, stages=[Shrinking(), *subject.stages[1:]]), [0, 1])
+
+
+def test_modes_are_measured_where_they_are_asked_for() -> None:
+    """Widths of 16, 64 and 16: what a stage receives is much less than all it keeps, but for the first: the batch."""
+    subject = perceptron((WIDTH, 64, 32, WIDTH))
+    chain = build_chain(subject, CPU, 6, [0, 1, 2])
+    found = measure(subject, chain, [0, 1, 2], CPU, 1, modes=["full", "full+offload"])
+    problem = found.problem(6)
+    first, second, _ = problem.stages
+    assert first.offload is None, "offload was not asked for"
+    assert [mode.name for mode in first.modes] == ["full"], "nothing of the first stage can leave: it keeps nothing"
+    assert first.modes[0].kept_bytes == 0
+    assert [mode.name for mode in second.modes] == ["full", "full+offload"]
+    assert {mode.kept_bytes for mode in second.modes} == {found.message_bytes[0]}
+    assert second.modes[1].offload is not None
+    assert second.modes[1].offload.bytes == found.message_bytes[0]
+    assert all(mode.recompute_us > 0 for stage in problem.stages for mode in stage.modes)
+    assert not any(stage.modes for stage in measured(subject, [0, 1, 2])[0].problem(6).stages)
+
+
+def test_bytes_of_a_schedule_that_recomputes_are_the_meter_s_own_in_a_real_run() -> None:
+    subject = perceptron((WIDTH, 64, 32, WIDTH))
+    chain = build_chain(subject, CPU, 6, [0, 1, 2])
+    problem = measure(subject, chain, [0, 1, 2], CPU, 1, modes=["full"]).problem(6)
+    message_bytes = [size_bytes(spec) for spec in chain.messages]
+    orders = one_f_one_b(problem, lambda s, i: ("BW", "C BW", "CBW", "CB W")[(s + i) % 4])
+    schedule = build_schedule(problem, orders, 0.0, "by hand", 0.0)
+    program, meter = compile_schedule(schedule), MemoryMeter()
+    pipeline = Pipeline(program, chain.stages, range(3), Mailbox(), chain.messages)
+    for _ in range(2):
+        pipeline.run([chain.inputs] * 6, [chain.targets] * 6, meter)
+    planned = planned_peaks_bytes(program, problem, message_bytes)
+    assert [meter.peak_bytes[d] for d in range(3)] == pytest.approx(planned, rel=0.02)
