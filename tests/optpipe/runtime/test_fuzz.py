@@ -48,17 +48,7 @@ def error(found: list[Tensor], plain: list[Tensor]) -> float:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_schedules_equal_the_plain_step_and_leave_nothing(group: int) -> None:
     for program in programs(group, A_GROUP):
-        stages = len(program.placement)
-        modules, (inputs, targets) = chain(stages, DTYPE), batch(stages, DTYPE)
-        plain = plain_gradients(modules, inputs, targets)
-        devices = range(len(program.devices))
-        pipeline = Pipeline(program, stages_of(modules), devices, Mailbox(), specs(stages, DTYPE))
-        for _ in range(2):
-            meter = MemoryMeter()
-            pipeline.run(inputs, targets, meter)
-            assert error(gradients(modules), plain) <= MAX_ERROR
-            assert not any(meter.live_bytes.values())
-            assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
+        assert_equals_the_plain_step_and_leaves_nothing(program)
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -68,18 +58,22 @@ def test_random_schedules_with_recomputation_equal_the_plain_step_and_leave_noth
         program = compile_schedule(build_schedule(problem, orders, 0.0, "random", 0.0))
         # The chain's stages leave as a whole or recompute as a whole, whatever part the modes speak of.
         program = replace(program, modes=dict.fromkeys(program.recomputed, "full"))
-        stages, m = len(program.placement), program.microbatches
-        inputs, targets = (part[:m] for part in batch(stages, DTYPE))
-        modules = chain(stages, DTYPE)
-        plain = plain_gradients(modules, inputs, targets)
-        own, devices = stages_of(modules, gradient_scale=1 / m), range(len(program.devices))
-        pipeline = Pipeline(program, own, devices, Mailbox(), specs(stages, DTYPE))
-        for _ in range(2):
-            meter = MemoryMeter()
-            pipeline.run(inputs, targets, meter)
-            assert error(gradients(modules), plain) <= MAX_ERROR
-            assert not any(meter.live_bytes.values())
-            assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
+        assert_equals_the_plain_step_and_leaves_nothing(program)
+
+
+def assert_equals_the_plain_step_and_leaves_nothing(program: Program) -> None:
+    stages, m = len(program.placement), program.microbatches
+    inputs, targets = (part[:m] for part in batch(stages, DTYPE))
+    modules = chain(stages, DTYPE)
+    plain = plain_gradients(modules, inputs, targets)
+    own, devices = stages_of(modules, gradient_scale=1 / m), range(len(program.devices))
+    pipeline = Pipeline(program, own, devices, Mailbox(), specs(stages, DTYPE))
+    for _ in range(2):
+        meter = MemoryMeter()
+        pipeline.run(inputs, targets, meter)
+        assert error(gradients(modules), plain) <= MAX_ERROR
+        assert not any(meter.live_bytes.values())
+        assert not any(slabs.in_use_bytes for slabs in pipeline.host_slabs.values())
 
 
 @pytest.mark.parametrize("group", range(GROUPS))

@@ -17,6 +17,7 @@ from optpipe.schedule import Schedule
 from tests.optpipe.runtime.chains import M, batch, chain, gradients, plain_gradients, specs, stages_of
 from tests.optpipe.runtime.fake_cuda import FakeCuda, RaceDetector
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
+from tests.recomputing import random_executable
 
 EVERYTHING = [(s, i) for s in range(3) for i in range(M)]
 SCHEDULES = {
@@ -56,6 +57,11 @@ def test_no_two_streams_race(cuda: FakeCuda, name: str) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_no_two_streams_race_in_random_schedules(cuda: FakeCuda, seed: int) -> None:
     assert raced(cuda, compile_schedule(random_chain_schedule(seed))) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_two_streams_race_where_activations_are_recomputed_and_offloaded(cuda: FakeCuda, seed: int) -> None:
+    assert raced(cuda, compile_schedule(random_executable(3, M, seed))) == []
 
 
 def random_chain_schedule(seed: int) -> Schedule:
