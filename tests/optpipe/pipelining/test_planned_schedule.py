@@ -30,6 +30,7 @@ from optpipe.runtime.weight_gradients.split import Deferred
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from tests.optpipe.runtime.schedules import random_schedule
+from tests.recomputing import random_executable
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +68,11 @@ def planned(**options: object) -> PlannedSchedule:
 def test_stages_that_do_not_fit(found: int | list[PipelineStage], schedule: Schedule, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
         PlannedSchedule(stages(found) if isinstance(found, int) else found, schedule)
+
+
+def test_a_schedule_that_recomputes_is_refused_by_name() -> None:
+    with pytest.raises(TrainingError, match=r"this schedule recomputes some\. Maybe solve without stages\[\]\.modes"):
+        PlannedSchedule(stages(1), random_executable(1, 3, seed=0))
 
 
 def test_stages_that_are_not_those_of_this_rank() -> None:
