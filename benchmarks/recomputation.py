@@ -7,21 +7,16 @@ formula, which keeps ``2h`` of ``34h + 5as`` bytes for each token and takes as l
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.markdown import conditions, table
 from benchmarks.section import Section, Size, main, say
 from instances import INSTANCES, instance
-from optpipe.errors import DeadlockError, MethodError
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
-from solver.build import within_budgets
-from solver.by_stage import ByStage, choices
 from solver.limits import Limits
-from solver.methods import METHODS
 from solver.solve import solve
+from solver.warm_starts import best_of_uniform_choices
 
 NAME = "recomputation"
 COMMAND = f"python -m benchmarks.recomputation {NAME}"
@@ -38,32 +33,16 @@ def measure(size: Size, _: Path) -> str:
 
 def _row(name: str, size: Size) -> tuple[str, ...]:
     problem = instance(name)
-    kinds: dict[str, float] = {}
-    for by_stage in choices(problem):
-        recomputes = [way.mode.recomputes for way in by_stage.chosen]
-        kind = "recomputed" if all(recomputes) else "by stage" if any(recomputes) else "kept"
-        kinds[kind] = min(kinds.get(kind, float("inf")), _best_published_us(by_stage))
-    kinds["by stage"] = min(kinds.values())
+    uniform = best_of_uniform_choices(problem)
+    kinds = ("all kept", "all recomputed", "one choice a stage")
     free = solve(problem, "auto", Limits(TIME_LIMIT_S[size]))
     ops = [op.op for device in free.devices for op in device.compute]
-    values = [*(kinds[kind] for kind in ("kept", "recomputed", "by stage")), free.value_us, lower_bound_us(problem)]
+    best_us = [uniform[kind].value_us if kind in uniform else float("inf") for kind in kinds]
+    values = [*best_us, free.value_us, lower_bound_us(problem)]
     share = sum(op.startswith("C") for op in ops) / ops.count("F")
     row = (name, *(_bubble_text(problem, value_us) for value_us in values), f"{share:.0%}")
     say("  ".join(row))
     return row
-
-
-def _best_published_us(by_stage: ByStage) -> float:
-    """The best published schedule in which every microbatch of a stage is in the stage's variant."""
-    best_us = float("inf")
-    for method in METHODS.values():
-        with suppress(MethodError, DeadlockError):
-            orders = by_stage.with_modes(method.orders(by_stage.plain)) if method.orders else None
-            if orders is not None:
-                simulation = simulate(by_stage.problem, orders)
-                if simulation.value_us < best_us and within_budgets(by_stage.problem, orders, simulation):
-                    best_us = simulation.value_us
-    return best_us
 
 
 def _bubble_text(problem: Problem, value_us: float) -> str:

@@ -30,6 +30,7 @@ from solver.published.v_family import v_zb
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.strategy import SharedIncumbent
+from solver.variants import Variant
 
 ROUNDS = 4
 """Microbatches a device of the few: a warm-up, a cool-down and a steady state between them."""
@@ -144,6 +145,42 @@ def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]
     for by_stage in choices(problem):
         for name, make in able:
             yield f"{name}, by stage", partial(_by_stage, make, by_stage)
+
+
+def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:
+    """The best published schedule with all microbatches kept, recomputed or offloaded, and with one choice a stage.
+
+    Copies of what is kept or recomputed are optional where a stage has them. A kind of choice with which nothing
+    published fits is left out.
+    """
+    best: dict[str, Solution] = {}
+    for by_stage in choices(problem):
+        recomputes, leaves = ({test(way) for way in by_stage.chosen} for test in (_recomputes, _leaves))
+        kinds = ["one choice a stage"]
+        if recomputes == {True}:
+            kinds.append("all recomputed")
+        elif recomputes == {False} and len(leaves) == 1:
+            kinds.append("all offloaded" if leaves == {True} else "all kept")
+        for name, make in _published():
+            with suppress(MethodError, DeadlockError):
+                orders = by_stage.with_modes(make(by_stage.plain))
+                if orders is None:
+                    continue
+                simulation = simulate(problem, orders)
+                if not within_budgets(problem, orders, simulation):
+                    continue
+                for kind in kinds:
+                    if kind not in best or simulation.value_us < best[kind].value_us:
+                        best[kind] = Solution(orders, simulation.value_us, 0.0, f"{kind}: {name}")
+    return best
+
+
+def _recomputes(way: Variant) -> bool:
+    return way.mode.recomputes
+
+
+def _leaves(way: Variant) -> bool:
+    return way.moved_bytes > 0
 
 
 def _by_stage(make: Make, by_stage: ByStage) -> Orders | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,8 @@ def command(
 ) -> int:
     """Run every method on a problem and show value, bubble, peak and seconds, or why a method has no schedule.
 
-    Each search has the whole time limit. Ctrl-C stops the running search, keeps its best schedule so far, and shows the
-    results up to then.
+    Each search has the whole time limit. Where stages have activation modes, what uniform choices of them give is shown
+    too. Ctrl-C stops the running search, keeps its best schedule so far, and shows the results up to then.
     """
     from optpipe.problem import Problem
     from solver.limits import Cancel, Limits
@@ -76,6 +77,9 @@ def command(
                 rows.append(_run(loaded, name, Limits(time_limit, cancel=cancel)))
             if cancel.requested:
                 break
+        if loaded.has_modes and not methods and not cancel.requested:
+            with doing("uniform choices of modes"):
+                rows += _uniform(loaded)
     if as_json:
         print_json([_document(row) for row in rows])
     else:
@@ -103,6 +107,23 @@ def _run(problem: Problem, name: str, limits: Limits) -> Row:
     except SolverDiedError as error:
         schedule, why_not = error.best, str(error)
     return Row(name, schedule, why_not, limits.seconds)
+
+
+def _uniform(problem: Problem) -> list[Row]:
+    """Best published schedule with every microbatch in the same kind of mode, and with one mode for each stage."""
+    from solver.bounds import lower_bound_us
+    from solver.build import build_schedule
+    from solver.warm_starts import best_of_uniform_choices
+
+    began = time.perf_counter()
+    best = best_of_uniform_choices(problem)
+    seconds = time.perf_counter() - began
+    bound_us = lower_bound_us(problem)
+    return [
+        Row(kind, build_schedule(problem, solution.orders, bound_us, solution.method, seconds), "", seconds)
+        for kind, solution in best.items()
+        if solution.orders is not None
+    ]
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:

@@ -21,6 +21,7 @@ from solver.methods import METHODS
 from solver.process import ChildResult, SolverDiedError
 from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
+from tests.recomputing import COPY, FULL, recomputing
 
 
 def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
@@ -193,6 +194,16 @@ def test_compare_shows_values_and_reasons(cli: Cli, problem_file: Path, tmp_path
     rows = {row["method"]: row for row in cli("compare", problem_file, "--methods", "gpipe,cp-sat", "--json").document}
     assert rows["cp-sat"]["status"] == "optimal"
     assert "2 too few" in rows["gpipe"]["why_not"]
+
+
+def test_compare_shows_what_uniform_choices_of_modes_give(cli: Cli, tmp_path: Path) -> None:
+    problem = tmp_path / "modes.json"
+    problem.write_text(recomputing(2, 3, [FULL], 15, offload=COPY).to_json())
+    rows = {row["method"]: row for row in cli("compare", problem, "--time-limit", "1", "--json").document}
+    uniform = ("all kept", "all recomputed", "all offloaded", "one choice a stage")
+    values_us = [rows[name]["value_us"] for name in uniform]
+    assert values_us[-1] == min(values_us)
+    assert rows["cp-sat"]["value_us"] <= values_us[-1]
 
 
 def test_compare_without_a_schedule_shows_why_and_draws_nothing(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
