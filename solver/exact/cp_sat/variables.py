@@ -198,7 +198,7 @@ class Variables:
         at = stage, microbatch
         if at in self.ways:
             return self.ways[at]
-        kept, *offload = variants(self.problem.stages[stage])
+        kept, *offload = (Variant(n, mode) for n, mode in enumerate(self.problem.stages[stage].choices))
         if at not in self.leaves:
             return [Way(kept, self._always, {})]
         copies = {kind: self.task(kind, *at) for kind in "OR"}

@@ -84,9 +84,10 @@ def random_problem(seed: int) -> Problem:
 
 @cache
 def problems() -> dict[str, Problem]:
-    """The instances and the random problems, by name."""
+    """The instances without activation modes and the random problems, by name."""
     loaded = {path.stem: Problem.load(path) for path in sorted(INSTANCES.glob("*-*.json"))}
-    small = {name: p for name, p in loaded.items() if 3 * len(p.stages) * p.microbatches <= MOST_OPS}
+    plain = {name: p for name, p in loaded.items() if not p.has_modes}
+    small = {name: p for name, p in plain.items() if 3 * len(p.stages) * p.microbatches <= MOST_OPS}
     return small | {f"random-{seed}": random_problem(seed) for seed in range(RANDOM_PROBLEMS)}
 
 
