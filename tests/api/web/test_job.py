@@ -74,6 +74,8 @@ def test_a_lost_connection_is_told_and_found_again(slow: SlowService, slow_page:
     slow_page.route("**/v1/events", cut_after_the_first)
     slow_page.goto(f"/#/jobs/{job}")
     expect(slow_page.locator("[data-part=connection]")).to_contain_text("The connection to the server is lost")
+    while len(positions) < 3:  # before the job ends: after that there is nothing to come back for
+        slow_page.wait_for_timeout(50)
     slow.step()
     slow.step()
     expect(slow_page.locator(".status")).to_have_text("succeeded")
