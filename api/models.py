@@ -223,7 +223,7 @@ def read_submission(body: bytes, caps: Caps, problem_alone: bool = False) -> Sub
 
 
 class ReadSubmission(_Answer):
-    """What the server needs of a large submission, from the process that parsed it; the problem's text comes beside it.
+    """Parts of a large submission, from the process that parsed it, beside the text of its problem.
 
     `equality_key` and `time_us` are those of the problem's canonical form (`solver.cache`).
     """

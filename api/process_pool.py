@@ -235,7 +235,7 @@ class SecondsBudget:
     def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most_s, self._clock = most_s, clock
         self._spent: dict[UUID, deque[tuple[float, float]]] = {}
-        """When tasks of each key ended, and how long they took."""
+        """End and duration of the tasks of each key."""
 
     def spend(self, owner: UUID | None, seconds: float) -> None:
         """Count a task that has ended."""

@@ -89,7 +89,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Growth:
-    """What grows in a section, and what is held fixed: `kinds` of problems at the `shapes` of the full size.
+    """Sizes that grow in a section, and those held fixed: `kinds` of problems at the `shapes` of the full size.
 
     `limit_s` is the time of a full run. Where a schedule should be close to the final one within a minute it is longer
     than that, so that there is something later to compare with.

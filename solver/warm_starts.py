@@ -136,7 +136,7 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
 
 
 def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
-    """What makes each published schedule of a problem, by name; with modes for every choice of one variant a stage."""
+    """Makers of the published schedules of a problem, by name; with modes for every choice of one variant a stage."""
     unsplit = not all(stage.split_backward for stage in problem.stages)
     able = [(name, make) for name, make in _published() if not unsplit or (name in METHODS and METHODS[name].unsplit)]
     if not problem.has_modes:

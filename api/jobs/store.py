@@ -386,7 +386,7 @@ _EVENTS = Statement(
 
 
 def _read_cursor(cursor: str, sort: Sort, is_type: type[Any]) -> tuple[Any, UUID]:
-    """What the last job of the page before was sorted by, and its id. Raises BadCursorError."""
+    """Sort value and id of the last job of the page before. Raises BadCursorError."""
     try:
         given_sort, value, job_id = json.loads(base64.b64decode(cursor, altchars=b"-_", validate=True))
         value = datetime.fromisoformat(value) if is_type is datetime else value
@@ -417,7 +417,7 @@ _SORTED_BY: dict[str, tuple[ColumnElement[Any], type[Any]]] = {
     "gap": ((jobs.c.value_us - jobs.c.bound_us) / func.nullif(jobs.c.value_us, 0), float),
     "name": (_NAME, str),
 }
-"""What jobs are sorted by, and its type in a cursor."""
+"""Columns that jobs are sorted by, and the type of each in a cursor."""
 
 
 _SECRET = re.compile(r"optpipe_([0-9a-f]{32})_[A-Za-z0-9_-]{43}", re.ASCII)
@@ -430,7 +430,7 @@ _KEY = Statement(select(api_keys).where(api_keys.c.id == bindparam("key_id")))
 
 
 def _revocation(owner: UUID | None) -> str:
-    """What those who wait on behalf of a key are told by when it is revoked."""
+    """Channel on which those who wait on behalf of a key hear that it is revoked."""
     return f"key:{owner}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
 from fastapi import APIRouter, Depends, Header, Response
@@ -95,6 +95,11 @@ _EVENT = {
 }
 """One event of the stream; its data is JSON text."""
 
+_STREAM: dict[str, Any] = {
+    "description": "Events `incumbent`, `bound` and `status`, each with EventAnswer as its data.",
+    "content": {MEDIA_TYPE: {"schema": _EVENT}},
+}
+
 
 async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
     """Hold one of the caller's connections until the stream ends."""
@@ -107,10 +112,7 @@ async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
     response_class=Response,
     dependencies=[Depends(_connection)],
     responses={
-        200: {
-            "description": "Events `incumbent`, `bound` and `status`, each with EventAnswer as its data.",
-            "content": {MEDIA_TYPE: {"schema": _EVENT}},
-        },
+        200: _STREAM,
         204: {"description": "The job has ended, and the client has seen its last event."},
         **errors(404, 422),
     },
@@ -133,10 +135,7 @@ async def job_events(
     response_class=Response,
     dependencies=[Depends(_connection)],
     responses={
-        200: {
-            "description": "Events `incumbent`, `bound` and `status`, each with EventAnswer as its data.",
-            "content": {MEDIA_TYPE: {"schema": _EVENT}},
-        },
+        200: _STREAM,
         **errors(422),
     },
 )

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: by numbers of layers, or by the names of modules."""
+"""Cuts of a model into stages: by numbers of layers, or by the names of modules."""
 
 from __future__ import annotations
 

@@ -367,7 +367,7 @@ class HuggingFace:
         return drawn
 
     def _balancing(self) -> Balancing | None:
-        """What the auxiliary loss of the model's experts needs, where its configuration adds one."""
+        """Inputs of the auxiliary loss of the model's experts, where its configuration adds one."""
         if not getattr(self.config, "output_router_logits", False):
             return None
         recorder = (getattr(self.kind, "_can_record_outputs", None) or {}).get("router_logits")

@@ -83,7 +83,7 @@ class RecordedRun:
 
     @property
     def replicas(self) -> Sequence[ReplicaMemory]:
-        """What each stage holds because its replicas share out parameters and gradients."""
+        """Bytes that each stage holds because its replicas share out parameters and gradients."""
         return [costs.replica for costs in self.stages]
 
     def _budgets_bytes(self, memory_bytes: int | None, margin: float) -> list[int | None]:
@@ -242,7 +242,7 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
 
 
 def _replica(by_kind: Mapping[str, Held], gathered_bytes: int, gradient_bytes: int) -> ReplicaMemory:
-    """What the collectives of a step hold, measured where the run had them as actions of their own."""
+    """Bytes that the collectives of a step hold, measured where the run had them as actions of their own."""
     workspace = gathered_bytes
     if gather := by_kind.get("GATHER"):
         workspace = gather.peak_bytes - gather.before_bytes - gathered_bytes

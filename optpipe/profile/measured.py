@@ -29,7 +29,7 @@ COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
 
 BYTES_OF_LOWER_PRECISION = 2 + 4 * 4
-"""Of an entry of a parameter of two bytes: gradient, float32 copy and both moments have four."""
+"""Bytes of state for an entry of a two-byte parameter: gradient, float32 copy and both moments have four."""
 
 
 def without_margin(memory_bytes: int, margin: float) -> int:

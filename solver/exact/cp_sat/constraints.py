@@ -72,7 +72,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(stage: Stage, variant: Variant) -> Iterator[_Piece]:
-    """What a microbatch in a variant holds on a stage, by the table of the contract.
+    """Pieces that a microbatch in a variant holds on a stage, by the table of the contract.
 
     B's end leaves `backward_weight_bytes` until W's end: those that are there before it as long as there are any. If B
     holds more after its end than before, the difference counts from B's start: no wait could keep B from ending before

@@ -19,7 +19,7 @@ def add_memory_precedences(variables: Variables) -> None:
 
 
 def add_memory_order(variables: Variables) -> None:
-    """When an F starts, what other ops have taken and not freed leaves room for its activation.
+    """Room for the activation of each F beside what other ops have taken and not freed when it starts.
 
     A cumulative resource concludes little while intervals may still lie anywhere. Here the budget is a sum over
     literals that say which of two ops comes first, which a search branches on and learns from. Only starts of F are
