@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+import pytest
 from playwright.sync_api import Page, Route, expect
 
 from instances import uniform
@@ -170,6 +172,23 @@ def test_a_page_opened_while_the_server_is_away_finds_the_job_later(page: Page, 
     page.goto(f"/#/jobs/{job}")
     expect(page.locator("h1")).to_have_text("mine")
     expect(page.locator(VALUE)).to_have_text(value_text(-1))
+    expect(page.get_by_text("The server does not answer")).to_be_hidden()
+
+
+@pytest.mark.parametrize("path", ["", "/schedule"])
+def test_a_request_that_fails_after_the_stream_has_opened_is_sent_again(
+    page: Page, service_url: str, key: str, path: str
+) -> None:
+    job = posted(service_url, key, name="mine")
+    held: list[Route] = []
+    page.route(f"**/v1/schedules/{job}{path}", lambda route: held.append(route), times=1)
+    with page.expect_response("**/v1/events"):
+        page.goto(f"/#/jobs/{job}")
+    while not held:
+        page.wait_for_timeout(10)
+    held[0].abort()
+    expect(page.locator("h1")).to_have_text("mine")
+    expect(page.locator("[data-part=found-by]")).to_have_text(re.compile(r"\w"))
     expect(page.get_by_text("The server does not answer")).to_be_hidden()
 
 

@@ -18,6 +18,11 @@ export class ApiError extends Error {
     this.status = status;
     this.faults = faults;
   }
+
+  /** Whether the same request may succeed a little later. */
+  get isTransient() {
+    return this.status === 0 || this.status === 429 || this.status >= 500;
+  }
 }
 
 /**

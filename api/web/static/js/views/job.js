@@ -20,6 +20,9 @@ import { NONE, bytesText, countText, percentText, timeText } from "../units.js";
 /** Between two schedules that are fetched while a search finds better ones. */
 const SCHEDULE_PAUSE_MS = 700;
 const CURVE_PAUSE_MS = 500;
+/** Between two attempts to read what the server did not give, at first and at most. */
+const FIRST_RETRY_MS = 500;
+const LONGEST_RETRY_MS = 15_000;
 
 /** @type {import("../router.js").View} */
 export function jobView(root, { argument, query }) {
@@ -48,6 +51,7 @@ class JobView {
   #fetching = false;
   #offloads = false;
   #curveTimer = 0;
+  #retryMs = FIRST_RETRY_MS;
 
   /**
    * @param {HTMLElement} root
@@ -129,12 +133,28 @@ class JobView {
       }
       if (this.#failed) this.#tell(null);
       this.#failed = false;
+      if (!this.#fetching) this.#retryMs = FIRST_RETRY_MS;
     } catch (error) {
       this.#failed = true;
       this.#tell(error);
+      this.#retryAfter(error, () => this.#catchUp());
     } finally {
       this.#catchingUp = false;
     }
+  }
+
+  /**
+   * Work again a little later, unless it would fail again. No event may come that would cause it: the stream can open
+   * before the request fails, and a job that has ended has no more events.
+   *
+   * @param {unknown} error
+   * @param {() => void} work
+   */
+  #retryAfter(error, work) {
+    const { signal } = this.#ending;
+    if (signal.aborted || (error instanceof ApiError && !error.isTransient)) return;
+    setTimeout(() => signal.aborted || work(), this.#retryMs);
+    this.#retryMs = Math.min(LONGEST_RETRY_MS, 2 * this.#retryMs);
   }
 
   /** @param {import("../types.js").JobEvent} event the next one of this job */
@@ -245,10 +265,12 @@ class JobView {
     try {
       this.#showSchedule(await getSchedule(this.id, this.#ending.signal));
       this.#shown = revision;
+      this.#retryMs = FIRST_RETRY_MS;
       await new Promise((resolve) => setTimeout(resolve, SCHEDULE_PAUSE_MS));
     } catch (error) {
-      failed = true;
+      failed = this.#failed = true;
       this.#tell(error);
+      this.#retryAfter(error, () => this.#catchUp());
     } finally {
       this.#fetching = false;
     }
