@@ -396,6 +396,14 @@ class Problem(Displayed, Document):
         return self
 
     @property
+    def units(self) -> int:
+        """Number of parts into which the batch is cut, each with an F and a backward on every stage.
+
+        `Op.microbatch` counts them, and arrays over ops have the shape (stages, units).
+        """
+        return self.microbatches
+
+    @property
     def forward_delay_us(self) -> Sequence[int | float]:
         """Transfer delay of activations over each boundary s -> s+1; 0 if both stages are on one device."""
         return self._delays["forward"]
@@ -429,7 +437,7 @@ class Problem(Displayed, Document):
     def work_us(self) -> Sequence[int | float]:
         """Total time of all compute ops of each device, without recomputation."""
         return [
-            self.microbatches * sum(self.stages[s].duration_us("F") + self.stages[s].duration_us("BW") for s in stages)
+            self.units * sum(self.stages[s].duration_us("F") + self.stages[s].duration_us("BW") for s in stages)
             for stages in self.stages_of
         ]
 

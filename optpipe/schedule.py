@@ -330,7 +330,7 @@ class Schedule(Displayed, Document):
 
     def _check_ops(self, where: str, stream: int, ops: OpArray) -> None:
         """Reject the first op with an unknown stage or microbatch, or on another stream than its own."""
-        stages, microbatches = len(self.problem.stages), self.problem.microbatches
+        stages, microbatches = len(self.problem.stages), self.problem.units
         wrong = (ops.stage >= stages) | (ops.microbatch >= microbatches)
         wrong |= np.asarray(STREAM_OF_KIND)[ops.kind] != stream
         if not wrong.any():
@@ -445,7 +445,7 @@ def implied_modes(problem: Problem, offloads: Iterable[Sequence[Op]]) -> Ints:
 
     `offloads`: the offload streams.
     """
-    modes = np.zeros((len(problem.stages), problem.microbatches), np.int64)
+    modes = np.zeros((len(problem.stages), problem.units), np.int64)
     whole = np.array([stage.choice_numbers.get(OFFLOAD, 0) for stage in problem.stages])
     for stream in offloads:
         ops = OpArray.of(stream)

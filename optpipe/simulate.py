@@ -125,13 +125,13 @@ class _Network:
     def _check_inside(self) -> None:
         inside = self._inside(self.ops)
         if not inside.all():
-            size = f"{len(self.problem.stages)} stages and {self.problem.microbatches} microbatches"
+            size = f"{len(self.problem.stages)} stages and {self.problem.units} microbatches"
             raise OrderError(f"{self.ops[int(np.argmin(inside))]} is not in a problem of {size}")
 
     def _inside(self, ops: OpArray) -> NDArray[np.bool_]:
         """Mask of the ops whose stage and microbatch exist in the problem."""
         stages = (ops.stage >= 0) & (ops.stage < len(self.problem.stages))
-        return stages & (ops.microbatch >= 0) & (ops.microbatch < self.problem.microbatches)
+        return stages & (ops.microbatch >= 0) & (ops.microbatch < self.problem.units)
 
     def _positions(self, stream: Ints) -> Ints:
         """Node of each (kind, stage, microbatch), -1 if absent. Raises OrderError for a repeated or misplaced op."""
@@ -142,7 +142,7 @@ class _Network:
             k = int(np.argmax(misplaced))
             where = f"device {self.device[k]}, stream {STREAMS[stream[k]]}"
             raise OrderError(f"{self.ops[k]} is on {where}, but belongs to device {home[k]}, {self.ops[k].stream}")
-        at = np.full((len(KINDS), len(self.problem.stages), self.problem.microbatches), -1, np.int64)
+        at = np.full((len(KINDS), len(self.problem.stages), self.problem.units), -1, np.int64)
         at[self.kind, self.stage, self.microbatch] = np.arange(self.size)
         repeated = at[self.kind, self.stage, self.microbatch] != np.arange(self.size)
         if repeated.any():

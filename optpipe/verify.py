@@ -112,7 +112,7 @@ class _Verifier:
         """Number of the mode of each microbatch on each stage, as `mode_names` counts them; None if no F names one."""
         if not any(stream.modes for stream in self.streams):
             return None
-        modes = np.zeros((len(self.problem.stages), self.problem.microbatches), np.int64)
+        modes = np.zeros((len(self.problem.stages), self.problem.units), np.int64)
         whole = np.array([stage.offload is not None for stage in self.problem.stages])
         away = self.ops[np.flatnonzero(self.ops.kind == KINDS.index("O"))]
         modes[away.stage, away.microbatch] = whole[away.stage]
@@ -189,7 +189,7 @@ class _Verifier:
 
     def _keys(self, kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
         """Unique integer for each (kind, stage, microbatch) of the problem."""
-        return (kind * len(self.problem.stages) + stage) * self.problem.microbatches + microbatch
+        return (kind * len(self.problem.stages) + stage) * self.problem.units + microbatch
 
     def _find(self, keys: Ints) -> Ints:
         """Index of each of these ops, -1 if it is not in the schedule."""
@@ -213,7 +213,7 @@ class _Verifier:
 
     def _check_presence(self) -> None:
         """Every microbatch has F and all of its backward on every stage, and each O has an R."""
-        microbatches, total = self.problem.microbatches, len(self.problem.stages) * self.problem.microbatches
+        microbatches, total = self.problem.units, len(self.problem.stages) * self.problem.units
         pairs, group = np.unique(self.ops.stage * microbatches + self.ops.microbatch, return_inverse=True)
         kinds_present = np.zeros(len(pairs), np.int64)
         np.bitwise_or.at(kinds_present, group, 1 << self.ops.kind)
@@ -400,7 +400,7 @@ class _Verifier:
                 waiting += [first + index] * len(others_of_op)
                 names += others_of_op
         others = OpArray.parse(" ".join(names))
-        known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.microbatches)
+        known = (others.stage < len(self.problem.stages)) & (others.microbatch < self.problem.units)
         # Outside the problem a key would be that of another op.
         indices = np.where(known, self._find(self._keys(others.kind, others.stage, others.microbatch)), -1)
         return np.array(waiting, np.int64), indices, names

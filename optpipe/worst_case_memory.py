@@ -113,7 +113,7 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
     `ops` are those of all three streams, one stream after another. Returns `first`, `stream`, `events`: the entries of
     op k are `first[k]` to `first[k + 1]`; entry e says that `events[e]` events of `stream[e]` must have happened.
     """
-    stages, microbatches = len(problem.stages), problem.microbatches
+    stages, microbatches = len(problem.stages), problem.units
     key = (ops.kind * stages + ops.stage) * microbatches + ops.microbatch
     order = np.argsort(key)
     sorted_key = key[order]

@@ -71,7 +71,7 @@ NamedWaits = tuple[NDArray[np.int64], Sequence[str]]
 
 def _named_waits(simulation: Simulation, orders: Orders) -> NamedWaits:
     waits, ops = WaitArray.of(orders.waits), simulation.ops
-    size = len(simulation.problem.stages), simulation.problem.microbatches
+    size = len(simulation.problem.stages), simulation.problem.units
     at = np.zeros((len(KINDS), *size), np.int64)
     at[ops.kind, ops.stage, ops.microbatch] = np.arange(len(ops))
     index = at[waits.op.kind, waits.op.stage, waits.op.microbatch]

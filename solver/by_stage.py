@@ -49,7 +49,7 @@ class ByStage:
 
     def with_modes(self, orders: Orders) -> Orders | None:
         """Orders of the plain problem as orders of the problem; None where no mode does without a copy as they do."""
-        size = len(self.problem.stages), self.problem.microbatches
+        size = len(self.problem.stages), self.problem.units
         leaves = np.zeros(size, bool)
         for device in orders.devices:
             for _, s, i in device.offload:
@@ -167,7 +167,7 @@ def _roomy(problem: Problem, s: int, ways: Sequence[Variant], in_flight: float) 
     device = [problem.stages[t] for t in problem.stages_of[stage.device]]
     room = budget * stage.activation_bytes / max(sum(other.activation_bytes for other in device), 1)
     by_time = sorted(ways, key=lambda way: (way.mode.recompute_us, way.moved_bytes, way.inside))
-    in_flight = min(in_flight, problem.microbatches)
+    in_flight = min(in_flight, problem.units)
     fitting = (way for way in by_time if (in_flight - 1) * way.waiting_bytes + way.backward_bytes <= room)
     return next(fitting, min(ways, key=lambda way: way.waiting_bytes))
 

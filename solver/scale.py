@@ -21,7 +21,7 @@ def horizon_us(problem: Problem, value_us: float) -> float:
         return value_us if problem.objective == "makespan" else 2 * value_us
     beside = sum(max(map(_beside_us, stage.choices)) for stage in problem.stages)
     delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
-    return sum(problem.work_us) + problem.microbatches * (beside + delays)
+    return sum(problem.work_us) + problem.units * (beside + delays)
 
 
 def _beside_us(mode: Mode) -> float:
@@ -56,7 +56,7 @@ def count_ops(problem: Problem) -> int:
     stages = [stage.choices for stage in problem.stages]
     offloading = sum(any(mode.offload for mode in choices) for choices in stages)
     recomputing = sum(any(mode.recomputes for mode in choices) for choices in stages)
-    return problem.microbatches * (3 * len(stages) + 2 * offloading + recomputing)
+    return problem.units * (3 * len(stages) + 2 * offloading + recomputing)
 
 
 MAX_STEPS = 2**45

@@ -111,12 +111,12 @@ def _with_modes(problem: Problem) -> Orders:
         if problem.host_memory_bytes is None or on_host <= problem.host_memory_bytes:
             break
     planned: dict[Op, tuple[float, float]] = {}
-    for i in range(min(problem.microbatches, 2)):
+    for i in range(min(problem.units, 2)):
         passes = [Op(kind, s, i) for s in sorted(chosen) for kind in chosen[s].forward]
         passes += [Op(kind, s, i) for s in sorted(chosen, reverse=True) for kind in chosen[s].backward]
         planned |= {op: (len(planned) + n, len(planned) + n + 1) for n, op in enumerate(passes)}
-    modes = np.array([[chosen[s].mode] * problem.microbatches for s in range(len(problem.stages))])
-    return _repeated(orders_from_times(problem, planned, modes=modes), problem.microbatches)
+    modes = np.array([[chosen[s].mode] * problem.units for s in range(len(problem.stages))])
+    return _repeated(orders_from_times(problem, planned, modes=modes), problem.units)
 
 
 def _copied_bytes(stage: Stage, way: Way) -> int:
@@ -193,9 +193,9 @@ class _Serial:
 
     def orders(self) -> Orders | None:
         """The orders, or None where a budget (or the host's) is too small."""
-        if not all(self._microbatch(i) for i in range(min(self.problem.microbatches, 2))):
+        if not all(self._microbatch(i) for i in range(min(self.problem.units, 2))):
             return None
-        return _repeated(orders_from_times(self.problem, self.planned), self.problem.microbatches)
+        return _repeated(orders_from_times(self.problem, self.planned), self.problem.units)
 
     def _microbatch(self, i: int) -> bool:
         for s in range(len(self.problem.stages)):

@@ -84,7 +84,7 @@ def op_costs(problem: Problem) -> Records:
 
 def empty_timeline(problem: Problem, costs: Records) -> Timeline:
     """The timeline of a problem before anything is placed; it shares `costs` with others."""
-    stages, m, most = len(problem.stages), problem.microbatches, max(map(len, problem.stages_of))
+    stages, m, most = len(problem.stages), problem.units, max(map(len, problem.stages_of))
     devices = np.zeros(len(problem.devices), DEVICE_STATE)
     devices["budget_bytes"] = [NO_LIMIT if d.memory_bytes is None else d.memory_bytes for d in problem.devices]
     return Timeline(
@@ -108,9 +108,7 @@ def timeline_orders(problem: Problem, line: Timeline) -> Orders:
 def _device_order(problem: Problem, codes: Ints) -> OpArray:
     """The ops with these codes, where the k-th of a kind and stage is that of microbatch k."""
     microbatch = np.empty(len(codes), np.int64)
-    microbatch[np.argsort(codes, kind="stable")] = np.tile(
-        np.arange(problem.microbatches), len(codes) // problem.microbatches
-    )
+    microbatch[np.argsort(codes, kind="stable")] = np.tile(np.arange(problem.units), len(codes) // problem.units)
     kind, stage = np.divmod(codes, len(problem.stages))
     return OpArray(kind, stage, microbatch)
 

@@ -162,7 +162,7 @@ class Trace(Displayed, Document):
 
     @model_validator(mode="after")
     def _actions_belong_here(self) -> Self:
-        stages, microbatches = len(self.schedule.problem.stages), self.schedule.problem.microbatches
+        stages, microbatches = len(self.schedule.problem.stages), self.schedule.problem.units
         for d, device in enumerate(self.devices):
             for k, action in enumerate(device.actions):
                 where = f"devices[{d}].actions[{k}]"

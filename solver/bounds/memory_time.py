@@ -55,7 +55,7 @@ class _MemoryTime(OnDevice):
         weights = sum(
             min(stage.activation_bytes, stage.backward_weight_bytes) * stage.backward_weight_us for stage in self.stages
         )
-        return self.problem.microbatches * (activations + weights)
+        return self.problem.units * (activations + weights)
 
     def _least_time_us(self, needed_byte_us: float, backward: str) -> float:
         """The least time in which the byte-time can be had, with ramps at both ends."""
@@ -77,9 +77,9 @@ class _MemoryTime(OnDevice):
                 savings.append(_Saving(stage.offload.bytes * max(0.0, away_us), copy_us))
         time_us = 0.0
         for saving in sorted(savings, key=lambda saving: -saving.rate_bytes):
-            copies_us = self.problem.microbatches * saving.copy_us
+            copies_us = self.problem.units * saving.copy_us
             if not saving.copy_us:
-                needed_byte_us -= self.problem.microbatches * saving.byte_us
+                needed_byte_us -= self.problem.units * saving.byte_us
             elif needed_byte_us > (self.budget + saving.rate_bytes) * copies_us:
                 needed_byte_us -= (self.budget + saving.rate_bytes) * copies_us
                 time_us += copies_us
@@ -115,7 +115,7 @@ def unused_byte_us(device: OnDevice, sizes_bytes: Sequence[int], backward: str) 
         )
         lengths_us.append(room / rate if rate else float("inf"))
     work_us = sum(stage.duration_us(kind) for stage in device.stages for kind in ("F", backward))
-    return room / 2 * sum(lengths_us) if sum(lengths_us) <= device.problem.microbatches * work_us else 0.0
+    return room / 2 * sum(lengths_us) if sum(lengths_us) <= device.problem.units * work_us else 0.0
 
 
 def round_bounds_us(problem: Problem) -> Sequence[float]:
@@ -137,7 +137,7 @@ def round_bounds_us(problem: Problem) -> Sequence[float]:
     """
     bounds = []
     for device in OnDevice.each(problem):
-        bound_us, stage, microbatches = 0.0, device.stages[0], problem.microbatches
+        bound_us, stage, microbatches = 0.0, device.stages[0], problem.units
         moved = stage.offload.bytes if stage.offload else 0
         room, size = device.budget - stage.workspace_bytes.F - moved, stage.activation_bytes - moved
         if len(device.stages) == 1 and 0 < size <= room < microbatches * size:

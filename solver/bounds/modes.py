@@ -41,7 +41,7 @@ def _least_us(device: OnDevice, backward: str, later_byte_us: float) -> float:
     from scipy.optimize import linprog  # slow to load, and only for problems with modes
 
     ways = [(s, way) for s in device.numbers for way in variants(device.problem.stages[s])]
-    microbatches = device.problem.microbatches
+    microbatches = device.problem.units
     most = [max(way.backward_bytes for way in variants(stage)) for stage in device.stages]
     unused = unused_byte_us(device, most, backward)
     work_us = microbatches * sum(stage.duration_us(kind) for stage in device.stages for kind in ("F", backward))

@@ -88,7 +88,7 @@ class _Windows(OnDevice):
         return sum(stage.duration_us(kind) for stage in self.stages for kind in kinds)
 
     def _work_us(self, kinds: str) -> float:
-        return self.problem.microbatches * self._one_of_each_us(kinds)
+        return self.problem.units * self._one_of_each_us(kinds)
 
     @cached_property
     def _cool_down_us(self) -> float:
@@ -103,7 +103,7 @@ class _Windows(OnDevice):
 
         def most_forwards_us(size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
             forwards = [Held(Piece(stage.forward_us, size_bytes(stage))) for stage in self.stages]
-            return most_held_us(forwards, self.problem.microbatches, room_bytes)
+            return most_held_us(forwards, self.problem.units, room_bytes)
 
         # With the channel's help whole activations; without it what never leaves of them, beside the whole last one.
         fits_us = min(
@@ -135,12 +135,12 @@ class _Windows(OnDevice):
         # more where there are copies: then only what never leaves is counted, which no window changes.
         copies = self._moved_bytes("R", 1.0) > 0
         stock_us = self._most_staying_us(pending) if copies else self._most_in_stock_us(pending)
-        before_us = [(self.problem.microbatches - 1) * self._one_of_each_us("W") - stock_us]
+        before_us = [(self.problem.units - 1) * self._one_of_each_us("W") - stock_us]
         # 2. All but one W, less those that fit beside the activation of the last backward when it starts.
         weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
         room = self.budget - self.stages[0].activation_bytes
         all_but_last_us = self._work_us("W") - self.stages[0].backward_weight_us
-        before_us.append(all_but_last_us - most_held_us(weights, self.problem.microbatches, room))
+        before_us.append(all_but_last_us - most_held_us(weights, self.problem.units, room))
         # 3. All but one W and the idle time of the cool-down; with copies only where the shortest window idles.
         if self._cool_down_idle_us >= 0 or not copies:
             before_us.append(all_but_last_us + self._cool_down_idle_us)
@@ -158,14 +158,14 @@ class _Windows(OnDevice):
         whole = [pending(stage, stage.activation_bytes) for stage in self.stages]
         moved_bytes = self._moved_bytes("R", high.forward_us + self._cool_down_us)
         room = self._room_at_last_forward + moved_bytes - last_bytes
-        most_us = most_held_us(whole, self.problem.microbatches - 1, room, in_parts=moved_bytes > 0)
+        most_us = most_held_us(whole, self.problem.units - 1, room, in_parts=moved_bytes > 0)
         return min(most_us, self._most_staying_us(pending)) if moved_bytes else most_us
 
     def _most_staying_us(self, pending: Callable[[Stage, int], Held]) -> float:
         """The same, if only what never leaves counts: as much as any cool-down has."""
         staying = [pending(stage, _staying_bytes(stage)) for stage in self.stages]
         last_bytes = self.stages[-1].activation_bytes + sum(_staying_bytes(stage) for stage in self.stages[:-1])
-        return most_held_us(staying, self.problem.microbatches - 1, self._room_at_last_forward - last_bytes)
+        return most_held_us(staying, self.problem.units - 1, self._room_at_last_forward - last_bytes)
 
     @property
     def _room_at_last_forward(self) -> float:
@@ -182,14 +182,14 @@ class _Windows(OnDevice):
 
     def _together_us(self, warm_up_us: float, cool_down_us: float) -> float:
         """Idle time of both windows, whether or not a backward precedes the last F."""
-        if self.problem.microbatches * sum(map(_staying_bytes, self.stages)) > self.budget:
+        if self.problem.units * sum(map(_staying_bytes, self.stages)) > self.budget:
             return warm_up_us + cool_down_us
         return min(warm_up_us + cool_down_us, max(warm_up_us, self._copies_idle_us + cool_down_us))
 
     @property
     def _copies_idle_us(self) -> float:
         """Idle time before the end of the last F if all F come first, since what does not fit has to leave by then."""
-        leaving_bytes = self.problem.microbatches * sum(map(_activation_bytes, self.stages)) - self.budget
+        leaving_bytes = self.problem.units * sum(map(_activation_bytes, self.stages)) - self.budget
         rate = self._moved_bytes("O", 1.0)
         if leaving_bytes <= 0 or not rate:
             return 0.0

@@ -35,7 +35,7 @@ MOST_ORDER_LITERALS = 50_000
 def count_memory_literals(problem: Problem) -> int:
     """Estimate from above of the literals that say how memory orders ops (`cp_sat.memory_order`)."""
     per_pair = sum(len(numbers) ** 2 * 5 for numbers, _ in devices_with_budgets(problem))
-    return per_pair * problem.microbatches**2 // 2
+    return per_pair * problem.units**2 // 2
 
 
 def is_ordered_by_memory(problem: Problem, most_literals: int = MOST_ORDER_LITERALS) -> bool:
@@ -93,4 +93,4 @@ def _pairs(problem: Problem, room: int, held_bytes: int) -> Iterator[tuple[int, 
     """Microbatches that are one more apart than what fits in `room`; none where the op itself does not fit."""
     if held_bytes > 0 and room >= 0:
         apart = room // held_bytes + 1
-        yield from ((j - apart, j) for j in range(apart, problem.microbatches))
+        yield from ((j - apart, j) for j in range(apart, problem.units))

@@ -56,8 +56,8 @@ def least_work_around(problem: Problem, length: Callable[[str, int], float]) -> 
             for (position, s), kind in product(enumerate(stages), "FB"):
                 room = budget - path.taken(kind, position)
                 step = path.step(kind, position)
-                for k in range(problem.microbatches):
-                    left = problem.microbatches - k
+                for k in range(problem.units):
+                    left = problem.units - k
                     after = left * path.work - path.most_done(step, left - 1, room)
                     yield LeastWork(Op(kind, s, k), path.least_done(step, k, room), after)
 
@@ -225,12 +225,12 @@ def like_weights(problem: Problem, fusing: Collection[int] = ()) -> Iterator[Seq
 
 def count_like_pairs(problem: Problem) -> int:
     """Number of `like_pairs`."""
-    return sum(comb(len(group), 2) for group in like_weights(problem)) * problem.microbatches**2
+    return sum(comb(len(group), 2) for group in like_weights(problem)) * problem.units**2
 
 
 def like_pairs(problem: Problem, fusing: Collection[int] = ()) -> Iterator[tuple[Pair, Pair]]:
     """Two B of different stages, and the two W that run in the same order."""
-    microbatches = range(problem.microbatches)
+    microbatches = range(problem.units)
     for group in like_weights(problem, fusing):
         for (s, t), i, j in product(combinations(group, 2), microbatches, microbatches):
             yield (Op("B", s, i), Op("B", t, j)), (Op("W", s, i), Op("W", t, j))

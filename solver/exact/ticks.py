@@ -118,4 +118,4 @@ class TimeGrid:
 def _instant_ops(problem: Problem, below_us: float) -> int:
     """Most ops that take `below_us` or less, whatever the modes."""
     times_us = (time_us for stage in problem.stages for time_us in stage_times_us(stage))
-    return problem.microbatches * sum(time_us <= below_us for time_us in times_us)
+    return problem.units * sum(time_us <= below_us for time_us in times_us)

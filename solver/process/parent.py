@@ -128,7 +128,7 @@ class _Solve:
         self.best = Solution()
         self.last: Message | None = None
         self.ended_for: Limit | None = None
-        self.verify_s = 3 * len(problem.stages) * problem.microbatches * VERIFY_S_PER_OP
+        self.verify_s = 3 * len(problem.stages) * problem.units * VERIFY_S_PER_OP
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
         self.cancelled = False

@@ -146,9 +146,7 @@ def _candidates(problem: Problem) -> Iterator[Orders | None]:
     """The serial schedule, then for each choice nothing leaving and everything leaving; of equal values the first."""
     yield serial_orders(problem)
     budgets = [device.memory_bytes for device in problem.devices]
-    everything = {
-        (s, i) for s, stage in enumerate(problem.stages) if stage.offload for i in range(problem.microbatches)
-    }
+    everything = {(s, i) for s, stage in enumerate(problem.stages) if stage.offload for i in range(problem.units)}
     played, seen = 0, set()
     for in_flight, late_weights, lead in _choices(problem, bool(everything)):
         if played > PLAYED_OPS:
@@ -175,7 +173,7 @@ def _choices(problem: Problem, offloads: bool) -> Iterator[tuple[int, int, float
     for late_weights in (0, 2, devices):
         for lead in (3.0, 1.5) if offloads else (0.0,):
             for size in sizes:
-                choice = (min(max(size, 1), problem.microbatches), late_weights, lead)
+                choice = (min(max(size, 1), problem.units), late_weights, lead)
                 if choice not in tried:
                     tried.add(choice)
                     yield choice

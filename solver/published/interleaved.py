@@ -31,11 +31,11 @@ def _device_order(problem: Problem, device: int, chunks: int) -> list[Op]:
     order = forwards[:warm_up]
     for k, backward in enumerate(backwards):
         order += [*forwards[warm_up + k : warm_up + k + 1], backward]
-    return [op for op in order if op.microbatch < problem.microbatches]
+    return [op for op in order if op.microbatch < problem.units]
 
 
 def _passes(problem: Problem, device: int, kind: str, chunks: list[int]) -> list[Op]:
     """The passes of one kind in order, the last group of microbatches filled up to p."""
     p = len(problem.devices)
-    groups = range(0, problem.microbatches, p)
+    groups = range(0, problem.units, p)
     return [Op(kind, chunk * p + device, first + i) for first, chunk, i in product(groups, chunks, range(p))]

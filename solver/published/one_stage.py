@@ -36,7 +36,7 @@ def zb_h2(problem: Problem) -> Orders:
 
 def _rounds(problem: Problem, stage: int, *, forwards: int, late: int) -> OpArray:
     """The order of a stage that starts with `forwards` and keeps `late` microbatches between their B and their W."""
-    return in_turn(stage, problem.microbatches, [("B", 0), ("W", late), ("F", -forwards)])
+    return in_turn(stage, problem.units, [("B", 0), ("W", late), ("F", -forwards)])
 
 
 def one_f_one_b(problem: Problem) -> Orders:
@@ -47,13 +47,13 @@ def one_f_one_b(problem: Problem) -> Orders:
 
 def _stage_order(problem: Problem, stage: int) -> OpArray:
     warm_up = len(problem.stages) - stage
-    return in_turn(stage, problem.microbatches, [("BW", 0), ("F", -warm_up)])
+    return in_turn(stage, problem.units, [("BW", 0), ("F", -warm_up)])
 
 
 def gpipe(problem: Problem) -> Orders:
     """All forwards of all microbatches, then all backwards with B and W fused. Raises MethodError on placement."""
     require_one_stage_a_device(problem, "gpipe")
-    microbatches = problem.microbatches
+    microbatches = problem.units
     return Orders.of_compute(
         in_turn(stage, microbatches, [("F", 0), ("BW", microbatches)]) for (stage,) in problem.stages_of
     )

@@ -102,7 +102,7 @@ def grouped(problem: Problem, chunks: int, group: int) -> Slots:
 
     Groups are as equal as can be. One below d/2 microbatches leaves slots empty up to d/2.
     """
-    half, microbatches = _half(len(problem.devices)), problem.microbatches
+    half, microbatches = _half(len(problem.devices)), problem.units
     groups = ceil(microbatches / group)
     size, larger = divmod(microbatches, groups)
     sizes = [size + 1] * larger + [size] * (groups - larger)
@@ -131,7 +131,7 @@ def block_orders(problem: Problem, slots: Slots, gap: int, delay: int = 0) -> li
 
 
 def _device_order(problem: Problem, slots: Slots, gap: int, r: int, delay: int) -> OpArray:
-    stages, microbatches = problem.stages_of[r], problem.microbatches
+    stages, microbatches = problem.stages_of[r], problem.units
     last = len(stages) - 1
     first_backward = last * gap + len(problem.devices) - r
     forwards = [2 * slots(c) for c in range(len(stages))]
@@ -207,7 +207,7 @@ class _Search:
         self.most = most
         self.devices = len(problem.devices)
         self.limits = [device.memory_bytes for device in problem.devices]
-        self.plays = max(8, PLAYED_OPS // (5 * problem.microbatches * len(problem.stages)))
+        self.plays = max(8, PLAYED_OPS // (5 * problem.units * len(problem.stages)))
         self.planners: dict[tuple[int | None, int], TransferPlanner] = {}
         self.kept: dict[_Choice, Orders] = {}
         self.rank: dict[_Choice, tuple[float, int]] = {}
@@ -261,7 +261,7 @@ class _Search:
     def _compute(self, group: int | None, delay: int) -> list[OpArray]:
         if group is None:
             gap = next(g for g in count(_half(self.devices)) if gcd(g, self.chunks) == 1)
-            return block_orders(self.problem, even(self.problem.microbatches, self.chunks, gap), gap, delay)
+            return block_orders(self.problem, even(self.problem.units, self.chunks, gap), gap, delay)
         return block_orders(self.problem, grouped(self.problem, self.chunks, group), group, delay)
 
     def _leaving(self, share: float) -> set[Activation]:
@@ -270,6 +270,6 @@ class _Search:
             (s, i)
             for s, stage in enumerate(self.problem.stages)
             for part in [min(max(share - s // self.devices, 0.0), 1.0)]
-            for i in range(self.problem.microbatches)
+            for i in range(self.problem.units)
             if stage.offload and int((i + 1) * part) > int(i * part)
         }

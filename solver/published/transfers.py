@@ -61,7 +61,7 @@ class TransferPlanner:
         self.problem = problem
         self.compute = [OpArray.of(ops) for ops in compute]
         joined = OpArray.joined(self.compute)
-        self.at = np.full((len(KINDS), len(problem.stages), problem.microbatches), NONE, np.int64)
+        self.at = np.full((len(KINDS), len(problem.stages), problem.units), NONE, np.int64)
         self.at[joined.kind, joined.stage, joined.microbatch] = np.arange(len(joined))
         kind, stage, microbatch = np.indices(
             (2, *self.at.shape[1:])

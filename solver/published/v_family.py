@@ -80,7 +80,7 @@ def _filled(problem: Problem, plan: Sequence[OpArray], unit_costs: bool) -> Orde
         passes = replace(passes, duration_us=np.ones_like(passes.duration_us), delay_us=np.zeros_like(passes.delay_us))
     plans = [(ops.kind * stages + ops.stage, ops.microbatch, np.zeros(len(ops), np.int64)) for ops in plan]
     peaks = np.array(peak_budgets(problem, Orders.of_compute(plan)), np.int64)
-    player = PlanPlayer(passes, plans, problem.microbatches, peaks)
+    player = PlanPlayer(passes, plans, problem.units, peaks)
     # With all in one round nothing is too far ahead; B go before W once a device has no forwards left.
     nowhere, at_once = np.zeros((2, passes.size), np.int64), 1.0
     player.play(nowhere, 0, at_once, np.zeros(passes.devices, np.int64), by_span=False)
@@ -141,7 +141,7 @@ def chunks_held(block: Block) -> int:
 
 def _repeated(problem: Problem, block: Block) -> list[OpArray]:
     """The block once for each microbatch: the passes of each device in the order of their starts."""
-    microbatches = np.arange(problem.microbatches)
+    microbatches = np.arange(problem.units)
     orders = []
     for starts in block:
         kind, stage = np.array([("FBW".index(kind), stage) for kind, stage in starts]).T

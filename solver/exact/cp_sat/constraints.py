@@ -161,7 +161,7 @@ class Constraints:
         ticks = self.variables.grid.ticks
         last = len(self.problem.stages) - 1
         for s in range(last + 1):
-            for i in range(self.problem.microbatches):
+            for i in range(self.problem.units):
                 forward, backward, weight = (self.task(kind, s, i) for kind in "FBW")
                 self._after(backward, forward)
                 self._after(weight, backward)
@@ -181,7 +181,7 @@ class Constraints:
     def microbatch_order(self) -> None:
         """Microbatches keep their order within one op type of one stage (absent transfers take no time in it)."""
         for s in range(len(self.problem.stages)):
-            for i in range(1, self.problem.microbatches):
+            for i in range(1, self.problem.units):
                 for kind in "FB" if (s, i) in self.variables.fused else "FBW":
                     self._after(self.task(kind, s, i), self.task(kind, s, i - 1))
                 if (s, i) in self.variables.leaves:
@@ -236,7 +236,7 @@ class Constraints:
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time."""
         for stages in self.problem.stages_of:
-            tasks = [self.task(kind, s, i) for s in stages for i in range(self.problem.microbatches) for kind in "FBW"]
+            tasks = [self.task(kind, s, i) for s in stages for i in range(self.problem.units) for kind in "FBW"]
             tasks += self._of_ways(stages, ("C", "CB"))
             self.model.add_no_overlap([task.interval for task in tasks])
 
@@ -266,7 +266,7 @@ class Constraints:
         for d, stages in enumerate(self.problem.stages_of):
             budget = self.problem.devices[d].memory_bytes
             if budget is not None:
-                microbatches = range(self.problem.microbatches)
+                microbatches = range(self.problem.units)
                 pieces = [piece for s in stages for i in microbatches for piece in held(self.variables, s, i)]
                 intervals = [
                     piece.first.task.interval  # a workspace: the op's own interval serves

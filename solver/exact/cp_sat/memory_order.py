@@ -28,7 +28,7 @@ def add_memory_order(variables: Variables) -> None:
     """
     order = _Order(variables)
     for numbers, budget in devices_with_budgets(variables.problem):
-        for s, j in product(numbers, range(variables.problem.microbatches)):
+        for s, j in product(numbers, range(variables.problem.units)):
             order.add_room(Op("F", s, j), numbers, budget)
 
 
@@ -44,7 +44,7 @@ class _Order:
         stages = self.variables.problem.stages
         own = stages[forward.stage]
         terms: list[cp_model.LinearExprT] = [own.activation_bytes + own.workspace_bytes.F]
-        for t, i in product(numbers, range(self.variables.problem.microbatches)):
+        for t, i in product(numbers, range(self.variables.problem.units)):
             stage = stages[t]
             freed_by_backward = stage.activation_bytes - stage.backward_weight_bytes
             terms.append(stage.activation_bytes * self.first(Op("F", t, i), forward))

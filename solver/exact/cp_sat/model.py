@@ -28,14 +28,14 @@ from solver.solution import INFEASIBLE, OnSolution, Solution
 def add_objective(variables: Variables, bound_ticks: int) -> None:
     """Minimise the makespan or the largest device span; `bound_ticks` is a lower bound proved outside the model."""
     problem, model = variables.problem, variables.model
-    last = problem.microbatches - 1
+    last = problem.units - 1
     model.add(variables.objective >= bound_ticks)
     for stages in problem.stages_of:
         for s in stages:
             # A device's first op is the first F of its lowest stage. Each stage's last W is its last op, or any W if
             # some may be part of fused backwards and so overtake others.
             first = variables.task("F", stages[0] if problem.objective == "device_span" else 0, 0)
-            for i in range(problem.microbatches) if s in variables.fusing_stages else (last,):
+            for i in range(problem.units) if s in variables.fusing_stages else (last,):
                 weight = Moment(variables.task("W", s, i), is_end=True)
                 variables.measured.append((Moment(first, is_end=False), weight))
     for begin, end in variables.measured:
@@ -377,7 +377,7 @@ class _Callback(cp_model.CpSolverSolutionCallback):
             if op.kind not in "OR":
                 at = self.value(task.start)
                 planned[op] = (at, at + task.ticks)
-        modes = np.zeros((len(problem.stages), problem.microbatches), np.int64)
+        modes = np.zeros((len(problem.stages), problem.units), np.int64)
         for s, i in {**variables.leaves, **variables.ways}:
             way = next(way for way in variables.ways_of(s, i) if self.boolean_value(way.literal))
             modes[s, i] = way.variant.choice

@@ -92,7 +92,7 @@ class Variables:
     def add_all(self) -> None:
         """Every op of the problem."""
         for s, stage in enumerate(self.problem.stages):
-            for i in range(self.problem.microbatches):
+            for i in range(self.problem.units):
                 for kind in ("F", "B", "W"):
                     self.add_task(Op(kind, s, i), None)
                 if fusing_may_help(self.problem, s):

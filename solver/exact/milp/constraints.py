@@ -47,7 +47,7 @@ class Constraints:
             self.chains()
         if self.options.workloads:
             self.work_before()
-        if self.options.triangles and self.problem.microbatches <= self.options.triangle_microbatches:
+        if self.options.triangles and self.problem.units <= self.options.triangle_microbatches:
             self.triangles()
 
     def precedences(self) -> None:
@@ -185,7 +185,7 @@ class Constraints:
         for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
             a, b = table.open_pairs()
             # Ops of one kind and stage lie next to each other, by microbatch (`Variables.ops`).
-            has_before, has_next = microbatch[a] > 0, microbatch[b] < self.problem.microbatches - 1
+            has_before, has_next = microbatch[a] > 0, microbatch[b] < self.problem.units - 1
             self._at_most(table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
             self._at_most(table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
 

@@ -89,7 +89,7 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
         if not stages:
             continue
         first, compute = variables.first_of(device), variables.of("FBW", device)
-        last = variables.problem.microbatches - 1
+        last = variables.problem.units - 1
         ends = compute if options.workloads else np.array([variables.index[Op("W", s, last)] for s in stages])
         block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
         if spans:

@@ -124,7 +124,7 @@ class _Statement:
         for d, stages in enumerate(self.problem.stages_of):
             if self.options.workloads and stages:
                 self._work_before(d)
-            if self.options.triangles and self.problem.microbatches <= self.options.triangle_microbatches:
+            if self.options.triangles and self.problem.units <= self.options.triangle_microbatches:
                 self._triangles(d)
         if self.options.work:
             self._work_that_memory_holds_back()
@@ -256,7 +256,7 @@ class _Statement:
     def _objective(self, device: int) -> None:
         compute, first = self._kinds("FBW", device), self.variables.first_of(device)
         begin = self.start[first] if self.problem.objective == "device_span" else 0
-        last = [Op("W", s, self.problem.microbatches - 1) for s in self.problem.stages_of[device]]
+        last = [Op("W", s, self.problem.units - 1) for s in self.problem.stages_of[device]]
         for x in compute if self.options.workloads else [self.variables.index[op] for op in last]:
             others = compute if self.options.workloads else []
             after = pulp.lpSum(self.length[k] * self._is(self.variables.order, x, k) for k in others)
@@ -270,7 +270,7 @@ class _Statement:
                     decision = self._is(table, a, b)
                     if variables.ops[a].microbatch > 0:
                         self._at_most(decision, table, a - 1, b, "chain", a, b, a - 1, b)
-                    if variables.ops[b].microbatch < self.problem.microbatches - 1:
+                    if variables.ops[b].microbatch < self.problem.units - 1:
                         self._at_most(decision, table, a, b + 1, "chain", a, b, a, b + 1)
 
     def _work_before(self, device: int) -> None:

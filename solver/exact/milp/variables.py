@@ -64,7 +64,7 @@ class Variables:
             # Without a budget an activation that leaves saves nothing.
             limited = problem.devices[stage.device].memory_bytes is not None
             kinds = "FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW"
-            self.ops += [Op(kind, s, i) for kind in kinds for i in range(problem.microbatches)]
+            self.ops += [Op(kind, s, i) for kind in kinds for i in range(problem.units)]
         self.index = {op: k for k, op in enumerate(self.ops)}
         size = len(self.ops)
         self.windows = TimeWindows(
@@ -333,8 +333,8 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
         stays = stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
         for kind, least in (("B", stays), ("W", min(stays, stage.backward_weight_bytes))):
             room = budget - stage.activation_bytes - stage.workspace_bytes.F
-            behind = room // least + 1 if least and room >= 0 else problem.microbatches
-            for i in range(behind, problem.microbatches):
+            behind = room // least + 1 if least and room >= 0 else problem.units
+            for i in range(behind, problem.units):
                 yield index[Op(kind, s, i - behind)], index[Op("F", s, i)]
 
 

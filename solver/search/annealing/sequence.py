@@ -88,7 +88,7 @@ class Table(NamedTuple):
 
 def build_table(problem: Problem) -> Table:
     """Build the constants of a problem."""
-    count, m = len(problem.stages), problem.microbatches
+    count, m = len(problem.stages), problem.units
     classes = _classes(problem)
     capacity = np.bincount(classes["group"], minlength=len(problem.channel_groups)) * m
     offloadable = [s for s, stage in enumerate(problem.stages) if stage.offload]

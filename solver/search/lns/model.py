@@ -203,7 +203,7 @@ class Memory:
         index, where, level = self.numbering.index, self.where, 0
         for s in self.problem.stages_of[device]:
             stage = self.problem.stages[s]
-            f, b, w = (where[[index[Op(kind, s, i)] for i in range(self.problem.microbatches)]] for kind in "FBW")
+            f, b, w = (where[[index[Op(kind, s, i)] for i in range(self.problem.units)]] for kind in "FBW")
             for i in np.flatnonzero((f == BEFORE) & (w == AFTER)).tolist():
                 if (s, i) in touched:
                     continue

@@ -38,7 +38,7 @@ class Numbering:
             Op(kind, s, i)
             for s, stage in enumerate(problem.stages)
             for kind in ("FBWOR" if stage.offload else "FBW")
-            for i in range(problem.microbatches)
+            for i in range(problem.units)
         ]
         self.index = {op: k for k, op in enumerate(self.ops)}
         self.device = np.array([problem.stages[op.stage].device for op in self.ops])
@@ -252,7 +252,7 @@ class Frame:
         """True if copies in the window would keep the order of the microbatches."""
         index, present, where = self.numbering.index, self.around.present, self.where
         for kind in "OR":
-            numbers = np.array([index[Op(kind, s, j)] for j in range(self.problem.microbatches)])
+            numbers = np.array([index[Op(kind, s, j)] for j in range(self.problem.units)])
             before, after = present[numbers] & (where[numbers] == BEFORE), present[numbers] & (where[numbers] == AFTER)
             if after[:i].any() or before[i:].any():
                 return False
@@ -284,7 +284,7 @@ class Frame:
         group = next(group for group in problem.channel_groups if device in group)
         kinds = op.kind if problem.copy_channels.duplex else "OR"
         stages = [s for d in group for s in problem.stages_of[d] if problem.stages[s].offload]
-        copies = product(stages, kinds, range(problem.microbatches))
+        copies = product(stages, kinds, range(problem.units))
         numbers = np.array([numbering.index[Op(kind, s, i)] for s, kind, i in copies], np.int64)
         present = numbers[self.around.present[numbers]]
         in_order: Ints = present[np.argsort(self.around.start[present], kind="stable")]
@@ -311,8 +311,8 @@ def choose_window(around: Surroundings, random: np.random.Generator, size: int) 
         first = int(random.integers(0, len(devices) - width + 1))
         free = np.isin(numbering.device, devices[first : first + width])
     elif kind == "microbatches":
-        width = min(max(size // (3 * len(problem.stages)), 1), problem.microbatches)
-        first = int(random.integers(0, problem.microbatches - width + 1))
+        width = min(max(size // (3 * len(problem.stages)), 1), problem.units)
+        first = int(random.integers(0, problem.units - width + 1))
         microbatch = np.array([op.microbatch for op in numbering.ops])
         free = (microbatch >= first) & (microbatch < first + width)
     order = around.by_start

@@ -277,7 +277,7 @@ class OffloadRelaxation:
         """Add transfers to the compute orders, one result for each lead with which they can be played."""
         leaving = {
             (s, i)
-            for (s, stage), i in product(enumerate(problem.stages), range(problem.microbatches))
+            for (s, stage), i in product(enumerate(problem.stages), range(problem.units))
             if stage.offload and stage.offload.bytes
         }
         budgets = [device.memory_bytes for device in problem.devices]

@@ -132,7 +132,7 @@ class PatternSearch:
         self.pattern: Pattern | None = None
         self.choice: PooledPattern | None = None
         self.pool = PatternPool()
-        self.ops = 3 * len(problem.stages) * problem.microbatches
+        self.ops = 3 * len(problem.stages) * problem.units
         self.offer_s = self.ops / WRITTEN_PER_SECOND  # what the last offer took: the next must have as much time
 
     @property
@@ -203,7 +203,7 @@ class PatternSearch:
         """Try simple ends of a pattern. True if they are the best so far of all that its base was stretched to."""
         if not self.pool.is_new(pattern):
             return False
-        few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
+        few = self._filler(pattern, few_microbatches(pattern, self.problem.units))
         value, ends = first_ends(few)
         self.effort.play(FIRST_PLAYS * len(few.planned))
         return self._keep(PooledPattern(base, pattern, ends, self._expected_us(few, pattern, value)))
@@ -244,7 +244,7 @@ class PatternSearch:
         if choice is None:
             return
         pattern = choice.pattern
-        few = self._filler(pattern, few_microbatches(pattern, self.problem.microbatches))
+        few = self._filler(pattern, few_microbatches(pattern, self.problem.units))
 
         def stopped() -> bool:
             self.effort.play(len(few.planned))
@@ -258,7 +258,7 @@ class PatternSearch:
 
     def _expected_us(self, few: Filler, pattern: Pattern, value_us: float) -> float:
         """The value for all microbatches, from that for few: each further one takes a period."""
-        return value_us + (self.problem.microbatches - few.microbatches) * pattern.period_us
+        return value_us + (self.problem.units - few.microbatches) * pattern.period_us
 
     def _keep(self, choice: PooledPattern) -> bool:
         """Offer the orders if they may be better than the best. True if the pattern is the best of its base.
@@ -280,7 +280,7 @@ class PatternSearch:
         began = self.effort.seconds
         if choice.value_us > WORTH_WRITING * self.best.value_us or began + self.offer_s > self.effort.allowed:
             return
-        filler = self._filler(choice.pattern, self.problem.microbatches)
+        filler = self._filler(choice.pattern, self.problem.units)
         orders = orders_from_pattern(self.problem, filler.orders(choice.ends))
         try:
             if self.relaxation:
