@@ -14,6 +14,7 @@ from solver.build import over_budget
 from solver.published.ada_offload import ada_offload
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
+from solver.published.passes import general_methods
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
 from solver.published.recompute import one_f_one_b_recompute, one_f_one_b_recompute_ahead
 from solver.published.v_family import v_half, v_min, v_zb
@@ -173,6 +174,6 @@ def published_orders(method: Method, problem: Problem) -> Orders:
         raise MethodError(
             f"{method.name} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few"
             + (f" (the worst of {len(over)} devices)." if len(over) > 1 else ".")
-            + " Maybe use ada-offload, which offloads to keep it, or an exact method, which finds what keeps it."
+            + f" Maybe use {general_methods(problem)}, which can offload to keep it."
         )
     return orders

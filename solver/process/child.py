@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import time
+import traceback
 from dataclasses import replace
 from threading import Condition, Lock, Thread
 from typing import BinaryIO
@@ -54,8 +55,14 @@ def main() -> None:
         load_uncompiled(problem, "solver.solve")
     limits = _with_time_left(given)
     Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
-    outbox.end(_answer(problem, method, limits, starts, outbox))
-    os._exit(0)  # at once: the thread that still reads stdin would hold up a usual end
+    # Ended at once, whatever happens: at a usual end Python aborts, since `_obey` still holds the lock of stdin, and a
+    # traceback would be followed by that of the abort, which says nothing of the reason.
+    try:
+        outbox.end(_answer(problem, method, limits, starts, outbox))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def _load() -> None:

@@ -11,13 +11,20 @@ from optpipe.ops import KINDS, OpArray
 from optpipe.problem import Problem
 
 
+def general_methods(problem: Problem) -> str:
+    """Methods that take any placement and offload, as an error names them: such as are right for `problem`."""
+    if any(stage.modes or not stage.split_backward for stage in problem.stages):
+        return "auto or cp-sat"
+    return "ada-offload or an exact method"
+
+
 def require_one_stage_a_device(problem: Problem, method: str) -> None:
     """Raise MethodError unless every device holds exactly one stage (in whichever order)."""
     for d, stages in enumerate(problem.stages_of):
         if len(stages) != 1:
             raise MethodError(
                 f"{method} places one stage on each device, but device {d} has {len(stages)}. "
-                "Maybe use ada-offload or an exact method, which take any placement."
+                f"Maybe use {general_methods(problem)}, which take any placement."
             )
 
 
@@ -28,7 +35,7 @@ def require_interleaved(problem: Problem, method: str) -> int:
         if stage.device != s % d:
             raise MethodError(
                 f"{method} needs interleaved placement: stages[{s}].device is {stage.device}, but {s} mod {d} devices "
-                f"is {s % d}. Maybe use ada-offload or an exact method, which take any placement."
+                f"is {s % d}. Maybe use {general_methods(problem)}, which take any placement."
             )
     if len(stages) % d or len(stages) < 2 * d:
         raise MethodError(
@@ -45,13 +52,13 @@ def require_v_shape(problem: Problem, method: str) -> None:
     if len(stages) != 2 * p:
         raise MethodError(
             f"{method} places 2 stages on each of {p} devices, from device 0 to {p - 1} and back, but there are "
-            f"{len(stages)} stages. Maybe use ada-offload or an exact method, which take any placement."
+            f"{len(stages)} stages. Maybe use {general_methods(problem)}, which take any placement."
         )
     for s, (stage, device) in enumerate(zip(stages, along_v, strict=True)):
         if stage.device != device:
             raise MethodError(
                 f"{method} places stages from device 0 to {p - 1} and back, but stages[{s}].device is {stage.device} "
-                f"and not {device}. Maybe use ada-offload or an exact method, which take any placement."
+                f"and not {device}. Maybe use {general_methods(problem)}, which take any placement."
             )
 
 

@@ -24,7 +24,7 @@ from optpipe.errors import MethodError
 from optpipe.ops import Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
-from solver.published.passes import require_one_stage_a_device
+from solver.published.passes import general_methods, require_one_stage_a_device
 from solver.timeline import (
     NONE,
     B,
@@ -53,7 +53,7 @@ def zb_auto(problem: Problem) -> Orders:
         if budget is not None and needed > budget:
             raise MethodError(
                 f"zb-auto needs {needed} bytes for one microbatch on stages[{s}], but device {stage.device} has "
-                f"{budget}: {needed - budget} too few. Maybe use ada-offload or an exact method, which can offload."
+                f"{budget}: {needed - budget} too few. Maybe use {general_methods(problem)}, which can offload."
             )
     finished = []
     for switches in product((False, True), repeat=3):
@@ -63,7 +63,7 @@ def zb_auto(problem: Problem) -> Orders:
     if not finished:
         raise MethodError(
             "zb-auto comes to a halt in each of its runs, without room for the next op of any stage within "
-            "devices[].memory_bytes. Maybe use ada-offload or an exact method."
+            f"devices[].memory_bytes. Maybe use {general_methods(problem)}."
         )
     return min(finished, key=lambda orders: simulate(problem, orders).value_us)
 

@@ -27,7 +27,7 @@ from optpipe.errors import MethodError
 from optpipe.ops import Floats, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.published.passes import require_v_shape
+from solver.published.passes import general_methods, require_v_shape
 from solver.timeline import (
     B,
     F,
@@ -103,7 +103,7 @@ def _shortage(problem: Problem, run: Timeline) -> str:
     missing, number, op = min(lacks)
     return (
         f"zb-v comes to a halt before {op}, for which device {number} has {missing} bytes too few with its budget "
-        f"of {problem.devices[number].memory_bytes}. Maybe use ada-offload or an exact method, which can offload."
+        f"of {problem.devices[number].memory_bytes}. Maybe use {general_methods(problem)}, which can offload."
     )
 
 

@@ -207,6 +207,12 @@ def test_methods_that_know_no_modes_say_so() -> None:
         assert {op.kind for op in solve(whole, name).orders.ops()} == {"F", "BW"}
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-auto", "zb-v"])
+def test_a_refusal_points_at_methods_that_are_right_for_modes(name: str) -> None:
+    with pytest.raises(MethodError, match=r"Maybe use auto or cp-sat, which"):
+        solve(recomputing(2, 4, budget=12 if name == "1f1b" else 9), name)
+
+
 def test_the_budget_of_modes_is_held() -> None:
     problem = recomputing(2, 4, budget=12)
     ahead = one_f_one_b(problem, lambda s, i: "C BW")

@@ -79,9 +79,15 @@ def crash(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolu
     raise AssertionError("the signal came late")
 
 
+def fail(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Raise what no caller expects, as a bug in Python does."""
+    improve(problem, limits, start, on_solution)
+    raise AssertionError("the invariant is broken")
+
+
 if __name__ == "__main__":
     child.Outbox = TellingOutbox  # type: ignore[misc]
-    for search in (hang, explode, exhaust, crash):
+    for search in (hang, explode, exhaust, crash, fail):
         name = search.__name__
         METHODS[name] = Method(name, "exact", search.__doc__ or "", "", search=search)
     child.main()

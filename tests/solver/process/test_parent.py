@@ -66,6 +66,14 @@ def test_a_child_that_dies_leaves_its_best_behind() -> None:
     assert caught.value.best.method == "crash"
 
 
+def test_an_unexpected_exception_is_what_the_error_ends_with() -> None:
+    reason = r"(?s)exit code 1 after saying: Traceback.*\nAssertionError: the invariant is broken\. Maybe "
+    with pytest.raises(SolverDiedError, match=reason) as caught:
+        heard("fail", Limits(30, workers=1))
+    assert caught.value.best is not None
+    assert caught.value.best.method == "fail"
+
+
 def test_heartbeats_while_a_solver_keeps_the_process_to_itself() -> None:
     run = heard("hang", Limits(6, workers=1))
     beats = [at for at, event in run.events if isinstance(event, Heartbeat)]
