@@ -207,7 +207,7 @@ def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
 
 
 Pair = tuple[Op, Op]
-Time = TypeVar("Time", int, float, tuple[float, float])
+Time = TypeVar("Time", int, float, tuple[float, float], tuple[float, float, int])
 
 
 def like_weights(problem: Problem, fusing: Collection[int] = ()) -> Iterator[Sequence[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from math import isfinite
 
 import highspy
@@ -106,15 +107,20 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     values[variables.objective] = simulation.value_us / variables.unit_us
     start, present = values[: variables.objective], np.zeros(len(variables.ops), bool)
     begin, length = float(simulation.start_us.min()), variables.windows.length
-    starts: dict[Op, float] = {}
-    for op, k in simulation.index.items():
-        at = (float(simulation.start_us[k]) - begin) / variables.unit_us
+    slots: dict[Op, tuple[float, float, int]] = {}
+    """Start, end and place of each op among those of its device: ops without length may share an instant."""
+    place = count()
+    for op in orders.ops():
+        at = (float(simulation.start_us[simulation.index[op]]) - begin) / variables.unit_us
         for part in (op,) if op.kind != "BW" else (Op("B", *op[1:]), Op("W", *op[1:])):
             if part in variables.index:
-                starts[part] = at
-                at += length[variables.index[part]]
-    for op, at in in_weight_order(variables.problem, starts).items():
-        start[variables.index[op]], present[variables.index[op]] = at, True
+                end = at + float(length[variables.index[part]])
+                slots[part] = at, end, next(place)
+                at = end
+    places = np.zeros(len(variables.ops), np.int64)
+    for op, (at, _, number) in in_weight_order(variables.problem, slots).items():
+        k = variables.index[op]
+        start[k], present[k], places[k] = at, True, number
     for k, op in enumerate(variables.ops):
         if op.kind in "OR" and not present[k]:
             # An absent transfer follows F, or O, and the one of the microbatch before at once.
@@ -122,16 +128,17 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
             start[k] = max(start[b] + length[b] * present[b] for b in before)
     moves = variables.leaves >= 0
     values[variables.leaves[moves]] = present[moves]
-    _set_binaries(variables, values, present)
+    _set_binaries(variables, values, present, places)
     return values
 
 
-def _set_binaries(variables: Variables, values: Floats, present: Bools) -> None:
-    """Set the binaries that say what is before what, from the starts in `values`."""
+def _set_binaries(variables: Variables, values: Floats, present: Bools, places: Ints) -> None:
+    """Set the binaries that say what is before what, from the starts in `values` and, at one instant, from `places`."""
     start = values[: variables.objective]
     end = start + variables.windows.length * present
     rank = np.empty(len(start), np.int64)
-    rank[np.lexsort((end, start))] = np.arange(len(start))  # of ops at one instant, those without length first
+    # Of ops at one instant those without length come first, in the order of their device.
+    rank[np.lexsort((places, end, start))] = np.arange(len(start))
 
     def partners(ops: Ints, kind: str) -> Ints:
         return np.array([variables.partner(k, kind) for k in ops], np.int64)

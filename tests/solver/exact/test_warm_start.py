@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import highspy
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from ortools.sat.python import cp_model
 
-from instances import uniform
+from instances import WHOLE, uniform
+from optpipe.errors import MethodError
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -21,6 +23,7 @@ from solver.exact.milp.model import build_program as build_milp
 from solver.exact.milp.model import load_program, point_from_orders
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
+from solver.methods import METHODS, published_orders
 from solver.scale import horizon_us
 from solver.solution import Solution
 from solver.strategy import SharedIncumbent
@@ -80,6 +83,40 @@ def test_a_point_of_the_constraint_model(known: Known) -> None:
     assert solver.solve(variables.model) == cp_model.OPTIMAL
     slack_us = grid.us(2 * grid.step)  # ops without length take a tick each, all of them less than a step
     assert grid.us(int(solver.objective_value)) == pytest.approx(known.start.value_us, abs=slack_us)
+
+
+def test_the_hint_names_every_variable_once() -> None:
+    """The literals by which memory orders ops included; CP-SAT would have to search for what a hint leaves out."""
+    known = Known.of(KNOWN_OPTIMA["offload"][0])
+    assert known is not None
+    reach_us = horizon_us(known.problem, known.start.value_us)
+    variables = build_cp_sat(known.problem, TimeGrid.of(known.problem, reach_us), reach_us, 0.0)
+    add_hint(variables, known.orders)
+    model = variables.model.proto
+    hinted = sorted(model.solution_hint.vars)
+    names = [model.variables[k].name for k in hinted]
+    assert any("first" in name for name in names)
+    assert any("away" in name for name in names)
+    assert hinted == [k for k, variable in enumerate(model.variables) if len(set(variable.domain)) > 1]
+
+
+@pytest.mark.parametrize("v_shape", [False, True])
+def test_ops_without_length_that_share_an_instant_keep_the_order_of_their_device(v_shape: bool) -> None:
+    kinds = ("forward_us", "backward_input_us", "backward_weight_us")
+    for devices, lengths in product((1, 2), product((0, 1), repeat=3)):
+        data = uniform(devices, 3, v_shape=v_shape, budget=4, offload=WHOLE).to_data()
+        for stage in data["stages"]:
+            stage |= dict(zip(kinds, lengths, strict=True))
+        problem = Problem.from_data(data)
+        for method in ("zb-v", "ada-offload") if v_shape else ("1f1b", "zb-auto", "ada-offload"):
+            try:
+                orders = published_orders(METHODS[method], problem)
+            except MethodError:  # a budget that it does not keep
+                continue
+            value_us = simulate(problem, orders).value_us
+            program = build_milp(problem, horizon_us(problem, value_us), 0.0, value_us)
+            point = point_from_orders(program.variables, orders)
+            assert (program.matrix @ point >= program.row_lower - FEASIBLE).all(), (method, devices, lengths)
 
 
 def test_a_fused_backward_that_overtook_a_weight_pass_is_a_point_of_both_models() -> None:
