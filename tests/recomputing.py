@@ -155,9 +155,11 @@ OFFLOAD = {"bytes": 10, "offload_us": 2, "reload_us": 2}
 FULL_AND_OFFLOAD = FULL | {"name": "full+offload", "offload": {"bytes": 1, "offload_us": 1, "reload_us": 1}}
 
 
-def random_executable(devices: int, microbatches: int, seed: int) -> Schedule:
-    """A random schedule of a linear pipeline in which any microbatch may be kept, offloaded, recomputed, or both."""
-    problem = recomputing(devices, microbatches, [FULL, FULL_AND_OFFLOAD], offload=OFFLOAD)
+def random_executable(placement: Sequence[int], microbatches: int, seed: int) -> Schedule:
+    """A random schedule of stages on these devices; any microbatch may be kept, offloaded, recomputed, or both."""
+    linear = recomputing(len(placement), microbatches, [FULL, FULL_AND_OFFLOAD], offload=OFFLOAD).to_data()
+    stages = [stage | {"device": device} for stage, device in zip(linear["stages"], placement, strict=True)]
+    problem = Problem.from_data(linear | {"stages": stages, "devices": linear["devices"][: max(placement) + 1]})
     rng = Random(seed)
     modes, costs = random_case(problem.to_data(), rng)
     orders = orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)

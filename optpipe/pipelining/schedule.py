@@ -49,7 +49,7 @@ class PlannedSchedule:
 
     The first step, or the first evaluation, is a collective of the stages' group: it compares the programs of all
     ranks and runs each stage but the last forward once, in evaluation mode, to learn what the stages send. Random
-    numbers are drawn from torch's generators, as the layers run.
+    numbers are drawn from torch's generators, as the layers run; a recomputation draws those of its F again.
 
     Stages may be wrapped by FSDP2 (`fully_shard`), `replicate` or DistributedDataParallel, and hold DTensors of tensor
     parallelism. Gradients are reduced once a step, after the last W of a stage; with `reduce_every` also after the
@@ -208,11 +208,6 @@ class PlannedSchedule:
         return self.schedule.problem.microbatches
 
     def _compiled(self, schedule: Schedule) -> Program:
-        if schedule.modes is not None:
-            raise TrainingError(
-                "PlannedSchedule keeps activations or offloads them whole, but this schedule recomputes some. "
-                "Maybe solve without stages[].modes, or run it with 'optpipe train'."
-            )
         return compile_schedule(
             schedule, reduce_gradients=True, gather_parameters=True, reduce_every=self._reduce_every
         )

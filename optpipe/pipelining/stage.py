@@ -61,6 +61,7 @@ class SubmoduleStage(Stage):
         self._loss_fn = loss_fn
         self._nothing = torch.zeros(())
         self._shares: GradientShares | None = None
+        self._again = False
         self._gathered: dict[str, nn.Parameter] = {}
         self._kept: frozenset[int] | None = None
         self.sends: Layouts = []
@@ -117,9 +118,30 @@ class SubmoduleStage(Stage):
         """F, as every stage does it; the last one leaves its loss in the batch."""
         self._gather_ahead.begin_forward()
         output = super().forward(microbatch, received, target, offloads, fused)
-        if self._shares is not None:
-            self._shares.expect(microbatch, self._graphs[microbatch].exit.nodes)
+        self._expect_shares(microbatch)
         return self._nothing if self._is_last else output
+
+    def forward_keeping_input(
+        self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
+    ) -> Tree:
+        """F of a microbatch that is recomputed."""
+        self._gather_ahead.begin_forward()
+        output = super().forward_keeping_input(microbatch, received, target, offloads, fused)
+        return self._nothing if self._is_last else output
+
+    def recompute(self, microbatch: int) -> None:
+        """C. Outputs and losses are there since F."""
+        self._gather_ahead.begin_forward()
+        self._again = True
+        try:
+            super().recompute(microbatch)
+        finally:
+            self._again = False
+        self._expect_shares(microbatch)
+
+    def _expect_shares(self, microbatch: int) -> None:
+        if self._shares is not None:
+            self._shares.expect(microbatch, self._roots(microbatch))
 
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
         """F without a backward; the last stage leaves output and loss in the batch."""
@@ -158,7 +180,7 @@ class SubmoduleStage(Stage):
         with self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext():
             output = self.module(*args, **self.batch.kwargs[microbatch])
         if self._is_last:
-            if self.batch.keeps_outputs:
+            if self.batch.keeps_outputs and not self._again:
                 self.batch.outputs[microbatch] = _detached(output)
             return output
         output, self.sends = to_local(output, self._number)
@@ -170,7 +192,8 @@ class SubmoduleStage(Stage):
         loss = self._loss_fn(output, self.batch.targets[microbatch], **self.batch.loss_kwargs)
         if is_distributed(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
-        self.batch.losses[microbatch] = loss.detach()
+        if not self._again:
+            self.batch.losses[microbatch] = loss.detach()
         return loss
 
     def _resident(self, received: Tree, _target: Tree | None) -> Collection[int]:

@@ -48,16 +48,37 @@ class RandomNumbers:
 
         Takes 3 to 5 us on a CPU.
         """
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
+        before = GeneratorStates(device)
         parts = struct.pack("<Qqqq", self.seed % 2**64, self.step, self.stage, microbatch)
         seed = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little") >> 1
-        for generator in generators:
+        for generator in before.generators:
             generator.manual_seed(seed)
         try:
             yield
         finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+            before.restore()
+
+
+class GeneratorStates:
+    """States of torch's generators, of the host and of a device, at the time when this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self._states = [generator.get_state() for generator in self.generators]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Context in which torch draws the numbers that followed these states; restores the generators afterwards."""
+        now = GeneratorStates(self.generators[-1].device)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()

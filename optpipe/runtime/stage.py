@@ -15,13 +15,14 @@ from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import TrainingError
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
-from optpipe.runtime.rng import RandomNumbers, never_draws
+from optpipe.runtime.rng import GeneratorStates, RandomNumbers, never_draws
 from optpipe.runtime.weight_gradients import (
     Splitting,
     WeightGradients,
     compiled_part,
     defer_weight_gradients,
     gradient_dtype,
+    is_distributed,
 )
 
 
@@ -103,6 +104,15 @@ def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _requires_gradient(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.requires_grad
+
+
+def _with_gradient(output: Tree) -> list[Tensor]:
+    """The tensors of an output that have a gradient."""
+    return [part for part in leaves(output) if _requires_gradient(part)]
+
+
 class _Entry(torch.autograd.Function):
     """Identity whose backward collects the gradients in a list.
 
@@ -126,20 +136,30 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class _Graph:
-    """State of a microbatch between F and B."""
+    """State of a microbatch between F and B. `loss`: the graph of its loss, where that is apart from the module's."""
 
     entry: Entry | None
     exit: Exit
     activations: ActivationStore | None
     loss_kind: tuple[torch.dtype, torch.device] | None
     splitting: Splitting
+    loss: _LossGraph | None = None
+
+
+@dataclass
+class _LossGraph:
+    """Graph of a loss from the outputs of the module that have a gradient. Holds what the loss has saved."""
+
+    entry: Entry
+    exit: Exit
 
 
 @dataclass
 class _Input:
     """State of a microbatch between F and its recomputation: what F received, described by `activations` if offloaded.
 
-    The target is the caller's. `buffers` are as F found those that it changed.
+    The target is the caller's. `buffers` are as F found those that it changed, `generators` as F found torch's, where
+    it may draw from these. `loss`: the loss is not run again; its graph, and dtype and device of the loss.
     """
 
     received: Tree
@@ -147,6 +167,8 @@ class _Input:
     activations: ActivationStore | None
     fused: bool
     buffers: Values
+    generators: GeneratorStates | None
+    loss: tuple[_LossGraph, tuple[torch.dtype, torch.device]] | None
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -194,7 +216,8 @@ class Stage:
         if self.splits:
             defer_weight_gradients(module, self._weight_gradients)
         self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
-        self._draws = own_random_numbers and draws
+        self._draws = draws
+        self._loss_differentiates: bool | None = None
         self._graphs: dict[int, _Graph] = {}
         self._inputs: dict[int, _Input] = {}
         self._replay = _Replay(module)
@@ -252,7 +275,7 @@ class Stage:
         autograd, which costs the host less.
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
-        saving = activations.hooks() if activations else _NOTHING
+        saving = activations.hooks if activations else nullcontext
         self._graphs[microbatch], output = self._run(microbatch, received, target, fused, saving)
         self._graphs[microbatch].activations = activations
         return output
@@ -266,13 +289,15 @@ class Stage:
         Autograd records F as it does in `forward`, without what it saves: so the layers run the very same kernels and
         draw the same random numbers here and in the recomputation. Beside the input, a copy of the buffers stays that F
         changes, such as running statistics. Raises TrainingError if F changes its input, or differentiates: then it
-        cannot be run again.
+        cannot be run again. A loss that differentiates, as losses in chunks do, runs once, and what it saves stays.
         """
+        generators = GeneratorStates(self._device) if self._draws and not self.random else None
         with self._replay.first([*leaves(received), *leaves(target)]) as buffers:
-            _, output = self._run(microbatch, received, target, fused, _saving_nothing())
+            graph, output = self._run(microbatch, received, target, fused, _saving_nothing, loss_apart=True)
+        loss = (graph.loss, graph.loss_kind) if graph.loss and graph.loss_kind else None
         activations = ActivationStore(self._resident(received, target)) if offloads else None
         kept = map_leaves(activations.hold, received) if activations else received
-        self._inputs[microbatch] = _Input(kept, target, activations, fused, buffers)
+        self._inputs[microbatch] = _Input(kept, target, activations, fused, buffers, generators, loss)
         return output
 
     def recompute(self, microbatch: int) -> None:
@@ -285,8 +310,10 @@ class Stage:
         if kept.activations:
             received = map_leaves(kept.activations.held, received)
             kept.activations.hand_over()
-        with self._replay.second(kept.buffers):
-            self._graphs[microbatch], _ = self._run(microbatch, received, kept.target, kept.fused, _NOTHING)
+        with self._replay.second(kept.buffers), kept.generators.again() if kept.generators else _NOTHING:
+            self._graphs[microbatch], _ = self._run(
+                microbatch, received, kept.target, kept.fused, nullcontext, loss=kept.loss
+            )
 
     def _run(
         self,
@@ -294,11 +321,16 @@ class Stage:
         received: Tree,
         target: Tree | None,
         fused: bool,
-        saving: AbstractContextManager[Any],
+        saving: Callable[[], AbstractContextManager[Any]],
+        *,
+        loss_apart: bool = False,
+        loss: tuple[_LossGraph, tuple[torch.dtype, torch.device]] | None = None,
     ) -> tuple[_Graph, Tree]:
-        """Run the module, and the loss on the last stage, with autograd saving tensors in the context `saving`.
+        """Run the module, and the loss on the last stage, with autograd saving tensors in contexts of `saving`.
 
-        Returns the graph, which alone keeps what was saved, and the output without it.
+        With `loss_apart` a loss that differentiates has a graph of its own, which saves all; `loss` is such a graph of
+        an earlier run: then the loss is not run. Returns the graph, which alone keeps what was saved, and the output
+        without it.
         """
         # Under autocast autograd would keep a cast copy of every weight until the backward.
         splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
@@ -306,19 +338,50 @@ class Stage:
             torch.enable_grad(),
             self.random.of(microbatch, self._device) if self._draws and self.random else _NOTHING,
             self._autocasting(),
-            saving,
         ):
-            entry, loss_kind = None, None
-            with self._weight_gradients.forward(splitting):
+            entry = None
+            loss_graph, loss_kind = loss or (None, None)
+            with saving(), self._weight_gradients.forward(splitting):
                 if not self._first:
                     received, entry = enter(self._anchor, received)
                 output = self._output(microbatch, received)
             # A loss may run layers of the stage and their backward at once, as losses in chunks do: those do not wait.
-            if self._loss is not None:
-                output = self._loss_of(microbatch, output, target)
+            if loss is not None:
+                output = _with_gradient(output)
+            elif self._loss is not None:
+                if loss_apart and self._loss_differentiates is not False:
+                    output, loss_graph = self._loss_apart(microbatch, output, target)
+                else:
+                    with saving():
+                        output = self._loss_of(microbatch, output, target)
                 loss_kind = (output.dtype, output.device)
-        graph = _Graph(entry, Exit(output), None, loss_kind, splitting)
+        graph = _Graph(entry, Exit(output), None, loss_kind, splitting, loss_graph)
         return graph, output.detach() if isinstance(output, Tensor) else _detached(output)
+
+    def _loss_apart(self, microbatch: int, output: Tree, target: Tree | None) -> tuple[Tensor, _LossGraph | None]:
+        """The loss of a microbatch whose module will run again, and its graph if it must not run again itself.
+
+        A loss that differentiates adds to gradients of layers that it runs, once for each run. The first run tells: an
+        ordinary loss does not ask for what autograd saves in it.
+        """
+        parts = [part.detach() for part in _with_gradient(output)]
+        entered, entry = enter(self._anchor, parts)
+        new = iter(entered)
+        output = map_leaves(lambda part: next(new) if _requires_gradient(part) else part, output)
+        if self._loss_differentiates:
+            loss = self._loss_of(microbatch, output, target)
+        else:
+            asked = False
+
+            def unpack(saved: Tensor) -> Tensor:
+                nonlocal asked
+                asked = True
+                return saved
+
+            with saved_tensors_hooks(Tensor.detach, unpack):
+                loss = self._loss_of(microbatch, output, target)
+            self._loss_differentiates = asked
+        return loss, _LossGraph(entry, Exit(loss)) if self._loss_differentiates else None
 
     def evaluate(self, microbatch: int, received: Tree, target: Tree | None) -> Tree:
         """F for evaluation: returns as `forward`, and leaves nothing behind."""
@@ -396,6 +459,11 @@ class Stage:
         self._inputs.clear()
         self._weight_gradients.clear()
 
+    def _roots(self, microbatch: int) -> list[Any]:
+        """Autograd nodes at which the backward of a microbatch begins; None for what has no gradient."""
+        graph = self._graphs[microbatch]
+        return graph.exit.nodes + (graph.loss.exit.nodes if graph.loss else [])
+
     def _output(self, _microbatch: int, received: Tree) -> Tree:
         """The output of the module; a subclass may call its module in another way."""
         output: Tree = self.module(received)
@@ -413,6 +481,9 @@ class Stage:
         if graph.loss_kind is not None:
             dtype, device = graph.loss_kind
             gradient = torch.full((), self._gradient_scale, dtype=dtype, device=device)
+        if graph.loss is not None:
+            graph.loss.exit.backward(gradient)
+            gradient = graph.loss.entry.gradient()
         graph.exit.backward(gradient)
         return graph.entry.gradient() if graph.entry else None
 
@@ -524,6 +595,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     """True if equal, where NaN is equal to NaN; tensors without memory count as equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if is_distributed(one) and is_distributed(other):
+        one, other = one.to_local(), other.to_local()  # type: ignore[attr-defined]
     return one.is_meta or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -70,11 +70,6 @@ def test_stages_that_do_not_fit(found: int | list[PipelineStage], schedule: Sche
         PlannedSchedule(stages(found) if isinstance(found, int) else found, schedule)
 
 
-def test_a_schedule_that_recomputes_is_refused_by_name() -> None:
-    with pytest.raises(TrainingError, match=r"this schedule recomputes some\. Maybe solve without stages\[\]\.modes"):
-        PlannedSchedule(stages(1), random_executable(1, 3, seed=0))
-
-
 def test_stages_that_are_not_those_of_this_rank() -> None:
     with pytest.raises(TrainingError, match=r"the stages of rank 0 are \[1\] but the schedule places \[0, 1\] there"):
         PlannedSchedule(stages(2)[1:], on_one_device())
@@ -182,8 +177,57 @@ def test_a_lost_share_of_a_gradient_is_an_error() -> None:
     schedule.step(X, target=X)
 
 
-def test_a_loss_that_runs_layers_of_the_last_stage_backward_at_once() -> None:
-    """As losses in chunks do, which never hold all logits: the head's gradients are there before any backward."""
+def in_every_form(microbatches: int) -> Schedule:
+    """Two stages on one device whose microbatches are kept, offloaded and recomputed, ahead and inside."""
+    schedule = random_executable([0, 0], microbatches, seed={6: 2, 8: 0}[microbatches])
+    assert {op.kind for op in schedule.orders.ops() if op.stage == 1} >= {"O", "R", "C", "CB", "CBW"}
+    return schedule
+
+
+class Drawing(nn.Module):
+    """A stage that draws random numbers by a function and keeps running statistics; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = nn.functional.dropout(self.layers(x), 0.5)
+        return y
+
+
+def test_a_recomputation_draws_the_numbers_of_its_f_and_counts_nothing_twice() -> None:
+    """Random numbers come from torch's generators, as layers run: the same in both schedules, where F are in order."""
+    x, m = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), 8
+    schedule = in_every_form(m)
+    kept = Orders([DeviceOrders([op for op in schedule.orders.ops() if op.kind == "F"])])
+    kept.devices[0].compute.extend(Op("BW", s, i) for i in range(m) for s in (1, 0))
+    plain = Problem.from_data(on_one_device(2, m).problem.to_data())
+    found: list[tuple[Any, ...]] = []
+    for one in (build_schedule(plain, kept, 0.0, "kept", 0.0), schedule):
+        torch.manual_seed(0)
+        mine = [PipelineStage(Drawing(), s, 2, torch.device("cpu")) for s in range(2)]
+        planned = PlannedSchedule(mine, one, loss_fn=lambda y, t: nn.functional.mse_loss(nn.functional.dropout(y), t))
+        losses: list[Tensor] = []
+        for _ in range(2):
+            outputs = planned.step(x, target=x, losses=losses)
+        tensors = [tensor for stage in mine for tensor in stage.submod.state_dict().values()]
+        found.append((gradients(mine), losses, outputs, tensors, torch.rand(3)))
+        again = len(planned.program.recomputed)
+        assert sum(stage.submod.calls for stage in mine) - 1 == 2 * (2 * m + again), "and one call to learn shapes"
+    (one_gradients, *one_rest), (other_gradients, *other_rest) = found
+    torch.testing.assert_close(one_gradients, other_gradients)  # one schedule adds them up after others
+    torch.testing.assert_close(one_rest, other_rest, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_loss_that_runs_layers_of_the_last_stage_backward_at_once(recomputed: bool) -> None:
+    """As losses in chunks do, which never hold all logits: the head's gradients are there before any backward.
+
+    Such a loss runs once for each microbatch, also where the stage is recomputed.
+    """
     mine = stages(2)
     mine[1].submod = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     head = nn.Linear(4, 6)
@@ -209,7 +253,8 @@ def test_a_loss_that_runs_layers_of_the_last_stage_backward_at_once() -> None:
             return gradient * ctx.saved_tensors[0], None
 
     target = torch.arange(6)
-    schedule = PlannedSchedule(mine, on_one_device(), loss_fn=InChunks.apply, scale_grads=False)
+    planned = in_every_form(6) if recomputed else on_one_device()
+    schedule = PlannedSchedule(mine, planned, loss_fn=InChunks.apply, scale_grads=False)
     schedule.step(X, target=target)
     parameters = [p for stage in mine for p in stage.submod.parameters()]
     found = [p.grad.clone() for p in parameters]
@@ -367,6 +412,14 @@ def test_activation_checkpoints() -> None:
         stage.submod.contexts = {"context_fn": selective}
     moved, held = [], []
     for mine in (plain, full, kept):
+        for stage in mine:
+            stage.submod.zero_grad()
+        schedule = PlannedSchedule(mine, in_every_form(6), loss_fn=nn.functional.mse_loss)
+        schedule.step(X, target=X, return_outputs=False)
+        assert schedule._pipeline is not None
+        torch.testing.assert_close(gradients(mine), gradients(plain))
+        for stage in mine:
+            stage.submod.zero_grad()
         schedule = PlannedSchedule(mine, offloading(), loss_fn=nn.functional.mse_loss)
         meter = MemoryMeter()
         rows = _HeldRecorder(meter)

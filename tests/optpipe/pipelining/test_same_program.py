@@ -14,6 +14,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.ranks import RunRanks
+from tests.recomputing import random_executable
 
 pytestmark = pytest.mark.torchrun
 
@@ -22,7 +23,7 @@ MOST = {"float32": 1e-6, "float64": 1e-12}
 
 
 def planned(placement: list[int], microbatches: int, seed: int) -> Schedule:
-    """A random schedule of a placement that offloads, with backwards split, some of them fused."""
+    """A random schedule of a placement that offloads, with backwards split, some of them fused, and recomputes none."""
     stage = {
         "forward_us": 2,
         "backward_input_us": 2,
@@ -67,12 +68,18 @@ def test_gradients_losses_and_outputs_are_those_of_torchs_classes(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:
     cases: list[dict[str, Any]] = []
+    kinds: set[str] = set()
     for k, (placement, microbatches, torch_class, dtype, scale) in enumerate(CASES[ranks]):
-        schedule = planned(placement, microbatches, seed=k)
+        if torch_class == "csv":
+            schedule = planned(placement, microbatches, seed=k)
+            (tmp_path / f"{k}.csv").write_text(torch_csv(schedule, drop_offload=True))
+        else:
+            schedule = random_executable(placement, microbatches, seed=k)
+            kinds |= {op.kind for op in schedule.orders.ops()}
         (tmp_path / f"{k}.json").write_text(schedule.to_json())
-        (tmp_path / f"{k}.csv").write_text(torch_csv(schedule, drop_offload=True))
         cases.append({"name": str(k), "torch_class": torch_class, "dtype_name": dtype, "scale_grads": scale})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
+    assert kinds >= {"O", "C", "CB", "CBW", "B", "W"}
     run_ranks(WORKER, ranks, str(tmp_path))
     for rank in range(ranks):
         results = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -1,4 +1,7 @@
-"""Stages that FSDP2, tensor parallelism or DistributedDataParallel have wrapped: gradients of one process."""
+"""Stages that FSDP2, tensor parallelism or DistributedDataParallel have wrapped: gradients of one process.
+
+All by schedules that keep, offload and recompute, ahead and inside.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.optpipe.pipelining.test_same_program import planned
 from tests.ranks import RunRanks
+from tests.recomputing import random_executable
 
 pytestmark = pytest.mark.torchrun
 
@@ -23,7 +26,7 @@ def results(
 ) -> list[list[Any]]:
     """What each rank found in each case."""
     for k, (placement, _) in enumerate(cases):
-        (folder / f"{k}.json").write_text(planned(placement, MICROBATCHES, seed=k).to_json())
+        (folder / f"{k}.json").write_text(random_executable(placement, MICROBATCHES, seed=k).to_json())
     wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
     (folder / "cases.json").write_text(json.dumps(wanted))
     run_ranks(WORKER, processes, str(folder))
@@ -35,7 +38,7 @@ def results(
 
 
 def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Each group is reduced once a step, and gathered once, or for each F and each B if it reshards after a forward."""
+    """Each group is reduced once a step, and gathered once, or for each F, B and recomputation if it reshards."""
     cases = [
         (V, {"fsdp": "whole", "reshard": True}),
         (LOOP, {"fsdp": "nested", "reshard": False}),
@@ -44,14 +47,14 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
     ]
     for (placement, how), found in zip(cases, results(run_ranks, tmp_path, cases), strict=True):
         for one in found:
-            # Nested: each block and a layer of it; what is left to the stage's own group is at the model's ends.
-            ends = len({0, len(placement) - 1} & set(one["stages"]))
-            groups = len(one["stages"]) if how["fsdp"] == "whole" else 4 * len(one["stages"]) + ends
-            gathers = 2 * MICROBATCHES if how["reshard"] else 1
-            assert one["collectives"] == {
-                "_allgather_base_": groups * gathers,
-                "_reduce_scatter_base_": groups,
-            }, (how, one)
+            assert sum(one["recomputed"].values()) > 0, "each rank recomputes"
+            groups, gathers = 0, 0
+            for s, recomputed in one["recomputed"].items():
+                # Nested: each block and a layer of it; what is left to the stage's own group is at the model's ends.
+                own = 1 if how["fsdp"] == "whole" else 4 + (int(s) in (0, len(placement) - 1))
+                groups += own
+                gathers += own * (2 * MICROBATCHES + recomputed if how["reshard"] else 1)
+            assert one["collectives"] == {"_allgather_base_": gathers, "_reduce_scatter_base_": groups}, (how, one)
 
 
 def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:

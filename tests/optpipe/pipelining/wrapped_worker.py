@@ -237,7 +237,8 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
             found = found / replicas if "experts" in key else found  # an expert's is a sum, being on one rank alone
             error = max(error, float((found - wanted).abs().max() / wanted.abs().max()))
             compared += 1
-    return {"error": error, "compared": compared, "collectives": counted.collectives, "stages": mine}
+    recomputed = {s: sum(stage == s for stage, _ in planned.program.recomputed) for s in mine}
+    return {"error": error, "compared": compared, "collectives": counted.collectives, "recomputed": recomputed}
 
 
 def main(folder: Path) -> None:

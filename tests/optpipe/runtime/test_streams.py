@@ -61,7 +61,7 @@ def test_no_two_streams_race_in_random_schedules(cuda: FakeCuda, seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_streams_race_where_activations_are_recomputed_and_offloaded(cuda: FakeCuda, seed: int) -> None:
-    assert raced(cuda, compile_schedule(random_executable(3, M, seed))) == []
+    assert raced(cuda, compile_schedule(random_executable(range(3), M, seed))) == []
 
 
 def random_chain_schedule(seed: int) -> Schedule:

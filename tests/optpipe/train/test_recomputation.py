@@ -25,7 +25,7 @@ SEEDS = (0, 1, 2)
 
 
 def executable(seed: int) -> Schedule:
-    return random_executable(3, 4, seed)
+    return random_executable(range(3), 4, seed)
 
 
 def kinds(schedule: Schedule) -> set[str]:
