@@ -13,7 +13,8 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, Double, FromClause, cast, exists, func, select, update
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from api.errors import LeaseLostError
@@ -29,6 +30,9 @@ from optpipe.schedule import Schedule, schedule_text
 MOST_LOST = 3
 """Lost workers after which a job fails: it may be what kills them."""
 
+LEADER_LOCK = 0x6F70747069706533
+"""Key of the advisory lock under which one worker at a time looks for equal jobs."""
+
 FOREVER_S = 10.0 * 365 * 24 * 3600
 """Effectively infinite heartbeat timeout."""
 
@@ -37,7 +41,8 @@ FOREVER_S = 10.0 * 365 * 24 * 3600
 class Lease:
     """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt.
 
-    `alone`: the worker was lost before with this job, so it takes no other one beside it.
+    `alone`: the worker was lost before with this job, so it takes no other one beside it. `followed`: it has waited for
+    the end of an equal job, whose schedule may be its answer.
     """
 
     job_id: UUID
@@ -48,6 +53,7 @@ class Lease:
     config_data: Mapping[str, Any]
     best: AnyRow | None
     alone: bool
+    followed: bool
 
     def problem(self) -> Problem:
         """Its problem. Raises InputError where a program with other rules accepted it."""
@@ -60,6 +66,8 @@ class Lease:
 
 async def claim(engine: AsyncEngine, picker: Picker, running_ids: Collection[UUID] = ()) -> list[Lease]:
     """Lease jobs to a worker, which solves `running_ids` at present. Those of silent workers are set aside first."""
+    leases: list[Lease] = []
+    free = picker.free
     async with transaction(engine) as connection:
         # After a restart of the database nobody had a chance to send a heartbeat yet.
         up_for = func.now() - func.pg_postmaster_start_time()
@@ -70,21 +78,80 @@ async def claim(engine: AsyncEngine, picker: Picker, running_ids: Collection[UUI
             await _take(connection, picker.worker, queue_id, job_id)
         await queries.add_totals(connection, {(queries.LOST, ""): len(lost)})
         if not lost:
-            return await _claim(connection, picker, running_ids)
-    async with transaction(engine) as connection:  # pgqueuer hands out what was set aside after this moment only
-        return await _claim(connection, picker, running_ids)
+            leases, again = await _claim(connection, picker, running_ids)
+            if not again:
+                return leases
+    while True:
+        picker = replace(picker, free=free - len(leases))
+        async with transaction(engine) as connection:  # pgqueuer hands out what was set aside after this moment only
+            more, again = await _claim(connection, picker, running_ids)
+        leases += more
+        if not again:
+            return leases
 
 
-async def _claim(connection: AsyncConnection, picker: Picker, running_ids: Collection[UUID]) -> list[Lease]:
+async def _claim(
+    connection: AsyncConnection, picker: Picker, running_ids: Collection[UUID]
+) -> tuple[list[Lease], bool]:
+    """Leases of the next jobs, and True if there may be more: the worker has room, and some jobs that were picked wait
+    for equal ones."""
+    await queue.release(connection, _may_go_on())
     picked = await picker.pick(connection)
     # A job of its own comes back where its heartbeat was late; picking it has renewed that.
     others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in running_ids]
-    leases = [await _take(connection, picker.worker, queue_id, job_id) for queue_id, job_id in others]
-    return [lease for lease in leases if lease is not None]
+    taken = [await _take(connection, picker.worker, queue_id, job_id) for queue_id, job_id in others]
+    return [lease for lease in taken if lease is not None], any(lease is None for lease in taken)
+
+
+_leaders = jobs.alias("leaders")
+
+FOLLOWED_FOR_S = 5.0
+"""How long a job waits for another one beyond its own time limit."""
+
+
+def _limit_s(job: FromClause) -> ColumnElement[float]:
+    return cast(job.c.config["time_limit_s"], Double)
+
+
+def _may_go_on() -> ColumnElement[bool]:
+    """Condition for a held job: the one that it follows no longer runs, or has taken too long."""
+    runs = exists().where(_leaders.c.id == jobs.c.leader, _leaders.c.status == "running")
+    patience = func.make_interval(0, 0, 0, 0, 0, 0, _limit_s(jobs) + FOLLOWED_FOR_S)
+    return ~runs | (queue.UPDATED_AT + patience < func.now())
+
+
+async def _find_leader(connection: AsyncConnection, job: AnyRow) -> UUID | None:
+    """A running job whose schedule will answer this one within its time limit; None where there is none.
+
+    It is of an equal problem, with the same method, seed and threads, no less time and no larger gap.
+
+    One claim at a time looks, so that of two equal jobs one sees the other run.
+    """
+    if job.equality is None or job.attempt > 0:  # what is tried again is to be searched for again
+        return None
+    await connection.execute(select(func.pg_advisory_xact_lock(LEADER_LOCK)))
+    config = job.config
+    same = [_leaders.c.config[name] == cast(config[name], JSONB) for name in ("method", "seed", "workers")]
+    left_s = _limit_s(_leaders) - cast(func.extract("epoch", func.now() - _leaders.c.started_at), Double)
+    leader = select(_leaders.c.id).where(
+        _leaders.c.equality == job.equality,
+        _leaders.c.status == "running",
+        ~_leaders.c.cancel_requested,
+        *same,
+        _limit_s(_leaders) >= config["time_limit_s"],
+        cast(_leaders.c.config["gap"], Double) <= config["gap"],
+        left_s <= config["time_limit_s"],
+        _leaders.c.id.is_distinct_from(job.leader),
+    )
+    found: UUID | None = (
+        await connection.execute(leader.order_by(_leaders.c.started_at).limit(1))
+    ).scalar_one_or_none()
+    return found
 
 
 async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID) -> Lease | None:
-    """Lease of a picked job; None if the job has ended, ends here, or is set aside because its worker was lost."""
+    """Lease of a picked job; None if the job has ended, ends here, is set aside because its worker was lost, or waits
+    for the end of an equal one."""
     row = (
         await connection.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.queue_id == queue_id).with_for_update())
     ).one_or_none()
@@ -109,12 +176,19 @@ async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id
         await queue.set_aside(connection, queue_id)
         await change_job(connection, job_id, "status", status="queued", worker=None, lost=lost_workers)
         return None
+    leader = await _find_leader(connection, row)
+    if leader is not None:
+        await queue.give_back(connection, queue_id)
+        await queue.hold(connection, queue_id)
+        held = update(jobs).where(jobs.c.id == job_id).values(leader=leader)
+        await connection.execute(held)
+        return None
     begun = func.coalesce(jobs.c.started_at, func.now())
     attempt = row.attempt + 1
-    values = {"status": "running", "worker": worker, "attempt": attempt, "started_at": begun}
+    values = {"status": "running", "worker": worker, "attempt": attempt, "started_at": begun, "leader": None}
     await change_job(connection, job_id, "status", **values)
     kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
-    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, alone=row.lost > 0)
+    return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, row.lost > 0, row.leader is not None)
 
 
 async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None, count: int = 0) -> bool:

@@ -86,6 +86,7 @@ AS_NEW: dict[str, Any] = {
     "started_at": None,
     "finished_at": None,
     "lost": 0,
+    "leader": None,
     "cancel_requested": False,
     "reason": None,
     "stopped_by": None,

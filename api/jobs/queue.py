@@ -7,6 +7,7 @@ not count lost workers, and it ends where the database is away for a moment.
 Each owner has an entrypoint of pgqueuer, and owners take turns: the next job is one of the owner with the fewest
 running jobs, and of these of the one that was served longest ago. So a priority counts among the owner's own jobs only.
 A job whose worker was lost is moved to an entrypoint of its own kind, from which only a worker without another job
+takes. One that waits for the end of an equal job is moved to its owner's entrypoint of held jobs, from which nobody
 takes.
 """
 
@@ -54,6 +55,10 @@ ALONE = QueueEntrypoint("solve alone")
 """The entrypoint of jobs that may be what killed their worker."""
 
 
+HELD = "held "
+"""Prefix of an entrypoint for the jobs that nobody may take at present."""
+
+
 def entrypoint_of(owner: UUID | None) -> QueueEntrypoint:
     """The entrypoint of an owner's jobs."""
     return QueueEntrypoint(f"solve {owner or ''}")
@@ -75,6 +80,9 @@ _rows = table(
     column("updated"),
     column("heartbeat"),
 )
+UPDATED_AT = _rows.c.updated
+"""When a row was last picked, given back or held."""
+_IS_HELD = _rows.c.entrypoint.startswith(HELD)
 _QUEUED: ColumnElement[str] = literal_column("'queued'")
 _PICKED: ColumnElement[str] = literal_column("'picked'")
 _log = table(db_settings().queue_table_log, column("created"), column("entrypoint"), column("status"))
@@ -187,7 +195,7 @@ class Picker:
                 func.min(_rows.c.id).filter(self._may_be_taken()),
             )
             .join(served, served.c.entrypoint == _rows.c.entrypoint, isouter=True)
-            .where(_rows.c.entrypoint != str(ALONE))
+            .where(_rows.c.entrypoint != str(ALONE), ~_IS_HELD)
             .group_by(_rows.c.entrypoint)
         )
         return [
@@ -214,6 +222,20 @@ class _Turn:
 async def set_aside(connection: AsyncConnection, queue_id: int) -> None:
     """Let only a worker without any other job take this row, from now on."""
     await connection.execute(update(_rows).where(_rows.c.id == queue_id).values(entrypoint=str(ALONE)))
+
+
+async def hold(connection: AsyncConnection, queue_id: int) -> None:
+    """Let nobody take this row until `release`."""
+    held = update(_rows).where(_rows.c.id == queue_id).values(entrypoint=func.concat(HELD, _rows.c.entrypoint))
+    await connection.execute(held)
+
+
+async def release(connection: AsyncConnection, may_go_on: ColumnElement[bool]) -> None:
+    """Let held rows be taken again whose job meets a condition on `jobs`."""
+    waiting = select(_rows.c.id).join(jobs, jobs.c.queue_id == _rows.c.id).where(_IS_HELD, may_go_on)
+    chosen = waiting.with_for_update(of=_rows, skip_locked=True)
+    freely = func.substr(_rows.c.entrypoint, len(HELD) + 1)
+    await connection.execute(update(_rows).where(_rows.c.id.in_(chosen)).values(entrypoint=freely))
 
 
 async def lock(connection: AsyncConnection, queue_id: int) -> None:
@@ -250,8 +272,12 @@ def place(job: FromClause = jobs) -> ColumnElement[int | None]:
 
 def places() -> Subquery:
     """Subquery for a join to many of `jobs`: `id` and `place` of every waiting row, as turns go while nothing comes in
-    between: first those that must be alone, then the first job of each owner, then the second of each."""
-    within = func.row_number().over(partition_by=_rows.c.entrypoint, order_by=(_rows.c.priority.desc(), _rows.c.id))
+    between: first those that must be alone, then the first job of each owner, then the second of each.
+
+    A held row counts like any other of its owner: that somebody has an equal job running is not for its owner to know.
+    """
+    owner = case((_IS_HELD, func.substr(_rows.c.entrypoint, len(HELD) + 1)), else_=_rows.c.entrypoint)
+    within = func.row_number().over(partition_by=owner, order_by=(_rows.c.priority.desc(), _rows.c.id))
     last = _rows.c.entrypoint != str(ALONE)
     turns = select(_rows.c.id, within.label("turn"), last.label("last")).where(_rows.c.status == _QUEUED).subquery()
     place = func.row_number().over(order_by=(turns.c.last, turns.c.turn, turns.c.id))

@@ -24,14 +24,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from api.errors import NoScheduleError
 from api.jobs.database import Statement
 from api.jobs.queries import OWNED, not_found
-from api.jobs.records import TERMINAL, BestSchedule, JobConfig
+from api.jobs.records import TERMINAL, BestSchedule, JobConfig, StopReason
 from api.jobs.tables import AnyRow, answers, documents, incumbents, jobs, schedules, solved_problems
 from optpipe.ops import Orders, orders_from_data, orders_to_data
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap, schedule_text
 from solver.build import build_schedule
-from solver.cache import canonical_form, solved_well_enough
+from solver.cache import canonical_form, rebuild_schedule, solved_well_enough
 from solver.limits import Limits
+from solver.methods import METHODS
 
 USED_WITHIN = timedelta(hours=12)
 """Granularity of `used_at`: written at each use, its row lock would serialise all users of the row."""
@@ -115,11 +116,25 @@ async def _use(connection: AsyncConnection, row: Any) -> None:
         await connection.execute(used)
 
 
-def is_good_enough(known: Answer | Built, row: Any, config: JobConfig) -> bool:
+def build_equal(row: Any, problem: Problem, equality: Equality, config: JobConfig) -> Schedule | None:
+    """Verified schedule of `problem` from the solution of an equal one, if it meets the requested limits."""
+    bound_us = row.bound * equality.time_us
+    schedule = rebuild_schedule(problem, row.orders, bound_us, row.method, row.solve_seconds)
+    return schedule if schedule is not None and is_good_enough(schedule, row, config) else None
+
+
+def is_good_enough(known: Answer | Built | Schedule, row: Any, config: JobConfig) -> bool:
     """True if a schedule of a row meets the requested limits, by the rule of `solver.cache`."""
     limits = Limits(config.time_limit_s, config.gap, config.workers, config.seed)
     gap = relative_gap(known.value_us, known.bound_us)
     return solved_well_enough(gap, row.asked, row.worker_s, config.method, limits)
+
+
+def stop_reason(answer: Answer | Schedule, config: JobConfig) -> StopReason | None:
+    """StopReason that would have ended a solve with this answer; None: the search was complete."""
+    if answer.status == "optimal" or METHODS[config.method].kind == "published":
+        return None
+    return "gap" if answer.gap <= config.gap else "time"
 
 
 async def remember_answer(connection: AsyncConnection, row: Any, problem: bytes, built: Built) -> Answer | None:

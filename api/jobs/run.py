@@ -228,6 +228,8 @@ class Run:
             await self._store(lambda: self._end(outcome))
             return
         self._best = prepared.best
+        if self.lease.followed and await self._end_like_leader(prepared):
+            return
         starts = [prepared.best.orders] if prepared.best else []
         with suppress(DatabaseGoneError):
             async with transaction(self._workplace.engine) as connection:
@@ -247,6 +249,22 @@ class Run:
             self._cancel.request()  # for the ways out of here on which it still runs
             await asyncio.wait([solving])
         await self._conclude(prepared, solving)
+
+    async def _end_like_leader(self, prepared: Prepared) -> bool:
+        """End the job with the schedule of the equal one that it has waited for; False where that one will not do."""
+        row = None
+        with suppress(DatabaseGoneError):
+            async with transaction(self._workplace.engine) as connection:
+                row = await results.find_solution(connection, prepared.equality.key)
+        if row is None:
+            return False
+        known = prepared.problem, prepared.equality, prepared.config
+        found = await asyncio.to_thread(results.build_equal, row, *known)
+        if found is None:
+            return False
+        outcome = JobResult("succeeded", found, found.status, results.stop_reason(found, prepared.config))
+        await self._store(lambda: self._end(outcome))
+        return True
 
     def _hear(self, event: Progress | Heartbeat) -> None:
         """Callback in the solver's thread."""

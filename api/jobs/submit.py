@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 from uuid import UUID, uuid4
@@ -33,14 +33,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from api.errors import DatabaseGoneError, IdempotencyMismatchError, JobError, TooManyError
 from api.jobs import queries, queue, results
 from api.jobs.database import Statement, for_reading, transaction
-from api.jobs.records import Job, JobConfig, StopReason, Submission, SubmissionRate
+from api.jobs.records import Job, JobConfig, Submission, SubmissionRate
 from api.jobs.results import Answer, Built, Equality
 from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
 from api.settings import Settings
 from optpipe.problem import Objective, Problem
 from optpipe.schedule import schedule_text
 from solver.cache import rebuild_schedule
-from solver.methods import METHODS
 
 
 class Submissions:
@@ -53,45 +52,45 @@ class Submissions:
 
     async def submit(self, request: Request) -> Submission:
         """See `Store.submit`."""
-        return await self._commits.run(request.owner, (request, await self._answer(request)))
+        return await self._commits.run(request.owner, await self._prepared(request))
 
-    async def _answer(self, request: Request) -> Answer | None:
-        """Stored answer to this very problem, or one written now from the solution of an equal problem."""
+    async def _prepared(self, request: Request) -> _Prepared:
+        """A request with the stored answer to this very problem, or with one written now from the solution of an equal
+        problem, if there is any."""
         async with transaction(self._reading) as connection:
             known = await results.find_answer(connection, request.problem.digest, request.config)
         if known is not None:
-            return known
+            return _Prepared(request, known)
         equality = await request.problem.equality()
         async with transaction(self._reading) as connection:
             row = await results.find_solution(connection, equality.key)
+        unanswered = _Prepared(request, equality_key=equality.key)
         if row is None:
-            return None
+            return unanswered
         bound_us = row.bound * equality.time_us
         built = await request.problem.build(row.orders, bound_us, row.method, row.solve_seconds)
         if built is None or not results.is_good_enough(built, row, request.config):
-            return None
+            return unanswered
         async with transaction(self._engine) as connection:
-            return await results.remember_answer(connection, row, request.problem.digest, built)
+            answer = await results.remember_answer(connection, row, request.problem.digest, built)
+        return replace(unanswered, answer=answer)
 
-    async def _insert_all(
-        self, owner: UUID | None, batch: Sequence[tuple[Request, Answer | None]]
-    ) -> list[Submission | Exception]:
+    async def _insert_all(self, owner: UUID | None, batch: Sequence[_Prepared]) -> list[Submission | Exception]:
         """Insert a batch of one owner in one transaction. A refused one does not hold up the others."""
         async with transaction(self._engine) as connection:
             usage = await load_usage(connection, self._settings, owner)
             submissions: list[Submission | Exception] = []
-            for request, answer in batch:
+            for prepared in batch:
                 try:
-                    submissions.append(await _insert_job(connection, usage, request, answer))
+                    submissions.append(await _insert_job(connection, usage, prepared))
                 except JobError as error:  # raised before anything was written
                     submissions.append(error)
             return submissions
 
 
-async def _insert_job(
-    connection: AsyncConnection, usage: OwnerUsage, request: Request, answer: Answer | None
-) -> Submission:
+async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: _Prepared) -> Submission:
     """Insert a job: queued, or already finished from a cached result. Raises TooManyError, IdempotencyMismatchError."""
+    request, answer = prepared.request, prepared.answer
     earlier = await _find_idempotent(connection, request)
     if earlier is not None:
         return Submission(earlier, created=False, rate=usage.rate())
@@ -109,13 +108,13 @@ async def _insert_job(
     row = None
     if answer is not None:  # no row comes back where another answer has been stored meanwhile
         given: dict[str, Any] = {"digest": request.problem.digest, "answer": answer.document}
-        given |= {"reason": answer.status, "stopped_by": _stop_reason(answer, request.config)}
+        given |= {"reason": answer.status, "stopped_by": results.stop_reason(answer, request.config)}
         row = await _ANSWERED.one_or_none(connection, **values, **given)
     if row is not None:
         job = queries.job_from_row(row)
     else:
         queue_id = await queue.enqueue(connection, job_id, request.owner, request.config.priority)
-        row = await _QUEUED.one_or_none(connection, **values, queue_id=queue_id)
+        row = await _QUEUED.one_or_none(connection, **values, queue_id=queue_id, equality=prepared.equality_key)
         job = queries.job_from_row(row, row.queue_place)
     usage.add(job)
     if request.idempotency_key is not None:
@@ -193,16 +192,18 @@ class Request:
     body_hash: bytes
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A request with what is known of its problem: an answer to it, or else its equality key."""
+
+    request: Request
+    answer: Answer | None = None
+    equality_key: str | None = None
+
+
 def _storable(name: str) -> str:
     """A name as PostgreSQL can hold it; the problem itself keeps what it was given."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
-
-
-def _stop_reason(answer: Answer, config: JobConfig) -> StopReason | None:
-    """StopReason that would have ended a solve with this answer; None: the search was complete."""
-    if answer.status == "optimal" or METHODS[config.method].kind == "published":
-        return None
-    return "gap" if answer.gap <= config.gap else "time"
 
 
 _GIVEN = ("id", "owner", "problem", "problem_name", "objective", "config", "tags")
@@ -210,7 +211,7 @@ _GIVEN = ("id", "owner", "problem", "problem_name", "objective", "config", "tags
 
 def _queued() -> Statement:
     """The row of a job that waits, and its event."""
-    new = _given(*_GIVEN, "queue_id") | {"status": literal("queued"), "revision": literal(1)}
+    new = _given(*_GIVEN, "queue_id", "equality") | {"status": literal("queued"), "revision": literal(1)}
     job = insert(jobs).values(new).returning(*queries.SHOWN).cte("job")
     return Statement(select(job, queue.place(job)).add_cte(_event(job, job)))
 

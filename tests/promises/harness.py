@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
@@ -54,6 +55,8 @@ LOOK_S = 0.05
 
 HEARTBEAT_S = 3.0
 """Where a test counts attempts: a worker that a busy machine keeps waiting for a second is not given up."""
+
+_seeds = count()
 
 STEPS = 4
 """From the solver's thread to the loop, to the verifier's thread and back, and to the database."""
@@ -189,8 +192,9 @@ async def lateness(store: Store) -> AsyncIterator[Lateness]:
 
 
 async def submitted(store: Store, name: str, seconds: float, microbatches: int = 4, file: Path | None = None) -> UUID:
-    """The id of a new job that takes so long, or until the file is there."""
-    config = JobConfig(time_limit_s=seconds, name=str(file or ""))
+    """The id of a new job that takes so long, or until the file is there. None waits for the end of another one: each
+    has a seed of its own."""
+    config = JobConfig(time_limit_s=seconds, name=str(file or ""), seed=next(_seeds))
     return (await store.submit(job_named(name, microbatches), config)).job.id
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 import psycopg
 import pytest
@@ -18,12 +19,15 @@ from instances import uniform
 from optpipe.schedule import Schedule
 from tests.api.jobs.stand_in import StandIn
 
+_seeds = count()
+
 AT_ONCE_S = 0.0
 """A silence that everybody keeps."""
 
 
 async def submit(store: Store, priority: int = 0) -> None:
-    await store.submit(uniform(4, 8), JobConfig(priority=priority))
+    """A job that no other one equals: its seed is its own."""
+    await store.submit(uniform(4, 8), JobConfig(priority=priority, seed=next(_seeds)))
 
 
 async def test_a_lost_lease_writes_nothing(store: Store, settings: Settings) -> None:

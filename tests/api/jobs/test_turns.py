@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import count
 from uuid import UUID, uuid4
 
 import pytest
@@ -18,6 +19,7 @@ from api.settings import Settings
 from tests.api.harness import PROBLEM
 
 AT_ONCE_S = 0.0
+_microbatches = count(1)
 
 
 @pytest.fixture
@@ -33,8 +35,10 @@ async def new_owner(store: Store) -> UUID:
 
 
 async def submit(store: Store, owner: UUID | None, *names: str, priority: int = 0) -> None:
+    """Jobs of different problems: none waits for the end of another."""
     for name in names:
-        await store.submit(PROBLEM, JobConfig(name=name, priority=priority), owner)
+        problem = PROBLEM.model_copy(update={"microbatches": next(_microbatches)})
+        await store.submit(problem, JobConfig(name=name, priority=priority), owner)
 
 
 def picker(slots: int = 1, free: int | None = None, silent_s: float = FOREVER_S, most: int | None = None) -> Picker:
