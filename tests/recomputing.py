@@ -13,6 +13,7 @@ from optpipe.ops import DeviceOrders, Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule, orders_from_times
+from solver.serial import known_budgets_bytes
 from tests import mode_oracle as oracle
 
 FULL = {"name": "full", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0, "segment_bytes": 9}
@@ -112,6 +113,44 @@ def random_problem(rng: Random) -> dict[str, Any]:
         "stages": [random_stage(rng, rng.randrange(devices)) for _ in range(rng.randint(1, 3))],
         "copy_channels": {"duplex": rng.random() < 0.5, "shared_by": rng.choice([[], [list(range(devices))]])},
     }
+
+
+def random_pipeline(rng: Random) -> Problem:
+    """A line or a V of up to three devices with little memory, all stages alike or each by itself.
+
+    Budgets are those of one microbatch at a time and some part of what all of them kept would take.
+    """
+    devices = rng.randint(1, 3)
+    v_shape = rng.random() < 0.3
+    homes = [*range(devices), *(reversed(range(devices)) if v_shape else ())]
+    copies, alike = rng.random() < 0.5, rng.random() < 0.5
+    stages = [random_stage(rng, home) for home in homes]
+    for stage in stages:
+        if not any(mode["kept_bytes"] < stage["activation_bytes"] for mode in stage["modes"]):
+            kept = rng.randrange(stage["activation_bytes"])
+            full = {"name": "full", "kept_bytes": kept, "recompute_us": rng.randint(1, 4)}
+            full |= {name: rng.randint(0, 9) for name in ("forward_workspace_bytes", "segment_bytes")}
+            stage["modes"] = [full]
+        if not copies:
+            stage["offload"] = None
+            for mode in stage["modes"]:
+                mode["offload"] = None
+    if alike:
+        stages = [{**stages[0], "device": home} for home in homes]
+    data = {
+        "format": "optpipe.problem/1",
+        "microbatches": rng.randint(2, 4 if v_shape else 7),
+        "transfer_us": rng.randint(0, 2),
+        "objective": rng.choice(["makespan", "device_span"]),
+        "devices": [{"memory_bytes": None}] * devices,
+        "stages": stages,
+        "copy_channels": {"duplex": rng.random() < 0.6},
+    }
+    budgets = []
+    for home, least in enumerate(known_budgets_bytes(Problem.from_data(data))):
+        kept = sum(stage["activation_bytes"] for stage in stages if stage["device"] == home) * data["microbatches"]
+        budgets.append({"memory_bytes": least + int(max(0, kept - least) * rng.choice([0, 0.1, 0.2, 0.3, 0.5]))})
+    return Problem.from_data(data | {"devices": budgets})
 
 
 def random_case(data: dict[str, Any], rng: Random) -> tuple[Ints, dict[oracle.Key, oracle.Cost]]:

@@ -14,11 +14,13 @@ from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 def lower_bound_us(problem: Problem) -> float:
     """The best bound known on the problem's objective without search: milliseconds, whatever the size.
 
-    Most bounds by memory hold where activations are kept or offloaded whole. Where there are other modes they are asked
-    without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of modes.
+    The windows and byte-time apart hold where activations are kept or offloaded whole. Where there are other modes they
+    are asked without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of
+    modes. With budgets there are both in one (`solver.bounds.modes`).
     """
     if problem.has_modes:
-        return max(lower_bound_us(_without_budgets(problem)), *mode_bounds_us(problem))
+        bounds = (mode_bounds_us(problem), round_bounds_us(problem))
+        return max(lower_bound_us(_without_budgets(problem)), *map(max, bounds))
     return max(longest_chain_us(problem), *device_bounds_us(problem))
 
 

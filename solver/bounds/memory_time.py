@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
 
 from optpipe.problem import Problem, Stage
 from solver.bounds.device import OnDevice
+from solver.variants import Variant, variants
 
 
 def memory_time_bounds_us(problem: Problem) -> Sequence[float]:
@@ -134,19 +138,47 @@ def round_bounds_us(problem: Problem) -> Sequence[float]:
 
     The bound strings such steps together: from 0 in steps of k, the last one longer by n = r; and then the turnaround,
     B and W of the last microbatch, or from some step on all B, W and F that are left.
+
+    With activation modes k counts what the variants leave on the device at the least. Of the x microbatches that are
+    recomputed each adds its recomputation to the work, and without them the others are a schedule of their own, with
+    room for as many as fit of these; the least x counts.
     """
-    bounds = []
-    for device in OnDevice.each(problem):
-        bound_us, stage, microbatches = 0.0, device.stages[0], problem.units
-        moved = stage.offload.bytes if stage.offload else 0
-        room, size = device.budget - stage.workspace_bytes.F - moved, stage.activation_bytes - moved
-        if len(device.stages) == 1 and 0 < size <= room < microbatches * size:
-            s = device.numbers[0]
-            turnaround_us = stage.forward_us + device.paths.turnaround_us(s, s)
-            rounds = _Rounds(microbatches, int(room), size, stage, turnaround_us)
-            bound_us = device.value_us(rounds.span_us, rounds.to_last_backward_us)
-        bounds.append(bound_us)
-    return bounds
+    return [_round_bound_us(device) if len(device.stages) == 1 else 0.0 for device in OnDevice.each(problem)]
+
+
+MOST_SHARES = 64
+"""Numbers of recomputed microbatches that are looked at; with more microbatches, one for all up to the next."""
+
+
+def _round_bound_us(device: OnDevice) -> float:
+    stage, microbatches, ways = device.stages[0], device.problem.units, variants(device.stages[0])
+    bound_us = _of_rounds_us(device, ways, microbatches)
+    recompute_us = min((way.mode.recompute_us for way in ways if way.mode.recomputes), default=0)
+    if not recompute_us:
+        return bound_us
+    others = [way for way in ways if not way.mode.recomputes]
+    numbers = np.unique(np.linspace(0, microbatches, MOST_SHARES + 1).astype(int)).tolist()
+    least_us = float("inf")
+    for first, last in pairwise([-1, *numbers]):  # recomputed are from first + 1 to last
+        times_us = [
+            microbatches * sum(map(stage.duration_us, kinds)) + (first + 1) * recompute_us for kinds in ("FBW", "FB")
+        ]
+        rounds_us = _of_rounds_us(device, others, microbatches - last)
+        least_us = min(least_us, max(device.value_us(*times_us), rounds_us))
+    return max(bound_us, least_us)
+
+
+def _of_rounds_us(device: OnDevice, ways: Sequence[Variant], microbatches: int) -> float:
+    """The bound from a device with one stage of so many microbatches, each in one of these variants."""
+    stage, s = device.stages[0], device.numbers[0]
+    size = min(way.waiting_bytes for way in ways)
+    started = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways) + stage.workspace_bytes.F
+    room = device.budget - (started - size)
+    if not 0 < size <= room < microbatches * size:
+        return 0.0
+    turnaround_us = stage.forward_us + device.paths.turnaround_us(s, s)
+    rounds = _Rounds(microbatches, int(room), size, stage, turnaround_us)
+    return device.value_us(rounds.span_us, rounds.to_last_backward_us)
 
 
 @dataclass(frozen=True)
