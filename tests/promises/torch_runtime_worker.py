@@ -6,7 +6,6 @@ Usage: torch_runtime_worker.py FOLDER. Each NAME.csv has a NAME.json with its nu
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import sys
 from pathlib import Path
@@ -20,20 +19,17 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from optpipe.train.check import gradient_error, reference_step
 from optpipe.train.config import GPTShape
 from optpipe.train.tasks.gpt import VOCABULARY, build_stages, byte_loss
+from tests.gloo import gloo_group
 
 SEQUENCES = 2
 """In one microbatch."""
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    paths = sorted(folder.glob("*.csv"))  # in the same order on all ranks
-    results = {path.stem: run(path, **json.loads(path.with_suffix(".json").read_text())) for path in paths}
-    (folder / f"rank{dist.get_rank()}.results").write_text(json.dumps(results))
-    dist.barrier()  # a rank that leaves early breaks the connections that others still use
-    dist.destroy_process_group()
-    gc.collect()  # or gloo's threads outlive the interpreter, which then aborts
+    with gloo_group():
+        paths = sorted(folder.glob("*.csv"))  # in the same order on all ranks
+        results = {path.stem: run(path, **json.loads(path.with_suffix(".json").read_text())) for path in paths}
+        (folder / f"rank{dist.get_rank()}.results").write_text(json.dumps(results))
 
 
 def run(path: Path, stages: int, microbatches: int) -> dict[str, Any]:

@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import optpipe.train.loop as loop
 from optpipe.train import train
 from optpipe.train.model import Model
+from tests.gloo import gloo_group
 from tests.optpipe.models.cases import config_of
 
 RANK = int(os.environ["RANK"])
@@ -35,17 +32,13 @@ class Watched(Model):
 
 
 def main(folder: Path, models: dict[str, str], cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    loop.Model = Watched  # type: ignore[misc]
-    found = {}
-    for case in cases:
-        result = train(config_of(case, models[case.split(", ")[0]]))
-        found[case] = {"losses": result.losses, "parameters": result.parameters, "on meta": ON_META.pop()}
-    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        loop.Model = Watched  # type: ignore[misc]
+        found = {}
+        for case in cases:
+            result = train(config_of(case, models[case.split(", ")[0]]))
+            found[case] = {"losses": result.losses, "parameters": result.parameters, "on meta": ON_META.pop()}
+        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

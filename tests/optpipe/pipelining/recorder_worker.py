@@ -5,7 +5,6 @@ Two pipeline ranks times two shards. Each rank writes what it measured to FOLDER
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import warnings
@@ -26,6 +25,7 @@ from optpipe.pipelining.fsdp import gathered_parameters
 from optpipe.profile.from_run import join_records
 from optpipe.runtime import MemoryMeter
 from optpipe.trace.record import load_records
+from tests.gloo import gloo_group
 from tests.optpipe.runtime.schedules import random_schedule
 
 WIDTH, ROWS, MICROBATCHES = 32, 512, 6
@@ -139,16 +139,12 @@ def run(
 
 
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    dist.init_process_group("gloo")
-    results = [run(folder, **case) for case in cases]
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, torch's own fails over gloo on subgroups
-        by_torch(folder / "torch", init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data")))
-    (folder / f"found{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        results = [run(folder, **case) for case in cases]
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # older ones fail over gloo on subgroups
+            by_torch(folder / "torch", init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data")))
+        (folder / f"found{dist.get_rank()}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ FOLDER/cases.json lists the cases: the name of a schedule file, which class of t
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from itertools import pairwise
@@ -26,6 +25,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from optpipe.pipelining import PlannedSchedule
 from optpipe.schedule import Schedule
+from tests.gloo import gloo_group
 
 WIDTH, ENTRIES, ROWS = 8, 11, 2
 KWARG_SPEC = {"scale": TensorChunkSpec(0), "shift": TensorChunkSpec(1)}
@@ -184,14 +184,10 @@ def compare(folder: Path, name: str, torch_class: str, dtype_name: str, scale_gr
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    cases = json.loads((folder / "cases.json").read_text())
-    results = [compare(folder, **case) for case in cases]
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        cases = json.loads((folder / "cases.json").read_text())
+        results = [compare(folder, **case) for case in cases]
+        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Usage: wrapped_worker.py FOLDER. FOLDER/cases.json lists the cases: the name of 
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import warnings
@@ -32,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe.pipelining import PlannedSchedule
 from optpipe.schedule import Schedule
+from tests.gloo import gloo_group
 
 WIDTH, LENGTH, ENTRIES, ROWS = 8, 4, 12, 2
 
@@ -242,17 +242,13 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     # What nn.Linear makes of three dimensions on the CPU is a view, of which torch warns.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     warnings.filterwarnings("ignore", ".*_functional_collectives.*_autograd", FutureWarning)  # renamed in torch 2.13
-    dist.init_process_group("gloo")
-    cases = json.loads((folder / "cases.json").read_text())
-    results = [run(folder, **case) for case in cases]
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        cases = json.loads((folder / "cases.json").read_text())
+        results = [run(folder, **case) for case in cases]
+        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Usage: pair_groups_worker.py FOLDER. Writes each rank's largest gradient error b
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from optpipe.runtime import Pipeline
 from optpipe.runtime.distributed import Nccl, directed_pairs
 from optpipe.schedule import Schedule
 from optpipe.train.check import gradient_error
+from tests.gloo import gloo_group
 from tests.optpipe.runtime.chains import batch, chain, plain_gradients, specs, stages_of
 
 DTYPE = torch.float64
@@ -28,13 +28,9 @@ TWO_REPLICAS = [[0, 2], [3, 1]]
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {path.name: run(Schedule.load(path)) for path in sorted(folder.glob("*.schedule.json"))}
-    (folder / f"rank{dist.get_rank()}.results").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        found = {path.name: run(Schedule.load(path)) for path in sorted(folder.glob("*.schedule.json"))}
+        (folder / f"rank{dist.get_rank()}.results").write_text(json.dumps(found))
 
 
 def run(schedule: Schedule) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from optpipe.runtime import Gloo, MemoryMeter, MessageSpec, Pipeline, Stage
 from optpipe.schedule import Schedule
 from optpipe.train.config import SIZES, GPTShape
 from optpipe.train.tasks.gpt import build_stages, byte_loss
+from tests.gloo import gloo_group
 
 Batch = tuple[list[Tensor], list[Tensor]]
 
@@ -30,19 +31,16 @@ SEQUENCES = 4
 
 
 def main(folder: Path, schedule: Schedule) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shape = (schedule.problem.microbatches, 2, SEQUENCES, LENGTH)
-    pairs = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
-    batch = ([x.clone() for x in pairs[:, 0]], [y.clone() for y in pairs[:, 1]])
-    torch_peak, torch_gradients = by_torch(own_module(rank, world), batch, rank, world)
-    peak, gradients = by_us(own_module(rank, world), schedule, batch, rank, world)
-    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients, torch_gradients, strict=True))
-    result = {"torch_peak_bytes": torch_peak, "peak_bytes": peak, "gradient_error": error}
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    with gloo_group():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        shape = (schedule.problem.microbatches, 2, SEQUENCES, LENGTH)
+        pairs = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+        batch = ([x.clone() for x in pairs[:, 0]], [y.clone() for y in pairs[:, 1]])
+        torch_peak, torch_gradients = by_torch(own_module(rank, world), batch, rank, world)
+        peak, gradients = by_us(own_module(rank, world), schedule, batch, rank, world)
+        error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients, torch_gradients, strict=True))
+        result = {"torch_peak_bytes": torch_peak, "peak_bytes": peak, "gradient_error": error}
+        (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 def own_module(rank: int, world: int) -> nn.Module:

@@ -5,21 +5,18 @@ Each rank writes what it found to `FOLDER/rankN.json`, by case (see `shared_case
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import optpipe.train.loop as loop
 import optpipe.train.resolve.callback as online_room
 from optpipe.train import StepReport, train
 from optpipe.train.model import Model, _digest
 from optpipe.train.resolve.callback import Choice
+from tests.gloo import gloo_group
 from tests.optpipe.train.resolve.solvers import Scripted
 from tests.optpipe.train.shared_cases import config_of
 
@@ -36,14 +33,10 @@ class Recorded(Model):
 
 
 def main(folder: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    loop.Model = Recorded  # type: ignore[misc]
-    online_room.choose = lambda *_: Choice(2.0, 1.0, 0.0)  # times of a busy machine may say anything
-    (folder / f"rank{RANK}.json").write_text(json.dumps({case: found_in(case, folder) for case in cases}))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        loop.Model = Recorded  # type: ignore[misc]
+        online_room.choose = lambda *_: Choice(2.0, 1.0, 0.0)  # times of a busy machine may say anything
+        (folder / f"rank{RANK}.json").write_text(json.dumps({case: found_in(case, folder) for case in cases}))
 
 
 def found_in(case: str, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Usage: torchrun_worker.py FOLDER. Each rank writes what it found to `FOLDER/rank
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import signal
@@ -17,34 +16,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from instances.schedules import one_f_one_b
 from optpipe.runtime.stage import Stage
 from optpipe.train import TrainingConfig, TrainingResult, train
 from optpipe.train.checkpoint.files import Disk
+from tests.gloo import gloo_group
 from tests.optpipe.train.checkpoint.runs import NORMED, config_of
 
 RANK = int(os.environ["RANK"])
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {
-        "two devices": interrupted(config_of(folder / "devices")),
-        "two replicas": interrupted(
-            config_of(folder / "replicas", schedule=one_f_one_b(1, 2), layers=2, data_parallel=2)
-        ),
-        "statistics": interrupted(config_of(folder / "statistics", data_parallel=2, evaluate=2, **NORMED)),
-        "from one process": summary(train(config_of(folder / "alone", resume="must"))),
-        "full disk": full_disk(config_of(folder / "full", keep=1)),
-    }
-    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
+    with gloo_group():
+        found = {
+            "two devices": interrupted(config_of(folder / "devices")),
+            "two replicas": interrupted(
+                config_of(folder / "replicas", schedule=one_f_one_b(1, 2), layers=2, data_parallel=2)
+            ),
+            "statistics": interrupted(config_of(folder / "statistics", data_parallel=2, evaluate=2, **NORMED)),
+            "from one process": summary(train(config_of(folder / "alone", resume="must"))),
+            "full disk": full_disk(config_of(folder / "full", keep=1)),
+        }
+        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
 def interrupted(config: TrainingConfig) -> dict[str, Any]:
