@@ -17,7 +17,7 @@ from typing import Any
 
 from optpipe.files import write_atomically
 from optpipe.memory import Curve, planned_memory
-from optpipe.ops import STREAMS
+from optpipe.ops import STREAMS, Op
 from optpipe.schedule import Schedule, ScheduledOp
 from optpipe.trace.document import LANES, MeasuredAction, Trace
 
@@ -61,24 +61,15 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
         for thread, (_, ops) in enumerate(device.streams()):
             for op in ops:
                 mode = {} if op.mode is None else {"mode": op.mode}
-                yield {
-                    "ph": "X",
-                    "name": str(op.key),
-                    "cat": op.op,
-                    "pid": d,
-                    "tid": thread,
-                    "ts": op.start_us + shift_us,
-                    "dur": op.end_us - op.start_us,
-                    "args": {"op": op.op, "stage": op.stage, "microbatch": op.microbatch, "waits": op.waits} | mode,
-                }
+                times_us = op.start_us + shift_us, op.end_us - op.start_us
+                yield complete_event((d, thread), op.key, times_us, {"waits": op.waits} | mode)
 
 
 def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
     """Arrows for activations and gradients that pass from one device to another."""
     for number, (sender, before, receiver, after) in enumerate(_transfers(schedule)):
-        name = "activation" if after.op == "F" else "gradient"
-        left_us = max(before.start_us, before.end_us - FLOW_LEAD_US)
-        yield from flow_events(number, name, (sender, 0, left_us + shift_us), (receiver, 0, after.start_us + shift_us))
+        sent_us = before.start_us + shift_us, before.end_us + shift_us
+        yield from flow_events(number, after.op, (sender, 0), sent_us, (receiver, 0), after.start_us + shift_us)
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, ScheduledOp]]:
@@ -100,6 +91,9 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, ScheduledOp, int, Sche
 
 
 Event = dict[str, Any]
+
+Lane = tuple[int, int]
+"""Process and thread."""
 
 FLOW_LEAD_US = 0.001
 """Arrows start this long before an op ends: viewers attach an arrow to the op that is running at its time."""
@@ -132,13 +126,28 @@ def memory_events(process: int, curve: Curve, shift_us: float) -> Iterator[Event
         }
 
 
+def complete_event(lane: Lane, op: Op, times_us: tuple[float, float], args: dict[str, Any]) -> Event:
+    """Event of an op or an action with its start and duration."""
+    return {
+        "ph": "X",
+        "name": str(op),
+        "cat": op.kind,
+        "pid": lane[0],
+        "tid": lane[1],
+        "ts": times_us[0],
+        "dur": times_us[1],
+        "args": {"op": op.kind, "stage": op.stage, "microbatch": op.microbatch} | args,
+    }
+
+
 def flow_events(
-    number: int, name: str, leaves: tuple[int, int, float], arrives: tuple[int, int, float]
+    number: int, user: str, sender: Lane, sent_us: tuple[float, float], receiver: Lane, arrival_us: float
 ) -> Iterator[Event]:
-    """Flow events of a message between two (process, thread, time) positions."""
-    common = {"name": name, "cat": "transfer", "id": number}
-    for phase, (process, thread, time_us) in (({"ph": "s"}, leaves), ({"ph": "f", "bp": "e"}, arrives)):
-        yield {**phase, **common, "tid": thread, "pid": process, "ts": time_us}
+    """Flow events of a message: from the op that takes `sent_us` (start, end) to an op of the kind `user`."""
+    common = {"name": "activation" if user == "F" else "gradient", "cat": "transfer", "id": number}
+    leaves_us = max(sent_us[0], sent_us[1] - FLOW_LEAD_US)
+    for phase, lane, time_us in (({"ph": "s"}, sender, leaves_us), ({"ph": "f", "bp": "e"}, receiver, arrival_us)):
+        yield {**phase, **common, "tid": lane[1], "pid": lane[0], "ts": time_us}
 
 
 def measured_chrome_trace(trace: Trace) -> dict[str, Any]:
@@ -172,33 +181,18 @@ def _actions(trace: Trace) -> Iterator[Event]:
     for d, device in enumerate(trace.devices):
         for action in device.actions:
             peer = {} if action.peer is None else {"peer": action.peer}
-            yield {
-                "ph": "X",
-                "name": str(action.key),
-                "cat": action.action,
-                "pid": d,
-                "tid": LANES.index(action.lane),
-                "ts": action.start_us,
-                "dur": action.duration_us,
-                "args": {
-                    "op": action.action,
-                    "stage": action.stage,
-                    "microbatch": action.microbatch,
-                    "waited_us": action.start_us - action.turn_us,
-                    **peer,
-                },
-            }
+            times_us = action.start_us, action.duration_us
+            waited_us = action.start_us - action.turn_us
+            yield complete_event(_lane(d, action), action.key, times_us, {"waited_us": waited_us} | peer)
 
 
 def _measured_flows(trace: Trace) -> Iterator[Event]:
     """An arrow for each message: from its send to the op that used it."""
     at = [stage.device for stage in trace.schedule.problem.stages]
     for number, (send, user) in enumerate(trace.messages()):
-        name = "activation" if user.action == "F" else "gradient"
-        leaves, arrives = _place(at[send.stage], send), _place(at[user.stage], user)
-        left_us = max(send.start_us, send.end_us - FLOW_LEAD_US)
-        yield from flow_events(number, name, (*leaves, left_us), (*arrives, user.start_us))
+        lanes = _lane(at[send.stage], send), _lane(at[user.stage], user)
+        yield from flow_events(number, user.action, lanes[0], (send.start_us, send.end_us), lanes[1], user.start_us)
 
 
-def _place(device: int, action: MeasuredAction) -> tuple[int, int]:
+def _lane(device: int, action: MeasuredAction) -> Lane:
     return device, LANES.index(action.lane)

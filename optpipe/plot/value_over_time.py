@@ -111,7 +111,9 @@ def _draw_instance(
     for curve, width in zip(instance.curves, line_widths(len(instance.curves)), strict=True):
         _draw_curve(axes, curve, looks[curve.label], width, unit, last_s)
         if _end_is_marked(curve, time_limit_s):
-            _draw_end(axes, curve, looks[curve.label].colour, unit, last_s)
+            end = _end_marker(looks[curve.label].colour, curve.proved)
+            end.set_data([min(max(curve.end_seconds, EARLIEST_S), last_s)], [curve.points[-1][1] / unit.size])
+            axes.add_line(end)
     _draw_final_values(axes, instance, looks, unit)
 
 
@@ -146,12 +148,6 @@ def _draw_curve(axes: Axes, curve: Curve, look: CurveLook, width: float, unit: U
     axes.plot([end_s, last_s], values[-1:] * 2, color=look.colour, linewidth=0.8, zorder=3)
 
 
-def _draw_end(axes: Axes, curve: Curve, colour: str, unit: Unit, last_s: float) -> None:
-    end = _end_marker(colour, curve.proved)
-    end.set_data([min(max(curve.end_seconds, EARLIEST_S), last_s)], [curve.points[-1][1] / unit.size])
-    axes.add_line(end)
-
-
 def _end_is_marked(curve: Curve, time_limit_s: float) -> bool:
     return curve.proved or curve.end_seconds < ENDED_EARLY * time_limit_s
 
@@ -178,21 +174,16 @@ def _draw_final_values(axes: Axes, instance: InstanceCurves, looks: Mapping[str,
     low, high = axes.get_ylim()
     line = LABEL_POINTS * 1.25 / POINTS_PER_INCH / HEIGHT_INCHES
     least = -inf
-    for text, curves in _by_final_value(instance.curves, unit):
+    same_text: dict[str, list[Curve]] = {}
+    for curve in sorted(instance.curves, key=lambda curve: curve.points[-1][1]):
+        same_text.setdefault(time_text(curve.points[-1][1], unit), []).append(curve)
+    for text, curves in same_text.items():
         place = max(min((curves[0].points[-1][1] / unit.size - low) / (high - low), 1.0), least)
         colour = looks[curves[0].label].colour if len(curves) == 1 else INK
         axes.text(
             1.025, place, text, transform=axes.transAxes, fontsize=LABEL_POINTS, color=colour, va="center_baseline"
         )
         least = place + line
-
-
-def _by_final_value(curves: Sequence[Curve], unit: Unit) -> list[tuple[str, list[Curve]]]:
-    """The curves by the text of their last value, lowest first."""
-    groups: dict[str, list[Curve]] = {}
-    for curve in sorted(curves, key=lambda curve: curve.points[-1][1]):
-        groups.setdefault(time_text(curve.points[-1][1], unit), []).append(curve)
-    return list(groups.items())
 
 
 def _legend(instances: Sequence[InstanceCurves], looks: Mapping[str, CurveLook], time_limit_s: float) -> list[Artist]:

@@ -9,7 +9,7 @@ the interval agrees with the kernel's clock, which they share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
@@ -138,17 +138,13 @@ def record_step(
     Collective: every process passes its own number and hardware. Warm up before: the first steps of a process are
     slower.
     """
-    with _on(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         uses = _memory(pipeline, inputs, targets, device)
         clock = align_clocks() if dist.is_initialized() else Clock()
         times = CudaRecorder() if device.type == "cuda" else HostRecorder()
         pipeline.run(inputs, targets, recorder=times)
         timings = times.timings()
     return Part(process, (clock.error_ns + times.clock_error_ns) / 1000, _rows(timings, uses, clock))
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _memory(

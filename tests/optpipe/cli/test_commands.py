@@ -134,12 +134,20 @@ def test_a_deterministic_limit_stands_alone(cli: Cli, problem_file: Path) -> Non
     assert "Maybe use cp-sat" in run.err
 
 
-def test_nothing_found_with_the_work_allowed(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--time-limit", "[200, 200"),
+        ("--deterministic-limit", "0.01 units of work. Maybe allow more (--deterministic-limit)"),
+    ],
+)
+def test_nothing_found_within_the_limit(cli: Cli, tmp_path: Path, option: str, reason: str) -> None:
+    """A V placement at a budget of its floor minus a little: feasible or not, a hundredth of a second finds nothing."""
     path = tmp_path / "hard.json"
     path.write_text(uniform(8, 64, v_shape=True, activation_bytes=100, backward_weight_bytes=99, budget=199).to_json())
-    run = cli("solve", path, "--deterministic-limit", "0.01")
+    run = cli("solve", path, option, "0.01")
     assert run.code == 4
-    assert "0.01 units of work. Maybe allow more (--deterministic-limit)" in run.err
+    assert reason in run.err
 
 
 @pytest.mark.parametrize(("option", "first"), [("--time-limit", "meanwhile"), ("--deterministic-limit", "once")])
@@ -301,15 +309,6 @@ def test_infeasible_is_proved_with_a_budget_that_does(cli: Cli, tmp_path: Path) 
     assert run.code == 3
     assert run.document["error"]["budgets_bytes"] == [4, 4]
     assert "Maybe raise devices[].memory_bytes to [4, 4]" in run.err
-
-
-def test_nothing_found_in_time(cli: Cli, tmp_path: Path) -> None:
-    """A V placement at a budget of its floor minus a little: feasible or not, a hundredth of a second finds nothing."""
-    path = tmp_path / "hard.json"
-    path.write_text(uniform(8, 64, v_shape=True, activation_bytes=100, backward_weight_bytes=99, budget=199).to_json())
-    run = cli("solve", path, "--time-limit", "0.01")
-    assert run.code == 4
-    assert "[200, 200" in run.err
 
 
 def test_the_module_is_the_same_program() -> None:

@@ -35,6 +35,24 @@ class Run:
     weight_gradients: list[Tensor] = field(default_factory=list)
 
 
+def play_between(stage: Stage, kind: str, i: int, slab: HostSlab) -> bool:
+    """Run an O, R, C or W of microbatch i, which neither take nor make a message; False for other kinds."""
+    match kind:
+        case "O":
+            stage.copy_out(i, slab)
+            stage.free(i)
+        case "R":
+            stage.allocate(i)
+            stage.copy_in(i)
+        case "C":
+            stage.recompute(i)
+        case "W":
+            stage.backward_weight(i)
+        case _:
+            return False
+    return True
+
+
 def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int, Tree], target: Tree = None) -> Run:
     """One step; the gradient of every output is `weighing` of it."""
     found, slabs = Run(), {i: HostSlab() for i in messages}
@@ -46,17 +64,7 @@ def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int
         if kind == "F":
             forward = forward_of(stage, i in recomputed)
             found.outputs[i] = forward(i, map_leaves(Tensor.clone, messages[i]), target, i in offloaded)
-        elif kind == "O":
-            stage.copy_out(i, slabs[i])
-            stage.free(i)
-        elif kind == "R":
-            stage.allocate(i)
-            stage.copy_in(i)
-        elif kind == "W":
-            stage.backward_weight(i)
-        elif kind == "C":
-            stage.recompute(i)
-        else:
+        elif not play_between(stage, kind, i, slabs[i]):
             backward = backward_of(stage, kind)
             found.input_gradients[i] = backward(i, map_leaves(weighing, found.outputs[i]) if target is None else None)
     found.weight_gradients = gradients_of(stage.module)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
-from tests.optpipe.runtime.stages import WAYS, backward_of, forward_of
+from tests.optpipe.runtime.stages import WAYS, backward_of, forward_of, play_between
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +67,7 @@ def play(stage: Stage, way: tuple[str, ...], meter: MemoryMeter, microbatches: i
                 if kind == "F":
                     forward = forward_of(stage, not set(RECOMPUTATIONS).isdisjoint(way))
                     forward(i, torch.randn(2, 4, 8), None, "O" in way)
-                elif kind == "O":
-                    stage.copy_out(i, slabs[i])
-                    stage.free(i)
-                elif kind == "R":
-                    stage.allocate(i)
-                    stage.copy_in(i)
-                elif kind == "W":
-                    stage.backward_weight(i)
-                elif kind == "C":
-                    stage.recompute(i)
-                else:
+                elif not play_between(stage, kind, i, slabs[i]):
                     backward_of(stage, kind)(i, torch.randn(2, 4, 8))
 
 
