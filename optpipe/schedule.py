@@ -42,6 +42,7 @@ from optpipe.ops import (
     is_op_name,
 )
 from optpipe.problem import (
+    KEPT,
     MAX_MODE_NAME,
     OFFLOAD,
     Bytes,
@@ -451,6 +452,23 @@ def implied_modes(problem: Problem, offloads: Iterable[Sequence[Op]]) -> Ints:
         ops = OpArray.of(stream)
         modes[ops.stage, ops.microbatch] = whole[ops.stage]
     return modes
+
+
+def named_modes(problem: Problem, modes: Ints | None, ops: OpArray) -> dict[int, str]:
+    """Modes that a schedule states: those of each F, by its index, that is neither kept nor offloaded whole.
+
+    `modes` as in `Orders`.
+    """
+    if modes is None:
+        return {}
+    stages = problem.stages
+    unsaid = [
+        {stage.choice_numbers[name] for name in (KEPT, OFFLOAD) if name in stage.choice_numbers} for stage in stages
+    ]
+    forwards = np.flatnonzero(ops.kind == KINDS.index("F"))
+    found = modes[ops.stage[forwards], ops.microbatch[forwards]]
+    named = zip(forwards.tolist(), ops.stage[forwards].tolist(), found.tolist(), strict=True)
+    return {k: stages[s].choices[mode].name for k, s, mode in named if mode not in unsaid[s]}
 
 
 def shared_channels(problem: Problem) -> Sequence[Sequence[tuple[int, StreamName]]]:

@@ -12,8 +12,8 @@ from optpipe.costs import Costs
 from optpipe.errors import VerificationError
 from optpipe.memory import Times, derive_waits
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, DeviceOrders, OpArray, Orders, WaitArray
-from optpipe.problem import KEPT, OFFLOAD, Problem
-from optpipe.schedule import PlannedOps, Schedule, relative_gap, shared_channels
+from optpipe.problem import Problem
+from optpipe.schedule import PlannedOps, Schedule, named_modes, relative_gap, shared_channels
 from optpipe.simulate import Simulation, simulate
 from optpipe.verify import verify
 from optpipe.worst_case_memory import worst_case_peak_bytes
@@ -108,22 +108,8 @@ def _planned(waits: NamedWaits, simulation: Simulation, where: slice) -> Planned
     for k, name in zip((waiting[first:last] - where.start).tolist(), names[first:last], strict=True):
         named.setdefault(k, []).append(name)
     ops = simulation.ops[where]
-    modes = _named_modes(simulation, ops)
+    modes = named_modes(simulation.problem, simulation.modes, ops)
     return PlannedOps(ops, simulation.start_us[where].tolist(), simulation.end_us[where].tolist(), named, modes=modes)
-
-
-def _named_modes(simulation: Simulation, ops: OpArray) -> dict[int, str]:
-    """Modes that a schedule states: those of each F, by its index, that is neither kept nor offloaded whole."""
-    if simulation.modes is None:
-        return {}
-    stages = simulation.problem.stages
-    unsaid = [
-        {stage.choice_numbers[name] for name in (KEPT, OFFLOAD) if name in stage.choice_numbers} for stage in stages
-    ]
-    forwards = np.flatnonzero(ops.kind == KINDS.index("F"))
-    modes = simulation.modes[ops.stage[forwards], ops.microbatch[forwards]]
-    named = zip(forwards.tolist(), ops.stage[forwards].tolist(), modes.tolist(), strict=True)
-    return {k: stages[s].choices[mode].name for k, s, mode in named if mode not in unsaid[s]}
 
 
 def over_budget(problem: Problem, orders: Orders) -> list[tuple[int, int, int]]:

@@ -199,6 +199,11 @@ def random_executable(placement: Sequence[int], microbatches: int, seed: int) ->
     linear = recomputing(len(placement), microbatches, [FULL, FULL_AND_OFFLOAD], offload=OFFLOAD).to_data()
     stages = [stage | {"device": device} for stage, device in zip(linear["stages"], placement, strict=True)]
     problem = Problem.from_data(linear | {"stages": stages, "devices": linear["devices"][: max(placement) + 1]})
+    return random_in_modes(problem, seed)
+
+
+def random_in_modes(problem: Problem, seed: int) -> Schedule:
+    """A random schedule of a problem, with a random mode for each microbatch on each stage."""
     rng = Random(seed)
     modes, costs = random_case(problem.to_data(), rng)
     orders = orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)

@@ -442,11 +442,12 @@ def command(
     if from_run is not None:
         others: dict[str, object] = {"--devices": devices, "--stages": stages, "--from-table": from_table}
         others |= {"--model": model, "--format": form if form is Format.LAYERS else None} | gpt | measuring
-        others |= {"--memory": None, "--memory-margin": None}
+        others |= {"--memory": None, "--memory-margin": None, "--modes": None}
         _refuse("--from-run", "takes stages and costs from the run", others)
         if memory is None:
             _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
-        return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, as_json)
+        names = None if modes is None else [name.strip() for name in modes.split(",")]
+        return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, names, as_json)
     if from_table is not None:
         _refuse("--from-table", "takes everything from its table", {"--model": model} | gpt | measuring)
         return profile_table(from_table, output, form, devices, stages, placement, microbatches, as_json)
@@ -511,14 +512,20 @@ def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:
 
 
 def profile_run(
-    folder: Path, output: Path, microbatches: int | None, memory_bytes: int | None, margin: float, as_json: bool
+    folder: Path,
+    output: Path,
+    microbatches: int | None,
+    memory_bytes: int | None,
+    margin: float,
+    modes: Sequence[str] | None,
+    as_json: bool,
 ) -> int:
     """Write the problem of a recorded run, and print its costs and what replicas add."""
     from optpipe.profile.from_run import join_records
     from optpipe.trace.record import load_records
 
     run = join_records(load_records(folder))
-    problem = run.problem(microbatches, memory_bytes, margin)
+    problem = run.problem(microbatches, memory_bytes, margin, modes)
     write_atomically(output, problem.to_json() + "\n")
     budgets = [device.memory_bytes for device in problem.devices]
     if as_json:
@@ -538,6 +545,12 @@ def profile_run(
     console.print(times)
     console.print("medians; gather and reduce are once a step, in the bubble of a trace and not in the problem\n")
     console.print(memory)
+    for s, stage in enumerate(problem.stages):
+        for mode in stage.modes:
+            console.print(
+                f"stage {s}, {mode.name}: keeps {mode.kept_bytes:,} of {stage.activation_bytes:,} bytes, C takes "
+                f"{mode.recompute_us:,.1f} us"
+            )
     if memory_bytes is not None:
         left = ", ".join(f"{budget:,}" for budget in budgets if budget is not None)
         console.print(f"left of {memory_bytes:,} bytes for activations: {left}")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,19 +18,19 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from optpipe.compile.program import Action
-from optpipe.errors import TrainingError
+from optpipe.errors import InputError, Issue, TrainingError
 from optpipe.files import write_atomically
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.schedule import PlannedSchedule
-from optpipe.problem import Problem
+from optpipe.problem import KEPT, OFFLOAD, Problem
 from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, HostRecorder, MemoryMeter, Timing
 from optpipe.runtime.recorder import Recorder as ActionRecorder
 from optpipe.runtime.trace_step import Clock, align_clocks
 from optpipe.runtime.weight_gradients import compiled_part, is_distributed
 from optpipe.schedule import Schedule
 from optpipe.trace.observed import observed_schedule
-from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
+from optpipe.trace.record import WITH_OFFLOAD, Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam."""
@@ -155,7 +156,17 @@ class Recorder:
             gradient_bytes=sum(p.numel() * p.itemsize for p in gathered.values() if p.requires_grad),
             message_bytes=0 if stage.is_last else sent,
             splits=compiled_part(stage.submod) is None,
+            modes=self._modes(stage.stage_index),
         )
+
+    def _modes(self, number: int) -> dict[str, list[int]]:
+        """Microbatches of a stage by the name of their mode."""
+        found: dict[str, list[int]] = {}
+        if isinstance(self._schedule, PlannedSchedule):
+            for (stage, microbatch), name in self._schedule.program.modes.items():
+                if stage == number:
+                    found.setdefault(name, []).append(microbatch)
+        return found
 
 
 def write_records(records: Iterable[RankRecord], folder: Path) -> None:
@@ -279,35 +290,55 @@ class _Observed:
         return result
 
 
-def recording_schedule(placement: Sequence[int], microbatches: int, *, offload: bool = True) -> Schedule:
-    """A schedule to measure by, for stages on these devices: one microbatch after the other, in all three ways.
+def recording_schedule(
+    placement: Sequence[int], microbatches: int, *, offload: bool = True, modes: Sequence[str] = ()
+) -> Schedule:
+    """A schedule to measure by, for stages on these devices: one microbatch after the other, in all ways in turns.
 
-    The backward of every third microbatch is BW; of the next it is B and W; of the third it is BW after O and R, if
-    `offload`. So every op is alone on its device and no step needs more memory than one microbatch; it is as slow as
-    one device. Raises InputError for an empty placement or no microbatch.
+    The ways are BW; B and W; BW after O and R, if `offload`; and for each of `modes`, names of activation modes, BW
+    after C, CB and W, and CBW. A name with "+offload" behind it adds one more: its copies before C. So every op is
+    alone on its device and no step needs more memory than one microbatch; it is as slow as one device. Raises
+    InputError for an empty placement, no microbatch, or fewer microbatches than ways where there are `modes`.
     """
-    moved = {"offload": {"bytes": 1, "offload_us": 1, "reload_us": 1}} if offload else {}
-    stage = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
-    stage |= {"activation_bytes": 1, "backward_weight_bytes": 1}
+    ways: list[tuple[str, str]] = [("", "BW"), ("", "B W")]
+    ways += [("", "O R BW")] if offload else []
+    for name in dict.fromkeys(name.removesuffix(WITH_OFFLOAD) for name in modes):
+        ways += [(name, "C BW"), (name, "CB W"), (name, "CBW")]
+    ways += [(name, "O R C BW") for name in modes if name.endswith(WITH_OFFLOAD)]
+    if modes and microbatches < len(ways):
+        detail = f"is {microbatches}, but {len(ways)} ways are to be recorded. Maybe name fewer modes at once."
+        raise InputError([Issue("microbatches", "too_few", detail)])
+    copy: dict[str, Any] = {"bytes": 1, "offload_us": 1, "reload_us": 1}
+    stage: dict[str, Any] = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
+    stage |= {"activation_bytes": 2, "backward_weight_bytes": 1} | ({"offload": copy} if offload else {})
+    names = list(dict.fromkeys(name for name, _ in ways if name))
+    recomputed = {"kept_bytes": 1, "recompute_us": 1, "segment_bytes": 1}
+    entries = [
+        {"name": name} | recomputed | ({"offload": copy} if name.endswith(WITH_OFFLOAD) else {}) for name in names
+    ]
     problem = Problem.from_data(
         {
             "format": "optpipe.problem/1",
             "name": "recording",
             "microbatches": microbatches,
             "devices": [{"memory_bytes": None}] * (max(placement, default=-1) + 1),
-            "stages": [stage | moved | {"device": device} for device in placement],
+            "stages": [stage | ({"modes": entries} if entries else {}) | {"device": device} for device in placement],
         }
     )
     lists: list[tuple[list[Op], list[Op], list[Op]]] = [([], [], []) for _ in problem.devices]
+    numbers = np.zeros((len(placement), microbatches), np.int64)
     for i in range(microbatches):
-        leaves = offload and i % 3 == 2
+        name, way = ways[i % len(ways)]
+        kinds = way.split()
         for s, device in enumerate(placement):
             compute, out, back = lists[device]
             compute.append(Op("F", s, i))
-            if leaves:
+            if "O" in kinds:
                 out.append(Op("O", s, i))
                 back.append(Op("R", s, i))
+            choices = problem.stages[s].choice_numbers
+            numbers[s, i] = choices[name or (OFFLOAD if "O" in kinds else KEPT)]
         for s, device in reversed([*enumerate(placement)]):
-            lists[device][0].extend([Op("B", s, i), Op("W", s, i)] if i % 3 == 1 else [Op("BW", s, i)])
-    orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists])
+            lists[device][0].extend(Op(kind, s, i) for kind in kinds if kind not in ("O", "R"))
+    orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists], modes=numbers if modes else None)
     return observed_schedule(problem, orders, "recording")

@@ -193,7 +193,8 @@ class SubmoduleStage(Stage):
         if is_distributed(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
         if not self._again:
-            self.batch.losses[microbatch] = loss.detach()
+            # A copy: the storage of the scalar that mse_loss returns is as large as the output.
+            self.batch.losses[microbatch] = loss.detach().clone()
         return loss
 
     def _resident(self, received: Tree, _target: Tree | None) -> Collection[int]:

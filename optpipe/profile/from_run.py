@@ -13,20 +13,29 @@ from statistics import median
 from typing import Any
 
 from optpipe.compile.memory import ReplicaMemory
+from optpipe.costs import BACKWARD_OF
 from optpipe.errors import InputError, Issue
-from optpipe.ops import KINDS
-from optpipe.problem import Problem
-from optpipe.trace.record import Held, RankRecord, Timed
+from optpipe.ops import KINDS, Op
+from optpipe.problem import OFFLOAD, Problem
+from optpipe.trace.record import WITH_OFFLOAD, Held, RankRecord, RecordedStage, Timed
 
-FIRST_BEFORE = {"F": {"F"}, "B": {"B", "BW"}, "BW": {"B", "BW", "W"}, "W": {"W", "BW"}}
+_BEGIN = {"B", "BW", "CB", "CBW"}
+_ADD = {"BW", "CBW", "W"}
+
+FIRST_BEFORE = {"F": {"F"}, "B": _BEGIN, "CB": _BEGIN, "BW": _BEGIN | _ADD, "CBW": _BEGIN | _ADD, "W": _ADD}
 """Kinds of ops of a stage before which an op is its first: F may gather parameters then, backwards make gradients."""
+
+
+COPYING = ("O", "RELEASE", "PREPARE", "R")
+"""Kinds of actions that depend on what a mode lets leave."""
 
 
 @dataclass(frozen=True)
 class RecordedCosts:
     """Costs of a stage: median times by kind of op or collective, bytes of a microbatch, and what replicas add.
 
-    `splits`: B and W can run apart. `estimated` says what the run had not and was put in its place.
+    `splits`: B and W can run apart. `modes`: entries of `stages[].modes`, by name, that the run had.
+    `estimated` says what the run had not and was put in its place.
     """
 
     times_us: Mapping[str, float]
@@ -38,6 +47,7 @@ class RecordedCosts:
     message_bytes: int
     splits: bool
     replica: ReplicaMemory
+    modes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     estimated: Sequence[str] = ()
 
 
@@ -52,12 +62,27 @@ class RecordedRun:
     stages: Sequence[RecordedCosts]
     transfers_us: Sequence[tuple[float | None, float | None]]
 
-    def problem(self, microbatches: int | None = None, memory_bytes: int | None = None, margin: float = 0.0) -> Problem:
+    def problem(
+        self,
+        microbatches: int | None = None,
+        memory_bytes: int | None = None,
+        margin: float = 0.0,
+        modes: Sequence[str] | None = None,
+    ) -> Problem:
         """Build the scheduling problem, by default with the run's microbatches.
 
         `memory_bytes` is the memory of a device; a share `margin` of it stays free. Parameters, gradients, Adam's
-        moments and what replicas gather and reduce are subtracted. Raises InputError if these exceed it.
+        moments and what replicas gather and reduce are subtracted. `modes` are names of those to allow, `offload` among
+        them; None: all that the run had. Raises InputError if there is too little memory, or the run had no such mode.
         """
+        recorded = [OFFLOAD, *dict.fromkeys(name for costs in self.stages for name in costs.modes)]
+        for name in modes or ():
+            if name not in recorded:
+                detail = (
+                    f"has {name!r}, but the modes of the recorded run are {', '.join(recorded)}. Maybe record it: "
+                    f"recording_schedule(..., modes=[{name!r}])."
+                )
+                raise InputError([Issue("--modes", "not_recorded", detail)])
         return Problem.from_data(
             {
                 "format": "optpipe.problem/1",
@@ -69,7 +94,7 @@ class RecordedRun:
                 or 0,
                 "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
                 "stages": [
-                    {"device": device} | _stage(costs)
+                    {"device": device} | _stage(costs, recorded if modes is None else modes)
                     for device, costs in zip(self.placement, self.stages, strict=True)
                 ],
                 "source": self.source[:2000],
@@ -144,6 +169,10 @@ def _largest(replicas: Sequence[RecordedCosts]) -> RecordedCosts:
     for costs in replicas:
         times |= {kind: max(us, times.get(kind, 0.0)) for kind, us in costs.times_us.items()}
         workspaces |= {kind: max(size, workspaces.get(kind, 0)) for kind, size in costs.workspace_bytes.items()}
+    modes: dict[str, dict[str, Any]] = {}
+    for costs in replicas:
+        for name, entry in costs.modes.items():
+            modes[name] = _larger(modes[name], entry) if name in modes else dict(entry)
     return RecordedCosts(
         times,
         most(lambda costs: costs.activation_bytes),
@@ -160,8 +189,18 @@ def _largest(replicas: Sequence[RecordedCosts]) -> RecordedCosts:
             most(lambda costs: costs.replica.reduced_bytes),
             most(lambda costs: costs.replica.reduce_workspace_bytes),
         ),
+        modes,
         replicas[0].estimated,
     )
+
+
+def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The larger of each number of two entries of a mode, and of their offloads."""
+    return {
+        key: _larger(value, other[key]) if isinstance(value, Mapping) else max(value, other[key])
+        for key, value in one.items()
+        if key in other
+    }
 
 
 @dataclass
@@ -196,20 +235,21 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
     made = 0 if last else stage.message_bytes
     held, work = _Samples(), _Samples()
     begun: set[str] = set()
+    named = _Names(stage)
     for row in memory:
         kind = row.key.kind
         first = kind not in begun and begun.isdisjoint(FIRST_BEFORE.get(kind, {kind}))
         begun.add(kind)
         if kind in ("REDUCE", "REDUCE_PART"):
-            begun -= {"B", "BW", "W"}  # the next ones allocate gradients anew
+            begun -= _BEGIN | _ADD  # the next ones allocate gradients anew
         # A message is the device's before the op that uses it and after the op that makes it; else it is the op's.
-        arrived, leaving = {"F": (used, made), "B": (made, used), "BW": (made, used)}.get(kind, (0, 0))
+        arrived, leaving = (used, made) if kind == "F" else (made, used) if kind in _BEGIN else (0, 0)
         if record.runtime == "torch":
             arrived = leaving = 0  # its buffers are there throughout
         change = row.after_bytes - row.before_bytes + arrived - leaving
-        held.add(kind, change, first=first)
-        beyond = max(change, 0) if kind == "F" else stage.gradient_bytes if first and kind in ("BW", "W") else 0
-        work.add(kind, max(row.peak_bytes - row.before_bytes + arrived - beyond, 0), first=first)
+        held.add(named(row.key), change, first=first)
+        beyond = max(change, 0) if kind in ("F", "C") else stage.gradient_bytes if first and kind in _ADD else 0
+        work.add(named(row.key), max(row.peak_bytes - row.before_bytes + arrived - beyond, 0), first=first)
     activation = max(held.median("F"), 0)
     estimated = []
     if held.of("B") and held.of("W"):
@@ -225,20 +265,75 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
         workspace["BW"] = workspace["B"] + workspace.get("W", 0)
     for kind in ("B", "W"):
         workspace.setdefault(kind, workspace.get("BW", 0))
-    offload = max(-held.median("RELEASE"), 0)
+    offload = min(max(-held.median("RELEASE"), 0), activation)
+    modes = {}
+    for name in stage.modes:
+        if entry := _mode(name, activation, times, held, work):
+            modes[name] = entry
     by_kind = {row.key.kind: row for row in memory}
     return RecordedCosts(
         times,
         activation,
         min(max(kept, 0), 2 * activation) if activation else max(kept, 0),
-        min(offload, activation),
+        offload,
         workspace,
         stage.parameter_bytes,
         stage.message_bytes,
         stage.splits,
         _replica(by_kind, stage.gathered_bytes, stage.gradient_bytes),
+        modes,
         estimated,
     )
+
+
+class _Names:
+    """Names under which samples of a stage's ops are kept: the kind, and with it the mode where it depends on that.
+
+    What a mode keeps depends on what it recomputes, not on whether that leaves; its copies depend on both.
+    """
+
+    def __init__(self, stage: RecordedStage) -> None:
+        self._mode = {i: name for name, microbatches in stage.modes.items() for i in microbatches}
+
+    def __call__(self, key: Op) -> str:
+        mode = self._mode.get(key.microbatch)
+        if mode is None or key.kind in ("B", "BW", "W"):
+            return key.kind
+        return f"{key.kind} {mode if key.kind in COPYING else mode.removesuffix(WITH_OFFLOAD)}"
+
+
+def _mode(
+    name: str, activation: int, times: Mapping[str, float], held: _Samples, work: _Samples
+) -> dict[str, Any] | None:
+    """Entry of `stages[].modes`, without its name; None where the mode saves nothing, or nobody leaves in it."""
+    again = name.removesuffix(WITH_OFFLOAD)
+    kept = max(held.median(f"F {again}"), 0)
+    recompute_us = times.get(f"C {again}")
+    if recompute_us is None:
+        inside_us = [(times.get(f"{kind} {again}"), times.get(plain)) for kind, plain in BACKWARD_OF.items()]
+        longer_us = [whole - part for whole, part in inside_us if whole is not None and part is not None]
+        recompute_us = max(round(median(longer_us), 1), 0.0) if longer_us else None
+    if kept >= activation or recompute_us is None:
+        return None
+
+    def most(kind: str) -> int:
+        return round(max(work.of(kind), default=0))
+
+    entry: dict[str, Any] = {
+        "kept_bytes": kept,
+        "recompute_us": recompute_us,
+        "forward_workspace_bytes": max(most(f"F {again}") - most("F"), 0),
+        "workspace_bytes": most(f"C {again}"),
+    }
+    inside = [most(f"{c} {again}") - most(b) for c, b in BACKWARD_OF.items() if work.of(f"{c} {again}") and work.of(b)]
+    if inside:
+        entry["segment_bytes"] = max(*inside, 0)
+    if not name.endswith(WITH_OFFLOAD):
+        return entry
+    moved = min(max(-held.median(f"RELEASE {name}"), 0), kept)
+    if not moved or not {f"O {name}", f"R {name}"} <= times.keys():
+        return None
+    return entry | {"offload": {"bytes": moved, "offload_us": times[f"O {name}"], "reload_us": times[f"R {name}"]}}
 
 
 def _replica(by_kind: Mapping[str, Held], gathered_bytes: int, gradient_bytes: int) -> ReplicaMemory:
@@ -258,6 +353,7 @@ def _replica(by_kind: Mapping[str, Held], gathered_bytes: int, gradient_bytes: i
 def _times(record: RankRecord, number: int) -> Mapping[str, float]:
     """Median times of the ops of a stage. F of offloaded microbatches counts only where there is no other."""
     samples = _Samples()
+    named = _Names(next(stage for stage in record.stages if stage.stage == number))
     for step in record.steps:
         rows = [row for row in step.rows() if row.key.stage == number]
         moved = {row.key.microbatch for row in rows if row.key.kind == "O"}
@@ -265,11 +361,11 @@ def _times(record: RankRecord, number: int) -> Mapping[str, float]:
         for row in rows:
             forwards += row.key.kind == "F"
             unusual = row.key.kind == "F" and (forwards == 1 or row.key.microbatch in moved)
-            samples.add(row.key.kind, (row.end_ns - row.start_ns) / 1000, first=unusual)
+            samples.add(named(row.key), (row.end_ns - row.start_ns) / 1000, first=unusual)
     return {kind: round(median(samples.of(kind)), 1) for kind in samples.kinds}
 
 
-def _stage(costs: RecordedCosts) -> dict[str, Any]:
+def _stage(costs: RecordedCosts, modes: Sequence[str]) -> dict[str, Any]:
     times = costs.times_us
     if "B" in times and "W" in times:
         backward, weight = times["B"], times["W"]
@@ -277,8 +373,9 @@ def _stage(costs: RecordedCosts) -> dict[str, Any]:
         fused = times.get("BW", 0.0)
         backward, weight = (fused / 2, fused / 2) if costs.splits else (fused, 0.0)
     offload = None
-    if costs.offload_bytes and "O" in times and "R" in times:
+    if OFFLOAD in modes and costs.offload_bytes and "O" in times and "R" in times:
         offload = {"bytes": costs.offload_bytes, "offload_us": times["O"], "reload_us": times["R"]}
+    entries = [{"name": name, **entry} for name, entry in costs.modes.items() if name in modes]
     return {
         "forward_us": times.get("F", 0.0),
         "backward_input_us": backward,
@@ -287,7 +384,7 @@ def _stage(costs: RecordedCosts) -> dict[str, Any]:
         "backward_weight_bytes": costs.backward_weight_bytes,
         "workspace_bytes": dict(costs.workspace_bytes),
         "offload": offload,
-    }
+    } | ({"modes": entries} if entries else {})
 
 
 def _transfers(records: Sequence[RankRecord]) -> list[tuple[float | None, float | None]]:
@@ -312,7 +409,7 @@ def _transfers(records: Sequence[RankRecord]) -> list[tuple[float | None, float 
                 if ends[0] is None or ends[1] is None:
                     continue
                 forward += _waited(ends[0], b, ends[1], b + 1, ("F",))
-                backward += _waited(ends[1], b + 1, ends[0], b, ("B", "BW"))
+                backward += _waited(ends[1], b + 1, ends[0], b, tuple(_BEGIN))
         boundaries.append((_median(forward), _median(backward)))
     return boundaries
 

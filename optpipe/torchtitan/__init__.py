@@ -54,6 +54,8 @@ class PlannedParallelismConfig(ParallelismConfig):  # type: ignore[misc]  # torc
     """Time limit of a search."""
     stage_placement: str = "linear"
     """Placement of stages where there is no schedule yet: linear, interleaved-N, v or v-N."""
+    record_modes: str = ""
+    """Activation modes to record, by commas, such as full,full+offload; only without `planned_schedule`."""
 
 
 def with_planned_schedule(config: Trainer.Config) -> Trainer.Config:
@@ -156,7 +158,9 @@ def _schedule_of(training: Any, parallelism: Any, devices: int, device: torch.de
     elif problem:
         schedule = solve_at_start(problem, parallelism.solve_seconds, device)
     elif getattr(parallelism, "record", "") or getattr(parallelism, "online", False):
-        schedule = recording_schedule(devices_of_stages(parallelism.stage_placement, devices, None), microbatches)
+        placement = devices_of_stages(parallelism.stage_placement, devices, None)
+        modes = [name.strip() for name in getattr(parallelism, "record_modes", "").split(",") if name.strip()]
+        schedule = recording_schedule(placement, microbatches, modes=modes)
     else:
         raise TrainingError(
             "parallelism.planned_schedule is missing. Maybe --parallelism.planned_schedule schedule.json, or "

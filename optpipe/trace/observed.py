@@ -22,7 +22,7 @@ from optpipe.document import read_bounded
 from optpipe.errors import InputError, Issue
 from optpipe.ops import STREAMS, DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
-from optpipe.schedule import PlannedOps, Schedule
+from optpipe.schedule import PlannedOps, Schedule, named_modes
 from optpipe.simulate import simulate
 from optpipe.trace.document import MAX_TRACE_BYTES, ActionRow, Part, Trace, assemble
 from optpipe.worst_case_memory import worst_case_peak_bytes
@@ -41,13 +41,18 @@ def observed_schedule(problem: Problem, orders: Orders, method: str) -> Schedule
     devices = []
     for d, device in enumerate(orders.devices):
         plan: dict[str, Any] = {
-            name: PlannedOps(OpArray.of(ops), [times[op][0] for op in ops], [times[op][1] for op in ops])
+            name: PlannedOps(
+                OpArray.of(ops),
+                [times[op][0] for op in ops],
+                [times[op][1] for op in ops],
+                modes=named_modes(problem, orders.modes, OpArray.of(ops)),
+            )
             for name, ops in zip(STREAMS, device.streams(), strict=True)
         }
         busy_us = float(sum(times[op][1] - times[op][0] for op in device.compute))
         plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
         streams = device.compute, device.offload, device.reload
-        plan["peak_bytes_any_timing"] = worst_case_peak_bytes(problem, streams, orders.waits)
+        plan["peak_bytes_any_timing"] = worst_case_peak_bytes(problem, streams, orders.waits, orders.modes)
         plan |= {"busy_us": busy_us, "bubble": max(0.0, 1 - busy_us / simulation.value_us)}
         devices.append(plan)
     return Schedule.from_data(

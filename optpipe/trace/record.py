@@ -21,6 +21,10 @@ from optpipe.trace.document import MAX_TRACE_BYTES
 Kind = Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
 
 
+WITH_OFFLOAD = "+offload"
+"""Ending of the names of activation modes of which what stays leaves to the host."""
+
+
 class Timed(NamedTuple):
     """A recorded action: it was next at `turn_ns`, its waits were over at `start_ns`, its work at `end_ns`."""
 
@@ -119,7 +123,8 @@ class RecordedStage(Document):
     `parameter_bytes`: parameters and buffers as this rank keeps them, those that are trained four times (weight,
     gradient, two moments of Adam). What FSDP adds to them in a step: `gathered_bytes`, whole parameters that stay from
     the first F to the reduction, and `gradient_bytes`, whole gradients until they are reduced. `message_bytes`: what
-    one microbatch sends to the next stage. `splits`: B and W can run apart.
+    one microbatch sends to the next stage. `splits`: B and W can run apart. `modes`: microbatches by the name of their
+    activation mode, those left out that are kept or offloaded whole.
     """
 
     stage: Index
@@ -128,6 +133,7 @@ class RecordedStage(Document):
     gradient_bytes: Bytes
     message_bytes: Bytes
     splits: bool
+    modes: dict[str, list[Index]] = Field(default_factory=dict)
 
 
 class RankRecord(Document):

@@ -26,9 +26,9 @@ from optpipe.profile.from_run import join_records
 from optpipe.runtime import MemoryMeter
 from optpipe.trace.record import load_records
 from tests.gloo import gloo_group
-from tests.optpipe.runtime.schedules import random_schedule
+from tests.recomputing import random_in_modes
 
-WIDTH, ROWS, MICROBATCHES = 32, 512, 6
+WIDTH, ROWS, MICROBATCHES = 32, 512, 7
 
 
 class Block(nn.Module):
@@ -96,7 +96,7 @@ def by_torch(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def run(
-    folder: Path, name: str, placement: list[int], reshard: bool | None, reduce_every: int | None
+    folder: Path, name: str, placement: list[int], reshard: bool | None, reduce_every: int | None, modes: list[str]
 ) -> dict[str, Any]:
     """Record, plan, and measure what the plan takes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
@@ -107,7 +107,7 @@ def run(
     mine, first, last = [parts[s] for s in own], 0 in own, count - 1 in own
     planned = PlannedSchedule(
         stages,
-        recording_schedule(placement, MICROBATCHES),
+        recording_schedule(placement, MICROBATCHES, modes=modes),
         loss_fn=nn.functional.mse_loss,
         reduce_every=reduce_every,
     )
@@ -121,7 +121,7 @@ def run(
     dist.barrier()  # all files are there
     recorded = join_records(load_records(folder / name))
     problem = recorded.problem()
-    schedule = random_schedule(problem, seed=5)
+    schedule = random_in_modes(problem, seed=5)
     assert planned.replan(schedule if dist.get_rank() == 3 else None)
     assert not planned.replan()
     assert planned.schedule.orders == schedule.orders
@@ -134,6 +134,7 @@ def run(
         "planned_bytes": peaks[rank],
         "measured_bytes": counting.meter.peak_bytes[rank],
         "offloads": len(planned.program.offloaded),
+        "kinds": sorted({action.kind for action in planned.program.actions()}),
         "gradient_bytes": sum(replica.gradient_bytes for replica in recorded.replicas),
     }
 

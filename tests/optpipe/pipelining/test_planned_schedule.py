@@ -110,6 +110,13 @@ def test_a_step_without_gradients() -> None:
         planned().step(X, target=X)
 
 
+def test_a_loss_that_is_kept_holds_one_number() -> None:
+    """The scalar that mse_loss returns has a storage as large as the output, which would stay until the step ends."""
+    losses: list[Tensor] = []
+    planned().step(X, target=X, losses=losses)
+    assert [loss.untyped_storage().nbytes() for loss in losses] == [4] * 3
+
+
 def test_without_a_loss_a_step_runs_forwards_only() -> None:
     schedule = PlannedSchedule(mine := stages(2), on_one_device())
     expected = mine[1].submod(mine[0].submod(X))

@@ -21,11 +21,12 @@ from optpipe.verify import verify
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "recorder_worker.py"
+MODES = ["full", "full+offload"]
 CASES: list[dict[str, Any]] = [
-    {"name": "kept", "placement": [0, 1, 1, 0], "reshard": False, "reduce_every": None},
-    {"name": "resharded", "placement": [0, 1], "reshard": True, "reduce_every": None},
-    {"name": "often", "placement": [0, 1, 0, 1], "reshard": False, "reduce_every": 2},
-    {"name": "plain", "placement": [0, 1], "reshard": None, "reduce_every": None},
+    {"name": "kept", "placement": [0, 1, 1, 0], "reshard": False, "reduce_every": None, "modes": MODES},
+    {"name": "resharded", "placement": [0, 1], "reshard": True, "reduce_every": None, "modes": MODES},
+    {"name": "often", "placement": [0, 1, 0, 1], "reshard": False, "reduce_every": 2, "modes": MODES},
+    {"name": "plain", "placement": [0, 1], "reshard": None, "reduce_every": None, "modes": []},
 ]
 NAMES = [case["name"] for case in CASES]
 
@@ -47,6 +48,7 @@ def test_the_planned_peak_is_the_measured_one(run: Run, case: int) -> None:
     """On another schedule than the recorded one, to which all ranks changed between two steps."""
     for rank in run[1][case]:
         assert rank["offloads"] > 0, "the plan moves activations"
+        assert set(rank["kinds"]) >= ({"C", "CB", "CBW"} if CASES[case]["modes"] else {"B", "BW"})
         assert (rank["gradient_bytes"] > 0) == (CASES[case]["reshard"] is not None)
         assert rank["error"] < 1e-5
         assert rank["measured_bytes"] == pytest.approx(rank["planned_bytes"], rel=0.02), run[1][case]
@@ -77,8 +79,18 @@ def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
     for device in problem.devices:
         assert device.memory_bytes is not None
         assert 16 * 2**20 - held - 4 * 8416 * 4 <= device.memory_bytes < 16 * 2**20 - held, "and buffers of collectives"
-    table = CliRunner().invoke(app, ["profile", *options])
+    assert [mode.name for mode in problem.stages[1].modes] == MODES
+    assert [mode.name for mode in problem.stages[0].modes] == ["full"], "its input is the batch: nothing is kept"
+    for stage in problem.stages:
+        assert all(mode.recompute_us > 0 and mode.segment_bytes for mode in stage.modes)
+    table = CliRunner().invoke(app, ["profile", *options, "--modes", "full"])
     assert "gather" in table.output
+    assert "stage 1, full: keeps 65,536 of" in table.output
+    limited = Problem.load(path).stages[1]
+    assert limited.offload is None
+    assert [mode.name for mode in limited.modes] == ["full"]
+    unknown = CliRunner().invoke(app, ["profile", *options, "--modes", "selective"]).exception
+    assert "'selective', but the modes of the recorded run are offload, full, full+offload" in str(unknown)
     too_small = CliRunner().invoke(app, ["profile", *options[:4], "--memory", "100KB"]).exception
     assert isinstance(too_small, InputError)
     assert "Maybe shard more" in str(too_small)
@@ -92,7 +104,7 @@ def test_a_run_of_torchs_schedule_has_times_and_sizes(run: Run) -> None:
         assert costs.activation_bytes > 10 * 512 * 32 * 4 / 2
         assert "half of BW" in "".join(costs.estimated)
     problem = recorded.problem()
-    assert problem.microbatches == 6
+    assert problem.microbatches == 7
     assert all(stage.offload is None for stage in problem.stages), "nothing was moved, so nothing is known of it"
     assert all(stage.backward_input_us == stage.backward_weight_us > 0 for stage in problem.stages)
 
@@ -117,6 +129,18 @@ def test_a_schedule_to_record_by_has_every_way_of_a_backward(placement: list[int
     assert kinds["B"] == kinds["W"] == (microbatches + 1) // 3
     assert kinds["O"] == kinds["R"] == microbatches // 3
     assert not any(op.kind == "O" for op in recording_schedule(placement, microbatches, offload=False).orders.ops())
+
+
+@pytest.mark.parametrize("placement", [[0, 1], [0, 1, 1, 0]])
+def test_a_schedule_to_record_by_has_every_mode_that_is_asked_for(placement: list[int]) -> None:
+    schedule = recording_schedule(placement, 7, modes=MODES)
+    assert verify(schedule).ok, verify(schedule).violations
+    for s, stage in enumerate(schedule.problem.stages):
+        assert schedule.modes is not None
+        names = [stage.choices[mode].name for mode in schedule.modes[s]]
+        assert Counter(names) == {"kept": 2, "offload": 1, "full": 3, "full+offload": 1}
+    with pytest.raises(InputError, match=r"microbatches is 6, but 7 ways are to be recorded\. Maybe name fewer modes"):
+        recording_schedule(placement, 6, modes=MODES)
 
 
 @pytest.mark.slow  # the command line is started two and three times
