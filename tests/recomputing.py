@@ -192,11 +192,17 @@ def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Ran
 
 OFFLOAD = {"bytes": 10, "offload_us": 2, "reload_us": 2}
 FULL_AND_OFFLOAD = FULL | {"name": "full+offload", "offload": {"bytes": 1, "offload_us": 1, "reload_us": 1}}
+SELECTIVE = {"name": "selective", "kept_bytes": 4, "recompute_us": 1, "segment_bytes": 3}
+SELECTIVE_AND_OFFLOAD = SELECTIVE | {"name": "selective+offload", "offload": COPY}
+EXECUTABLE = (FULL, FULL_AND_OFFLOAD, SELECTIVE, SELECTIVE_AND_OFFLOAD)
+"""Modes that the runtime has for any stage."""
 
 
-def random_executable(placement: Sequence[int], microbatches: int, seed: int) -> Schedule:
+def random_executable(
+    placement: Sequence[int], microbatches: int, seed: int, modes: Sequence[dict[str, Any]] = (FULL, FULL_AND_OFFLOAD)
+) -> Schedule:
     """A random schedule of stages on these devices; any microbatch may be kept, offloaded, recomputed, or both."""
-    linear = recomputing(len(placement), microbatches, [FULL, FULL_AND_OFFLOAD], offload=OFFLOAD).to_data()
+    linear = recomputing(len(placement), microbatches, modes, offload=OFFLOAD).to_data()
     stages = [stage | {"device": device} for stage, device in zip(linear["stages"], placement, strict=True)]
     problem = Problem.from_data(linear | {"stages": stages, "devices": linear["devices"][: max(placement) + 1]})
     return random_in_modes(problem, seed)

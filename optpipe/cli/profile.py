@@ -26,6 +26,7 @@ from optpipe.cli.console import (
 )
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
 from optpipe.files import check_writable, write_atomically
+from optpipe.mode_names import parse_modes
 from optpipe.partition import devices_of_stages
 from optpipe.units import share_text, us_text
 
@@ -67,6 +68,7 @@ class Options:
     clock: Literal["wall", "cpu"]
     check: bool
     modes: Sequence[str]
+    splits: bool
 
 
 def profile_model(model: str, options: Options, output: Path, as_json: bool) -> int:
@@ -102,6 +104,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
                 gather=launch.gather,
                 on_round=on_round,
                 modes=options.modes,
+                splits=options.splits,
             )
         memory = options.memory_bytes, options.memory_margin
         problem = None if options.as_layers else measured.problem(microbatches, *memory)
@@ -405,9 +408,18 @@ def command(
         str | None,
         typer.Option(
             help="Ways to hold an activation beside keeping it, by commas: offload, full (recompute the stage "
-            "from its input), full+offload (the input leaves too). Default: offload."
+            "from its input), selective (each block from its own input), selective-2 (the first two), selective:mlp "
+            "(a part of each), blocks (selective with each number), and +offload behind these (what stays leaves). "
+            "Default: offload."
         ),
     ] = None,
+    fused_backward: Annotated[
+        bool,
+        typer.Option(
+            "--fused-backward",
+            help="Write a problem whose backwards are never split into B and W, for trainers that run them whole.",
+        ),
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
@@ -437,6 +449,7 @@ def command(
         "--rounds": rounds,
         "--clock": clock,
         "--modes": modes,
+        "--fused-backward": fused_backward or None,
         "--check": check or None,
     }
     if from_run is not None:
@@ -464,6 +477,7 @@ def command(
     if form is Format.LAYERS:
         _refuse("--format", "is layers, which are not cut", {"--cut": cut if model.startswith("hf:") else None})
         _refuse("--format", "is layers, which have no modes", {"--modes": modes})
+        _refuse("--format", "is layers, which are not scheduled yet", {"--fused-backward": fused_backward or None})
     if memory is None:
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
     options = Options(
@@ -483,21 +497,10 @@ def command(
         rounds=rounds or 10,
         clock=(clock or ClockChoice.WALL).value,
         check=check,
-        modes=_parse_modes(modes),
+        modes=["offload"] if modes is None else parse_modes(modes, "--modes"),
+        splits=not fused_backward,
     )
     return profile_model(model, options, output, as_json)
-
-
-def _parse_modes(text: str | None) -> Sequence[str]:
-    """Names of modes. Raises InputError for one that cannot be measured."""
-    from optpipe.profile.measured import MODES
-
-    modes = ["offload"] if text is None else [name.strip() for name in text.split(",")]
-    for name in modes:
-        if name not in MODES:
-            detail = f"has {name!r}, but modes that can be measured are {', '.join(MODES)}. Maybe --modes full,offload."
-            raise InputError([Issue("--modes", "unknown_mode", detail)])
-    return modes
 
 
 def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:
@@ -671,6 +674,8 @@ def _measured_document(measured: Measured, check: Check | None, output: Path, wr
 
 def _print_stages(measured: Measured) -> None:
     """Print two tables, times and memory of the stages, and the cost of copies."""
+    from optpipe.profile.ops import kinds_of_mode
+
     console = stdout()
     times = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next stage")
     boundaries = [*measured.transfers.spreads, None]
@@ -692,12 +697,13 @@ def _print_stages(measured: Measured) -> None:
         memory.add_row(str(s), *cells)
     console.print(memory)
     for s, stage in enumerate(measured.stages):
-        if stage.sizes.recomputed is not None:
-            again, whole = stage.sizes.recomputed.kept_bytes, stage.sizes.activation_bytes
-            saves = "" if again < whole else ", which saves nothing: no mode is written"
+        for mode, again in stage.sizes.recomputed.items():
+            whole = stage.sizes.activation_bytes
+            saves = "" if again.kept_bytes < whole else ", which saves nothing: no mode is written"
+            recomputation = _spread_text(stage.times[kinds_of_mode(mode)[0]])
             console.print(
-                f"stage {s} recomputed from its input: keeps {again:,} of {whole:,} bytes, C takes "
-                f"{_spread_text(stage.times['C'])} us{saves}"
+                f"stage {s}, {mode}: keeps {again.kept_bytes:,} of {whole:,} bytes, C takes {recomputation} us, "
+                f"{again.segment_bytes:,} bytes at a time inside the backward{saves}"
             )
     for s in measured.varying:
         console.print(_varying_sizes_text(s, measured.stages[s]))

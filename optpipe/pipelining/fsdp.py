@@ -166,6 +166,11 @@ def gathered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def wraps(module: nn.Module) -> bool:
+    """True if FSDP2 shards the parameters of the module or of a part of it."""
+    return next(_wrapped(module), None) is not None
+
+
 def _wrapped(module: nn.Module) -> Iterator[FSDPModule]:
     """The modules that FSDP has wrapped, each before those within it."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))

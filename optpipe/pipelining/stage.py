@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.errors import TrainingError
+from optpipe.mode_names import parse_recomputed
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.gradients import GradientShares
 from optpipe.pipelining.layouts import Layouts, from_local, to_local
 from optpipe.runtime import Stage
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
+from optpipe.runtime.recomputation import Segments
 from optpipe.runtime.stage import storages
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -129,15 +132,40 @@ class SubmoduleStage(Stage):
         output = super().forward_keeping_input(microbatch, received, target, offloads, fused)
         return self._nothing if self._is_last else output
 
+    def forward_of(self, mode: str | None) -> Callable[..., Tree]:
+        """F in a mode. Raises TrainingError if blocks are to run again that FSDP wraps."""
+        forward, recomputed = super().forward_of(mode), mode and parse_recomputed(mode)
+        if recomputed and not recomputed.whole and fsdp.wraps(self.module):
+            raise TrainingError(
+                f"has the mode {mode!r}, but is wrapped by FSDP2, under which only whole stages are recomputed so far. "
+                "Maybe solve with the mode 'full'."
+            )
+        return forward
+
+    def forward_keeping_block_inputs(
+        self,
+        segments: Segments,
+        microbatch: int,
+        received: Tree,
+        target: Tree | None,
+        offloads: bool,
+        fused: bool = False,
+    ) -> Tree:
+        """F of a microbatch some of whose blocks are recomputed."""
+        output = super().forward_keeping_block_inputs(segments, microbatch, received, target, offloads, fused)
+        self._expect_shares(microbatch)
+        return self._nothing if self._is_last else output
+
     def recompute(self, microbatch: int) -> None:
         """C. Outputs and losses are there since F."""
         self._gather_ahead.begin_forward()
-        self._again = True
+        ran, self._again = microbatch not in self._graphs, True
         try:
             super().recompute(microbatch)
         finally:
             self._again = False
-        self._expect_shares(microbatch)
+        if ran:  # not where F has its graph, and blocks of it ran again
+            self._expect_shares(microbatch)
 
     def _expect_shares(self, microbatch: int) -> None:
         if self._shares is not None:

@@ -13,17 +13,16 @@ import torch
 
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
+from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, without_offload, without_shorthand
 from optpipe.problem import OFFLOAD, Problem
-from optpipe.profile.ops import INPUT_COPIES, ClockName, OnRound, Spread, measure_op_sizes, measure_op_times
+from optpipe.profile.ops import ClockName, OnRound, Spread, kinds_of_mode, measure_op_sizes, measure_op_times
 from optpipe.profile.subject import Chain, Subject
 from optpipe.profile.transfers import Contention, Transfers, contention_of_all, measure_transfers
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.messages import size_bytes
 from optpipe.runtime.probe import StageSizes
-
-FULL, FULL_AND_OFFLOAD = "full", "full+offload"
-MODES = (OFFLOAD, FULL, FULL_AND_OFFLOAD)
-"""Ways to hold an activation, beside keeping it, that a profile can measure."""
+from optpipe.runtime.recomputation import blocks_of
+from optpipe.runtime.stage import Stage
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
@@ -45,7 +44,8 @@ Gather = Callable[[Any], list[Any]]
 class StageFigures:
     """Measured stage: times of its ops by kind (F, B, W, BW, O, R), sizes of a microbatch, and bytes of parameters.
 
-    Where its recomputation was measured, there are also times of C and of copies of its input (`INPUT_COPIES`).
+    Where recomputation was measured, there are also times of C, O and R in each mode (`kinds_of_mode`). `blocks`: how
+    many blocks there are to recompute.
 
     A compiled stage has no B and W. `sizes` are the largest of `samples` microbatches, each figure by itself;
     `smallest` are the smallest, None if they are equal. `undeferred`: layers whose weight gradients stay in B.
@@ -57,6 +57,7 @@ class StageFigures:
     smallest: StageSizes | None = None
     samples: int = 1
     undeferred: Sequence[Undeferred] = ()
+    blocks: int = 0
 
     @property
     def splits(self) -> bool:
@@ -69,16 +70,15 @@ class StageFigures:
         times = {kind: Spread(**spread) for kind, spread in data["times"].items()}
         smallest = StageSizes.from_data(data["smallest"]) if data["smallest"] else None
         undeferred = tuple(Undeferred(**one | {"layers": tuple(one["layers"])}) for one in data["undeferred"])
-        return cls(
-            times, StageSizes.from_data(data["sizes"]), data["parameter_bytes"], smallest, data["samples"], undeferred
-        )
+        read = {"times": times, "sizes": StageSizes.from_data(data["sizes"])}
+        return cls(**{**data, **read, "smallest": smallest, "undeferred": undeferred})
 
 
 @dataclass(frozen=True)
 class Measured:
     """Measured model. `message_bytes[b]` crosses the boundary between stages b and b + 1.
 
-    `modes` are those of `MODES` that a problem is to allow.
+    `modes` are those that a problem is to allow (`parse_modes`), `splits`: B and W too, where a stage has them.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Measured:
     hardware: str
     clock: ClockName
     modes: Sequence[str] = (OFFLOAD,)
+    splits: bool = True
 
     @property
     def source(self) -> str:
@@ -139,7 +140,8 @@ class Measured:
                 "transfer_us": [_us(spread) if spread else 0 for spread in self.transfers.spreads] or 0,
                 "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
                 "stages": [
-                    {"device": d} | _stage(f, self.modes) for d, f in zip(self.placement, self.stages, strict=True)
+                    {"device": d} | _stage(f, self.modes) | ({} if self.splits else {"split_backward": False})
+                    for d, f in zip(self.placement, self.stages, strict=True)
                 ],
                 "copy_channels": self.contention.channels.to_data(),
                 "source": self.source,
@@ -211,21 +213,31 @@ def measure(
     gather: Gather = lambda value: [value],
     on_round: OnRound = lambda _round, _rounds: None,
     modes: Sequence[str] = (OFFLOAD,),
+    splits: bool = True,
 ) -> Measured:
     """Measure the stages of `chain`. Collective under torchrun: all processes call it and get the same result.
 
-    `modes` are those of `MODES` to be measured; recomputation cannot be measured on a GPU yet.
+    `modes` are those to be measured (`parse_modes`), on each stage that has them; recomputation cannot be measured on a
+    GPU yet. With `splits` false the problem is to have fused backwards alone, and its segments are those of CBW. Raises
+    InputError for a mode that no stage has.
     """
-    recomputes = not {FULL, FULL_AND_OFFLOAD}.isdisjoint(modes)
-    sizes = measure_op_sizes(chain, device, recomputes=recomputes)
-    times = measure_op_times(chain, device, rounds, clock, on_round, recomputes=recomputes)
+    blocks = {s: len(blocks_of(stage.module)) for s, stage in chain.stages.items()}
+    inside = ("CB", "CBW") if splits else ("CBW",)
+    recomputing = {s: dict.fromkeys(_modes_of(stage, blocks[s], modes), inside) for s, stage in chain.stages.items()}
+    own_names = [[*recomputing[s]] for s, stage in chain.stages.items() if stage.splits]
+    if unknown := _of_no_stage(modes, [names for process in gather(own_names) for names in process]):
+        detail = f"has {unknown!r}, which no stage of {subject.name} has. Maybe other blocks or parts of them."
+        raise InputError([Issue("--modes", "not_there", detail)])
+    sizes = measure_op_sizes(chain, device, recomputing)
+    times = measure_op_times(chain, device, rounds, clock, on_round, recomputing)
     held = _held_bytes(chain, placement)
     own_figures = {}
     for s, stage in chain.stages.items():
         received, gradient = chain.received(s, device), chain.gradient(s, device)
         undeferred = measure_undeferred(s, stage, received, chain.target(s), gradient, clock)
         smallest = None if sizes[s].smallest == sizes[s].largest else sizes[s].smallest
-        measured = StageFigures(times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, tuple(undeferred))
+        layers = tuple(undeferred)
+        measured = StageFigures(times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, layers, blocks[s])
         own_figures[str(s)] = asdict(measured)
     figures = {int(s): StageFigures.from_data(data) for part in gather(own_figures) for s, data in part.items()}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
@@ -241,7 +253,21 @@ def measure(
         hardware=f"{kind}, torch {torch.__version__}, {torch.get_num_threads()} thread(s){load}",
         clock=clock,
         modes=modes,
+        splits=splits,
     )
+
+
+def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:
+    """Names, without "+offload", of those modes that recompute which a stage has; a compiled one has none."""
+    names = [without_offload(name) for asked in modes for name in without_shorthand(asked, blocks)]
+    return [name for name in dict.fromkeys(names) if name != OFFLOAD and stage.splits and stage.has_mode(name)]
+
+
+def _of_no_stage(modes: Sequence[str], of_stages: Sequence[Sequence[str]]) -> str | None:
+    """The first of the modes asked for that none of the stages has; None also if there are no stages."""
+    found = {name for names in of_stages for name in names}
+    wanted = [name for name in modes if name != OFFLOAD and without_offload(name) != BLOCKS]
+    return next((name for name in wanted if of_stages and without_offload(name) not in found), None)
 
 
 def _held_bytes(chain: Chain, placement: Sequence[int]) -> dict[int, int]:
@@ -290,19 +316,21 @@ def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
 def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
     offload = _copies(figures, ("O", "R"), figures.sizes.offload_bytes) if OFFLOAD in modes else None
     stage = _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
-    again = figures.sizes.recomputed
-    if again is None or again.kept_bytes >= figures.sizes.activation_bytes:
-        return stage  # its input is all that it keeps
-    full = {name: size for name, size in asdict(again).items() if name != "offload_bytes"}
-    full |= {"name": FULL, "recompute_us": _us(figures.times["C"])}
-    entries = [full] if FULL in modes else []
-    copies = _copies(figures, INPUT_COPIES, again.offload_bytes)
-    if FULL_AND_OFFLOAD in modes and copies:
-        entries.append(full | {"name": FULL_AND_OFFLOAD, "offload": copies})
+    entries = []
+    for name in [name for asked in modes for name in without_shorthand(asked, figures.blocks)]:
+        again = figures.sizes.recomputed.get(without_offload(name))
+        if again is None or again.kept_bytes >= figures.sizes.activation_bytes:
+            continue  # the stage does not have it, or saves nothing by it
+        recomputation, *copying = kinds_of_mode(without_offload(name))
+        copies = _copies(figures, copying, again.offload_bytes) if name.endswith(WITH_OFFLOAD) else None
+        if copies or not name.endswith(WITH_OFFLOAD):
+            sizes = {field: size for field, size in asdict(again).items() if field != "offload_bytes"}
+            entry = sizes | {"name": name, "recompute_us": _us(figures.times[recomputation])}
+            entries.append(entry | ({"offload": copies} if copies else {}))
     return stage | ({"modes": entries} if entries else {})
 
 
-def _copies(figures: StageFigures, kinds: tuple[str, str], moved_bytes: int) -> dict[str, Any] | None:
+def _copies(figures: StageFigures, kinds: Sequence[str], moved_bytes: int) -> dict[str, Any] | None:
     """An `Offload`; None where nothing can leave."""
     if not moved_bytes:
         return None

@@ -10,7 +10,7 @@ On a GPU sizes come from torch's allocator, which includes temporary buffers of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns, thread_time_ns
@@ -22,14 +22,16 @@ import torch
 from optpipe.errors import InputError, Issue
 from optpipe.profile.subject import Chain
 from optpipe.runtime.activations import HostSlab
-from optpipe.runtime.probe import SizeRange, StageSizes, measure_samples, size_range, until_alike
+from optpipe.runtime.probe import Modes, SizeRange, StageSizes, measure_samples, size_range, until_alike
 from optpipe.runtime.stage import Stage
 
 
-def measure_op_sizes(chain: Chain, device: torch.device, *, recomputes: bool = False) -> Mapping[int, SizeRange]:
+def measure_op_sizes(
+    chain: Chain, device: torch.device, modes: Mapping[int, Modes] | None = None
+) -> Mapping[int, SizeRange]:
     """Measure the sizes of microbatches in each stage of this process. Changes the gradients of the stages.
 
-    With `recomputes` also those of recomputing a stage from its input, where it is not compiled; not on a GPU.
+    `modes` are those of each stage that recompute, to be measured too; not on a GPU.
     """
     if device.type == "cuda":
         samples = range(len(chain.batch))
@@ -38,9 +40,7 @@ def measure_op_sizes(chain: Chain, device: torch.device, *, recomputes: bool = F
             for s in chain.stages
         }
     return {
-        s: measure_samples(
-            stage, chain.samples[s], chain.before(s), chain.after(s), recomputes=recomputes and stage.splits
-        )
+        s: measure_samples(stage, chain.samples[s], chain.before(s), chain.after(s), modes=(modes or {}).get(s))
         for s, stage in chain.stages.items()
     }
 
@@ -220,8 +220,10 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-INPUT_COPIES = ("O input", "R input")
-"""Kinds of the copies of what a microbatch keeps that is recomputed."""
+def kinds_of_mode(mode: str) -> tuple[str, str, str]:
+    """Kinds under which C, O and R are timed of a microbatch in a mode that recomputes."""
+    return f"C {mode}", f"O {mode}", f"R {mode}"
+
 
 WARM_UP_ROUNDS = 2
 """Untimed rounds: threads start, memory is allocated, slabs grow to their size."""
@@ -236,15 +238,14 @@ def measure_op_times(
     rounds: int,
     clock: ClockName = "wall",
     on_round: OnRound = lambda _round, _rounds: None,
-    *,
-    recomputes: bool = False,
+    modes: Mapping[int, Iterable[str]] | None = None,
 ) -> Mapping[int, Mapping[str, Spread]]:
     """Measure the times of each kind of op in each stage of this process.
 
-    A compiled stage has no B and W. With `recomputes` other stages have C, and O and R of a stage's input under the
-    kinds of `INPUT_COPIES`. Changes the gradients of the stages.
+    A compiled stage has no B and W. For each of a stage's `modes` there are C, O and R under its `kinds_of_mode`.
+    Changes the gradients of the stages.
     """
-    measuring = _Rounds(chain, device, clock, recomputes=recomputes)
+    measuring = _Rounds(chain, device, clock, modes or {})
     total = WARM_UP_ROUNDS + rounds
     for number in range(total):
         on_round(number, total)
@@ -260,9 +261,11 @@ def measure_op_times(
 class _Rounds:
     """State of the timing rounds: samples, host slabs and the stopwatch."""
 
-    def __init__(self, chain: Chain, device: torch.device, clock: ClockName, *, recomputes: bool = False) -> None:
+    def __init__(
+        self, chain: Chain, device: torch.device, clock: ClockName, modes: Mapping[int, Iterable[str]]
+    ) -> None:
         self.watch = stopwatch_for(device, clock)
-        self._recomputes = recomputes
+        self._modes = modes
         self._chain, self._device, self._sample = chain, device, 0
         self._slabs = {s: HostSlab(pinned=device.type == "cuda") for s in chain.stages}
         for stage in chain.stages.values():
@@ -284,10 +287,12 @@ class _Rounds:
             self._forward_and_copies(s)
         for s, stage in sorted(self._chain.stages.items(), reverse=True):
             stage.backward(0, self._chain.gradient(s, self._device))
-        for s in sorted(split if self._recomputes else ()):
-            self._forward_and_copies(s, recomputed=True)
-            self.watch.time(Key("C", s), partial(split[s].recompute, 0))
-            split[s].backward(0, self._chain.gradient(s, self._device))
+        for s, modes in sorted(self._modes.items()):
+            stage = self._chain.stages[s]
+            for mode in modes:
+                self._forward_and_copies(s, mode)
+                self.watch.time(Key(kinds_of_mode(mode)[0], s), partial(stage.recompute, 0))
+                stage.backward(0, self._chain.gradient(s, self._device))
         self._sample = (self._sample + 1) % len(self._chain.batch)
 
     def _forward(self, s: int, *, fused: bool) -> None:
@@ -295,9 +300,9 @@ class _Rounds:
         target = self._chain.target(s, self._sample)
         self.watch.time(Key("F", s), partial(forward, 0, received, target, offloads=False, fused=fused))
 
-    def _forward_and_copies(self, s: int, *, recomputed: bool = False) -> None:
+    def _forward_and_copies(self, s: int, mode: str | None = None) -> None:
         stage, slab = self._chain.stages[s], self._slabs[s]
-        forward, copies = (stage.forward_keeping_input, INPUT_COPIES) if recomputed else (stage.forward, ("O", "R"))
+        forward, copies = stage.forward_of(mode), kinds_of_mode(mode)[1:] if mode else ("O", "R")
         received, target = self._chain.received(s, self._device, self._sample), self._chain.target(s, self._sample)
         forward(0, received, target, offloads=True, fused=True)
         del received

@@ -170,11 +170,14 @@ class ActionBinder:
 
     def _forward(self, action: Action) -> Work:
         s, i, stage, batch = action.stage, action.microbatch, self._stage(action), self._parts.batch
-        recomputed = (s, i) in self._parts.program.recomputed
-        forward = stage.forward_keeping_input if recomputed else stage.forward
+        program = self._parts.program
+        try:
+            forward = stage.forward_of(program.modes.get((s, i)) if (s, i) in program.recomputed else None)
+        except TrainingError as error:
+            raise TrainingError(f"stages[{s}] {error}") from None
         evaluate, evaluates = stage.evaluate, self._parts.evaluates
         used, made = self._used(action), self._slot("F", s, i)
-        offloads, fused = (s, i) in self._parts.program.offloaded, (s, i) in self._fused
+        offloads, fused = (s, i) in program.offloaded, (s, i) in self._fused
 
         def work() -> None:
             received = used.take() if used is not None else batch.inputs[i]

@@ -17,6 +17,7 @@ from torch import Tensor
 from optpipe.compile import Program, compile_forward
 from optpipe.compile.validation_point import validation_points
 from optpipe.errors import TrainingError
+from optpipe.mode_names import EXAMPLES, WITH_OFFLOAD, parse_recomputed
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.executor import Batch, DeviceExecutor, DeviceParts, Reducer
 from optpipe.runtime.gradient_sync import GradientReduction
@@ -204,19 +205,13 @@ class Pipeline:
             cause = cause.__cause__ or cause.__context__
 
 
-WHOLE_STAGE = ("full", "recompute")
-"""Modes that the executor runs by recomputing a stage from its input; "+offload" behind them: the input leaves too."""
-
-
 def check_modes(program: Program) -> None:
     """Raise TrainingError if the program holds an activation in a mode that the executor does not have."""
     for (stage, microbatch), name in program.modes.items():
-        known = (stage, microbatch) in program.recomputed and name.removesuffix("+offload") in WHOLE_STAGE
-        if not known:
+        if (stage, microbatch) not in program.recomputed or parse_recomputed(name) is None:
             raise TrainingError(
                 f"stages[{stage}] has the mode {name!r}, which the executor does not know: beside 'kept' and 'offload' "
-                "it recomputes whole stages from their input, in the modes 'full' and 'full+offload' (or 'recompute' "
-                "and 'recompute+offload'). Maybe solve with these modes alone."
+                f"it has {EXAMPLES}, each also with '{WITH_OFFLOAD}' behind it. Maybe solve with these modes alone."
             )
 
 

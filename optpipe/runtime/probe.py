@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from optpipe.costs import BACKWARD_OF
 from optpipe.errors import TrainingError
+from optpipe.mode_names import without_offload
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
@@ -25,25 +26,25 @@ class StageSizes:
     """Bytes of one microbatch on one stage, as the fields of a problem's stage define them.
 
     `offload_bytes` can be offloaded. The workspace of an op is its peak beyond the memory held before it (F: after it),
-    including the messages that it uses and makes.
+    including the messages that it uses and makes. `recomputed`: those that differ in modes that recompute, by name.
     """
 
     activation_bytes: int
     backward_weight_bytes: int
     offload_bytes: int
     workspace_bytes: dict[str, int]
-    recomputed: RecomputedSizes | None = None
+    recomputed: Mapping[str, RecomputedSizes] = field(default_factory=dict)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`."""
-        recomputed = data.get("recomputed")
-        return cls(**{**data, "recomputed": recomputed and RecomputedSizes(**recomputed)})
+        recomputed = {mode: RecomputedSizes(**sizes) for mode, sizes in data.get("recomputed", {}).items()}
+        return cls(**{**data, "recomputed": recomputed})
 
 
 @dataclass(frozen=True)
 class RecomputedSizes:
-    """Bytes of one microbatch that is recomputed from the stage's input, as the fields of a mode define them.
+    """Bytes of one microbatch that is recomputed, as the fields of a mode define them.
 
     `offload_bytes` of what is kept can be offloaded.
     """
@@ -66,6 +67,9 @@ class SizeRange:
     smallest: StageSizes
     samples: int
 
+
+Modes = Mapping[str, Collection[str]]
+"""Names of modes that recompute, with the backwards (CB, CBW) that recompute inside themselves."""
 
 Sample = tuple[Tree, Tree]
 """Input of a stage for one microbatch, and the target, which only the last stage uses."""
@@ -90,25 +94,26 @@ def until_alike(measured: Iterable[StageSizes]) -> list[StageSizes]:
 
 
 def measure_samples(
-    stage: Stage, samples: Sequence[Sample], before: Spec | None, after: Spec | None, *, recomputes: bool = False
+    stage: Stage, samples: Sequence[Sample], before: Spec | None, after: Spec | None, *, modes: Modes | None = None
 ) -> SizeRange:
     """Measure a stage with its actual input, microbatch by microbatch (`measure_stage`, `until_alike`)."""
     return size_range(
-        until_alike(
-            measure_stage(stage, sample, before, after, zeros=False, recomputes=recomputes) for sample in samples
-        )
+        until_alike(measure_stage(stage, sample, before, after, zeros=False, modes=modes) for sample in samples)
     )
 
 
 def _extreme(choose: Callable[[Iterable[int]], int], seen: Sequence[StageSizes]) -> StageSizes:
-    again = [sizes.recomputed for sizes in seen if sizes.recomputed]
+    def extreme_again(mode: str) -> RecomputedSizes:
+        again = [sizes.recomputed[mode] for sizes in seen]
+        return RecomputedSizes(*(choose(getattr(sizes, name) for sizes in again) for name in names))
+
     names = [field.name for field in fields(RecomputedSizes)]
     return StageSizes(
         choose(sizes.activation_bytes for sizes in seen),
         choose(sizes.backward_weight_bytes for sizes in seen),
         choose(sizes.offload_bytes for sizes in seen),
         {kind: choose(sizes.workspace_bytes[kind] for sizes in seen) for kind in seen[0].workspace_bytes},
-        RecomputedSizes(*(choose(getattr(sizes, name) for sizes in again) for name in names)) if again else None,
+        {mode: extreme_again(mode) for mode in seen[0].recomputed},
     )
 
 
@@ -119,11 +124,11 @@ def measure_stage(
     after: Spec | None,
     *,
     zeros: bool = True,
-    recomputes: bool = False,
+    modes: Modes | None = None,
 ) -> StageSizes:
     """Run one microbatch through a stage twice, once with O, R and BW, once with B and W.
 
-    With `recomputes` also with O, R, C and BW, with CBW, and with CB and W.
+    In each of `modes` also with O, R, C and BW, and with the backwards named there.
 
     `batch` is the stage's input and target; with `zeros` all but the first stage receive zeros of the shape of their
     message instead. `before` and `after` are the messages at the stage's boundaries, None at the ends of the model.
@@ -135,7 +140,10 @@ def measure_stage(
         stage.zero_gradients()
         probe = _Probe(stage, batch, before, after, zeros)
         sizes = _measured(stage, probe)
-        return replace(sizes, recomputed=_measured_again(stage, probe, sizes)) if recomputes else sizes
+        return replace(
+            sizes,
+            recomputed={mode: _measured_again(probe, sizes, mode, inside) for mode, inside in (modes or {}).items()},
+        )
 
 
 def _measured(stage: Stage, probe: _Probe) -> StageSizes:
@@ -153,26 +161,26 @@ def _measured(stage: Stage, probe: _Probe) -> StageSizes:
     return StageSizes(activation, kept, offload, workspace)
 
 
-def _measured_again(stage: Stage, probe: _Probe, sizes: StageSizes) -> RecomputedSizes:
-    """Sizes of a microbatch that is recomputed, beside those of one that is kept."""
+def _measured_again(probe: _Probe, sizes: StageSizes, mode: str, inside: Collection[str]) -> RecomputedSizes:
+    """Sizes of a microbatch that is recomputed in a mode, beside those of one that is kept."""
     with probe.meter, probe.meter.on(0):
-        kept, work = probe.forward(fused=True, recomputed=True)
+        kept, work = probe.forward(fused=True, mode=mode)
         offload = probe.offload_and_reload()
         recomputation = probe.recompute()
         probe.backward("BW")
-        inside: dict[str, int] = {}
-        for kind in ("CB", "CBW") if stage.splits else ("CBW",):
-            probe.forward(fused=kind == "CBW", recomputed=True)
-            _, inside[kind] = probe.backward(kind)
+        peaks: dict[str, int] = {}
+        for kind in sorted(inside):
+            probe.forward(fused=kind == "CBW", mode=mode)
+            _, peaks[kind] = probe.backward(kind)
             if kind == "CB":
                 probe.backward_weight()
-    segments = [peak - sizes.workspace_bytes[BACKWARD_OF[kind]] for kind, peak in inside.items()]
+    segments = [peak - sizes.workspace_bytes[BACKWARD_OF[kind]] for kind, peak in peaks.items()]
     return RecomputedSizes(
         kept_bytes=kept,
         offload_bytes=offload,
         forward_workspace_bytes=max(work - sizes.workspace_bytes["F"], 0),
         workspace_bytes=max(recomputation - (sizes.activation_bytes - kept), 0),
-        segment_bytes=max(*segments, 0),
+        segment_bytes=max([*segments, 0]),
     )
 
 
@@ -205,10 +213,10 @@ class _Probe:
     def _peak(self) -> int:
         return self.meter.peak_bytes[0]
 
-    def forward(self, *, fused: bool, recomputed: bool = False) -> tuple[int, int]:
+    def forward(self, *, fused: bool, mode: str | None = None) -> tuple[int, int]:
         self.meter.restart_peak()
         received = self._received()
-        forward = self.stage.forward_keeping_input if recomputed else self.stage.forward
+        forward = self.stage.forward_of(mode)
         forward(0, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
         del received
         return self._live, self._peak - self._live
@@ -267,22 +275,24 @@ class _Probe:
 def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
     """Replace the sizes of a problem by measured ones; a stage without offload stays without.
 
-    Modes that recompute get the sizes of a recomputation from the stage's input; other modes, and those of stages where
-    it was not measured, are left out. Raises TrainingError where the input is no less than the whole activation.
+    Modes that recompute get the sizes measured for what they recompute; others are left out. Raises TrainingError where
+    what they keep is no less than the whole activation.
     """
     stages = []
     for s, (stage, size) in enumerate(zip(problem.stages, sizes, strict=True)):
         measured = asdict(size)
-        moved, again = measured.pop("offload_bytes"), measured.pop("recomputed")
+        moved, recomputed = measured.pop("offload_bytes"), measured.pop("recomputed")
         offload = stage.offload.to_data() | {"bytes": moved} if stage.offload else None
         data = stage.to_data() | measured | {"offload": offload, "modes": []}
-        recomputing = [mode for mode in stage.modes if mode.recompute_us is not None and again]
-        if recomputing and again["kept_bytes"] >= size.activation_bytes:
-            raise TrainingError(
-                f"stages[{s}] keeps {again['kept_bytes']:,} bytes of a microbatch to recompute it, but all that it has "
-                f"is {size.activation_bytes:,} bytes. Maybe leave modes out of this stage."
-            )
-        for mode in recomputing:
+        for mode in stage.modes:
+            again = recomputed.get(without_offload(mode.name))
+            if again is None or mode.recompute_us is None:
+                continue
+            if again["kept_bytes"] >= size.activation_bytes:
+                raise TrainingError(
+                    f"stages[{s}] keeps {again['kept_bytes']:,} bytes of a microbatch in the mode {mode.name!r}, but "
+                    f"all that it has is {size.activation_bytes:,} bytes. Maybe leave this mode out of the stage."
+                )
             own = mode.to_data() | {name: value for name, value in again.items() if name != "offload_bytes"}
             copies = mode.offload.to_data() | {"bytes": again["offload_bytes"]} if mode.offload else None
             data["modes"].append(own | {"offload": copies})

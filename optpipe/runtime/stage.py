@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import TrainingError
+from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
+from optpipe.runtime.recomputation import Replay, Segment, Segments, Values, parts_of, saving_nothing
 from optpipe.runtime.rng import GeneratorStates, RandomNumbers, never_draws
 from optpipe.runtime.weight_gradients import (
     Splitting,
@@ -22,7 +25,6 @@ from optpipe.runtime.weight_gradients import (
     compiled_part,
     defer_weight_gradients,
     gradient_dtype,
-    is_distributed,
 )
 
 
@@ -136,7 +138,11 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class _Graph:
-    """State of a microbatch between F and B. `loss`: the graph of its loss, where that is apart from the module's."""
+    """State of a microbatch between F and B.
+
+    `loss`: the graph of its loss, where that is apart from the module's. `segments`: the blocks that are to run again,
+    in order.
+    """
 
     entry: Entry | None
     exit: Exit
@@ -144,6 +150,7 @@ class _Graph:
     loss_kind: tuple[torch.dtype, torch.device] | None
     splitting: Splitting
     loss: _LossGraph | None = None
+    segments: Sequence[Segment] = ()
 
 
 @dataclass
@@ -220,7 +227,8 @@ class Stage:
         self._loss_differentiates: bool | None = None
         self._graphs: dict[int, _Graph] = {}
         self._inputs: dict[int, _Input] = {}
-        self._replay = _Replay(module)
+        self._replay = Replay(module)
+        self._segments: dict[str, Segments] = {}
         self._heard: list[Tree] | None = None
         self._own: frozenset[int] | None = None
         self._device = self.device
@@ -280,6 +288,23 @@ class Stage:
         self._graphs[microbatch].activations = activations
         return output
 
+    def forward_of(self, mode: str | None) -> Callable[..., Tree]:
+        """F of a microbatch in the mode of this name that recomputes; None: one that is kept or offloaded whole.
+
+        Raises TrainingError for a mode that the stage does not have.
+        """
+        if mode is None:
+            return self.forward
+        recomputed = parse_recomputed(mode)
+        if recomputed is None:
+            raise TrainingError(f"has no mode {mode!r}. Maybe one of {EXAMPLES}.")
+        if recomputed.whole:
+            return self.forward_keeping_input
+        name = without_offload(mode)
+        if name not in self._segments:
+            self._segments[name] = Segments(parts_of(self.module, recomputed))
+        return partial(self.forward_keeping_block_inputs, self._segments[name])
+
     def forward_keeping_input(
         self, microbatch: int, received: Tree, target: Tree | None, offloads: bool, fused: bool = False
     ) -> Tree:
@@ -293,18 +318,57 @@ class Stage:
         """
         generators = GeneratorStates(self._device) if self._draws and not self.random else None
         with self._replay.first([*leaves(received), *leaves(target)]) as buffers:
-            graph, output = self._run(microbatch, received, target, fused, _saving_nothing, loss_apart=True)
+            graph, output = self._run(microbatch, received, target, fused, saving_nothing, loss_apart=True)
         loss = (graph.loss, graph.loss_kind) if graph.loss and graph.loss_kind else None
         activations = ActivationStore(self._resident(received, target)) if offloads else None
         kept = map_leaves(activations.hold, received) if activations else received
         self._inputs[microbatch] = _Input(kept, target, activations, fused, buffers, generators, loss)
         return output
 
+    def forward_keeping_block_inputs(
+        self,
+        segments: Segments,
+        microbatch: int,
+        received: Tree,
+        target: Tree | None,
+        offloads: bool,
+        fused: bool = False,
+    ) -> Tree:
+        """F of a microbatch some of whose blocks, those of `segments`, are recomputed: of these the inputs alone stay.
+
+        All else as `forward`. Raises TrainingError if a block changes its input, or differentiates: then it cannot be
+        run again.
+        """
+        activations = ActivationStore(self._resident(received, target)) if offloads else None
+        saving = activations.hooks if activations else nullcontext
+        with segments.recording(activations, self._device, draws=self._draws) as calls:
+            graph, output = self._run(microbatch, received, target, fused, saving)
+        graph.activations, graph.segments = activations, calls
+        self._graphs[microbatch] = graph
+        return output
+
+    def has_mode(self, mode: str) -> bool:
+        """True if the stage has this mode that recomputes: as many blocks, and the parts in them."""
+        try:
+            self.forward_of(mode)
+        except TrainingError:
+            return False
+        return True
+
     def recompute(self, microbatch: int) -> None:
         """C: run F again on the same input, random numbers and buffers, and keep the activations for the backward.
 
-        Buffers stay as they are: running statistics do not count a microbatch twice.
+        Where the mode has blocks run again, these run alone. Buffers stay as they are: running statistics do not count
+        a microbatch twice.
         """
+        if microbatch in self._graphs:
+            graph = self._graphs[microbatch]
+            if graph.activations:
+                graph.activations.hand_over()
+            with self._weight_gradients.forward(graph.splitting):
+                for segment in graph.segments:
+                    segment.recompute()
+            return
         kept = self._inputs.pop(microbatch)
         received = kept.received
         if kept.activations:
@@ -440,13 +504,15 @@ class Stage:
             return self._backward(graph, gradient)
 
     def recompute_and_backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
-        """CB: `recompute`, then B."""
-        self.recompute(microbatch)
+        """CB: `recompute`, then B; where blocks run again, each of them when B comes to it."""
+        if microbatch in self._inputs:
+            self.recompute(microbatch)
         return self.backward_input(microbatch, gradient)
 
     def recompute_and_backward(self, microbatch: int, gradient: Gradient) -> Gradient:
-        """CBW: `recompute`, then BW."""
-        self.recompute(microbatch)
+        """CBW: `recompute`, then BW; where blocks run again, each of them when BW comes to it."""
+        if microbatch in self._inputs:
+            self.recompute(microbatch)
         return self.backward(microbatch, gradient)
 
     def clear(self) -> None:
@@ -504,111 +570,6 @@ class Stage:
         if self._own is None:
             self._own = storages([*self.module.parameters(), *self.module.buffers()])
         return self._own | storages(batch) if batch else self._own
-
-
-@dataclass(frozen=True, eq=False)
-class _Buffer:
-    """A buffer of a module. A forward may change it in place or replace the tensor."""
-
-    full_name: str
-    registry: dict[str, Tensor | None]
-    name: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor that is the buffer now."""
-        tensor = self.registry[self.name]
-        assert tensor is not None, "buffers stay registered"
-        return tensor
-
-
-Values = Sequence[tuple[_Buffer, Tensor]]
-"""Values of buffers at one time."""
-
-
-class _Replay:
-    """Buffers of a module whose forward runs twice for one microbatch, such as running statistics.
-
-    The second run has to find them as the first one did, and leave them as they are. Which buffers a forward changes is
-    learnt from the first: the version counter alone does not tell, since batch norm's kernel bypasses it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._changing: list[_Buffer] | None = None
-        self._constant: list[_Buffer] = []
-
-    @contextmanager
-    def first(self, inputs: Sequence[Any]) -> Iterator[list[tuple[_Buffer, Tensor]]]:
-        """Context of the first run, which fills the list with copies of the buffers that it is to change.
-
-        Raises TrainingError if it changes an input, or a buffer that earlier runs did not.
-        """
-        tensors = [part for part in inputs if isinstance(part, Tensor)]
-        input_versions = [part._version for part in tensors]
-        learning = self._changing is None
-        watched = self._buffers() if self._changing is None else self._changing
-        before = [(buffer, buffer.tensor.detach().clone()) for buffer in watched]
-        constant = [(buffer.tensor, buffer.tensor._version) for buffer in self._constant]
-        values: list[tuple[_Buffer, Tensor]] = []
-        yield values
-        if [part._version for part in tensors] != input_versions:
-            raise TrainingError(
-                "the stage changes its input in place, so it cannot be recomputed from it. Maybe leave inplace=True "
-                "out of its first layer, or solve without stages[].modes."
-            )
-        for buffer, (tensor, version) in zip(self._constant, constant, strict=True):
-            if buffer.tensor is not tensor or tensor._version != version:
-                raise TrainingError(
-                    f"the forward changes the buffer {buffer.full_name} now, but did not at first, so it cannot be "
-                    "recomputed. Maybe solve without stages[].modes."
-                )
-        if learning:
-            # Of a module one of whose buffers changes, all count: another may have had its new value by chance.
-            changed = {id(buffer.registry) for buffer, value in before if not _equal(buffer.tensor, value)}
-            self._changing = [buffer for buffer in watched if id(buffer.registry) in changed]
-            self._constant = [buffer for buffer in watched if id(buffer.registry) not in changed]
-        values += [(buffer, value) for buffer, value in before if buffer in (self._changing or ())]
-
-    @contextmanager
-    def second(self, values: Values) -> Iterator[None]:
-        """Context of the second run: it changes the copies of the first, in the place of the buffers."""
-        own = [(buffer, buffer.tensor) for buffer, _ in values]
-        for buffer, value in values:
-            buffer.registry[buffer.name] = value
-        try:
-            yield
-        finally:
-            for buffer, tensor in own:
-                buffer.registry[buffer.name] = tensor
-
-    def _buffers(self) -> list[_Buffer]:
-        return [
-            _Buffer(f"{path}.{name}".lstrip("."), part._buffers, name)
-            for path, part in self._module.named_modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """True if equal, where NaN is equal to NaN; tensors without memory count as equal."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if is_distributed(one) and is_distributed(other):
-        one, other = one.to_local(), other.to_local()  # type: ignore[attr-defined]
-    return one.is_meta or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _saving_nothing() -> AbstractContextManager[Any]:
-    """Context in which autograd keeps no saved tensor, so that its graph can be recorded but not run."""
-    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
-
-
-def _not_saved(_: None) -> Tensor:
-    raise TrainingError(
-        "the stage differentiates within its forward, so it cannot be recomputed. Maybe solve without stages[].modes."
-    )
 
 
 def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:

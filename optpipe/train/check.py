@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
-from optpipe.compile.program import RECOMPUTATIONS
+from optpipe.compile.program import RECOMPUTATIONS, Program
 from optpipe.errors import OptPipeError, TrainingError
+from optpipe.mode_names import without_offload
 from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
@@ -127,16 +128,24 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
     own_sizes = {}
     for s, stage in model.stages.items():
         samples = list(zip(received.pop(s), targets, strict=True))
-        recomputes = not model.program.kinds_of(s).isdisjoint(RECOMPUTATIONS)
-        own_sizes[str(s)] = asdict(
-            measure_samples(stage, samples, *model.messages_at(s), recomputes=recomputes).largest
-        )
+        modes = _recomputing_modes(model.program, s)
+        own_sizes[str(s)] = asdict(measure_samples(stage, samples, *model.messages_at(s), modes=modes).largest)
     sizes: dict[int, list[StageSizes]] = defaultdict(list)
     for entry in model.launch.gather(own_sizes):  # of all replicas, each with its own part of the batch
         for s, size in entry.items():
             sizes[int(s)].append(StageSizes.from_data(size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
     return planned_peaks_bytes(model.program, measured, model.message_bytes)
+
+
+def _recomputing_modes(program: Program, stage: int) -> dict[str, set[str]]:
+    """The modes in which a program recomputes microbatches of a stage, each with the backwards that do it inside."""
+    modes: dict[str, set[str]] = {}
+    for action in program.actions():
+        if action.stage == stage and action.kind in RECOMPUTATIONS:
+            name = without_offload(program.modes[stage, action.microbatch])
+            modes.setdefault(name, set()).update({action.kind} - {"C"})
+    return modes
 
 
 def warn_undeferred(model: Model, measured: Measured | None) -> None:

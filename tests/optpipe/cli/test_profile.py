@@ -115,7 +115,14 @@ BAD = [
         ("--model", "tiny", "--devices", 4, "--layers", 3),
         "--layers is 3, but there are 4 stages, and each needs one. Maybe",
     ),
-    (("--model", "tiny", "--devices", 2, "--modes", "selective"), "--modes has 'selective', but modes that can be"),
+    (
+        ("--model", "tiny", "--devices", 2, "--modes", "offload,sparse"),
+        "--modes has 'sparse', but must be offload, full",
+    ),
+    (
+        ("--model", "tiny", "--devices", 2, "--modes", "selective-9"),
+        "--modes has 'selective-9', which no stage of tiny",
+    ),
     (("--model", "tiny", "--format", "layers", "--modes", "full"), "--modes has no meaning here: --format is layers"),
     (("--model", "tiny", "--devices", 2, "--sequence", 33), "--sequence is 33, but the tiny model takes at most 32"),
     (("--model", "tiny", "--stages", 3, "--placement", "v"), "--stages is 3, but placement v puts 2 on each device"),

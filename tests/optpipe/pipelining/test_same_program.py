@@ -14,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.ranks import RunRanks
-from tests.recomputing import random_executable
+from tests.recomputing import EXECUTABLE, random_executable
 
 pytestmark = pytest.mark.torchrun
 
@@ -74,7 +74,7 @@ def test_gradients_losses_and_outputs_are_those_of_torchs_classes(
             schedule = planned(placement, microbatches, seed=k)
             (tmp_path / f"{k}.csv").write_text(torch_csv(schedule, drop_offload=True))
         else:
-            schedule = random_executable(placement, microbatches, seed=k)
+            schedule = random_executable(placement, microbatches, seed=k, modes=EXECUTABLE)
             kinds |= {op.kind for op in schedule.orders.ops()}
         (tmp_path / f"{k}.json").write_text(schedule.to_json())
         cases.append({"name": str(k), "torch_class": torch_class, "dtype_name": dtype, "scale_grads": scale})

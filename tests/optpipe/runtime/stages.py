@@ -53,8 +53,14 @@ def play_between(stage: Stage, kind: str, i: int, slab: HostSlab) -> bool:
     return True
 
 
-def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int, Tree], target: Tree = None) -> Run:
-    """One step; the gradient of every output is `weighing` of it."""
+def run_step(
+    stage: Stage,
+    ops: Sequence[tuple[str, int]],
+    messages: Mapping[int, Tree],
+    target: Tree = None,
+    mode: str = "full",
+) -> Run:
+    """One step; the gradient of every output is `weighing` of it. Microbatches that are recomputed are in `mode`."""
     found, slabs = Run(), {i: HostSlab() for i in messages}
     offloaded = {i for kind, i in ops if kind == "O"}
     recomputed = {i for kind, i in ops if kind in RECOMPUTATIONS}
@@ -62,18 +68,13 @@ def run_step(stage: Stage, ops: Sequence[tuple[str, int]], messages: Mapping[int
     stage.zero_gradients()
     for kind, i in ops:
         if kind == "F":
-            forward = forward_of(stage, i in recomputed)
+            forward = stage.forward_of(mode if i in recomputed else None)
             found.outputs[i] = forward(i, map_leaves(Tensor.clone, messages[i]), target, i in offloaded)
         elif not play_between(stage, kind, i, slabs[i]):
             backward = backward_of(stage, kind)
             found.input_gradients[i] = backward(i, map_leaves(weighing, found.outputs[i]) if target is None else None)
     found.weight_gradients = gradients_of(stage.module)
     return found
-
-
-def forward_of(stage: Stage, recomputed: bool) -> Callable[..., Tree]:
-    """F of a microbatch that is recomputed or kept."""
-    return stage.forward_keeping_input if recomputed else stage.forward
 
 
 def backward_of(stage: Stage, kind: str) -> Callable[[int, Gradient], Gradient]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
-from tests.optpipe.runtime.stages import WAYS, backward_of, forward_of, play_between
+from tests.optpipe.runtime.stages import RECOMPUTED, WAYS, backward_of, play_between
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +58,14 @@ class Block(nn.Module):
         return x
 
 
-def play(stage: Stage, way: tuple[str, ...], meter: MemoryMeter, microbatches: int = 2) -> None:
-    """All microbatches through one op after the other, in a frame that ends."""
+def play(stage: Stage, way: tuple[str, ...], meter: MemoryMeter, microbatches: int = 2, mode: str = "full") -> None:
+    """All microbatches through one op after the other, in a frame that ends; recomputed ones are in `mode`."""
     slabs = [HostSlab(1 << 16) for _ in range(microbatches)]
     with meter, meter.on(0):
         for kind in way:
             for i in range(microbatches):
                 if kind == "F":
-                    forward = forward_of(stage, not set(RECOMPUTATIONS).isdisjoint(way))
+                    forward = stage.forward_of(None if set(RECOMPUTATIONS).isdisjoint(way) else mode)
                     forward(i, torch.randn(2, 4, 8), None, "O" in way)
                 elif not play_between(stage, kind, i, slabs[i]):
                     backward_of(stage, kind)(i, torch.randn(2, 4, 8))
@@ -83,6 +83,17 @@ def test_nothing_lives_after_a_step(block: Block, way: tuple[str, ...], autocast
     stage.zero_gradients()
     for _ in range(3):
         play(stage, way, meter)
+        assert meter.live_bytes[0] == 0
+    assert meter.peak_bytes[0] > 0
+
+
+@pytest.mark.parametrize("way", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_nothing_lives_after_blocks_ran_again(block: Block, way: tuple[str, ...]) -> None:
+    """Also where a block has checkpoints of its own."""
+    stage, meter = Stage(nn.Sequential(block, Block(checkpointed=block.checkpointed))), MemoryMeter()
+    stage.zero_gradients()
+    for _ in range(3):
+        play(stage, way, meter, mode="selective")
         assert meter.live_bytes[0] == 0
     assert meter.peak_bytes[0] > 0
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.schedule import Schedule
-from tests.recomputing import random_executable
+from tests.recomputing import EXECUTABLE, random_executable
 
 M = 4
 
@@ -28,7 +28,7 @@ def schedules(p: int) -> dict[str, Schedule]:
         "linear, offload": one_f_one_b(p, M, moved=everything(p)),
         "V": v_wave(p, M),
         "V, offload": v_wave(p, M, moved=everything(2 * p)),
-        "recomputed": random_executable(range(p), M, seed=0),
+        "recomputed": random_executable(range(p), M, seed=0, modes=EXECUTABLE),
     }
 
 

@@ -1,0 +1,76 @@
+"""Names of the activation modes that the runtime executes: which parts of a stage they run again.
+
+`full` keeps the input of the stage and runs all of it again. `selective` keeps the input of every block (a layer of a
+transformer) and runs the blocks again one at a time; `selective-3` does so with the first three blocks alone, and
+`selective:mlp` with the part `mlp` of every block. With `+offload` what is kept leaves to the host.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from optpipe.errors import InputError, Issue
+
+FULL = "full"
+SELECTIVE = "selective"
+WITH_OFFLOAD = "+offload"
+
+BLOCKS = "blocks"
+"""What stands for `selective` with each number of blocks where modes are asked for."""
+
+EXAMPLES = "full, selective, selective-2 (the first two blocks), selective:mlp (a part of each block)"
+"""Modes that recompute, for messages."""
+
+
+class Recomputed(NamedTuple):
+    """What a mode runs again.
+
+    `whole`: the stage from its input. Otherwise the first `blocks` blocks (None: all), each from its own input, or
+    where `part` is given the submodule of that name in each of them.
+    """
+
+    whole: bool = False
+    blocks: int | None = None
+    part: str = ""
+
+
+def without_offload(name: str) -> str:
+    """The name of the mode that recomputes the same, and keeps on the device what stays."""
+    name = name.removesuffix(WITH_OFFLOAD)
+    return FULL if name == "recompute" else name
+
+
+def parse_recomputed(name: str) -> Recomputed | None:
+    """What the mode of this name runs again; None where the runtime knows no such mode."""
+    name = without_offload(name)
+    if name == FULL:
+        return Recomputed(whole=True)
+    if name == SELECTIVE:
+        return Recomputed()
+    if blocks := re.fullmatch(rf"{SELECTIVE}-([1-9]\d{{0,5}})", name, re.ASCII):
+        return Recomputed(blocks=int(blocks[1]))
+    if part := re.fullmatch(rf"{SELECTIVE}:(\w+(?:\.\w+)*)", name):
+        return Recomputed(part=part[1])
+    return None
+
+
+def without_shorthand(name: str, blocks: int) -> list[str]:
+    """The modes that a name asked for stands for on a stage of so many blocks."""
+    if without_offload(name) != BLOCKS:
+        return [name]
+    ending = name.removeprefix(BLOCKS)
+    return [*(f"{SELECTIVE}-{count}{ending}" for count in range(1, blocks)), f"{SELECTIVE}{ending}"]
+
+
+def parse_modes(text: str, field: str) -> list[str]:
+    """Names of activation modes between commas, `offload` among them. Raises InputError that names the field."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name != "offload" and without_offload(name) != BLOCKS and parse_recomputed(name) is None:
+            detail = (
+                f"has {name!r}, but must be offload, {EXAMPLES}, or {BLOCKS} (selective with each number of blocks), "
+                f"those behind offload also with {WITH_OFFLOAD}. Maybe {field} full,offload."
+            )
+            raise InputError([Issue(field, "unknown_mode", detail)])
+    return names

@@ -1,0 +1,359 @@
+"""Recomputation: what a forward needs that runs twice, and blocks of a stage that are run again one at a time.
+
+The two runs of a forward have to agree: `Replay` gives the second one the buffers of the first, `GeneratorStates` its
+random numbers. A `Segment` is one call of a block. F records the call without keeping what autograd saves in it; the
+input alone stays. The backward finds the saved tensors missing when it comes to the block, and runs it again, so that
+at no time more than one block is there; or C has run all of them again ahead of it. The graph is that of F throughout.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from optpipe.errors import TrainingError
+from optpipe.mode_names import Recomputed
+from optpipe.runtime.activations import ActivationStore, storage_key
+from optpipe.runtime.messages import leaves, rebuild
+from optpipe.runtime.rng import GeneratorStates
+from optpipe.runtime.weight_gradients import is_distributed
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """A buffer of a module. A forward may change it in place or replace the tensor."""
+
+    full_name: str
+    registry: dict[str, Tensor | None]
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is the buffer now."""
+        tensor = self.registry[self.name]
+        assert tensor is not None, "buffers stay registered"
+        return tensor
+
+
+Values = Sequence[tuple[_Buffer, Tensor]]
+"""Values of buffers at one time."""
+
+
+class Replay:
+    """Buffers of a module whose forward runs twice for one microbatch, such as running statistics.
+
+    The second run has to find them as the first one did, and leave them as they are. Which buffers a forward changes is
+    learnt from the first: the version counter alone does not tell, since batch norm's kernel bypasses it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: list[_Buffer] | None = None
+        self._constant: list[_Buffer] = []
+
+    @contextmanager
+    def first(self, inputs: Sequence[Any]) -> Iterator[list[tuple[_Buffer, Tensor]]]:
+        """Context of the first run, which fills the list with copies of the buffers that it is to change.
+
+        Raises TrainingError if it changes an input, or a buffer that earlier runs did not.
+        """
+        tensors = [part for part in inputs if isinstance(part, Tensor)]
+        input_versions = [part._version for part in tensors]
+        learning = self._changing is None
+        watched = self._buffers() if self._changing is None else self._changing
+        before = [(buffer, buffer.tensor.detach().clone()) for buffer in watched]
+        constant = [(buffer.tensor, buffer.tensor._version) for buffer in self._constant]
+        values: list[tuple[_Buffer, Tensor]] = []
+        yield values
+        if [part._version for part in tensors] != input_versions:
+            raise TrainingError(
+                "the stage changes its input in place, so it cannot be recomputed from it. Maybe leave inplace=True "
+                "out of its first layer, or solve without stages[].modes."
+            )
+        for buffer, (tensor, version) in zip(self._constant, constant, strict=True):
+            if buffer.tensor is not tensor or tensor._version != version:
+                raise TrainingError(
+                    f"the forward changes the buffer {buffer.full_name} now, but did not at first, so it cannot be "
+                    "recomputed. Maybe solve without stages[].modes."
+                )
+        if learning:
+            # Of a module one of whose buffers changes, all count: another may have had its new value by chance.
+            changed = {id(buffer.registry) for buffer, value in before if not _equal(buffer.tensor, value)}
+            self._changing = [buffer for buffer in watched if id(buffer.registry) in changed]
+            self._constant = [buffer for buffer in watched if id(buffer.registry) not in changed]
+        values += [(buffer, value) for buffer, value in before if buffer in (self._changing or ())]
+
+    @contextmanager
+    def second(self, values: Values) -> Iterator[None]:
+        """Context of the second run: it changes the copies of the first, in the place of the buffers."""
+        own = [(buffer, buffer.tensor) for buffer, _ in values]
+        for buffer, value in values:
+            buffer.registry[buffer.name] = value
+        try:
+            yield
+        finally:
+            for buffer, tensor in own:
+                buffer.registry[buffer.name] = tensor
+
+    def _buffers(self) -> list[_Buffer]:
+        return [
+            _Buffer(f"{path}.{name}".lstrip("."), part._buffers, name)
+            for path, part in self._module.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """True if equal, where NaN is equal to NaN; tensors without memory count as equal."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if is_distributed(one) and is_distributed(other):
+        one, other = one.to_local(), other.to_local()  # type: ignore[attr-defined]
+    return one.is_meta or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def saving_nothing() -> AbstractContextManager[Any]:
+    """Context in which autograd keeps no saved tensor, so that its graph can be recorded but not run."""
+    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
+
+
+def _not_saved(_: None) -> Tensor:
+    raise TrainingError(
+        "the stage differentiates within its forward, so it cannot be recomputed. Maybe solve without stages[].modes."
+    )
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a stage, with their names, in order; the stage itself where it has no list of modules.
+
+    Blocks are the modules with parameters in the stage's outermost nn.Sequential or nn.ModuleList that are of its most
+    frequent class: the layers of a transformer without embedding and head.
+    """
+    level = [("", module)]
+    while level:
+        for path, part in level:
+            if isinstance(part, nn.Sequential | nn.ModuleList):
+                children = [(f"{path}.{name}".lstrip("."), child) for name, child in part.named_children()]
+                children = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
+                if children:
+                    kinds = [type(child) for _, child in children]
+                    frequent = max(kinds, key=lambda kind: (kinds.count(kind), _parameters_of(kind, children)))
+                    return [(name, child) for name, child in children if type(child) is frequent]
+        level = [(f"{path}.{name}".lstrip("."), child) for path, part in level for name, child in part.named_children()]
+    return [("", module)]
+
+
+def _parameters_of(kind: type[nn.Module], children: Sequence[tuple[str, nn.Module]]) -> int:
+    return sum(p.numel() for _, child in children if type(child) is kind for p in child.parameters())
+
+
+def parts_of(module: nn.Module, recomputed: Recomputed) -> list[tuple[str, nn.Module]]:
+    """The modules of a stage, with their names, that a selective mode runs again.
+
+    Raises TrainingError if the stage has no such blocks or parts.
+    """
+    blocks = blocks_of(module)
+    if recomputed.blocks is not None and recomputed.blocks > len(blocks):
+        names = ", ".join(name or "the whole stage" for name, _ in blocks[:4])
+        raise TrainingError(
+            f"has {len(blocks)} block(s) ({names}), but {recomputed.blocks} are to be recomputed. Maybe fewer."
+        )
+    blocks = blocks[: recomputed.blocks]
+    if not recomputed.part:
+        return blocks
+    found = []
+    for name, block in blocks:
+        try:
+            found.append((f"{name}.{recomputed.part}".lstrip("."), block.get_submodule(recomputed.part)))
+        except AttributeError:
+            inner = ", ".join(child for child, _ in block.named_children()) or "no modules"
+            raise TrainingError(
+                f"has no module {recomputed.part!r} in its block {name or 'itself'}, which has {inner}. Maybe one of "
+                "these."
+            ) from None
+    return found
+
+
+class Segments:
+    """Modules of a stage each of whose calls is recomputed by itself."""
+
+    def __init__(self, parts: Sequence[tuple[str, nn.Module]]) -> None:
+        self._parts = [(name, part, Replay(part)) for name, part in parts]
+
+    @contextmanager
+    def recording(
+        self, activations: ActivationStore | None, device: torch.device, *, draws: bool
+    ) -> Iterator[list[Segment]]:
+        """Context of an F in which the modules keep their inputs alone; yields the list of their calls.
+
+        `activations` holds what stays, if it is to leave. `draws`: the modules may draw random numbers. Raises
+        TrainingError if a module changes its input, or if the input is changed behind it before F ends.
+        """
+        calls: list[Segment] = []
+        versions: list[tuple[str, Tensor, int]] = []
+
+        def recording_calls(name: str, part: nn.Module, replay: Replay) -> Callable[..., Any]:
+            forward = part.forward
+
+            def record(*arguments: Any, **named: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return forward(*arguments, **named)
+                call, inputs = Segment(forward, replay, device, draws=draws), (arguments, named)
+                output = call.first(inputs, activations)
+                versions.extend((name, x.detach(), x._version) for x in leaves(inputs) if isinstance(x, Tensor))
+                calls.append(call)
+                return output
+
+            return record
+
+        own = [part.__dict__.get("forward") for _, part, _ in self._parts]
+        for name, part, replay in self._parts:
+            part.__dict__["forward"] = recording_calls(name, part, replay)
+        try:
+            yield calls
+        finally:
+            for (_, part, _), forward in zip(self._parts, own, strict=True):
+                del part.__dict__["forward"]
+                if forward is not None:
+                    part.__dict__["forward"] = forward
+        for name, tensor, version in versions:
+            if tensor._version != version:
+                raise TrainingError(
+                    f"the stage changes the input of its block {name} in place behind it, so the block cannot be "
+                    "recomputed from it. Maybe leave inplace=True out there, or solve without this mode."
+                )
+
+
+class Segment:
+    """One call of a block, from F until the backward has come to it."""
+
+    def __init__(self, forward: Callable[..., Any], replay: Replay, device: torch.device, *, draws: bool) -> None:
+        self._forward, self._replay = forward, replay
+        self._generators = GeneratorStates(device) if draws else None
+        self._autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        self._buffers: Values = ()
+        self._form: Any = None
+        self._input: list[Any] = []
+        self._outputs: dict[int, object] = {}
+        self._resolve: Callable[[Any], Tensor] = _itself
+        self._count: int | None = None
+        self._saved: list[Tensor | None] | None = None
+
+    def first(self, inputs: Any, activations: ActivationStore | None) -> Any:
+        """Run the block on its positional and named arguments in F; of its tensors the input stays.
+
+        So does an output that autograd saves, since what follows keeps it too. Raises TrainingError if the block
+        changes its input, or differentiates.
+        """
+        hold: Callable[[Tensor], object] = activations.hold if activations else Tensor.detach
+        self._resolve = activations.held if activations else _itself
+        seen: list[tuple[weakref.ref[torch.UntypedStorage], _View] | None] = []
+
+        def pack(tensor: Tensor) -> int:
+            plain = type(tensor) is Tensor
+            seen.append((weakref.ref(tensor.untyped_storage()), _view_of(tensor)) if plain else None)
+            return len(seen) - 1
+
+        arguments, named = inputs
+        with self._replay.first(leaves(inputs)) as self._buffers, saved_tensors_hooks(pack, self._unpack):
+            output = self._forward(*arguments, **named)
+        self._count = len(seen)
+        made = {storage_key(part) for part in leaves(output) if type(part) is Tensor}
+        for number, entry in enumerate(seen):
+            if entry is not None and (storage := entry[0]()) is not None and storage._cdata in made:
+                self._outputs[number] = hold(entry[1].of(storage))
+        self._form = rebuild(inputs, [None] * len(leaves(inputs)))
+        self._input = [
+            _Held(hold(part), part.requires_grad) if isinstance(part, Tensor) else part for part in leaves(inputs)
+        ]
+        return output
+
+    def recompute(self) -> None:
+        """Run the block again on the same input, random numbers and buffers; what autograd saves is there then.
+
+        Layers split their backward as the weight gradients of the stage say at this time. Raises TrainingError if
+        autograd saves more or less than in F.
+        """
+        tensors: list[Tensor | None] = []
+
+        def pack(tensor: Tensor) -> int:
+            known = self._outputs.get(len(tensors))
+            tensors.append(tensor.detach() if known is None else self._resolve(known))
+            return len(tensors) - 1
+
+        received = [
+            self._resolve(part.description).detach().requires_grad_(part.requires_grad)
+            if isinstance(part, _Held)
+            else part
+            for part in self._input
+        ]
+        arguments, named = rebuild(self._form, received)
+        device, dtype, autocast = self._autocast
+        with (
+            torch.enable_grad(),
+            torch.autocast(device, dtype, enabled=autocast),
+            self._replay.second(self._buffers),
+            self._generators.again() if self._generators else nullcontext(),
+            saved_tensors_hooks(pack, _not_saved),
+        ):
+            self._forward(*arguments, **named)
+        if len(tensors) != self._count:
+            raise TrainingError(
+                f"a block saves {len(tensors)} tensors for its backward when it is run again, but saved {self._count} "
+                "at first. Maybe its forward depends on more than its input, buffers and torch's random numbers."
+            )
+        self._saved = tensors
+        self._form, self._input, self._outputs, self._buffers = None, [], {}, ()
+
+    def _unpack(self, number: int) -> Tensor:
+        """What autograd saved under this number; the first to be asked for makes all of them."""
+        if self._count is None:
+            _not_saved(None)
+        if self._saved is None:
+            self.recompute()
+        assert self._saved is not None, "it was made just now"
+        tensor, self._saved[number] = self._saved[number], None  # freed after its use, as autograd does it
+        if tensor is None:
+            raise TrainingError(
+                "the backward of a recomputed block asks twice for a tensor that it has saved. Maybe a "
+                "torch.autograd.Function in it reads ctx.saved_tensors twice: read it once, or solve without this mode."
+            )
+        return tensor
+
+
+class _Held(NamedTuple):
+    """A tensor of a block's input: what describes it while it is held, and whether it had a gradient."""
+
+    description: object
+    requires_grad: bool
+
+
+class _View(NamedTuple):
+    """A tensor but for its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """The view of a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
+
+
+def _view_of(tensor: Tensor) -> _View:
+    return _View(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _itself(description: Any) -> Tensor:
+    tensor: Tensor = description
+    return tensor
