@@ -2,7 +2,8 @@
 
 An op changes memory twice: it takes bytes at its start, and changes the level (by either sign) at its end. Which mode
 the activation of a microbatch is in decides what its F leaves, whether O and R move it, and whether C, or a CB or CBW
-that recomputes inside the backward, makes it anew.
+that recomputes inside the backward, makes it anew. Where units (microbatches, or slices of them) have costs of their
+own, a function of this module is given the stage with those of the unit, `Problem.stage_of`.
 
 `Costs` gives columns for columns of ops. `verify` and `worst_case_memory` read the rules for themselves and use nothing
 of this.
@@ -10,7 +11,7 @@ of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.ops import KINDS, OpArray
-from optpipe.problem import OFFLOAD, Mode, Problem, Stage
+from optpipe.problem import OFFLOAD, Mode, Problem, Stage, UnitStage
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -85,7 +86,10 @@ def device_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
     held = mode.kept_bytes if inside else stage.activation_bytes
     left = stage.backward_weight_bytes if kind == "B" else 0
     work += mode.segment_bytes or 0 if inside else 0
-    return Effect(work, left - held - work)
+    taken, freed = (
+        (stage.gradients_taken_bytes, stage.gradients_freed_bytes) if isinstance(stage, UnitStage) else (0, 0)
+    )
+    return Effect(work + taken, left - held - work - freed)
 
 
 def host_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
@@ -103,7 +107,7 @@ def effect_table(problem: Problem, effect: Callable[[Stage, str], Effect]) -> In
 class Costs:
     """Costs of the ops of a problem.
 
-    `modes`: the mode of each microbatch on each stage, of shape (stages, microbatches), as in `Orders`; None where each
+    `modes`: the mode of each unit on each stage, of shape (stages, units), as in `Orders`; None where each
     is kept, or offloaded whole.
     """
 
@@ -124,36 +128,41 @@ class Costs:
         return self._host_effects[self._rows(ops)]
 
     def _rows(self, ops: OpArray) -> tuple[Ints, ...]:
-        if self.modes is None:
-            return ops.kind, ops.stage
-        return ops.kind, ops.stage, self.modes[ops.stage, ops.microbatch]
+        rows = [ops.kind, ops.stage]
+        if self.modes is not None:
+            rows.append(self.modes[ops.stage, ops.microbatch])
+        if self.problem.has_factors:
+            rows.append(self.problem.unit_class[ops.microbatch])
+        return tuple(rows)
 
     @cached_property
     def _durations(self) -> Floats:
-        if self.modes is not None:
-            return self._table(duration_us)
-        return np.array([[duration_us(stage, kind) for stage in self.problem.stages] for kind in KINDS], np.float64)
+        return self._table(duration_us).astype(np.float64)
 
     @cached_property
     def _device_effects(self) -> Ints:
-        if self.modes is not None:
-            return self._table(device_effect).astype(np.int64)
-        return effect_table(self.problem, device_effect)
+        return self._table(device_effect).astype(np.int64)
 
     @cached_property
     def _host_effects(self) -> Ints:
-        if self.modes is not None:
-            return self._table(host_effect).astype(np.int64)
-        return effect_table(self.problem, host_effect)
+        return self._table(host_effect).astype(np.int64)
 
-    def _table(self, cost: Callable[[Stage, str, Mode], float | Effect]) -> NDArray[Any]:
-        """Cost of each kind on each stage in each mode; those of modes that a stage does not have are never read."""
-        stages = self.problem.stages
-        most = max(len(stage.choices) for stage in stages)
-        choices = [stage.choices + stage.choices[:1] * (most - len(stage.choices)) for stage in stages]
-        return np.array(
-            [
-                [[cost(stage, kind, mode) for mode in modes] for stage, modes in zip(stages, choices, strict=True)]
-                for kind in KINDS
-            ]
-        )
+    def _table(self, cost: Callable[[Stage, str, Mode | None], float | Effect]) -> NDArray[Any]:
+        """Cost of each kind on each stage, by mode if there are modes, and by class of units if there are factors.
+
+        Those of modes that a stage does not have are never read.
+        """
+        of_classes = self.problem.unit_stages
+        most = max(len(stage.choices) for stage in self.problem.stages)
+
+        def modes(stage: Stage) -> Sequence[Mode | None]:
+            return [None] if self.modes is None else stage.choices + stage.choices[:1] * (most - len(stage.choices))
+
+        def of_stage(kind: str, classes: Sequence[Stage]) -> list[list[float | Effect]]:
+            costs = [[cost(stage, kind, mode) for mode in modes(stage)] for stage in classes]
+            return [list(column) for column in zip(*costs, strict=True)]
+
+        table = np.array([[of_stage(kind, classes) for classes in of_classes] for kind in KINDS])
+        if not self.problem.has_factors:
+            table = table[:, :, :, 0]
+        return table if self.modes is not None else table[:, :, 0]

@@ -212,14 +212,16 @@ class Orders:
     `waits[op]`: ops of other streams of the same device that must end before `op` starts, beyond the rules of the
     model. `channels`: for each channel that serves more than one stream (half duplex, or devices behind one switch),
     its transfers in order. Other channels follow the order of their only stream. `modes`: the activation mode of each
-    microbatch on each stage, as an index into the stage's `choices`, of shape (stages, microbatches); None where each
-    is offloaded whole or kept, as it has an O or not.
+    unit on each stage, as an index into the stage's `choices`, of shape (stages, units); None where each is offloaded
+    whole or kept, as it has an O or not. `microbatch_order`: the microbatches in the order in which they run, where a
+    problem leaves it free; None: ascending.
     """
 
     devices: Sequence[DeviceOrders]
     waits: Mapping[Op, Sequence[Op]] = field(default_factory=dict)
     channels: Sequence[Sequence[Op]] = ()
     modes: Ints | None = None
+    microbatch_order: Sequence[int] | None = None
 
     @classmethod
     def of_compute(cls, compute: Iterable[Sequence[Op]]) -> Self:
@@ -231,6 +233,8 @@ class Orders:
             return NotImplemented
         pairs = ((self.devices, other.devices), (self.waits, other.waits), (self.channels, other.channels))
         if (self.modes is None) != (other.modes is None) or not all(own == others for own, others in pairs):
+            return False
+        if self.microbatch_order != other.microbatch_order:
             return False
         return self.modes is None or other.modes is None or np.array_equal(self.modes, other.modes)
 
@@ -244,17 +248,22 @@ class Orders:
 def orders_to_data(orders: Orders) -> dict[str, Any]:
     """Orders as JSON values, such as ``{"devices": [["F0.0 B0.0 W0.0", "", ""]], "waits": {}, "channels": []}``.
 
-    With modes there is also ``"modes"``, a list of indices for each stage.
+    With modes there is also ``"modes"``, a list of indices for each stage, and ``"microbatch_order"`` if there is one.
     """
     columns = WaitArray.of(orders.waits)
     waits: dict[str, str] = {}
     for op, before in zip(columns.op.names.split(), columns.before.names.split(), strict=True):
         waits[op] = f"{waits[op]} {before}" if op in waits else before
-    return {
+    data: dict[str, Any] = {
         "devices": [[OpArray.of(stream).names for stream in device.streams()] for device in orders.devices],
         "waits": waits,
         "channels": [OpArray.of(channel).names for channel in orders.channels],
-    } | ({} if orders.modes is None else {"modes": orders.modes.tolist()})
+    }
+    if orders.modes is not None:
+        data["modes"] = orders.modes.tolist()
+    if orders.microbatch_order is not None:
+        data["microbatch_order"] = list(orders.microbatch_order)
+    return data
 
 
 def orders_from_data(data: dict[str, Any]) -> Orders:
@@ -267,10 +276,14 @@ def orders_from_data(data: dict[str, Any]) -> Orders:
     modes = np.array(data["modes"]) if "modes" in data else None
     if modes is not None and (modes.ndim != 2 or modes.dtype != np.int64):
         raise ValueError("modes must be a list of integers for each stage")
+    microbatch_order = data.get("microbatch_order")
+    if microbatch_order is not None and not all(type(i) is int for i in microbatch_order):
+        raise ValueError("microbatch_order must be a list of integers")
     waiting = OpArray.parse(" ".join(waits))
     return Orders(
         [DeviceOrders(*map(OpArray.parse, streams)) for streams in data["devices"]],
         WaitArray(waiting[np.repeat(np.arange(len(counts)), counts)], OpArray.parse(" ".join(waits.values()))),
         [OpArray.parse(channel) for channel in data["channels"]],
         modes,
+        microbatch_order,
     )

@@ -3,17 +3,23 @@
 A problem holds the stages with their costs and memory, their placement on devices, the memory budgets, and the copy
 channels to the host. Times are microseconds, memory is bytes; stages, devices and microbatches count from 0.
 
+Where microbatches are cut into slices, or have costs of their own, every unit (a microbatch, or a slice of one) has its
+own costs on each stage: those of the stage times factors. `Problem.stage_of` gives them as a stage.
+
 Validators return the value unchanged, so that 10 stays 10 and 10.0 stays 10.0 on a round trip.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from operator import mul
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -27,7 +33,12 @@ MAX_BYTES = 2**53 - 1
 MAX_NUMBER = 1e30
 """Far above any sum of times, far below float overflow."""
 MAX_COUNT = 10**6
-"""Most microbatches, devices or stages."""
+"""Most microbatches, slices of all of them, devices or stages."""
+MAX_FACTOR = 10**9
+"""Largest factor of a time or of bytes: a stage may give its costs as 1, and a factor the time itself."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 def reject(code: str, detail: str) -> PydanticCustomError:
@@ -53,6 +64,12 @@ def _time_us(value: Any) -> int | float:
     if value > MAX_TIME_US:
         detail = f"is {shown(value)} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds"
         raise reject("too_large", detail)
+    return value
+
+
+def _factor(value: Any) -> int | float:
+    if not _is_real(value) or not 0 <= value <= MAX_FACTOR:
+        raise reject("not_a_factor", f"is {shown(value)} but must be a number from 0 to {MAX_FACTOR}")
     return value
 
 
@@ -115,6 +132,8 @@ Count = Annotated[int, PlainValidator(_positive_count), _schema("integer", minim
 Index = Annotated[int, PlainValidator(_index), _schema("integer", minimum=0, maximum=MAX_COUNT - 1)]
 Instant = Annotated[int | float, PlainValidator(_any_time_us), _schema("number")]
 """A point in time, or a claimed value or bound in microseconds: any finite number."""
+Factor = Annotated[int | float, PlainValidator(_factor), _schema("number", minimum=0, maximum=MAX_FACTOR)]
+"""A multiple of a cost."""
 Share = Annotated[int | float, PlainValidator(_share), _schema("number", maximum=1)]
 """A gap or a bubble. A false claim may be negative: `verify` judges it."""
 
@@ -204,7 +223,8 @@ class Mode(NamedTuple):
     """A choice for the activation of one microbatch on one stage, with all defaults filled in.
 
     Between F and its recomputation or backward it holds `kept_bytes`, of which `offload` may send a part to the host.
-    `recomputed_bytes` are made anew in `recompute_us`; both are 0 where nothing is recomputed.
+    `recomputes`: a C, or a backward CB or CBW, has to make `recomputed_bytes` anew in `recompute_us`; both are 0 where
+    nothing is recomputed.
     """
 
     name: str
@@ -215,23 +235,65 @@ class Mode(NamedTuple):
     workspace_bytes: int
     segment_bytes: int | None
     offload: Offload | None
-
-    @property
-    def recomputes(self) -> bool:
-        """True if a C, or a backward CB or CBW, has to make the activation anew."""
-        return self.recomputed_bytes > 0
+    recomputes: bool
 
 
 KEPT, OFFLOAD = "kept", "offload"
 """Names of the modes that need no entry in `modes`: held until the backward, and `stages[].offload`."""
 
 
+class MicrobatchFactors(Document):
+    """Costs of one microbatch as multiples of its stages': of times, of bytes and copies, and of transfers."""
+
+    time: Factor = 1
+    bytes: Factor = 1
+    transfer: Factor = 1
+
+
+Factors = list[Factor] | None
+
+
+class SliceFactors(Document):
+    """Costs of each slice of a microbatch as multiples of its stage's; None: 1 for every slice.
+
+    `forward`, `backward_input`, `backward_weight` and `recompute` are of times, `bytes` of bytes and copies, `transfer`
+    of transfers to other stages.
+    """
+
+    forward: Factors = None
+    backward_input: Factors = None
+    backward_weight: Factors = None
+    recompute: Factors = None
+    bytes: Factors = None
+    transfer: Factors = None
+
+
+class Slices(Document):
+    """A cut of each microbatch's sequences into `count` slices, with their factors on every stage."""
+
+    count: Count
+    factors: SliceFactors = SliceFactors()
+
+
+class UnitFactors(NamedTuple):
+    """Factors of the costs of one unit on a stage."""
+
+    forward: Fraction
+    backward_input: Fraction
+    backward_weight: Fraction
+    recompute: Fraction
+    bytes: Fraction
+    transfer: Fraction
+
+
 class Stage(Document):
-    """One stage of the model on its device, with the costs of one microbatch.
+    """One stage of the model on its device, with the costs of one microbatch, or of one slice of it.
 
     F takes `activation_bytes` at its start. The end of B frees `activation_bytes - backward_weight_bytes` (or takes
     memory, if that is negative), the end of W frees the rest. `modes` are other ways to hold the activation than to
-    keep it. `split_backward`: False if the backward is always one fused op.
+    keep it. `split_backward`: False if the backward is always one fused op. `slice_factors` replaces those of
+    `Problem.slices`. `slice_gradient_bytes`: gradients of one slice's keys and values, held from the start of the
+    backward of its microbatch's last slice to the end of its own.
     """
 
     device: Index
@@ -244,6 +306,8 @@ class Stage(Document):
     offload: Offload | None = None
     modes: list[ActivationMode] = []
     split_backward: bool = True
+    slice_factors: SliceFactors | None = None
+    slice_gradient_bytes: Bytes = 0
 
     @model_validator(mode="after")
     def _offload_fits(self) -> Self:
@@ -304,12 +368,24 @@ class Stage(Document):
             kept = self.activation_bytes if mode.kept_bytes is None else mode.kept_bytes
             again = self.activation_bytes - kept
             forward = again if mode.forward_workspace_bytes is None else mode.forward_workspace_bytes
-            segment = mode.segment_bytes if again else None
-            recompute_us = mode.recompute_us or 0
-            return Mode(mode.name, kept, again, recompute_us, forward, mode.workspace_bytes, segment, mode.offload)
+            recomputes = self._recomputes(mode)
+            return Mode(
+                name=mode.name,
+                kept_bytes=kept,
+                recomputed_bytes=again,
+                recompute_us=mode.recompute_us or 0,
+                forward_workspace_bytes=forward,
+                workspace_bytes=mode.workspace_bytes,
+                segment_bytes=mode.segment_bytes if recomputes else None,
+                offload=mode.offload,
+                recomputes=recomputes,
+            )
 
         offload = [ActivationMode.model_construct(name=OFFLOAD, offload=self.offload)] if self.offload else []
         return tuple(map(choice, [ActivationMode.model_construct(name=KEPT), *offload, *self.modes]))
+
+    def _recomputes(self, mode: ActivationMode) -> bool:
+        return mode.kept_bytes is not None and mode.kept_bytes < self.activation_bytes
 
     @cached_property
     def choice_numbers(self) -> dict[str, int]:
@@ -324,6 +400,85 @@ class Stage(Document):
             assert self.offload is not None, "this stage never offloads"
             return self.offload.offload_us if kind == "O" else self.offload.reload_us
         return {"F": self.forward_us, "B": self.backward_input_us, "W": self.backward_weight_us}[kind]
+
+
+class UnitStage(Stage):
+    """A stage with the costs of one unit: the stage's times the unit's factors, each size rounded up by itself.
+
+    `gradients_taken_bytes`: what the backward of a microbatch's last slice takes at its start, for the slices before
+    it. `gradients_freed_bytes`: what the backward of one of these frees at its end.
+    """
+
+    gradients_taken_bytes: Bytes = 0
+    gradients_freed_bytes: Bytes = 0
+
+    @classmethod
+    def of(cls, stage: Stage, factors: UnitFactors, taken_bytes: int, freed_bytes: int) -> Self:
+        """Multiply the costs of a stage."""
+
+        def size(value: int) -> int:
+            return scaled_bytes(value, factors.bytes)
+
+        def copy(offload: Offload | None) -> Offload | None:
+            return offload and Offload.model_construct(
+                bytes=size(offload.bytes),
+                offload_us=scaled_us(offload.offload_us, factors.bytes),
+                reload_us=scaled_us(offload.reload_us, factors.bytes),
+            )
+
+        def mode(entry: ActivationMode) -> ActivationMode:
+            again = entry.recompute_us if stage._recomputes(entry) else None
+            return ActivationMode.model_construct(
+                name=entry.name,
+                kept_bytes=None if entry.kept_bytes is None else size(entry.kept_bytes),
+                recompute_us=None if again is None else scaled_us(again, factors.recompute),
+                forward_workspace_bytes=(
+                    None if entry.forward_workspace_bytes is None else size(entry.forward_workspace_bytes)
+                ),
+                workspace_bytes=size(entry.workspace_bytes),
+                segment_bytes=None if entry.segment_bytes is None else size(entry.segment_bytes),
+                offload=copy(entry.offload),
+            )
+
+        work = stage.workspace_bytes
+        return cls.model_construct(
+            device=stage.device,
+            forward_us=scaled_us(stage.forward_us, factors.forward),
+            backward_input_us=scaled_us(stage.backward_input_us, factors.backward_input),
+            backward_weight_us=scaled_us(stage.backward_weight_us, factors.backward_weight),
+            activation_bytes=size(stage.activation_bytes),
+            backward_weight_bytes=size(stage.backward_weight_bytes),
+            workspace_bytes=Workspace.model_construct(F=size(work.F), B=size(work.B), W=size(work.W), BW=size(work.BW)),
+            offload=copy(stage.offload),
+            modes=[mode(entry) for entry in stage.modes],
+            split_backward=stage.split_backward,
+            gradients_taken_bytes=taken_bytes,
+            gradients_freed_bytes=freed_bytes,
+        )
+
+    def _recomputes(self, mode: ActivationMode) -> bool:
+        return mode.recompute_us is not None  # of few bytes, rounding up may leave nothing to be made anew
+
+
+@lru_cache(2**16)
+def exact(value: float) -> Fraction:
+    """A number as it is written in decimals."""
+    return Fraction(str(value))
+
+
+@lru_cache(2**16)
+def scaled_us(time_us: int | float, factor: Fraction) -> int | float:
+    """A time multiplied as decimals are, so that 0.1 three times over is 0.3."""
+    if factor == 1:
+        return time_us
+    product = exact(time_us) * factor
+    return int(product) if product.denominator == 1 else float(product)
+
+
+@lru_cache(2**16)
+def scaled_bytes(size: int, factor: Fraction) -> int:
+    """Bytes multiplied and rounded up."""
+    return -(-size * factor.numerator // factor.denominator)
 
 
 class CopyChannels(Document):
@@ -350,6 +505,9 @@ class Problem(Displayed, Document):
     source: str = Field(default="", max_length=2000)
     copy_channels: CopyChannels = CopyChannels()
     host_memory_bytes: Bytes | None = None
+    microbatch_factors: list[MicrobatchFactors] | None = None
+    microbatch_order: Literal["given", "free"] = "given"
+    slices: Slices | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -395,13 +553,209 @@ class Problem(Displayed, Document):
                 group_of[device] = g
         return self
 
+    @model_validator(mode="after")
+    def _factors_agree(self) -> Self:
+        own = self.microbatch_factors
+        if own is not None and len(own) != self.microbatches:
+            raise reject(
+                "wrong_length",
+                f"microbatch_factors has {len(own)} entries but microbatches is {self.microbatches}. "
+                "Maybe the last microbatches are missing",
+            )
+        count = self.slices.count if self.slices else 1
+        if self.microbatches * count > MAX_COUNT:
+            raise reject(
+                "too_large", f"has {self.microbatches} microbatches of {count} slices but at most {MAX_COUNT} slices"
+            )
+        named = [("slices.factors", self.slices.factors)] if self.slices else []
+        for s, stage in enumerate(self.stages):
+            for name in ("slice_factors", "slice_gradient_bytes"):
+                if getattr(stage, name) not in (None, 0) and self.slices is None:
+                    detail = f"stages[{s}].{name} is given but slices is not. Maybe slices.count is missing"
+                    raise reject("missing_slices", detail)
+            if stage.slice_factors is not None:
+                named.append((f"stages[{s}].slice_factors", stage.slice_factors))
+        for where, factors in named:
+            for name in SliceFactors.model_fields:
+                entries = getattr(factors, name)
+                if entries is not None and len(entries) != count:
+                    detail = f"{where}.{name} has {len(entries)} entries but slices.count is {count}"
+                    raise reject("wrong_length", f"{detail}. Maybe it is of another number of slices")
+        if self.has_factors:
+            self._check_scaled()
+        return self
+
+    def _check_scaled(self) -> None:
+        """Reject costs that are within their limits, but not for the largest unit."""
+        own = self.microbatch_factors or [MicrobatchFactors()]
+        time, size, message = (max(exact(getattr(one, name)) for one in own) for name in MicrobatchFactors.model_fields)
+        sends = [*map(max, zip([*self.forward_delay_us, 0], [0, *self.backward_delay_us], strict=True))]
+        for s, stage in enumerate(self.stages):
+            slices = self._slice_factors[s]
+            most = [max(column) for column in zip(*slices, strict=True)]
+            forward, backward, weight, again, large, transfer = most
+            copies = [copy for copy in (stage.offload, *(mode.offload for mode in stage.modes)) if copy]
+            work = stage.workspace_bytes
+            sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
+            for mode in stage.modes:
+                sizes += [mode.forward_workspace_bytes or 0, mode.workspace_bytes, mode.segment_bytes or 0]
+            most_us = max(
+                stage.forward_us * time * forward,
+                stage.backward_input_us * time * backward,
+                stage.backward_weight_us * time * weight,
+                max((mode.recompute_us or 0 for mode in stage.modes), default=0) * time * again,
+                max((max(copy.offload_us, copy.reload_us) for copy in copies), default=0) * size * large,
+                sends[s] * message * transfer,
+            )
+            if most_us > MAX_TIME_US:
+                detail = f"stages[{s}] has a time of {float(most_us):g} us with its largest factor"
+                raise reject(
+                    "too_large", f"{detail} but at most {MAX_TIME_US} us are allowed. Maybe a factor is a time"
+                )
+            gradients = stage.slice_gradient_bytes * sum(entry.bytes for entry in slices[:-1])
+            most_bytes = max(max(sizes) * large, gradients) * size
+            if most_bytes > MAX_BYTES:
+                detail = f"stages[{s}] has {float(most_bytes):g} bytes with its largest factor"
+                raise reject("too_large", f"{detail} but at most {MAX_BYTES} are allowed. Maybe a factor is a size")
+
     @property
     def units(self) -> int:
         """Number of parts into which the batch is cut, each with an F and a backward on every stage.
 
-        `Op.microbatch` counts them, and arrays over ops have the shape (stages, units).
+        Slice q of microbatch i is unit ``i * slices.count + q``. `Op.microbatch` counts units, and arrays over ops have
+        the shape (stages, units).
         """
-        return self.microbatches
+        return self.microbatches * self.slice_count
+
+    @property
+    def slice_count(self) -> int:
+        """Number of slices of a microbatch; 1 where sequences are whole."""
+        return self.slices.count if self.slices else 1
+
+    @cached_property
+    def has_factors(self) -> bool:
+        """True if some unit has other costs than those that its stages state."""
+        if any(entry != MicrobatchFactors() for entry in self.microbatch_factors or ()):
+            return True
+        if self.slices is None:
+            return False
+        if self.slice_count > 1 and any(stage.slice_gradient_bytes for stage in self.stages):
+            return True
+        return any(factor != 1 for entries in self._slice_factors for entry in entries for factor in entry)
+
+    @cached_property
+    def has_free_order(self) -> bool:
+        """True if microbatches that differ may run in any order, the same on all stages."""
+        entries = self.microbatch_factors or [MicrobatchFactors()]
+        return self.microbatch_order == "free" and any(entry != entries[0] for entry in entries)
+
+    def units_in_order(self, kind: str, microbatch_order: Sequence[int] | None = None) -> Ints:
+        """Units in the order in which a stage runs its ops of `kind`, for an order of microbatches (None: as given).
+
+        F and O run slice after slice; backwards, R and C begin with a microbatch's last slice.
+        """
+        microbatches = np.arange(self.microbatches) if microbatch_order is None else np.asarray(microbatch_order)
+        slices = np.arange(self.slice_count)
+        slices = slices if kind in ("F", "O") else slices[::-1]
+        units: Ints = (microbatches[:, None] * self.slice_count + slices).ravel()
+        return units
+
+    def stage_of(self, stage: int, unit: int) -> Stage:
+        """A stage with the costs of one unit."""
+        of_classes: Sequence[Stage] = self.unit_stages[stage]
+        return of_classes[int(self.unit_class[unit])]
+
+    @property
+    def unit_class(self) -> Ints:
+        """Class of each unit, as an index into each entry of `unit_stages`; units of one class have equal costs."""
+        return self._classes[0]
+
+    @property
+    def class_units(self) -> Sequence[int]:
+        """The first unit of each class."""
+        return self._classes[1]
+
+    @cached_property
+    def unit_stages(self) -> Sequence[Sequence[Stage]]:
+        """Each stage with the costs of each class of units; the stage alone where no unit has costs of its own."""
+        if not self.has_factors:
+            return [[stage] for stage in self.stages]
+        return [
+            [
+                UnitStage.of(stage, self.unit_factors(s, unit), *self._gradients_bytes(s, unit))
+                for unit in self.class_units
+            ]
+            for s, stage in enumerate(self.stages)
+        ]
+
+    @cached_property
+    def _classes(self) -> tuple[Ints, Sequence[int]]:
+        """Class of each unit, and the first unit of each class."""
+        if not self.has_factors:
+            return np.zeros(self.units, np.int64), [0]
+        n = self.slice_count
+        gradients = any(stage.slice_gradient_bytes for stage in self.stages)
+        slices = [
+            (*(self._slice_factors[s][q] for s in range(len(self.stages))), gradients and q == n - 1) for q in range(n)
+        ]
+        entries = self.microbatch_factors or [MicrobatchFactors()] * self.microbatches
+        numbers: dict[Any, int] = {}
+        classes, firsts = np.empty(self.units, np.int64), []
+        for unit in range(self.units):
+            entry = entries[unit // n]
+            key = (exact(entry.time), exact(entry.bytes), exact(entry.transfer), slices[unit % n])
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                firsts.append(unit)
+            classes[unit] = numbers[key]
+        return classes, firsts
+
+    def unit_factors(self, stage: int, unit: int) -> UnitFactors:
+        """The factors of a unit on a stage: those of its microbatch times those of its slice."""
+        i, q = divmod(unit, self.slice_count)
+        own = self.microbatch_factors[i] if self.microbatch_factors else MicrobatchFactors()
+        time, size, transfer = exact(own.time), exact(own.bytes), exact(own.transfer)
+        of_slice = self._slice_factors[stage][q]
+        return UnitFactors._make(map(mul, of_slice, (time, time, time, time, size, transfer)))
+
+    @cached_property
+    def _slice_factors(self) -> Sequence[Sequence[UnitFactors]]:
+        """Factors of each slice on each stage."""
+
+        def of_slices(factors: SliceFactors) -> Sequence[UnitFactors]:
+            lists = [getattr(factors, name) or [1] * self.slice_count for name in UnitFactors._fields]
+            return [UnitFactors(*map(exact, column)) for column in zip(*lists, strict=True)]
+
+        common = of_slices(self.slices.factors if self.slices else SliceFactors())
+        own = [stage.slice_factors for stage in self.stages]  # which replace all lists of the problem
+        return [common if factors is None else of_slices(factors) for factors in own]
+
+    def _gradients_bytes(self, stage: int, unit: int) -> tuple[int, int]:
+        """Gradients of keys and values that the backward of a unit takes at its start, and that it frees at its end."""
+        size, last = self.stages[stage].slice_gradient_bytes, self.slice_count - 1
+        if unit % self.slice_count < last:
+            return 0, scaled_bytes(size, self.unit_factors(stage, unit).bytes)
+        return sum(scaled_bytes(size, self.unit_factors(stage, unit - k).bytes) for k in range(1, last + 1)), 0
+
+    @cached_property
+    def unit_delays_us(self) -> dict[str, Floats]:
+        """Transfer delays of every unit, ``forward`` and ``backward``: arrays (boundaries, units).
+
+        Factors are those of the stage that sends.
+        """
+        result = {}
+        for sender, (direction, delays) in enumerate(self._delays.items()):  # forwards from s, gradients from s + 1
+            base = np.asarray(delays, np.float64)[:, None]
+            if not self.has_factors:
+                result[direction] = np.broadcast_to(base, (len(delays), self.units))
+                continue
+            classes, firsts = self._classes
+            of_classes = [
+                [scaled_us(delay, self.unit_factors(s + sender, unit).transfer) for unit in firsts]
+                for s, delay in enumerate(delays)
+            ]
+            result[direction] = np.array(of_classes, np.float64).reshape(len(delays), len(firsts))[:, classes]
+        return result
 
     @property
     def forward_delay_us(self) -> Sequence[int | float]:
@@ -436,8 +790,14 @@ class Problem(Displayed, Document):
     @cached_property
     def work_us(self) -> Sequence[int | float]:
         """Total time of all compute ops of each device, without recomputation."""
+        counts = np.bincount(self.unit_class).tolist()
         return [
-            self.units * sum(self.stages[s].duration_us("F") + self.stages[s].duration_us("BW") for s in stages)
+            sum(
+                count * sum(stage.duration_us("F") + stage.duration_us("BW") for stage in of_class)
+                for count, of_class in zip(
+                    counts, zip(*(self.unit_stages[s] for s in stages), strict=True), strict=False
+                )
+            )
             for stages in self.stages_of
         ]
 

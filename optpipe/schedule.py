@@ -280,6 +280,7 @@ class Schedule(Displayed, Document):
     """A schedule with its problem. This class checks the form of the document; `verify` checks the rules of the model.
 
     `value_us` is the objective, `bound_us` a proved lower bound on it, ``gap = (value - bound) / value``.
+    `microbatch_order`: the order in which microbatches run where the problem leaves it free; None: ascending.
     """
 
     format: Literal["optpipe.schedule/1"]
@@ -291,6 +292,7 @@ class Schedule(Displayed, Document):
     gap: Share
     method: str = Field(max_length=100)
     solve_seconds: TimeUs
+    microbatch_order: list[Index] | None = None
     devices: list[DevicePlan]
 
     @classmethod
@@ -308,6 +310,12 @@ class Schedule(Displayed, Document):
         if len(self.devices) != len(self.problem.devices):
             raise reject(
                 "wrong_length", f"devices has {len(self.devices)} entries but the problem {len(self.problem.devices)}"
+            )
+        if self.microbatch_order is not None and sorted(self.microbatch_order) != list(
+            range(self.problem.microbatches)
+        ):
+            raise reject(
+                "not_a_permutation", f"microbatch_order must hold each of {self.problem.microbatches} microbatches once"
             )
         for d, device in enumerate(self.devices):
             for stream, (name, ops) in enumerate(device.streams()):
@@ -341,7 +349,8 @@ class Schedule(Displayed, Document):
         if op.stage >= stages:
             raise reject("unknown_stage", f"{where}.stage is {op.stage} of {stages} stages")
         if op.microbatch >= microbatches:
-            raise reject("unknown_microbatch", f"{where}.microbatch is {op.microbatch} of {microbatches}")
+            of = f" ({self.problem.microbatches} of {self.problem.slice_count} slices)" if self.problem.slices else ""
+            raise reject("unknown_microbatch", f"{where}.microbatch is {op.microbatch} of {microbatches}{of}")
         raise reject("wrong_stream", f"{where}.op is {op.kind}, which belongs to the stream {op.stream}")
 
     @property
@@ -385,7 +394,7 @@ class Schedule(Displayed, Document):
         waits = WaitArray.joined([ops.waits_of() for device in self.devices for _, ops in device.streams()])
         shared = shared_channels(self.problem)
         if not shared:
-            return Orders(devices, waits, modes=self.modes)
+            return Orders(devices, waits, modes=self.modes, microbatch_order=self.microbatch_order)
         at = {
             op: times
             for device in self.devices
@@ -397,11 +406,11 @@ class Schedule(Displayed, Document):
         for lists in shared:
             transfers = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
             channels.append(sorted(transfers, key=lambda op: (*at[op], index.get(op, 0))))
-        return Orders(devices, waits, [channel for channel in channels if channel], self.modes)
+        return Orders(devices, waits, [channel for channel in channels if channel], self.modes, self.microbatch_order)
 
     @cached_property
     def modes(self) -> Ints | None:
-        """Activation mode of each microbatch on each stage: an index into its `choices`, (stages, microbatches).
+        """Activation mode of each unit on each stage: an index into its `choices`, (stages, units).
 
         None where each is offloaded whole or kept, as it has an O or not.
         """
@@ -442,7 +451,7 @@ class Schedule(Displayed, Document):
 
 
 def implied_modes(problem: Problem, offloads: Iterable[Sequence[Op]]) -> Ints:
-    """Activation modes of microbatches that are offloaded whole if they have an O, else kept: (stages, microbatches).
+    """Activation modes of microbatches that are offloaded whole if they have an O, else kept: (stages, units).
 
     `offloads`: the offload streams.
     """

@@ -117,7 +117,8 @@ class _Network:
         self.device = stream // len(STREAMS)
         self.kind, self.stage, self.microbatch = self.ops.kind, self.ops.stage, self.ops.microbatch
         self._check_inside()
-        self.at = self._positions(stream % len(STREAMS))
+        self._check_permutation(orders.microbatch_order)
+        self.at = self._positions(stream % len(STREAMS), orders.microbatch_order)
         self._check_modes(orders.modes)
         self.duration = Costs(problem, orders.modes).duration_us(self.ops)
         self.edges = self._edges(orders)
@@ -125,7 +126,8 @@ class _Network:
     def _check_inside(self) -> None:
         inside = self._inside(self.ops)
         if not inside.all():
-            size = f"{len(self.problem.stages)} stages and {self.problem.units} microbatches"
+            slices = f" of {self.problem.slice_count} slices" if self.problem.slice_count > 1 else ""
+            size = f"{len(self.problem.stages)} stages and {self.problem.microbatches} microbatches{slices}"
             raise OrderError(f"{self.ops[int(np.argmin(inside))]} is not in a problem of {size}")
 
     def _inside(self, ops: OpArray) -> NDArray[np.bool_]:
@@ -133,8 +135,18 @@ class _Network:
         stages = (ops.stage >= 0) & (ops.stage < len(self.problem.stages))
         return stages & (ops.microbatch >= 0) & (ops.microbatch < self.problem.units)
 
-    def _positions(self, stream: Ints) -> Ints:
-        """Node of each (kind, stage, microbatch), -1 if absent. Raises OrderError for a repeated or misplaced op."""
+    def _check_permutation(self, microbatch_order: Sequence[int] | None) -> None:
+        """Reject an order of the microbatches that is none, or that the problem does not leave free."""
+        if microbatch_order is None:
+            return
+        ascending = list(range(self.problem.microbatches))
+        if sorted(microbatch_order) != ascending:
+            raise OrderError(f"microbatch_order does not hold each of {len(ascending)} microbatches once")
+        if self.problem.microbatch_order == "given" and list(microbatch_order) != ascending:
+            raise OrderError("microbatch_order is not ascending, but the problem's microbatch_order is 'given'")
+
+    def _positions(self, stream: Ints, microbatch_order: Sequence[int] | None) -> Ints:
+        """Node of each (kind, stage, unit), -1 if absent. Raises OrderError for a repeated or misplaced op."""
         home = np.asarray([s.device for s in self.problem.stages])[self.stage]
         own_stream = np.asarray(STREAM_OF_KIND)[self.kind]
         misplaced = (home != self.device) | (own_stream != stream)
@@ -148,7 +160,7 @@ class _Network:
         if repeated.any():
             raise OrderError(f"{self.ops[int(np.argmax(repeated))]} is there more than once")
         self._check_complete(at >= 0)
-        self._check_microbatch_order(at)
+        self._check_unit_order(at, microbatch_order)
         return at
 
     def _check_complete(self, present: NDArray[np.bool_]) -> None:
@@ -209,14 +221,19 @@ class _Network:
                 s, i = (int(x) for x in np.argwhere(wrong)[0])
                 raise OrderError(detail.format(f"{s}.{i}", stages[s].choices[modes[s, i]].name))
 
-    def _check_microbatch_order(self, at: Ints) -> None:
-        """Reject microbatches out of order within one kind of op of one stage; BW counts as B, not as W."""
-        for ops in (*at[[F, W, O, R, C]].reshape(-1, at.shape[2]), *_backwards(at)):
+    def _check_unit_order(self, at: Ints, microbatch_order: Sequence[int] | None) -> None:
+        """Reject units out of order within one kind of op of one stage; BW counts as B, not as W."""
+        ahead, back = (self.problem.units_in_order(kind, microbatch_order) for kind in "FB")
+        forwards, others = at[[F, O]][..., ahead], at[[W, R, C]][..., back]
+        for ops in (*forwards.reshape(-1, at.shape[2]), *others.reshape(-1, at.shape[2]), *_backwards(at)[:, back]):
             nodes = ops[ops >= 0]
             wrong = np.flatnonzero(np.diff(nodes) < 0)
             if wrong.size:
                 early, late = self.ops[nodes[wrong[0] + 1]], self.ops[nodes[wrong[0]]]
-                raise OrderError(f"{early} comes before {late}, but microbatches keep their order within a stage")
+                rule = "microbatches keep their order"
+                if self.problem.slice_count > 1:
+                    rule += ", and slices run forward from the first and backward from the last,"
+                raise OrderError(f"{early} comes before {late}, but {rule} within a stage")
 
     def _edges(self, orders: Orders) -> tuple[Ints, Ints, Floats]:
         parts = [*self._stream_edges(), *self._rule_edges(), *self._order_edges(orders)]
@@ -230,10 +247,9 @@ class _Network:
     def _rule_edges(self) -> Iterator[tuple[Ints, Ints, Floats]]:
         at = self.at
         backward = _backwards(at)  # gives the gradient that the previous stage waits for
-        ahead = np.asarray(self.problem.forward_delay_us, np.float64)[:, None]
-        back = np.asarray(self.problem.backward_delay_us, np.float64)[:, None]
-        yield self._between(at[F][:-1], at[F][1:], ahead)
-        yield self._between(backward[1:], backward[:-1], back)
+        delays = self.problem.unit_delays_us
+        yield self._between(at[F][:-1], at[F][1:], delays["forward"])
+        yield self._between(backward[1:], backward[:-1], delays["backward"])
         for before, after in (
             *((at[F], backward), (backward, at[W]), (at[F], at[O]), (at[O], at[R]), (at[R], backward)),
             *((at[F], at[C]), (at[R], at[C]), (at[C], backward)),
@@ -242,7 +258,7 @@ class _Network:
 
     @staticmethod
     def _between(before: Ints, after: Ints, delay: Floats | float) -> tuple[Ints, Ints, Floats]:
-        """Edges between nodes at equal positions of two arrays (stages, microbatches), where both are present."""
+        """Edges between nodes at equal positions of two arrays (stages, units), where both are present."""
         both = (before >= 0) & (after >= 0)
         return before[both], after[both], np.broadcast_to(delay, before.shape)[both]
 

@@ -25,7 +25,15 @@ from optpipe.errors import DeadlockError, cycle_text
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, OpArray, WaitArray
 from optpipe.problem import Offload, Stage
 from optpipe.schedule import Schedule
-from optpipe.worst_case_memory import memory_changes, mode_names, worst_case_peak_bytes
+from optpipe.worst_case_memory import (
+    UnitSort,
+    memory_changes,
+    mode_names,
+    slice_factor,
+    unit_sizes,
+    unit_sorts,
+    worst_case_peak_bytes,
+)
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -106,10 +114,12 @@ class _Verifier:
         self.tolerance = max(RELATIVE_TOLERANCE * self.length_us, self.resolution_us)
         self.modes = self._modes()
         self.mode = self._mode_of_ops()
-        self.duration_us: Floats = self._by_kind(_duration_us, np.float64)
+        self.unit_sort, self.sorts = unit_sorts(self.problem)
+        self.slices = self.problem.slices.count if self.problem.slices else 1
+        self.duration_us: Floats = self._by_kind(self._unit_duration_us, np.float64)
 
     def _modes(self) -> Ints | None:
-        """Number of the mode of each microbatch on each stage, as `mode_names` counts them; None if no F names one."""
+        """Number of the mode of each unit on each stage, as `mode_names` counts them; None if no F names one."""
         if not any(stream.modes for stream in self.streams):
             return None
         modes = np.zeros((len(self.problem.stages), self.problem.units), np.int64)
@@ -131,30 +141,60 @@ class _Verifier:
         copies = _among(self.ops.kind, "O", "R")
         return np.where(copies, whole[self.ops.stage], 0)
 
-    def _by_kind(self, rule: Callable[[Stage, str, str], Any], dtype: type) -> Any:
-        """Value of `rule` for each op: by its stage, kind and mode."""
-
-        def of_kind(code: int) -> list[list[Any]]:
-            return self._by_stage(lambda stage, mode: rule(stage, KINDS[code], mode))
-
+    def _by_kind(self, rule: Callable[[int, str, str, UnitSort], Any], dtype: type) -> Any:
+        """Value of `rule` for each op: by its stage, kind, mode and sort of unit."""
         counts = np.bincount(self.ops.kind, minlength=1)
         counts[0] += 1  # at least one kind, for a schedule without ops
         codes = np.flatnonzero(counts)
+        values = [
+            [
+                self._filled([[rule(s, KINDS[code], mode, sort) for sort in self.sorts] for mode in modes])
+                for s, (_, modes) in enumerate(self._stage_modes)
+            ]
+            for code in codes.tolist()
+        ]
         row = np.zeros(len(KINDS), np.int64)
         row[codes] = np.arange(len(codes))
-        return np.array([of_kind(code) for code in codes.tolist()], dtype)[
-            row[self.ops.kind], self.ops.stage, self.mode
-        ]
+        ops = self.ops
+        return np.array(values, dtype)[row[ops.kind], ops.stage, self.mode, self.unit_sort[ops.microbatch]]
 
     def _by_mode(self, rule: Callable[[Stage, str], Any]) -> Any:
         """Value of `rule` for each op: by its stage and mode."""
-        return np.array(self._by_stage(rule))[self.ops.stage, self.mode]
+        values = [self._filled([rule(stage, name) for name in names]) for stage, names in self._stage_modes]
+        return np.array(values)[self.ops.stage, self.mode]
 
-    def _by_stage(self, rule: Callable[[Stage, str], Any]) -> list[list[Any]]:
-        """Values of `rule` for each mode of each stage, filled up where a stage has fewer modes than another."""
-        values = [[rule(stage, name) for name in names] for stage, names in self._stage_modes]
-        most = max(map(len, values))
-        return [own + own[:1] * (most - len(own)) for own in values]
+    def _filled(self, of_modes: list[Any]) -> list[Any]:
+        """Values for the modes of a stage, filled up where it has fewer than another."""
+        most = max(len(names) for _, names in self._stage_modes)
+        return of_modes + of_modes[:1] * (most - len(of_modes))
+
+    def _unit_duration_us(self, s: int, kind: str, mode: str, sort: UnitSort) -> float | None:
+        """Duration of an op of a unit by the problem; None for one that a unit in this mode does not have."""
+        stage = self.problem.stages[s]
+        offload = _offload(stage, mode)
+        again = next((entry.recompute_us for entry in stage.modes if entry.name == mode), None)
+
+        backward: tuple[float | None, str] = (stage.backward_input_us, "backward_input")
+        weight: tuple[float | None, str] = (stage.backward_weight_us, "backward_weight")
+        recomputation: tuple[float | None, str] = (again, "recompute")
+        parts: dict[str, list[tuple[float | None, str]]] = {
+            "F": [(stage.forward_us, "forward")],
+            "B": [backward],
+            "W": [weight],
+            "BW": [backward, weight],
+            "O": [(offload.offload_us if offload else None, "bytes")],
+            "R": [(offload.reload_us if offload else None, "bytes")],
+            "C": [recomputation],
+            "CB": [backward, recomputation],
+            "CBW": [backward, weight, recomputation],
+        }
+        total_us = 0.0
+        for part_us, name in parts[kind]:
+            if part_us is None:
+                return None
+            own = sort.bytes if name == "bytes" else sort.time
+            total_us += part_us * own * slice_factor(self.problem, s, name, sort.slice)
+        return total_us
 
     @cached_property
     def _stage_modes(self) -> list[tuple[Stage, Sequence[str]]]:
@@ -168,6 +208,7 @@ class _Verifier:
         self._check_modes()
         self._check_placement_and_duration()
         self._check_begins()
+        self._check_stated_order()
         self._check_streams()
         self._check_dependencies()
         self._check_waits()
@@ -188,7 +229,7 @@ class _Verifier:
         return slice(int(self.begins[first]), int(self.begins[first + len(STREAMS)]))
 
     def _keys(self, kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
-        """Unique integer for each (kind, stage, microbatch) of the problem."""
+        """Unique integer for each (kind, stage, unit) of the problem."""
         return (kind * len(self.problem.stages) + stage) * self.problem.units + microbatch
 
     def _find(self, keys: Ints) -> Ints:
@@ -324,12 +365,31 @@ class _Verifier:
         kind = np.where(backward, KINDS.index("B"), self.ops.kind)
         alike = (self.list_of * len(KINDS) + kind) * len(self.problem.stages) + self.ops.stage
         order = np.argsort(alike, kind="stable")
-        group, microbatch = alike[order], self.ops.microbatch[order]
+        group, place = alike[order], self._places()[order]
         previous = np.full(len(order), -1)
         wrong = np.zeros(len(order), bool)
-        wrong[order[1:]] = (microbatch[1:] < microbatch[:-1]) & (group[1:] == group[:-1])
+        wrong[order[1:]] = (place[1:] < place[:-1]) & (group[1:] == group[:-1])
         previous[order[1:]] = order[:-1]
         self._broken_where("microbatch-order", wrong, lambda k: f"comes after {self.ops[int(previous[k])]}.")
+
+    def _places(self) -> Ints:
+        """Place of each op's unit among those of one kind of op of one stage.
+
+        Microbatches are in the order stated; slices of one ascend for F and O, and descend for all else.
+        """
+        microbatch, number = np.divmod(self.ops.microbatch, self.slices)
+        if self.schedule.microbatch_order is not None:
+            place = np.empty(self.problem.microbatches, np.int64)
+            place[self.schedule.microbatch_order] = np.arange(len(place))
+            microbatch = place[microbatch]
+        ascending = _among(self.ops.kind, "F", "O")
+        return microbatch * self.slices + np.where(ascending, number, self.slices - 1 - number)
+
+    def _check_stated_order(self) -> None:
+        """Microbatches are in another order than ascending only where the problem leaves it free."""
+        stated = self.schedule.microbatch_order
+        if stated is not None and self.problem.microbatch_order == "given" and stated != sorted(stated):
+            self._broken("free-order", "microbatch_order", None, "is not ascending, but the problem's order is given.")
 
     def _check_dependencies(self) -> None:
         for op, before, delay_us in self._dependencies:
@@ -352,21 +412,34 @@ class _Verifier:
         stage, last = self.ops.stage, len(self.problem.stages) - 1
         f, b, w, bw, o, r, c, cb, cbw = (self.ops.kind == code for code in range(len(KINDS)))
         backward = b | bw | cb | cbw
-        ahead = np.array([0.0, *self.problem.forward_delay_us])
-        back = np.array([*self.problem.backward_delay_us, 0.0])
         op = np.flatnonzero(f & (stage > 0))
-        yield op, self._relative(op, "F", -1), ahead[stage[op]]
+        yield op, self._relative(op, "F", -1), self._delays_us(op, -1)
         op = np.flatnonzero(backward & (stage < last))
         gradient = self._relative(op, "B", 1)
         for kind in [kind for kind, there in (("BW", bw), ("CB", cb), ("CBW", cbw)) if there.any()]:
             gradient = np.where(gradient >= 0, gradient, self._relative(op, kind, 1))
-        yield op, gradient, back[stage[op]]
+        yield op, gradient, self._delays_us(op, 1)
         rules = [(backward, "F"), (backward, "R"), (w, "B"), (o, "F"), (r, "O")]
         if c.any() or cb.any():
             rules += [(backward, "C"), (c, "F"), (c, "R"), (w, "CB")]
         for mask, earlier in rules:
             op = np.flatnonzero(mask)
             yield op, self._relative(op, earlier, 0), 0.0
+
+    def _delays_us(self, op: Ints, step: int) -> Floats:
+        """Time of the transfer of what each op needs from the stage `step` further, by the factors of that stage."""
+        stage, unit_sort = self.ops.stage[op], self.unit_sort[self.ops.microbatch[op]]
+        if step < 0:
+            delay_us = np.array([0.0, *self.problem.forward_delay_us])
+        else:
+            delay_us = np.array([*self.problem.backward_delay_us, 0.0])
+        if self.problem.slices is None and self.problem.microbatch_factors is None:
+            return delay_us[stage]
+        factors = [
+            [sort.transfer * slice_factor(self.problem, s, "transfer", sort.slice) for sort in self.sorts]
+            for s in range(len(self.problem.stages))
+        ]
+        return np.asarray(delay_us[stage] * np.array(factors)[stage + step, unit_sort])
 
     def _relative(self, op: Ints, kind: str, step: int) -> Ints:
         """Indices of the ops of `kind` for the same microbatches, `step` stages after the stages of `op`."""
@@ -539,7 +612,11 @@ class _Verifier:
     @cached_property
     def _memory_changes(self) -> Ints:
         """Changes of device memory at the start and end of each op: an array (ops, 2)."""
-        changes: Ints = self._by_kind(memory_changes, np.int64)
+
+        def of_unit(s: int, kind: str, mode: str, sort: UnitSort) -> tuple[int, int]:
+            return memory_changes(self.problem.stages[s], kind, mode, unit_sizes(self.problem, s, sort))
+
+        changes: Ints = self._by_kind(of_unit, np.int64)
         return changes
 
     def _check_host(self) -> int:
@@ -547,7 +624,12 @@ class _Verifier:
         copies, _ = self._copies
         if not len(copies):
             return 0
-        held = self._by_mode(_moved_bytes)[copies]
+
+        def moved(s: int, kind: str, mode: str, sort: UnitSort) -> int:
+            offload = _offload(self.problem.stages[s], mode)
+            return unit_sizes(self.problem, s, sort).size(offload.bytes) if offload and kind in ("O", "R") else 0
+
+        held = self._by_kind(moved, np.int64)[copies]
         offloads = self.ops.kind[copies] == KINDS.index("O")
         changes = np.stack([held * offloads, -held * ~offloads], axis=1)
         peak, time_us = _peak(self.start_us[copies], self.end_us[copies], changes)
@@ -664,30 +746,6 @@ def _offload(stage: Stage, mode: str) -> Offload | None:
 
 def _leaves(stage: Stage, mode: str) -> bool:
     return _offload(stage, mode) is not None
-
-
-def _moved_bytes(stage: Stage, mode: str) -> int:
-    offload = _offload(stage, mode)
-    return offload.bytes if offload else 0
-
-
-def _duration_us(stage: Stage, kind: str, mode: str) -> float | None:
-    """Duration of an op by the problem; None for one that a microbatch in this mode does not have."""
-    offload = _offload(stage, mode)
-    again = next((entry.recompute_us for entry in stage.modes if entry.name == mode), None)
-    fused = stage.backward_input_us + stage.backward_weight_us
-    durations = {
-        "F": stage.forward_us,
-        "B": stage.backward_input_us,
-        "W": stage.backward_weight_us,
-        "BW": fused,
-        "O": offload.offload_us if offload else None,
-        "R": offload.reload_us if offload else None,
-        "C": again,
-        "CB": None if again is None else stage.backward_input_us + again,
-        "CBW": None if again is None else fused + again,
-    }
-    return durations[kind]
 
 
 def _span(start_us: Floats, end_us: Floats) -> float:

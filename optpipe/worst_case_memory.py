@@ -7,6 +7,7 @@ dependencies through other devices add nothing (they leave and reach the compute
 Offloads only free memory, so for given prefixes of compute and reload the shortest prefix of offloads that these
 require is the worst case, and a scan finds the closure without a minimum cut.
 
+Where units (microbatches, or slices of them) have sizes of their own, these are constants of their events as well.
 Activation modes change none of this. The document states the mode of each microbatch, so what each event takes or frees
 is a constant, whatever the durations. C, CB and CBW run on the compute stream, and C needs nothing of another device:
 the closed sets are three prefixes as before, with the weights of these ops among those of the compute stream, of which
@@ -18,7 +19,9 @@ The verifier depends on this module, so it shares no code with the simulator or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -39,7 +42,7 @@ Waits = Mapping[Op, Sequence[Op]]
 def worst_case_peak_bytes(problem: Problem, streams: Streams, waits: Waits, modes: Ints | None = None) -> int:
     """Largest activation memory of a device over every choice of durations.
 
-    `modes`: for each stage and microbatch the number of its mode, counted over `kept`, the `offload` of the stage if it
+    `modes`: for each stage and unit the number of its mode, counted over `kept`, the `offload` of the stage if it
     has one, and its `modes`; None where each is kept, or offloaded whole if it has an O. Raises DeadlockError if orders
     and waits contradict one another on this device.
     """
@@ -61,17 +64,82 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
     if not len(ops):
         return np.zeros(1, np.int64)
     numbers, stage = np.unique(ops.stage, return_inverse=True)
-    stages = [problem.stages[s] for s in numbers]
-    if modes is None:
-        changes = np.zeros((len(KINDS), len(stages), 2), np.int64)
-        for k in np.flatnonzero(np.bincount(ops.kind)).tolist():
-            changes[k] = [memory_changes(one, KINDS[k]) for one in stages]
-        return np.concatenate([[0], np.cumsum(changes[ops.kind, stage])])
-    names = [mode_names(one) for one in stages]
-    of_modes = np.zeros((len(KINDS), len(stages), max(map(len, names)), 2), np.int64)
-    for k, s in product(range(len(KINDS)), range(len(stages))):
-        of_modes[k, s, : len(names[s])] = [memory_changes(stages[s], KINDS[k], name) for name in names[s]]
-    return np.concatenate([[0], np.cumsum(of_modes[ops.kind, stage, modes[ops.stage, ops.microbatch]])])
+    unit_sort, sorts = unit_sorts(problem)
+    names = [[None] if modes is None else mode_names(problem.stages[s]) for s in numbers]
+    changes = np.zeros((len(KINDS), len(numbers), max(map(len, names)), len(sorts), 2), np.int64)
+    kinds = np.flatnonzero(np.bincount(ops.kind)).tolist()
+    for n, (s, of_stage) in enumerate(zip(numbers.tolist(), names, strict=True)):
+        for u, sort in enumerate(sorts):
+            sizes = unit_sizes(problem, s, sort)
+            for k, (m, name) in product(kinds, enumerate(of_stage)):
+                changes[k, n, m, u] = memory_changes(problem.stages[s], KINDS[k], name, sizes)
+    mode = 0 if modes is None else modes[ops.stage, ops.microbatch]
+    return np.concatenate([[0], np.cumsum(changes[ops.kind, stage, mode, unit_sort[ops.microbatch]])])
+
+
+class UnitSort(NamedTuple):
+    """What the costs of a unit depend on: the factors of its microbatch as written, and the number of its slice."""
+
+    time: float = 1
+    bytes: float = 1
+    transfer: float = 1
+    slice: int = 0
+
+
+def unit_sorts(problem: Problem) -> tuple[Ints, Sequence[UnitSort]]:
+    """Number of each unit's sort, and the sorts by number."""
+    slices = problem.slices.count if problem.slices else 1
+    factors = problem.microbatch_factors
+    if factors is None and slices == 1:
+        return np.zeros(problem.units, np.int64), [UnitSort()]
+    numbers: dict[UnitSort, int] = {}
+    unit_sort = []
+    for unit in range(problem.units):
+        own = factors[unit // slices] if factors else UnitSort()
+        sort = UnitSort(own.time, own.bytes, own.transfer, unit % slices)
+        unit_sort.append(numbers.setdefault(sort, len(numbers)))
+    return np.array(unit_sort), list(numbers)
+
+
+def slice_factor(problem: Problem, stage: int, name: str, number: int) -> float:
+    """The factor of this name of a slice on a stage."""
+    if problem.slices is None:
+        return 1
+    own = problem.stages[stage].slice_factors
+    given = problem.slices.factors if own is None else own
+    values: Sequence[float] | None = getattr(given, name)
+    return values[number] if values else 1
+
+
+class UnitSizes(NamedTuple):
+    """Sizes of a unit: those of its stage times `factor`, and the gradients of keys and values of its microbatch.
+
+    Its backward takes `taken_bytes` of these at its start, and frees `freed_bytes` at its end.
+    """
+
+    factor: Fraction = Fraction(1)
+    taken_bytes: int = 0
+    freed_bytes: int = 0
+
+    def size(self, size: int) -> int:
+        """A size of the stage for this unit, rounded up."""
+        if self.factor == 1:
+            return size
+        product = size * self.factor
+        return -(-product.numerator // product.denominator)
+
+
+def unit_sizes(problem: Problem, stage: int, sort: UnitSort) -> UnitSizes:
+    """The sizes of a unit on a stage."""
+
+    def of_slice(number: int) -> UnitSizes:
+        return UnitSizes(Fraction(str(sort.bytes)) * Fraction(str(slice_factor(problem, stage, "bytes", number))))
+
+    own, gradient = of_slice(sort.slice), problem.stages[stage].slice_gradient_bytes
+    last = (problem.slices.count if problem.slices else 1) - 1
+    if sort.slice < last:
+        return own._replace(freed_bytes=own.size(gradient))
+    return own._replace(taken_bytes=sum(of_slice(earlier).size(gradient) for earlier in range(last)))
 
 
 def mode_names(stage: Stage) -> Sequence[str]:
@@ -79,32 +147,38 @@ def mode_names(stage: Stage) -> Sequence[str]:
     return ("kept", *(("offload",) if stage.offload else ()), *(mode.name for mode in stage.modes))
 
 
-def memory_changes(stage: Stage, kind: str, mode: str | None = None) -> tuple[int, int]:
-    """Signed changes of device memory (bytes) at the start and at the end of an op of a microbatch in this mode.
+WHOLE_UNIT = UnitSizes()
+"""A unit of the stage's own sizes."""
 
-    Without a mode the microbatch is kept or, if this is a copy, offloaded whole.
+
+def memory_changes(stage: Stage, kind: str, mode: str | None = None, unit: UnitSizes = WHOLE_UNIT) -> tuple[int, int]:
+    """Signed changes of device memory (bytes) at the start and at the end of an op of a unit in this mode.
+
+    Without a mode the unit is kept or, if this is a copy, offloaded whole.
     """
     own = next((entry for entry in stage.modes if entry.name == mode), None)
+    size = unit.size
     if kind in ("O", "R"):
         offload = own.offload if own else stage.offload if mode in (None, "offload") else None
-        moved = offload.bytes if offload else 0
+        moved = size(offload.bytes) if offload else 0
         return (0, -moved) if kind == "O" else (moved, 0)
-    whole, left = stage.activation_bytes, stage.backward_weight_bytes
-    kept = whole if own is None or own.kept_bytes is None else own.kept_bytes
+    whole, left = size(stage.activation_bytes), size(stage.backward_weight_bytes)
+    kept = whole if own is None or own.kept_bytes is None else size(own.kept_bytes)
     if kind == "C":
-        work = own.workspace_bytes if own else 0
+        work = size(own.workspace_bytes) if own else 0
         return whole - kept + work, -work
     if kind == "F":
-        beside = whole - kept if own is None or own.forward_workspace_bytes is None else own.forward_workspace_bytes
-        beside += stage.workspace_bytes.F
+        given = own.forward_workspace_bytes if own else None
+        beside = (whole - kept if given is None else size(given)) + size(stage.workspace_bytes.F)
         return kept + beside, -beside
     if kind == "W":
-        return stage.workspace_bytes.W, -stage.workspace_bytes.W - left
-    work = stage.workspace_bytes.BW if kind in ("BW", "CBW") else stage.workspace_bytes.B
+        work = size(stage.workspace_bytes.W)
+        return work, -work - left
+    work = size(stage.workspace_bytes.BW if kind in ("BW", "CBW") else stage.workspace_bytes.B)
     if kind in ("CB", "CBW"):
-        work += (own.segment_bytes if own else None) or 0
+        work += size((own.segment_bytes if own else None) or 0)
     held = kept if kind in ("CB", "CBW") else whole
-    return work, -work - held + (left if kind in ("B", "CB") else 0)
+    return work + unit.taken_bytes, -work - held + (left if kind in ("B", "CB") else 0) - unit.freed_bytes
 
 
 def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tuple[Ints, Ints, Ints]:
@@ -113,8 +187,8 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
     `ops` are those of all three streams, one stream after another. Returns `first`, `stream`, `events`: the entries of
     op k are `first[k]` to `first[k + 1]`; entry e says that `events[e]` events of `stream[e]` must have happened.
     """
-    stages, microbatches = len(problem.stages), problem.units
-    key = (ops.kind * stages + ops.stage) * microbatches + ops.microbatch
+    stages, units = len(problem.stages), problem.units
+    key = (ops.kind * stages + ops.stage) * units + ops.microbatch
     order = np.argsort(key)
     sorted_key = key[order]
 
@@ -128,16 +202,16 @@ def _direct(problem: Problem, ops: OpArray, lengths: Ints, waits: Waits) -> tupl
     for kind, earlier in _EARLIER.items():
         after = np.flatnonzero(ops.kind == KINDS.index(kind))
         for before in earlier:
-            edges += pairs(after, key[after] + (KINDS.index(before) - KINDS.index(kind)) * stages * microbatches)
+            edges += pairs(after, key[after] + (KINDS.index(before) - KINDS.index(kind)) * stages * units)
     if waits:
         if not isinstance(waits, WaitArray):
             waits = WaitArray.of({op: waits[op] for op in ops if op in waits})
         # Outside the problem a key would be that of another op.
-        chosen = np.isin(waits.op.stage, np.unique(ops.stage)) & (waits.op.microbatch < microbatches)
-        chosen &= (waits.before.stage < stages) & (waits.before.microbatch < microbatches)
+        chosen = np.isin(waits.op.stage, np.unique(ops.stage)) & (waits.op.microbatch < units)
+        chosen &= (waits.before.stage < stages) & (waits.before.microbatch < units)
         here = np.flatnonzero(chosen)
         op_key, before_key = (
-            (column.kind * stages + column.stage) * microbatches + column.microbatch
+            (column.kind * stages + column.stage) * units + column.microbatch
             for column in (waits.op[here], waits.before[here])
         )
         for wait, op in pairs(np.arange(len(op_key)), op_key):

@@ -37,6 +37,8 @@ def adapt_orders(problem: Problem, orders: Orders, microbatches: int) -> Orders 
     """
     if microbatches == problem.microbatches:
         return orders if _value_us(problem, orders) is not None else None
+    if problem.has_factors or problem.slice_count > 1:  # then a steady state is not the same for every unit
+        return None
     source = problem.from_data(problem.to_data() | {"microbatches": microbatches})
     try:
         planned = _times(source, orders)

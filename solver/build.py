@@ -44,6 +44,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
             "gap": gap,
             "method": method,
             "solve_seconds": round(seconds, 3),
+            **_stated_order(problem, orders),
             "devices": [_device(orders, simulation, waits, value, d) for d in range(len(problem.devices))],
         }
     )
@@ -63,6 +64,13 @@ def snapped_bound(value_us: float, bound_us: float, step_us: float = float("inf"
     rounding_us = RELATIVE_TOLERANCE * abs(value_us)
     below_us = min(rounding_us, step_us / 2) if abs(value_us) <= MAX_STEPS * step_us else rounding_us
     return value_us if -below_us <= bound_us - value_us <= rounding_us else float(bound_us)
+
+
+def _stated_order(problem: Problem, orders: Orders) -> dict[str, Any]:
+    """The field `microbatch_order` of a schedule, where the problem leaves it free."""
+    if problem.microbatch_order == "given":
+        return {}
+    return {"microbatch_order": list(orders.microbatch_order or range(problem.microbatches))}
 
 
 NamedWaits = tuple[NDArray[np.int64], Sequence[str]]
@@ -140,13 +148,18 @@ def peak_budgets(problem: Problem, orders: Orders) -> list[int]:
 
 
 def orders_from_times(
-    problem: Problem, planned: Times, tolerance: float = 0.0, modes: NDArray[np.int64] | None = None
+    problem: Problem,
+    planned: Times,
+    tolerance: float = 0.0,
+    modes: NDArray[np.int64] | None = None,
+    microbatch_order: Sequence[int] | None = None,
 ) -> Orders:
-    """Orders, channel orders and waits of a plan that gives every op's start and end, and its modes as in `Orders`.
+    """Orders, channel orders and waits of a plan that gives every op's start and end.
 
-    A plan is in any unit of time; times that differ by at most `tolerance` count as equal where waits are derived.
+    Its modes and the order of its microbatches are as in `Orders`. A plan is in any unit of time; times that differ by
+    at most `tolerance` count as equal where waits are derived.
     """
-    ops = _in_order(planned)
+    ops = _in_order(problem, planned, microbatch_order)
     lists = np.array([stage.device for stage in problem.stages])[ops.stage] * len(STREAMS)
     lists += np.asarray(STREAM_OF_KIND)[ops.kind]
     by_list = np.argsort(lists, kind="stable")
@@ -158,16 +171,19 @@ def orders_from_times(
     for served in shared_channels(problem):
         mine = np.isin(lists, [d * len(STREAMS) + STREAMS.index(stream) for d, stream in served])
         channels.append(ops[np.flatnonzero(mine)])
-    return Orders(devices, waits, [channel for channel in channels if channel], modes)
+    return Orders(devices, waits, [channel for channel in channels if channel], modes, microbatch_order)
 
 
-def _in_order(planned: Times) -> OpArray:
+def _in_order(problem: Problem, planned: Times, microbatch_order: Sequence[int] | None) -> OpArray:
     """Ops by time; ops without length at one instant in the order in which a microbatch passes through them."""
     ops = OpArray.of(list(planned))
     start, end = np.array(list(planned.values())).reshape(-1, 2).T
     rank = np.array([_PASSAGE[kind] for kind in KINDS])[ops.kind]
-    way = np.where((rank == _PASSAGE["F"]) | (rank == _PASSAGE["O"]), ops.stage, -ops.stage)
-    return ops[np.lexsort((ops.microbatch, way, rank, end, start))]
+    ahead = (rank == _PASSAGE["F"]) | (rank == _PASSAGE["O"])
+    way = np.where(ahead, ops.stage, -ops.stage)
+    forward, backward = (np.argsort(problem.units_in_order(kind, microbatch_order)) for kind in "FB")
+    place = np.where(ahead, forward[ops.microbatch], backward[ops.microbatch])
+    return ops[np.lexsort((place, way, rank, end, start))]
 
 
 _PASSAGE = {"F": 0, "O": 1, "R": 2, "C": 3, "B": 4, "BW": 4, "CB": 4, "CBW": 4, "W": 5}

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
 from optpipe.ops import Orders, orders_from_data, orders_to_data
-from optpipe.problem import KEPT, OFFLOAD, Mode, Problem, Stage
+from optpipe.problem import KEPT, OFFLOAD, Mode, Problem, Stage, UnitStage
 from optpipe.schedule import Schedule
 from solver.limits import Limits
 from solver.scale import stage_times_us, time_unit_us
@@ -52,14 +52,16 @@ class Canonical:
     @property
     def family_key(self) -> str:
         """The same for problems that differ in microbatches, budgets and objective alone."""
-        return _digest({name: self.data[name] for name in ("stages", "forward_delay", "backward_delay", "channels")})
+        same = ("stages", "forward_delay", "backward_delay", "channels", "slices", "classes", "free_order")
+        return _digest({name: self.data[name] for name in same if name in self.data})
 
 
 def canonical_form(problem: Problem) -> Canonical:
     """The canonical form of a problem."""
     time_us = time_unit_us(problem)
-    unit_bytes = gcd(*(size for stage in problem.stages for size in _sizes_bytes(stage)))
-    copies = [mode.offload for stage in problem.stages for mode in stage.choices if mode.offload]
+    unit_stages = [stage for of_classes in problem.unit_stages for stage in of_classes]
+    unit_bytes = gcd(*(size for stage in unit_stages for size in _sizes_bytes(stage)))
+    copies = [mode.offload for stage in unit_stages for mode in stage.choices if mode.offload]
     moved_bytes = gcd(*(copy.bytes for copy in copies))
 
     @cache  # stages repeat their times, and reading digits is most of the work
@@ -82,25 +84,37 @@ def canonical_form(problem: Problem) -> Canonical:
         modes = [mode_data(mode) for mode in stage.choices if mode.name not in (KEPT, OFFLOAD)]
         return ({"modes": modes} if modes else {}) | ({} if stage.split_backward else {"split": False})
 
-    data = {
+    def stage_data(stage: Stage) -> Data:
+        return {
+            "device": stage.device,
+            "times": [ticks(time) for time in stage_times_us(stage)],
+            "sizes": [size // (unit_bytes or 1) for size in _sizes_bytes(stage)],
+            "offloads": stage.offload is not None,
+            **new_fields(stage),
+        }
+
+    data: Data = {
         "microbatches": problem.microbatches,
         "objective": problem.objective,
         "budgets": [_units(device.memory_bytes, unit_bytes) for device in problem.devices],
         "host_budget": _units(problem.host_memory_bytes, moved_bytes),
-        "stages": [
-            {
-                "device": stage.device,
-                "times": [ticks(time) for time in stage_times_us(stage)],
-                "sizes": [size // (unit_bytes or 1) for size in _sizes_bytes(stage)],
-                "offloads": stage.offload is not None,
-                **new_fields(stage),
-            }
-            for stage in problem.stages
-        ],
+        "stages": [stage_data(stage) for stage in problem.stages],
         "forward_delay": [ticks(time) for time in problem.forward_delay_us],
         "backward_delay": [ticks(time) for time in problem.backward_delay_us],
         "channels": _channels(problem) if copies else None,
     }
+    # What problems have had since there are entries without it, where it says anything.
+    if problem.slice_count > 1:
+        data["slices"] = problem.slice_count
+    if problem.has_free_order:
+        data["free_order"] = True
+    if problem.has_factors:
+        # The stages of the classes say all; a stage's own costs, which no unit may have, would only tell equals apart.
+        data["stages"] = [[stage_data(stage) for stage in of_classes] for of_classes in problem.unit_stages]
+        data["classes"] = problem.unit_class.tolist()
+        for direction, delays_us in problem.unit_delays_us.items():
+            of_classes = delays_us[:, problem.class_units].tolist()
+            data[f"{direction}_delay"] = [[ticks(time) for time in row] for row in of_classes]
     return Canonical(data, time_us)
 
 
@@ -118,6 +132,8 @@ def _sizes_bytes(stage: Stage) -> list[int]:
     work = stage.workspace_bytes
     sizes = [stage.activation_bytes, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW]
     sizes += [mode.offload.bytes for mode in stage.choices if mode.offload]
+    if isinstance(stage, UnitStage):
+        sizes += [stage.gradients_taken_bytes, stage.gradients_freed_bytes]
     for mode in stage.choices:
         if mode.recomputes:
             sizes += [mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes, mode.segment_bytes or 0]

@@ -30,6 +30,8 @@ class Method:
 
     `refuse` raises MethodError for problems that the method cannot handle whatever the start, before there is one.
     `modes`: it decides on activation modes. `unsplit`: it is right where stages cannot split their backwards.
+    `factors`: it is right where microbatches or slices have costs of their own, `slices`: where microbatches are cut
+    into slices, `free_order`: where the order of microbatches is free (to keep the given one is right as well).
     """
 
     name: str
@@ -41,6 +43,9 @@ class Method:
     refuse: Callable[[Problem], None] = lambda _: None
     modes: bool = False
     unsplit: bool = False
+    factors: bool = False
+    slices: bool = False
+    free_order: bool = False
 
     @property
     def handles_modes(self) -> bool:
@@ -66,6 +71,9 @@ METHODS: dict[str, Method] = {
             _ANY,
             modes=True,
             unsplit=True,
+            factors=True,
+            slices=True,
+            free_order=True,
         ),
         Method(
             "cp-sat",
@@ -93,7 +101,17 @@ METHODS: dict[str, Method] = {
             search=searches.modulo,
             modes=True,
         ),
-        Method("gpipe", "published", "all forwards, then all backwards", _ONE_STAGE, orders=gpipe, unsplit=True),
+        Method(
+            "gpipe",
+            "published",
+            "all forwards, then all backwards",
+            f"{_ONE_STAGE}, slices",
+            orders=gpipe,
+            unsplit=True,
+            slices=True,
+            factors=True,
+            free_order=True,
+        ),
         Method(
             "1f1b",
             "published",
@@ -101,6 +119,8 @@ METHODS: dict[str, Method] = {
             _ONE_STAGE,
             orders=one_f_one_b,
             unsplit=True,
+            factors=True,
+            free_order=True,
         ),
         Method(
             "interleaved-1f1b",
@@ -109,6 +129,8 @@ METHODS: dict[str, Method] = {
             _CHUNKS,
             orders=interleaved_1f1b,
             unsplit=True,
+            factors=True,
+            free_order=True,
         ),
         Method(
             "1f1b-recompute",
@@ -117,6 +139,8 @@ METHODS: dict[str, Method] = {
             _RECOMPUTE,
             orders=one_f_one_b_recompute,
             unsplit=True,
+            factors=True,
+            free_order=True,
         ),
         Method(
             "1f1b-recompute-ahead",
@@ -125,19 +149,61 @@ METHODS: dict[str, Method] = {
             _RECOMPUTE,
             orders=one_f_one_b_recompute_ahead,
             unsplit=True,
+            factors=True,
+            free_order=True,
         ),
-        Method("zb-h1", "published", "Zero Bubble, handcrafted, memory of 1F1B", _ONE_STAGE, orders=zb_h1),
-        Method("zb-h2", "published", "Zero Bubble, handcrafted, 2p - 1 microbatches", _ONE_STAGE, orders=zb_h2),
+        Method(
+            "zb-h1",
+            "published",
+            "Zero Bubble, handcrafted, memory of 1F1B",
+            _ONE_STAGE,
+            orders=zb_h1,
+            factors=True,
+            free_order=True,
+        ),
+        Method(
+            "zb-h2",
+            "published",
+            "Zero Bubble, handcrafted, 2p - 1 microbatches",
+            _ONE_STAGE,
+            orders=zb_h2,
+            factors=True,
+            free_order=True,
+        ),
         Method("zb-auto", "published", "Zero Bubble, heuristic within each budget", _ONE_STAGE, orders=zb_auto),
         Method("zb-v", "published", "Zero Bubble on a V, heuristic within each budget", _V, orders=zb_v),
         Method("v-min", "published", "controllable memory, (p + 4) // 3 microbatches", _V, orders=v_min),
         Method("v-half", "published", "controllable memory, (p + 2) // 2 microbatches", _V, orders=v_half),
         Method("v-zb", "published", "controllable memory, p microbatches", _V, orders=v_zb),
-        Method("gis", "published", "PipeOffload's interleaved 1F1B, B and W apart", _CHUNKS, orders=gis),
-        Method("gis-h", "published", "GIS in smaller groups, best within each budget", _CHUNKS, orders=gis_h),
+        Method(
+            "gis",
+            "published",
+            "PipeOffload's interleaved 1F1B, B and W apart",
+            _CHUNKS,
+            orders=gis,
+            factors=True,
+            free_order=True,
+        ),
+        Method(
+            "gis-h",
+            "published",
+            "GIS in smaller groups, best within each budget",
+            _CHUNKS,
+            orders=gis_h,
+            factors=True,
+            free_order=True,
+        ),
         Method("po-h", "published", "PipeOffload, the longer-lived half leaves", _CHUNKS_OFFLOAD, orders=po_h),
         Method("po-f", "published", "PipeOffload, all that can leave does", _CHUNKS_OFFLOAD, orders=po_f),
-        Method("ada-offload", "published", "OptPipe's start, offloads to keep each budget", _ANY, orders=ada_offload),
+        Method(
+            "ada-offload",
+            "published",
+            "OptPipe's start, offloads to keep each budget",
+            _ANY,
+            orders=ada_offload,
+            factors=True,
+            free_order=True,
+        ),
     )
 }
 
@@ -151,7 +217,10 @@ def method_named(name: str) -> Method:
 
 
 def refuse_unsupported(method: Method, problem: Problem) -> None:
-    """Raise MethodError where stages have activation modes, or backwards in one piece, that it is not made for."""
+    """Raise MethodError where the problem has something that the method is not made for.
+
+    That may be activation modes, backwards in one piece, slices, costs of units or a free order of microbatches.
+    """
     modes = [s for s, stage in enumerate(problem.stages) if stage.modes]
     unsplit = [s for s, stage in enumerate(problem.stages) if not stage.split_backward]
     if modes and not method.handles_modes:
@@ -161,6 +230,15 @@ def refuse_unsupported(method: Method, problem: Problem) -> None:
         able = ", ".join(name for name, other in METHODS.items() if other.unsplit)
         field = f"stages[{unsplit[0]}].split_backward"
         raise MethodError(f"{method.name} splits backwards, but {field} is false. Maybe use one of {able}.")
+    needs = {
+        "slices": (problem.slice_count > 1, f"runs microbatches whole, but slices.count is {problem.slice_count}"),
+        "factors": (problem.has_factors, "takes all microbatches to be alike, but some have costs of their own"),
+        "free_order": (problem.has_free_order, "keeps the order of the microbatches, but microbatch_order is 'free'"),
+    }
+    for ability, (needed, text) in needs.items():
+        if needed and not getattr(method, ability):
+            able = ", ".join(name for name, other in METHODS.items() if getattr(other, ability))
+            raise MethodError(f"{method.name} {text}. Maybe use one of {able}.")
 
 
 def published_orders(method: Method, problem: Problem) -> Orders:

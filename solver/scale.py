@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from math import gcd, lcm
+from math import ceil, gcd, lcm
+
+import numpy as np
 
 from optpipe.errors import MethodError
 from optpipe.problem import Mode, Problem, Stage
@@ -19,6 +21,14 @@ def horizon_us(problem: Problem, value_us: float) -> float:
     """
     if value_us < float("inf"):
         return value_us if problem.objective == "makespan" else 2 * value_us
+    if problem.has_factors:
+        counts = np.bincount(problem.unit_class).tolist()
+        beside: float = sum(
+            count * max(map(_beside_us, stage.choices))
+            for of_classes in problem.unit_stages
+            for count, stage in zip(counts, of_classes, strict=True)
+        )
+        return sum(problem.work_us) + beside + sum(float(us.sum()) for us in problem.unit_delays_us.values())
     beside = sum(max(map(_beside_us, stage.choices)) for stage in problem.stages)
     delays = sum(problem.forward_delay_us) + sum(problem.backward_delay_us)
     return sum(problem.work_us) + problem.units * (beside + delays)
@@ -35,7 +45,10 @@ def without_endless_copies(problem: Problem, horizon_us: float) -> Problem:
 
     In ticks such copies may exceed the integers of solvers.
     """
-    most_us = int(horizon_us) + 1
+    stages = range(len(problem.stages))
+    factors = [float(problem.unit_factors(s, unit).bytes) for s in stages for unit in problem.class_units]
+    least = min((factor for factor in factors if factor), default=1.0)
+    most_us = ceil((int(horizon_us) + 1) / min(least, 1.0))
     data = problem.to_data()
     copies = [
         entry["offload"]
@@ -75,8 +88,11 @@ def value_step_us(problem: Problem) -> float:
 
 def time_unit_us(problem: Problem) -> Fraction:
     """The largest time of which all durations and delays of a problem are multiples (1 where none has a length)."""
-    stages = [time for stage in problem.stages for time in stage_times_us(stage)]
-    times = [*stages, *problem.forward_delay_us, *problem.backward_delay_us]
+    times = {time for of_classes in problem.unit_stages for stage in of_classes for time in stage_times_us(stage)}
+    if problem.has_factors:
+        times |= {time for delays_us in problem.unit_delays_us.values() for time in delays_us.ravel().tolist()}
+    else:
+        times |= {*problem.forward_delay_us, *problem.backward_delay_us}
     return _common_divisor(Fraction(str(time)) for time in times)
 
 

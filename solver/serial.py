@@ -103,20 +103,46 @@ def _least_ways(stages: Sequence[Sequence[Way]]) -> list[Way]:
 def _with_modes(problem: Problem) -> Orders:
     """Orders of the floor with the modes that need the least memory of each device, within the host's budget."""
     for host in (True, False):
-        chosen: dict[int, Way] = {}
-        for stages in problem.stages_of:
-            choices = [[way for way in ways(problem.stages[s]) if host or way.forward == ("F",)] for s in stages]
-            chosen |= dict(zip(stages, _least_ways(choices), strict=True))
-        on_host = sum(_copied_bytes(problem.stages[s], way) for s, way in chosen.items())
-        if problem.host_memory_bytes is None or on_host <= problem.host_memory_bytes:
+        chosen: dict[tuple[int, int], Way] = {}
+        for i in _planned_microbatches(problem):
+            for stages in problem.stages_of:
+                places = [(s, unit) for unit in _units_of(problem, i) for s in stages]
+                able = [[way for way in ways(problem.stage_of(*at)) if host or way.forward == ("F",)] for at in places]
+                chosen |= dict(zip(places, _least_ways(able), strict=True))
+        if problem.host_memory_bytes is None or problem.host_memory_bytes >= max(
+            sum(_copied_bytes(problem.stage_of(s, u), way) for (s, u), way in chosen.items() if u in units)
+            for units in (_units_of(problem, i) for i in _planned_microbatches(problem))
+        ):
             break
     planned: dict[Op, tuple[float, float]] = {}
-    for i in range(min(problem.units, 2)):
-        passes = [Op(kind, s, i) for s in sorted(chosen) for kind in chosen[s].forward]
-        passes += [Op(kind, s, i) for s in sorted(chosen, reverse=True) for kind in chosen[s].backward]
+    modes = np.zeros((len(problem.stages), problem.units), np.int64)
+    for i in _planned_microbatches(problem):
+        there = sorted(((s, unit) for s, unit in chosen if unit in _units_of(problem, i)), key=lambda at: at[::-1])
+        passes = [Op(kind, *at) for at in there for kind in chosen[at].forward]
+        passes += [Op(kind, *at) for at in reversed(there) for kind in chosen[at].backward]
         planned |= {op: (len(planned) + n, len(planned) + n + 1) for n, op in enumerate(passes)}
-    modes = np.array([[chosen[s].mode] * problem.units for s in range(len(problem.stages))])
-    return _repeated(orders_from_times(problem, planned, modes=modes), problem.units)
+        for at in there:
+            modes[at] = chosen[at].mode
+    if problem.units > len(_planned_microbatches(problem)) * problem.slice_count:
+        modes[:, 2:] = modes[:, 1:2]
+    return _for_all(problem, orders_from_times(problem, planned, modes=modes))
+
+
+def _planned_microbatches(problem: Problem) -> range:
+    """The microbatches that are planned: two where all are alike, of which the second is repeated, else all."""
+    alike = not problem.has_factors and problem.slice_count == 1
+    return range(min(problem.microbatches, 2) if alike else problem.microbatches)
+
+
+def _units_of(problem: Problem, i: int) -> range:
+    """The units of a microbatch."""
+    return range(i * problem.slice_count, (i + 1) * problem.slice_count)
+
+
+def _for_all(problem: Problem, orders: Orders) -> Orders:
+    """Orders of the planned microbatches for all of them."""
+    planned_all = len(_planned_microbatches(problem)) == problem.microbatches
+    return orders if planned_all else _repeated(orders, problem.microbatches)
 
 
 def _copied_bytes(stage: Stage, way: Way) -> int:
@@ -128,27 +154,35 @@ def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
     """Devices whose budget is below what a single microbatch of one of their stages needs.
 
     Each as (device, bytes needed, budget). No schedule exists if there is any: the activation is whole when its F
-    has run and again when its B runs.
+    has run and again when its B runs. Of a microbatch's last slice both run while the slices before it are there.
     """
     short = []
     for d, stages in enumerate(problem.stages_of):
         budget = problem.devices[d].memory_bytes
-        needed = max((_alone_bytes(problem.stages[s]) for s in stages), default=0)
+        needed = max((_alone_bytes(problem, s) for s in stages), default=0)
         if budget is not None and needed > budget:
             short.append((d, needed, budget))
     return short
 
 
-def _alone_bytes(stage: Stage) -> int:
+def _alone_bytes(problem: Problem, s: int) -> int:
     """The least peak of one microbatch alone on a stage, over all modes, and whether its backward is split or fused."""
-    return min(way.peak_bytes for way in ways(stage))
+    of_classes = [ways(stage) for stage in problem.unit_stages[s]]
+    least = [min(way.peak_bytes for way in found) for found in of_classes]
+    if problem.slice_count == 1:
+        return max(least)
+    waiting = [min(way.left_bytes for way in found) for found in of_classes]
+    classes = problem.unit_class.reshape(-1, problem.slice_count).tolist()
+    return max(least[last] + sum(waiting[unit] for unit in before) for *before, last in classes)
 
 
 def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:
     """Memory of a backward beside the activation, and its ops: split, unless fused needs less or it never splits."""
-    work, grows = stage.workspace_bytes, stage.backward_weight_bytes - stage.activation_bytes
-    split = max(work.B, grows, grows + work.W)
-    return (work.BW, ["BW"]) if split > work.BW or not stage.split_backward else (split, ["B", "W"])
+    split, fused = (
+        max(accumulate(change for kind in kinds for change in device_effect(stage, kind)))
+        for kinds in (("B", "W"), ("BW",))
+    )
+    return (fused, ["BW"]) if split > fused or not stage.split_backward else (split, ["B", "W"])
 
 
 def _repeated(orders: Orders, microbatches: int) -> Orders:
@@ -177,7 +211,7 @@ class _Serial:
     """Plans one op after another, one microbatch after another; the place in that sequence is the planned time.
 
     A microbatch leaves every device empty, so each runs as the one before. Two are planned (the first finds no
-    releases to wait for) and the second is repeated.
+    releases to wait for) and the second is repeated; all are where they differ, or are cut into slices.
     Offloads the longest-lived activation when an op needs room or, if `eager`, whatever may leave as soon as it may.
     """
 
@@ -187,77 +221,75 @@ class _Serial:
         self.eager = eager
         self.planned: dict[Op, tuple[float, float]] = {}
         self.memory = [0] * len(problem.devices)
-        self.away: set[int] = set()
+        self.away: set[tuple[int, int]] = set()
         self.on_host_bytes = 0
-        self.resident: list[list[int]] = [[] for _ in problem.devices]
+        self.resident: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
 
     def orders(self) -> Orders | None:
         """The orders, or None where a budget (or the host's) is too small."""
-        if not all(self._microbatch(i) for i in range(min(self.problem.units, 2))):
+        if not all(self._microbatch(i) for i in _planned_microbatches(self.problem)):
             return None
-        return _repeated(orders_from_times(self.problem, self.planned), self.problem.units)
+        return _for_all(self.problem, orders_from_times(self.problem, self.planned))
 
     def _microbatch(self, i: int) -> bool:
-        for s in range(len(self.problem.stages)):
-            if not self._forward(s, i):
-                return False
-        return all(self._backward(s, i) for s in reversed(range(len(self.problem.stages))))
+        places = [(s, unit) for unit in _units_of(self.problem, i) for s in range(len(self.problem.stages))]
+        return all(self._forward(*at) for at in places) and all(self._backward(*at) for at in reversed(places))
 
     def _forward(self, s: int, i: int) -> bool:
-        stage = self.problem.stages[s]
-        if not self._make_room(stage.device, stage.activation_bytes + stage.workspace_bytes.F, i):
+        stage = self.problem.stage_of(s, i)
+        if not self._make_room(stage.device, stage.activation_bytes + stage.workspace_bytes.F):
             return False
         self._run(Op("F", s, i))
-        self.resident[stage.device].append(s)
-        if self.eager and self._may_leave(s):
+        self.resident[stage.device].append((s, i))
+        if self.eager and self._may_leave(s, i):
             self._offload(s, i)
         return True
 
     def _backward(self, s: int, i: int) -> bool:
-        stage = self.problem.stages[s]
+        stage = self.problem.stage_of(s, i)
         device = stage.device
         room, kinds = _backward_room_bytes(stage)
-        back = self._moved(s) if s in self.away else 0
-        if s in self.resident[device]:
-            self.resident[device].remove(s)
-        if not self._make_room(device, back + room, i):
+        back = self._moved(s, i) if (s, i) in self.away else 0
+        if (s, i) in self.resident[device]:
+            self.resident[device].remove((s, i))
+        if not self._make_room(device, back + room):
             return False
-        if s in self.away:
+        if (s, i) in self.away:
             self._run(Op("R", s, i))
-            self.away.remove(s)
+            self.away.remove((s, i))
             self.on_host_bytes -= back
         for kind in kinds:
             self._run(Op(kind, s, i))
         return True
 
-    def _make_room(self, device: int, needed: int, i: int) -> bool:
+    def _make_room(self, device: int, needed: int) -> bool:
         """Offload activations of a device, of those that may leave the longest-lived, until `needed` bytes are free."""
         budget = self.budgets[device]
         while budget is not None and self.memory[device] + needed > budget:
-            leaving = next((s for s in self.resident[device] if self._may_leave(s)), None)
+            leaving = next((at for at in self.resident[device] if self._may_leave(*at)), None)
             if leaving is None:
                 return False
-            self._offload(leaving, i)
+            self._offload(*leaving)
         return True
 
-    def _may_leave(self, s: int) -> bool:
+    def _may_leave(self, s: int, i: int) -> bool:
         """True if the activation can be offloaded and the host has room for it."""
         limit = self.problem.host_memory_bytes
         if self.problem.stages[s].offload is None:
             return False
-        return limit is None or self.on_host_bytes + self._moved(s) <= limit
+        return limit is None or self.on_host_bytes + self._moved(s, i) <= limit
 
-    def _moved(self, s: int) -> int:
-        offload = self.problem.stages[s].offload
+    def _moved(self, s: int, i: int) -> int:
+        offload = self.problem.stage_of(s, i).offload
         return offload.bytes if offload else 0
 
     def _offload(self, s: int, i: int) -> None:
-        self.resident[self.problem.stages[s].device].remove(s)
-        self.away.add(s)
-        self.on_host_bytes += self._moved(s)
+        self.resident[self.problem.stages[s].device].remove((s, i))
+        self.away.add((s, i))
+        self.on_host_bytes += self._moved(s, i)
         self._run(Op("O", s, i))
 
     def _run(self, op: Op) -> None:
-        stage = self.problem.stages[op.stage]
+        stage = self.problem.stage_of(op.stage, op.microbatch)
         self.planned[op] = (len(self.planned), len(self.planned) + 1)
         self.memory[stage.device] += sum(device_effect(stage, op.kind))

@@ -189,6 +189,8 @@ MOST_MODEL_OPS = 50_000
 def auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     """The subsolvers for a problem of this size on so many cores. Shares of one subsolver sum up to at most 1."""
     ops = count_ops(problem)
+    if problem.has_factors or problem.slice_count > 1:  # no search knows them
+        return []
     if not all(stage.split_backward for stage in problem.stages):  # the others split them
         return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
     if problem.has_modes:

@@ -25,7 +25,7 @@ from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.kernels import WARM, is_marked
-from solver.methods import METHODS
+from solver.methods import METHODS, refuse_unsupported
 from solver.published.v_family import v_zb
 from solver.serial import serial_orders
 from solver.solution import Solution
@@ -137,14 +137,24 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
 
 def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
     """Makers of the published schedules of a problem, by name; with modes for every choice of one variant a stage."""
-    unsplit = not all(stage.split_backward for stage in problem.stages)
-    able = [(name, make) for name, make in _published() if not unsplit or (name in METHODS and METHODS[name].unsplit)]
+    able = [(name, make) for name, make in _published() if _is_able(name, problem)]
     if not problem.has_modes:
         yield from ((name, partial(make, problem)) for name, make in able)
         return
     for by_stage in choices(problem):
         for name, make in able:
             yield f"{name}, by stage", partial(_by_stage, make, by_stage)
+
+
+def _is_able(name: str, problem: Problem) -> bool:
+    """True if the published schedule of this name is right for a problem; a period repeats where units are alike."""
+    method, *how = name.split(", ")
+    if "repeated" in how and (problem.has_factors or problem.slice_count > 1):
+        return False
+    with suppress(MethodError):
+        refuse_unsupported(METHODS[method], problem)
+        return True
+    return False
 
 
 def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:
@@ -162,6 +172,8 @@ def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:
         elif recomputes == {False} and len(leaves) == 1:
             kinds.append("all offloaded" if leaves == {True} else "all kept")
         for name, make in _published():
+            if not _is_able(name, problem):
+                continue
             with suppress(MethodError, DeadlockError):
                 orders = by_stage.with_modes(make(by_stage.plain))
                 if orders is None:

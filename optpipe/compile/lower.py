@@ -34,6 +34,7 @@ from optpipe.compile.program import (
     matching_send,
 )
 from optpipe.costs import Effect
+from optpipe.errors import MethodError
 from optpipe.memory import Times
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
@@ -149,10 +150,15 @@ def compile_schedule(
     Only orders and waits of the schedule are used; times are simulated. With `reduce_gradients` each stage has a REDUCE
     when its gradients are complete, and with `reduce_every` also a REDUCE_PART after the weight gradients of so many
     microbatches; with `gather_parameters` it has a GATHER before its first F. Raises OrderError if an op is missing,
-    repeated or misplaced, DeadlockError if ops wait for one another in a cycle, and BudgetError if the program would
-    exceed a budget of the problem.
+    repeated or misplaced, DeadlockError if ops wait for one another in a cycle, BudgetError if the program would exceed
+    a budget of the problem, and MethodError where microbatches have slices or costs of their own.
     """
     problem = schedule.problem
+    if problem.has_factors or problem.slice_count > 1 or problem.has_free_order:
+        raise MethodError(
+            "the runtime takes microbatches to be alike and whole, but the problem has slices or microbatch_factors. "
+            "Maybe solve it without them to train."
+        )
     simulation = simulate(problem, schedule.orders)  # raises if the orders cannot run
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
     times = dict(zip(simulation.ops, spans, strict=True))

@@ -8,6 +8,7 @@ from optpipe.problem import Problem
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
+from solver.bounds.units import unit_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 
 
@@ -17,7 +18,10 @@ def lower_bound_us(problem: Problem) -> float:
     The windows and byte-time apart hold where activations are kept or offloaded whole. Where there are other modes they
     are asked without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of
     modes. With budgets there are both in one (`solver.bounds.modes`).
+    Where microbatches have costs or slices of their own only `solver.bounds.units` holds.
     """
+    if problem.has_factors or problem.slice_count > 1:
+        return float(max(unit_bounds_us(problem)))
     if problem.has_modes:
         bounds = (mode_bounds_us(problem), round_bounds_us(problem))
         return max(lower_bound_us(_without_budgets(problem)), *map(max, bounds))

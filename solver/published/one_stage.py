@@ -6,7 +6,9 @@ any. Nothing is taken from the costs: B and W of every stage are assumed to take
 
 from __future__ import annotations
 
-from optpipe.ops import OpArray, Orders
+import numpy as np
+
+from optpipe.ops import KINDS, OpArray, Orders
 from optpipe.problem import Problem
 from solver.published.passes import in_turn, require_one_stage_a_device
 
@@ -51,9 +53,12 @@ def _stage_order(problem: Problem, stage: int) -> OpArray:
 
 
 def gpipe(problem: Problem) -> Orders:
-    """All forwards of all microbatches, then all backwards with B and W fused. Raises MethodError on placement."""
+    """All forwards of all microbatches, then all backwards with B and W fused. Raises MethodError on placement.
+
+    Of a microbatch in slices the last one is the first to go back.
+    """
     require_one_stage_a_device(problem, "gpipe")
-    microbatches = problem.units
-    return Orders.of_compute(
-        in_turn(stage, microbatches, [("F", 0), ("BW", microbatches)]) for (stage,) in problem.stages_of
-    )
+    forwards, backwards = (problem.units_in_order(kind) for kind in ("F", "BW"))
+    kinds = np.repeat([KINDS.index("F"), KINDS.index("BW")], problem.units)
+    units = np.concatenate([forwards, backwards])
+    return Orders.of_compute(OpArray(kinds, np.full(len(units), stage), units) for (stage,) in problem.stages_of)

@@ -25,9 +25,9 @@ def test_choices_have_every_default_filled_in() -> None:
     stage = recomputing(1, 1, modes, offload=COPY | {"bytes": 10}).stages[0]
     kept, offload, part, copied = stage.choices
     assert [mode.name for mode in stage.choices] == ["kept", "offload", "part", "copied"]
-    assert kept[1:] == (10, 0, 0, 0, 0, None, None)
+    assert kept[1:] == (10, 0, 0, 0, 0, None, None, False)
     assert (offload.kept_bytes, offload.offload) == (10, stage.offload)
-    assert part[1:] == (4, 6, 3, 6, 0, None, None)
+    assert part[1:] == (4, 6, 3, 6, 0, None, None, True)
     assert (copied.kept_bytes, copied.recomputes, copied.offload) == (10, False, stage.modes[1].offload)
     assert stage.choice_numbers == {"kept": 0, "offload": 1, "part": 2, "copied": 3}
     assert stage.modes[0].to_data() == modes[0]

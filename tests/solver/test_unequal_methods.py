@@ -1,0 +1,69 @@
+"""Methods on slices, unequal microbatches and a free order: each is right, or names what to use instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.errors import MethodError
+from optpipe.problem import Problem
+from optpipe.verify import verify
+from solver.limits import Limits
+from solver.methods import METHODS
+from solver.solve import solve
+from tests.unequal import times, unequal
+
+PROBLEMS = {
+    "slices": unequal(2, 4, slices={"count": 2}),
+    "factors": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1)),
+    "free_order": unequal(2, 4, microbatch_factors=times(1, 2, 3, 1), microbatch_order="free"),
+    "both": unequal(2, 2, microbatch_factors=times(1, 2), slices={"count": 2, "factors": {"forward": [1, 2]}}),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.kind == "published"])
+def test_published_schedules_are_valid_or_refused_by_name(name: str, problem: str) -> None:
+    """A refusal for what differs names a method that takes it; methods that need other placements refuse those."""
+    chosen, method = PROBLEMS[problem], METHODS[name]
+    needs = {"slices": chosen.slice_count > 1, "factors": chosen.has_factors, "free_order": chosen.has_free_order}
+    able = all(getattr(method, ability) for ability, needed in needs.items() if needed)
+    try:
+        schedule = solve(chosen, name, Limits(time_limit_s=10))
+    except MethodError as error:
+        if not able:
+            text = str(error)
+            assert text.startswith(name)
+            assert any(other in text.split("Maybe use one of ")[1] for other in ("gpipe", "1f1b"))
+    else:
+        assert able
+        assert verify(schedule).ok
+        assert schedule.bound_us <= schedule.value_us
+
+
+def test_searches_that_know_nothing_of_units_refuse_them() -> None:
+    for name, method in METHODS.items():
+        for ability, problem in PROBLEMS.items():
+            if method.search and ability in ("slices", "factors", "free_order") and not getattr(method, ability):
+                with pytest.raises(MethodError, match=f"^{name} "):
+                    solve(problem, name, Limits(time_limit_s=10))
+
+
+def test_1f1b_of_unequal_microbatches_in_their_order() -> None:
+    """Costs 1, 2, 3, 4 twice on four stages of F = c, BW = 2 c: 106 (docs/concepts)."""
+    problem = unequal(4, 8, microbatch_factors=times(1, 2, 3, 4, 1, 2, 3, 4))
+    assert solve(problem, "1f1b").value_us == 106
+    descending = unequal(4, 8, microbatch_factors=times(1, 2, 3, 4, 4, 3, 2, 1))
+    assert solve(descending, "1f1b").value_us == 82
+
+
+def test_gpipe_of_slices() -> None:
+    problem = unequal(2, 2, slices={"count": 2, "factors": {"forward": [1, 2], "backward_input": [1, 3]}})
+    schedule = solve(problem, "gpipe")
+    assert str(schedule.orders.devices[0].compute) == "OpArray(F0.0 F0.1 F0.2 F0.3 BW0.1 BW0.0 BW0.3 BW0.2)"
+    assert verify(schedule).ok
+
+
+def test_auto_finds_a_schedule_of_slices() -> None:
+    data = unequal(2, 2, budget=8, slices={"count": 2}).to_data()
+    schedule = solve(Problem.from_data(data), "auto", Limits(time_limit_s=10))
+    assert verify(schedule).ok

@@ -1,0 +1,116 @@
+"""Problems whose microbatches are cut into slices or have costs of their own, and orders of them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from optpipe.ops import Ints, Op, Orders
+from optpipe.problem import Problem
+from solver.build import orders_from_times
+from tests import mode_oracle, unit_oracle
+from tests.recomputing import random_problem
+
+
+def unequal(devices: int, microbatches: int, budget: int | None = None, **fields: Any) -> Problem:
+    """A linear pipeline of unit times, activations of 4 and W of 2 bytes; `fields` are the problem's or a stage's."""
+    own = {name: fields.pop(name) for name in list(fields) if name in Problem.model_fields}
+    stage = {
+        "forward_us": 1,
+        "backward_input_us": 1,
+        "backward_weight_us": 1,
+        "activation_bytes": 4,
+        "backward_weight_bytes": 2,
+        **fields,
+    }
+    return Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": microbatches,
+            "devices": [{"memory_bytes": budget}] * devices,
+            "stages": [{"device": s, **stage} for s in range(devices)],
+            **own,
+        }
+    )
+
+
+def times(*factors: float) -> list[dict[str, float]]:
+    """Factors of the times of microbatches."""
+    return [{"time": factor} for factor in factors]
+
+
+def random_factor(rng: Random) -> float:
+    return rng.choice([1, 1, 2, 0.5, 1.5, 0.1, 3, round(rng.uniform(0.2, 3), 2)])
+
+
+def random_slice_factors(rng: Random, count: int) -> dict[str, list[float]]:
+    names = ("forward", "backward_input", "backward_weight", "recompute", "bytes", "transfer")
+    return {name: [random_factor(rng) for _ in range(count)] for name in names if rng.random() < 0.5}
+
+
+def random_unequal(rng: Random) -> dict[str, Any]:
+    """A problem with modes, copies and transfers, with slices, factors or both, in given or free order."""
+    data = random_problem(rng)
+    if rng.random() < 0.6:
+        names = ("time", "bytes", "transfer")
+        data["microbatch_factors"] = [
+            {name: random_factor(rng) for name in names if rng.random() < 0.7} for _ in range(data["microbatches"])
+        ]
+        data["microbatch_order"] = rng.choice(["given", "free"])
+    if rng.random() < 0.7:
+        count = rng.randint(1, 3)
+        data["slices"] = {"count": count, "factors": random_slice_factors(rng, count)}
+        for stage in data["stages"]:
+            if rng.random() < 0.5:
+                stage["slice_gradient_bytes"] = rng.randint(0, 5)
+            if rng.random() < 0.3:
+                stage["slice_factors"] = random_slice_factors(rng, count)
+    return data
+
+
+def random_case(data: dict[str, Any], rng: Random) -> tuple[Ints, dict[unit_oracle.Key, unit_oracle.Cost]]:
+    """A random mode and set of ops for each unit of each stage: modes as in `Orders`, and all costs."""
+    units = data["microbatches"] * unit_oracle.slices_of(data)
+    numbers, costs = [], {}
+    for s, stage in enumerate(data["stages"]):
+        names = [rng.choice(mode_oracle.mode_names(stage)) for _ in range(units)]
+        numbers.append([mode_oracle.mode_names(stage).index(name) for name in names])
+        for unit, name in enumerate(names):
+            for kind in ("F", *rng.choice(mode_oracle.ways(stage, name))):
+                costs[kind, s, unit] = unit_oracle.cost(data, s, unit, name, kind)
+    return np.array(numbers), costs
+
+
+def random_orders(
+    problem: Problem, rng: Random
+) -> tuple[Orders, dict[unit_oracle.Key, unit_oracle.Cost], dict[Op, tuple[float, float]]]:
+    """Random orders of a problem, the costs of their ops, and the times of the list schedule that they are of."""
+    data = problem.to_data()
+    modes, costs = random_case(data, rng)
+    microbatch_order = list(range(data["microbatches"]))
+    if data.get("microbatch_order") == "free":
+        rng.shuffle(microbatch_order)
+    there, last = set(costs), len(data["stages"]) - 1
+    places = {op: unit_oracle.place(data, op, microbatch_order) for op in costs}
+    before = {
+        op: {*mode_oracle.needs(op, there, last)}
+        | {other for other in costs if unit_oracle.alike(other) == unit_oracle.alike(op) and places[other] < places[op]}
+        for op in costs
+    }
+    free: dict[Any, float] = {}
+    planned: dict[Op, tuple[float, float]] = {}
+    left = sorted(costs)
+    while left:
+        op = rng.choice([op for op in left if all(other in planned for other in before[op])])
+        left.remove(op)
+        device = problem.stages[op[1]].device
+        group = next(tuple(group) for group in problem.channel_groups if device in group)
+        resource: Any = (group, op[0] if problem.copy_channels.duplex else "") if op[0] in ("O", "R") else device
+        ready = [planned[Op(*other)][1] + unit_oracle.delay_us(data, other, op) for other in before[op]]
+        start = max([free.get(resource, 0.0), *ready])
+        free[resource] = start + costs[op].us
+        planned[Op(*op)] = (start, free[resource])
+    free_order = microbatch_order if data.get("microbatch_order") == "free" else None
+    return orders_from_times(problem, planned, modes=modes, microbatch_order=free_order), costs, planned
