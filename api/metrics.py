@@ -14,9 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from api.jobs import queries
+from api.jobs.database import Outage
 from api.jobs.records import TERMINAL, Counts, StopReason
 
 LIMITS: tuple[str, ...] = get_args(StopReason)
+FAULTS = ("gone", "full")
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 30)
 
 
@@ -39,6 +41,10 @@ class Metrics:
             "optpipe_http_open_connections", "Event streams and waiting requests.", registry=self.registry
         )
 
+    def count_database_faults(self, outage: Outage) -> None:
+        """Read the outage of the database as this process sees it at each scrape."""
+        self.registry.register(_DatabaseFigures(outage))
+
     def count_open_connections(self, count: Callable[[], int]) -> None:
         """Read the number of open connections from `count`."""
         self._connections.set_function(count)
@@ -49,11 +55,26 @@ class Metrics:
         if seconds is not None:
             self._seconds.labels(method, route).observe(seconds)
 
-    def text(self, counts: Counts) -> bytes:
-        """All figures in Prometheus' text format, those of the jobs as they stand in the database."""
+    def text(self, counts: Counts | None) -> bytes:
+        """All figures in Prometheus' text format, those of the jobs as they stand in the database, if it answers."""
+        if counts is None:
+            return generate_latest(self.registry)
         jobs = CollectorRegistry()
         jobs.register(_JobFigures(counts))
         return generate_latest(self.registry) + generate_latest(jobs)
+
+
+class _DatabaseFigures(Collector):
+    def __init__(self, outage: Outage) -> None:
+        self.outage = outage
+
+    def collect(self) -> Iterable[Metric]:
+        """Whether it works, and failed transactions since the process began."""
+        yield GaugeMetricFamily("optpipe_database_works", "0 during an outage.", float(self.outage.error is None))
+        faults = CounterMetricFamily("optpipe_database_faults", "Failed transactions.", labels=["kind"])
+        for kind in FAULTS:
+            faults.add_metric([kind], self.outage.faults[kind])
+        yield faults
 
 
 class _JobFigures(Collector):
@@ -72,6 +93,8 @@ class _JobFigures(Collector):
             "optpipe_heartbeat_age_seconds", "Silence of the quietest running job.", counts.heartbeat_age_s
         )
         yield GaugeMetricFamily("optpipe_busy_workers", "Workers that run a job.", counts.workers)
+        yield GaugeMetricFamily("optpipe_workers", "Workers that live.", counts.alive_workers)
+        yield GaugeMetricFamily("optpipe_places", "Jobs that all workers can solve at a time.", counts.places)
         yield self._counter("optpipe_heartbeats", "Heartbeats of all workers.", queries.HEARTBEATS)
         yield self._counter("optpipe_lost_workers", "Workers lost, once for each job they solved.", queries.LOST)
         yield self._counter("optpipe_solver_deaths", "Solves whose process ended by itself.", queries.DIED)

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import DatabaseGoneError, Fault, HttpError, http_error
+from api.jobs.records import ApiKey
 from api.metrics import Metrics
 from api.problem_details import LONGEST_ECHO, job_error, problem_response
 from api.service import Service
@@ -95,7 +96,7 @@ class AccessLog:
                 route=_route(scope),
                 status=status,
                 seconds=round(seconds, 4),
-                key_id=str(scope["optpipe.owner"]) if "optpipe.owner" in scope else None,
+                key_id=str(scope["optpipe.key"].id) if "optpipe.key" in scope else None,
             )
 
 
@@ -294,6 +295,10 @@ class HeadAsGet:
 
 LONGEST_SECRET = 200
 
+READING = frozenset({"GET", "HEAD"})
+READING_PATHS = frozenset({"/v1/analyze", "/v1/compare"})
+"""What a key that may only read can ask for: these methods, and these paths, which change nothing."""
+
 
 class RequireKey:
     """ASGI middleware: requires a bearer key, except for `/healthz` and the page, which holds no data.
@@ -316,12 +321,16 @@ class RequireKey:
                 raise _refusal("no_key", "this needs a key: send the header 'Authorization: Bearer KEY'.")
             key = await service.store.verify_key(secret.strip()) if len(secret) <= LONGEST_SECRET else None
             if key is None:
-                raise _refusal("bad_key", "this key is not known, or was revoked. Maybe a character is missing.")
+                detail = "this key is not known, has expired, or was revoked. Maybe a character is missing."
+                raise _refusal("bad_key", detail)
+            if key.scope == "read" and scope["method"] not in READING and scope["path"] not in READING_PATHS:
+                detail = "this key may only read. Maybe ask for one with the scope 'submit'."
+                raise http_error(HTTPStatus.FORBIDDEN, "scope", detail)
         except (HttpError, DatabaseGoneError) as error:
             raised = job_error(error) if isinstance(error, DatabaseGoneError) else error
             await problem_response(raised, scope["optpipe.request_id"])(scope, receive, send)
             return
-        scope["optpipe.owner"] = key.id
+        scope["optpipe.key"] = key
         await self.app(scope, receive, send)
 
 
@@ -330,9 +339,18 @@ def _refusal(code: str, detail: str) -> HttpError:
 
 
 async def _owner(request: Request) -> UUID | None:
-    owner: UUID | None = request.scope.get("optpipe.owner")
-    return owner
+    key: ApiKey | None = request.scope.get("optpipe.key")
+    return key.owner if key else None
 
 
 Owner = Annotated[UUID | None, Depends(_owner)]
-"""The id of the caller's key; None where no keys are asked for."""
+"""The id of the key whose jobs the caller may see; None where no keys are asked for."""
+
+
+async def _key(request: Request) -> ApiKey | None:
+    key: ApiKey | None = request.scope.get("optpipe.key")
+    return key
+
+
+Key = Annotated[ApiKey | None, Depends(_key)]
+"""The caller's key; None where none are asked for."""

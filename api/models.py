@@ -142,9 +142,16 @@ class CheckedAnswer(_Answer):
 
 
 class HealthAnswer(_Answer):
-    """The state of the service."""
+    """The process answers."""
 
-    status: Literal["alive", "ready"]
+    status: Literal["alive"]
+
+
+class ReadyAnswer(_Answer):
+    """The service can be used."""
+
+    status: Literal["ready"]
+    workers: int = Field(description="Workers that live. 0: jobs are accepted, and wait.")
 
 
 class ProblemBody(Document):

@@ -60,7 +60,7 @@ Responses = dict[int | str, dict[str, Any]]
 _WHY = {
     400: "The body is no strict JSON.",
     401: "A key is needed, and none that is valid was sent.",
-    403: "A page of another origin asked for a change.",
+    403: "The key's scope does not allow it, or a page of another origin asked for a change.",
     404: "There is no such job, or it is somebody else's.",
     405: "The path does not take this method.",
     409: "The job's status does not allow it.",

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from api.jobs.database import OUTAGE
 from api.jobs.store import Store
 from api.metrics import Metrics
 from api.models import Caps
@@ -39,6 +40,7 @@ async def running_service(settings: Settings, metrics: Metrics) -> AsyncIterator
     """Context in which all parts are open."""
     connections = Quota("open_connections", MOST_CONNECTIONS, MOST_CONNECTIONS_OF_ONE)
     metrics.count_open_connections(lambda: connections.held)
+    metrics.count_database_faults(OUTAGE)
     pool = ProcessPool(available_cores(), most_seconds_a_minute=settings.max_heavy_seconds_a_minute)
     async with Store(settings) as store, pool:
         yield Service(settings, store, pool, metrics, Caps.of(settings), connections)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
@@ -120,9 +121,12 @@ class Outage:
 
     def __init__(self) -> None:
         self.error: DatabaseGoneError | None = None
+        self.faults: Counter[str] = Counter()
+        """Failed transactions so far: `gone` or `full`."""
 
     def begin(self, error: DatabaseGoneError) -> None:
         """Note a failed transaction."""
+        self.faults["full" if isinstance(error, DatabaseFullError) else "gone"] += 1
         if type(error) is not type(self.error):
             _log.error("database fails", error=str(error))
         self.error = error

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from api.errors import NotFoundError
 from api.jobs.database import Statement
-from api.jobs.queries import NOT_REVOKED, of_owner
+from api.jobs.queries import NOT_ENDED, of_owner
 from api.jobs.records import Event
 from api.jobs.tables import events, jobs
 
@@ -116,8 +116,8 @@ def _pending(owned: bool) -> Statement:
     mine = jobs.c.owner == bindparam("owner") if owned else of_owner(None)
     later = select(events.c.number).join(jobs, jobs.c.id == events.c.job_id)
     pending = exists(later.where(mine, events.c.transaction >= bindparam("high"))).label("pending")
-    revoked = ~NOT_REVOKED if owned else false()
-    flags: list[ColumnElement[Any]] = [pending, revoked.label("revoked")]
+    ended = ~NOT_ENDED if owned else false()
+    flags: list[ColumnElement[Any]] = [pending, ended.label("ended")]
     return Statement(select(*flags))
 
 
@@ -131,11 +131,11 @@ async def newest(connection: AsyncConnection) -> FeedPosition:
     return FeedPosition(horizon, horizon, 0)
 
 
-async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosition) -> FeedBatch:
+async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosition, key: UUID | None) -> FeedBatch:
     """The next events of an owner. `connection` is in autocommit mode: each statement sees what is committed by then.
 
     A position beyond the newest one, which another database gave out, is read as the newest. Raises NotFoundError where
-    the owner's key is revoked.
+    `key`, with which they are read, is revoked or expired.
     """
     horizon = int((await connection.execute(_HORIZON)).scalar_one())
     if after.high > horizon:
@@ -152,7 +152,8 @@ async def read(connection: AsyncConnection, owner: UUID | None, after: FeedPosit
                 found.append(FeedEvent(replace(batch, number=number), Event(*fields)))
             if len(rows) == MOST_AT_ONCE:
                 return FeedBatch(found, found[-1].position, more=True)
-    (row,) = await _PENDING[owner is not None].all(connection, **mine, high=horizon)
-    if row.revoked:
-        raise NotFoundError("this key is revoked.")
+    reader = {"key": key} if owner is not None else {}
+    (row,) = await _PENDING[owner is not None].all(connection, **mine, **reader, high=horizon)
+    if row.ended:
+        raise NotFoundError("this key is revoked or has expired.")
     return FeedBatch(found, FeedPosition(horizon, horizon, 0), more=row.pending)

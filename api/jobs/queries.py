@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, bindparam, delete, exists, func, insert, select, text, update
+from sqlalchemy import ColumnElement, bindparam, delete, exists, false, func, insert, select, text, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -20,7 +20,18 @@ from api.errors import NotFoundError
 from api.jobs import queue
 from api.jobs.database import Statement, transaction
 from api.jobs.records import EventKind, Job, JobConfig, JobResult
-from api.jobs.tables import AnyRow, answers, api_keys, documents, events, jobs, schedules, solved_problems, totals
+from api.jobs.tables import (
+    AnyRow,
+    answers,
+    api_keys,
+    documents,
+    events,
+    jobs,
+    schedules,
+    solved_problems,
+    totals,
+    workers,
+)
 from api.settings import Settings
 from optpipe.schedule import Schedule
 
@@ -28,8 +39,11 @@ OWNED = (jobs.c.id == bindparam("job_id")) & jobs.c.owner.is_not_distinct_from(b
 """The condition for the job `job_id` of `owner`."""
 
 
-NOT_REVOKED = ~exists().where(api_keys.c.id == bindparam("owner"), api_keys.c.revoked_at.is_not(None))
-"""The condition that the key of `owner` is not revoked; true where there is none."""
+ENDED_KEY = api_keys.c.revoked_at.is_not(None) | func.coalesce(api_keys.c.expires_at <= func.now(), false())
+"""The condition that a key no longer opens anything."""
+
+NOT_ENDED = ~exists().where(api_keys.c.id == bindparam("key"), ENDED_KEY)
+"""The condition that `key` is neither revoked nor expired; true where there is none."""
 
 
 def of_owner(owner: UUID | None) -> ColumnElement[bool]:
@@ -197,6 +211,33 @@ async def add_totals(connection: AsyncConnection, figures: Totals) -> None:
     await connection.execute(new.on_conflict_do_update(index_elements=["name", "label"], set_=more))
 
 
+SEEN_EVERY_S = 2.0
+"""How often a worker says that it lives."""
+ALIVE_S = 10.0
+"""A worker that was not seen for so long does not count as alive; the heartbeats of its jobs are another matter."""
+
+
+async def say_alive(engine: AsyncEngine, worker: UUID, solves: int) -> None:
+    """Note that a worker lives, with room for `solves` jobs at a time."""
+    new = upsert(workers).values(id=worker, solves=solves)
+    async with transaction(engine) as connection:
+        await connection.execute(new.on_conflict_do_update(index_elements=["id"], set_={"seen_at": func.now()}))
+
+
+async def say_goodbye(engine: AsyncEngine, worker: UUID) -> None:
+    """Note that a worker has ended in order."""
+    async with transaction(engine) as connection:
+        await connection.execute(delete(workers).where(workers.c.id == worker))
+
+
+async def count_alive(connection: AsyncConnection) -> tuple[int, int]:
+    """Workers that live, and the jobs that they can solve at a time, all together."""
+    alive = workers.c.seen_at > func.now() - timedelta(seconds=ALIVE_S)
+    figures = select(func.count(), func.coalesce(func.sum(workers.c.solves), 0)).where(alive)
+    count, solves = (await connection.execute(figures)).one()
+    return count, solves
+
+
 RETENTION_LOCK = 0x6F70747069706532
 """Key of the advisory lock that one worker at a time takes to remove rows."""
 
@@ -207,6 +248,7 @@ KEEP_DOCUMENTS = timedelta(hours=1)
 """Age at which a document without a link is an orphan: its writer has linked it long before."""
 
 KEEP_ANSWERS = timedelta(days=90)
+KEEP_WORKERS = timedelta(days=1)
 MOST_ANSWERS = 10_000
 
 
@@ -230,5 +272,6 @@ async def remove_old(engine: AsyncEngine, settings: Settings) -> int:
         old = documents.c.written_at < func.now() - KEEP_DOCUMENTS
         links = [exists().where(table.c.document == documents.c.digest) for table in (schedules, answers)]
         await connection.execute(delete(documents).where(old, *(~link for link in links)))
+        await connection.execute(delete(workers).where(workers.c.seen_at < func.now() - KEEP_WORKERS))
         await queue.forget(connection)
     return removed

@@ -54,6 +54,10 @@ class JobConfig(Document):
     tags: list[Tag] = Field(default=[], max_length=20)
 
 
+Scope = Literal["read", "submit", "admin"]
+"""What a key may do, each also what those before it may: read jobs; submit and change them; list and cancel those of
+all keys."""
+
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]
 StopReason = Literal["time", "gap", "memory", "interrupted"]
@@ -175,11 +179,15 @@ class BestSchedule:
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A bearer key as it is listed: never with its secret."""
+    """A bearer key as it is listed: never with its secret. `owner`: the key whose jobs it is for, itself by default."""
 
     id: UUID
     name: str
+    scope: Scope
+    owner: UUID
     created_at: datetime
+    expires_at: datetime | None
+    last_used_at: datetime | None
     revoked_at: datetime | None
 
 
@@ -197,13 +205,16 @@ class Counts:
 
     `jobs` has every status. `queue_age_s`: how long the job that waits longest has waited (0: none waits).
     `heartbeat_age_s`: how long the quietest running job has been without a heartbeat. `workers`: those that run a job
-    now. `totals`: what all workers have counted, by name and label (`api.jobs.queries`).
+    now. `alive_workers`: those that were seen in the last seconds; `places`: jobs that these can solve at a time.
+    `totals`: what all workers have counted, by name and label (`api.jobs.queries`).
     """
 
     jobs: Mapping[Status, int]
     queue_age_s: float
     heartbeat_age_s: float
     workers: int
+    alive_workers: int
+    places: int
     totals: Mapping[tuple[str, str], float]
 
 

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self
 from uuid import UUID, uuid4
@@ -41,6 +41,7 @@ from api.jobs.records import (
     JobConfig,
     NewApiKey,
     Page,
+    Scope,
     Sort,
     Status,
     Submission,
@@ -102,6 +103,15 @@ class Store:
             self._changed(str(owner))
         return submission
 
+    async def owner_of(self, job_id: UUID) -> UUID | None:
+        """The owner of a job, whoever asks. Raises NotFoundError."""
+        async with transaction(self._reading) as connection:
+            row = (await connection.execute(select(jobs.c.owner).where(jobs.c.id == job_id))).one_or_none()
+        if row is None:
+            raise queries.not_found(job_id)
+        owner: UUID | None = row.owner
+        return owner
+
     async def get(self, job_id: UUID, owner: UUID | None = None) -> Job:
         """The job. Raises NotFoundError."""
         async with transaction(self._reading) as connection:
@@ -131,10 +141,11 @@ class Store:
         submitted_before: datetime | None = None,
         sort: Sort = "-submitted_at",
         count: bool = False,
+        all_keys: bool = False,
     ) -> Page:
         """At most `limit` jobs in the order of `sort`, from where the cursor's page ended. Raises BadCursorError.
 
-        `name`: part of it, in either case. `count`: also how many there are on all pages.
+        `name`: part of it, in either case. `count`: also how many there are on all pages. `all_keys`: of all owners.
         """
         places = queue.places()
         query = (
@@ -144,7 +155,7 @@ class Store:
         )
         if not (tag or "").isprintable() or not name.isprintable():
             return Page([], None, 0 if count else None)  # no job can have it, and PostgreSQL refuses such text
-        wanted = [jobs.c.owner.is_(None) if owner is None else jobs.c.owner == owner]
+        wanted = [] if all_keys else [queries.of_owner(owner)]
         if status is not None:
             wanted.append(jobs.c.status == status)
         if tag is not None:
@@ -234,18 +245,21 @@ class Store:
             row = await results.best_row(connection, job_id, owner)
         return results.best_schedule(row) if row.document else await asyncio.to_thread(results.best_schedule, row)
 
-    async def events(self, job_id: UUID, owner: UUID | None = None, after: int = 0, wait_s: float = 0) -> list[Event]:
+    async def events(
+        self, job_id: UUID, owner: UUID | None = None, after: int = 0, wait_s: float = 0, key: UUID | None = None
+    ) -> list[Event]:
         """The events with a revision above `after`, in order; where there is none yet, wait up to `wait_s` for one.
 
         The last event of a job that has ended is a terminal `status`. Raises NotFoundError (also for a job that is
-        removed meanwhile, or where the key is revoked).
+        removed meanwhile, or where `key`, by default the owner's, is revoked or expired).
         """
         until = time.monotonic() + wait_s
-        with self._told(str(job_id), _revocation(owner)) as told:
+        key = key or owner
+        with self._told(str(job_id), _revocation(key)) as told:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
-                    rows = await _EVENTS.all(connection, job_id=job_id, owner=owner, after=after)
+                    rows = await _EVENTS.all(connection, job_id=job_id, owner=owner, after=after, key=key)
                 if not rows:
                     raise queries.not_found(job_id)
                 newer = [Event(**row._asdict()) for row in rows if row.revision is not None]
@@ -261,17 +275,20 @@ class Store:
         async with transaction(self._reading) as connection:
             return await feed.newest(connection)
 
-    async def all_events(self, owner: UUID | None, after: FeedPosition, wait_s: float = 0) -> FeedBatch:
+    async def all_events(
+        self, owner: UUID | None, after: FeedPosition, wait_s: float = 0, key: UUID | None = None
+    ) -> FeedBatch:
         """The events of all jobs of an owner after a position; where there is none yet, wait up to `wait_s` for one.
 
-        Raises NotFoundError where the owner's key is revoked.
+        Raises NotFoundError where `key`, by default the owner's, is revoked or expired.
         """
         until = time.monotonic() + wait_s
-        with self._told(str(owner), _revocation(owner)) as told:
+        key = key or owner
+        with self._told(str(owner), _revocation(key)) as told:
             while True:
                 told.clear()
                 async with transaction(self._reading) as connection:
-                    batch = await feed.read(connection, owner, after)
+                    batch = await feed.read(connection, owner, after, key)
                 left_s = until - time.monotonic()
                 if batch.events or left_s <= 0:
                     return batch
@@ -288,8 +305,11 @@ class Store:
             job = await self.get(job_id, owner)
         return job
 
-    async def ping(self) -> None:
-        """Return if the database answers and its tables are at this program's revision. Raises DatabaseGoneError."""
+    async def ping(self) -> int:
+        """The number of workers that live, if the database answers and its tables are at this program's revision.
+
+        Raises DatabaseGoneError.
+        """
         async with transaction(self._reading) as connection:
             exists = await connection.execute(text("SELECT to_regclass('alembic_version') IS NOT NULL"))
             revision = None
@@ -303,6 +323,9 @@ class Store:
         if OUTAGE.error is not None:  # such as a full disk, which only a write shows
             async with transaction(self._engine) as connection:
                 await queries.add_totals(connection, {("probe", ""): 1.0})
+        async with transaction(self._reading) as connection:
+            alive, _ = await queries.count_alive(connection)
+        return alive
 
     async def counts(self) -> Counts:
         """Figures for metrics."""
@@ -310,20 +333,32 @@ class Store:
             by_status = await connection.execute(select(jobs.c.status, func.count()).group_by(jobs.c.status))
             counts: dict[Status, int] = {row[0]: row[1] for row in by_status}
             workers = (await connection.execute(select(func.count(jobs.c.worker.distinct())))).scalar_one()
+            alive = await queries.count_alive(connection)
             queue_age_s, heartbeat_age_s = await queue.ages_s(connection)
             added = {(row.name, row.label): row.value for row in await connection.execute(select(totals))}
         all_statuses = {status: counts.get(status, 0) for status in STATUSES}
-        return Counts(all_statuses, queue_age_s, heartbeat_age_s, workers, added)
+        return Counts(all_statuses, queue_age_s, heartbeat_age_s, workers, *alive, added)
 
-    async def create_key(self, name: str) -> NewApiKey:
-        """A new bearer key; only a hash of it is stored. Raises InputError for a name that cannot be shown."""
+    async def create_key(
+        self, name: str, scope: Scope = "submit", owner: UUID | None = None, expires_at: datetime | None = None
+    ) -> NewApiKey:
+        """A new bearer key; only a hash of it is stored. `owner`: the key whose jobs it is for, by default its own.
+
+        Raises InputError for a name that cannot be shown, NotFoundError for an owner that is none.
+        """
         if not name.isprintable() or not 1 <= len(name) <= LONGEST_NAME:
             detail = f"is {name!r:.80} but must be 1 to {LONGEST_NAME} characters that can be shown."
             raise InputError([Issue("name", "bad_name", detail)])
         key_id = uuid4()
         secret = f"optpipe_{key_id.hex}_{secrets.token_urlsafe(32)}"
-        new = insert(api_keys).values(id=key_id, name=name, hash=_hash(secret)).returning(api_keys)
+        values = {"id": key_id, "name": name, "hash": _hash(secret), "scope": scope, "expires_at": expires_at}
         async with transaction(self._engine) as connection:
+            if owner is not None:
+                first = select(func.coalesce(api_keys.c.owner, api_keys.c.id)).where(api_keys.c.id == owner)
+                values["owner"] = (await connection.execute(first)).scalar_one_or_none()
+                if values["owner"] is None:
+                    raise _no_such_key(owner)
+            new = insert(api_keys).values(values).returning(api_keys)
             return NewApiKey(_key((await connection.execute(new)).one()), secret)
 
     async def list_keys(self) -> list[ApiKey]:
@@ -339,17 +374,27 @@ class Store:
             row = (await connection.execute(revoked)).one_or_none()
             await notify(connection, CHANGED, _revocation(key_id))
         if row is None:
-            raise NotFoundError(f"there is no key {key_id}. Maybe see 'optpipe keys list'.")
+            raise _no_such_key(key_id)
         return _key(row)
 
     async def verify_key(self, secret: str) -> ApiKey | None:
-        """Key of a secret, None if there is none or it is revoked. The time it takes reveals nothing of the secret."""
+        """Key of a secret, None if there is none, or it is revoked or expired; its use is noted once a minute.
+
+        The time it takes reveals nothing of the secret.
+        """
         match = _SECRET.fullmatch(secret)
         key_id = UUID(match[1]) if match else UUID(int=0)
         async with transaction(self._reading) as connection:
             row = await _KEY.one_or_none(connection, key_id=key_id)
         same = hmac.compare_digest(row.hash if row else _NO_HASH, _hash(secret))
-        return _key(row) if row is not None and same and row.revoked_at is None else None
+        if row is None or not same or row.ended:
+            return None
+        if row.last_used_at is None or datetime.now(UTC) - row.last_used_at > NOTED_EVERY:
+            used = update(api_keys).where(api_keys.c.id == key_id).values(last_used_at=func.now())
+            with suppress(DatabaseGoneError):  # such as a full disk: reading goes on
+                async with transaction(self._engine) as connection:
+                    await connection.execute(used)
+        return _key(row)
 
     @contextmanager
     def _told(self, *subjects: str) -> Iterator[asyncio.Event]:
@@ -379,7 +424,7 @@ class Store:
 _EVENTS = Statement(
     select(*(events.c[name] for name in Event.__dataclass_fields__))
     .select_from(jobs.outerjoin(events, (events.c.job_id == jobs.c.id) & (events.c.revision > bindparam("after"))))
-    .where(queries.OWNED, queries.NOT_REVOKED)
+    .where(queries.OWNED, queries.NOT_ENDED)
     .order_by(events.c.revision)
 )
 """Events of a job above a revision: one row of NULLs if there are none, no row if there is no such job."""
@@ -426,7 +471,9 @@ _NO_HASH = bytes(32)
 LONGEST_NAME = 200
 
 
-_KEY = Statement(select(api_keys).where(api_keys.c.id == bindparam("key_id")))
+NOTED_EVERY = timedelta(minutes=1)
+
+_KEY = Statement(select(api_keys, queries.ENDED_KEY.label("ended")).where(api_keys.c.id == bindparam("key_id")))
 
 
 def _revocation(owner: UUID | None) -> str:
@@ -439,4 +486,9 @@ def _hash(secret: str) -> bytes:
 
 
 def _key(row: Any) -> ApiKey:
-    return ApiKey(row.id, row.name, row.created_at, row.revoked_at)
+    times = row.created_at, row.expires_at, row.last_used_at, row.revoked_at
+    return ApiKey(row.id, row.name, row.scope, row.owner or row.id, *times)
+
+
+def _no_such_key(key_id: UUID) -> NotFoundError:
+    return NotFoundError(f"there is no key {key_id}. Maybe see 'optpipe keys list'.")

@@ -10,6 +10,7 @@
     api_keys         bearer keys, hashed
     solved_problems  the best schedule of each problem up to names and units
     answers          the document with which a solved problem was answered last, for when it comes again word for word
+    workers          workers that live, and when each was last seen
     totals           what all workers have counted for the metrics since the tables were made
 
 pgqueuer's own tables lie beside them: a row there for each job that waits or runs.
@@ -79,6 +80,11 @@ api_keys = Table(
     Column("hash", LargeBinary, nullable=False),
     _now("created_at"),
     Column("revoked_at", DateTime(timezone=True)),
+    Column("scope", Text, nullable=False, server_default="submit"),
+    Column("owner", Uuid, ForeignKey("api_keys.id")),
+    Column("expires_at", DateTime(timezone=True)),
+    Column("last_used_at", DateTime(timezone=True)),
+    CheckConstraint("scope IN ('read', 'submit', 'admin')", "scope"),
 )
 
 jobs = Table(
@@ -208,6 +214,14 @@ answers = Table(
     _document(),
     Column("value_us", Double, nullable=False),
     Column("bound_us", Double, nullable=False),
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("solves", Integer, nullable=False),
+    _now("seen_at"),
 )
 
 totals = Table(

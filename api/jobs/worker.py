@@ -17,7 +17,7 @@ import structlog
 from api.errors import DatabaseGoneError
 from api.jobs import leases, queue
 from api.jobs.database import Listener, end_tasks, make_engine
-from api.jobs.queries import CANCEL, remove_old
+from api.jobs.queries import CANCEL, SEEN_EVERY_S, remove_old, say_alive, say_goodbye
 from api.jobs.queue import HeartbeatGrace, Picker
 from api.jobs.run import Run, Solve, WorkerMetrics, Workplace
 from api.settings import Settings
@@ -67,6 +67,7 @@ class Worker:
         """Work until `stop`."""
         _log.info("worker begun", worker=str(self.id), solves=self.settings.solves)
         caretaker = asyncio.create_task(self._care(), name="caretaker")
+        presence = asyncio.create_task(self._say_alive(), name="presence")
         try:
             async with self._listener:
                 try:
@@ -87,7 +88,9 @@ class Worker:
                         _, late = await asyncio.wait(tasks, timeout=STOP_S)
                         await end_tasks(*late)
         finally:
-            await end_tasks(caretaker)
+            await end_tasks(caretaker, presence)
+            with suppress(DatabaseGoneError):
+                await say_goodbye(self._engine, self.id)
             await self._engine.dispose()
             self._executor.shutdown()
         _log.info("worker ended", worker=str(self.id))
@@ -122,6 +125,12 @@ class Worker:
         for run in self._runs:
             if run.lease.job_id == UUID(payload):
                 run.cancel()
+
+    async def _say_alive(self) -> None:
+        while True:
+            with suppress(DatabaseGoneError):
+                await say_alive(self._engine, self.id, self.settings.solves)
+            await asyncio.sleep(SEEN_EVERY_S)
 
     async def _care(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from api.errors import DatabaseGoneError, NotFoundError, unprocessable
 from api.jobs.feed import FeedPosition
 from api.jobs.records import TERMINAL, Event
 from api.jobs.store import Store
-from api.middleware import Owner
+from api.middleware import Key, Owner
 from api.models import EventAnswer
 from api.openapi import errors
 from api.service import TheService
@@ -29,15 +29,18 @@ RETRY_MS = 1000
 """Reconnection time sent to clients."""
 
 
-async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: int) -> AsyncIterator[bytes]:
+async def event_stream(
+    store: Store, job_id: UUID, owner: UUID | None, after: int, key: UUID | None = None
+) -> AsyncIterator[bytes]:
     """Server-sent events of a job above the revision `after`, as they happen, up to its terminal status.
 
-    An outage of the database delays them. The stream of a job that is removed ends, and that of a key that is revoked.
+    An outage of the database delays them. The stream of a job that is removed ends, and that of a `key` that is revoked
+    or expires.
     """
     yield format_sse_event(retry=RETRY_MS)
     while True:
         try:
-            events = await store.events(job_id, owner, after, KEEP_ALIVE_S)
+            events = await store.events(job_id, owner, after, KEEP_ALIVE_S, key)
             over = False
             if not events:  # a client that resumes may have seen the end already
                 job = await store.get(job_id, owner)
@@ -57,12 +60,14 @@ async def event_stream(store: Store, job_id: UUID, owner: UUID | None, after: in
             yield format_sse_event(comment="nothing new")
 
 
-async def all_events_stream(store: Store, owner: UUID | None, position: FeedPosition) -> AsyncIterator[bytes]:
-    """Server-sent events of all jobs of an owner after a position, as they happen, until the key is revoked."""
+async def all_events_stream(
+    store: Store, owner: UUID | None, position: FeedPosition, key: UUID | None = None
+) -> AsyncIterator[bytes]:
+    """Server-sent events of all jobs of an owner after a position, until `key` is revoked or expires."""
     yield format_sse_event(retry=RETRY_MS, id=str(position))  # for a client that loses it before the first event
     while True:
         try:
-            batch = await store.all_events(owner, position, KEEP_ALIVE_S)
+            batch = await store.all_events(owner, position, KEEP_ALIVE_S, key)
         except NotFoundError:
             return
         except DatabaseGoneError as error:
@@ -120,6 +125,7 @@ async def _connection(service: TheService, owner: Owner) -> AsyncIterator[None]:
 async def job_events(
     service: TheService,
     owner: Owner,
+    key: Key,
     job_id: UUID,
     last_event_id: Annotated[int, Header(ge=0, le=LARGEST_REVISION, description="Resume after this revision.")] = 0,
 ) -> Response:
@@ -127,7 +133,8 @@ async def job_events(
     job = await service.store.get(job_id, owner)
     if job.ended and job.revision <= last_event_id:
         return Response(status_code=204)
-    return StreamingResponse(event_stream(service.store, job_id, owner, last_event_id), media_type=MEDIA_TYPE)
+    stream = event_stream(service.store, job_id, owner, last_event_id, key.id if key else None)
+    return StreamingResponse(stream, media_type=MEDIA_TYPE)
 
 
 @router.get(
@@ -142,6 +149,7 @@ async def job_events(
 async def all_events(
     service: TheService,
     owner: Owner,
+    key: Key,
     last_event_id: Annotated[str, Header(max_length=100, description="Resume after the event with this id.")] = "",
 ) -> Response:
     """Server-sent events of all jobs of the caller's key, from now on or from `Last-Event-ID` on, without an end."""
@@ -151,4 +159,5 @@ async def all_events(
         after = await service.store.newest_position()
     if after is None:
         raise unprocessable("bad_event_id", f"Last-Event-ID is {last_event_id!a}, which this stream never sent.")
-    return StreamingResponse(all_events_stream(service.store, owner, after), media_type=MEDIA_TYPE)
+    stream = all_events_stream(service.store, owner, after, key.id if key else None)
+    return StreamingResponse(stream, media_type=MEDIA_TYPE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -10,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from api.errors import retry_later
-from api.models import HealthAnswer
+from api.errors import DatabaseGoneError, retry_later
+from api.models import HealthAnswer, ReadyAnswer
 from api.openapi import errors
 from api.service import TheService
 from optpipe.problem import Problem
@@ -43,9 +44,9 @@ async def alive() -> HealthAnswer:
 
 
 @router.get("/readyz", responses=errors())
-async def ready(service: TheService) -> HealthAnswer:
-    """The database answers, and a toy problem is solved to its known value."""
-    await service.store.ping()
+async def ready(service: TheService) -> ReadyAnswer:
+    """The database answers, and a toy problem is solved to its known value; how many workers live."""
+    workers = await service.store.ping()
     try:
         with fail_after(READY_S):
             toy = await to_thread.run_sync(solve, TOY, "1f1b", abandon_on_cancel=True)
@@ -55,7 +56,7 @@ async def ready(service: TheService) -> HealthAnswer:
         raise retry_later(
             HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the toy problem was not solved as it must be.", 1
         )
-    return HealthAnswer(status="ready")
+    return ReadyAnswer(status="ready", workers=workers)
 
 
 @router.get(
@@ -64,8 +65,11 @@ async def ready(service: TheService) -> HealthAnswer:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **errors()},
 )
 async def metrics(service: TheService) -> Response:
-    """Figures for Prometheus."""
-    text = service.metrics.text(await service.store.counts())
+    """Figures for Prometheus; while the database is gone, those of this process alone."""
+    counts = None
+    with suppress(DatabaseGoneError):
+        counts = await service.store.counts()
+    text = service.metrics.text(counts)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

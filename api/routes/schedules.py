@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from http import HTTPStatus
 from math import ceil
 from typing import Annotated, Literal
 from uuid import UUID
@@ -17,11 +18,11 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from api.errors import HttpError
+from api.errors import HttpError, http_error
 from api.jobs.records import Job, JobLabels, Sort, Status, Submission
 from api.jobs.results import Built, Equality
 from api.jobs.submit import SubmittedProblem
-from api.middleware import JsonBody, Owner
+from api.middleware import JsonBody, Key, Owner
 from api.models import (
     CheckedAnswer,
     JobAnswer,
@@ -204,6 +205,7 @@ _UNCHANGED: Responses = {304: {"description": "The answer is still the one that 
 async def list_jobs(
     service: TheService,
     owner: Owner,
+    key: Key,
     status: Status | None = None,
     tag: Tag = None,
     name: NamePart = "",
@@ -213,11 +215,14 @@ async def list_jobs(
         "-submitted_at"
     ),
     count: Annotated[bool, Query(description="Also count the jobs of all pages.")] = False,
+    all_keys: Annotated[bool, Query(description="Of all keys; with the scope `admin` only.")] = False,
     limit: Annotated[int, Query(ge=1, le=MOST_JOBS)] = 50,
     cursor: Annotated[str | None, Query(max_length=1000)] = None,
     if_none_match: IfNoneMatch = "",
 ) -> Response:
     """Jobs, newest first unless `sort` says otherwise. `cursor` of one answer asks for the jobs that follow."""
+    if all_keys and key is not None and key.scope != "admin":
+        raise http_error(HTTPStatus.FORBIDDEN, "scope", "all_keys needs a key with the scope 'admin'.")
     page = await service.store.list_jobs(
         owner,
         status,
@@ -229,6 +234,7 @@ async def list_jobs(
         submitted_before=submitted_before,
         sort=sort,
         count=count,
+        all_keys=all_keys,
     )
     return _unless_known(JobsAnswer.of(page), if_none_match)
 
@@ -258,8 +264,10 @@ async def rename(service: TheService, owner: Owner, job_id: UUID, body: JsonBody
 
 
 @router.post("/{job_id}/cancel", response_model=JobAnswer, responses=errors(404))
-async def cancel(service: TheService, owner: Owner, job_id: UUID) -> Response:
+async def cancel(service: TheService, owner: Owner, key: Key, job_id: UUID) -> Response:
     """Stop a job and keep its best schedule. One that runs ends within a second; one that has ended stays as it is."""
+    if key is not None and key.scope == "admin":
+        owner = await service.store.owner_of(job_id)
     return _job_response(await service.store.cancel(job_id, owner))
 
 

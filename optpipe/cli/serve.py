@@ -8,7 +8,8 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from uuid import UUID
 
 import typer
@@ -186,11 +187,22 @@ keys = typer.Typer(help="API keys of the service: create, list, revoke. Only has
 @keys.command()
 def create(
     name: Annotated[str, typer.Argument(help="User or program that the key is for.")],
+    scope: Annotated[
+        Literal["read", "submit", "admin"],
+        typer.Option(
+            help="read: see jobs; submit: also submit and change them; admin: also list and cancel those of all keys."
+        ),
+    ] = "submit",
+    of: Annotated[
+        UUID | None, typer.Option(help="Key whose jobs it is for, instead of its own; as `optpipe keys list` shows it.")
+    ] = None,
+    expires_days: Annotated[float | None, typer.Option(min=0, max=36500, help="Days until it expires.")] = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> int:
     """Create a key and print its secret, which cannot be shown again."""
-    made = _with_store(database_url, lambda store: store.create_key(name))
+    ends = None if expires_days is None else datetime.now(UTC) + timedelta(days=expires_days)
+    made = _with_store(database_url, lambda store: store.create_key(name, scope, of, ends))
     if as_json:
         print_json(_data(made.key) | {"secret": made.secret})
     else:
@@ -205,9 +217,11 @@ def list_keys(database_url: DatabaseUrl = None, as_json: AsJson = False) -> int:
     if as_json:
         print_json([_data(key) for key in keys])
         return 0
-    rows = table("id", "name", "created", "revoked")
+    rows = table("id", "name", "scope", "of", "created", "last used", "expires", "revoked")
     for data in map(_data, keys):
-        rows.add_row(data["id"], data["name"], data["created_at"], data["revoked_at"] or "")
+        of = "" if data["of"] == data["id"] else data["of"]
+        times = (data[name] or "" for name in ("created_at", "last_used_at", "expires_at", "revoked_at"))
+        rows.add_row(data["id"], data["name"], data["scope"], of, *times)
     stdout().print(rows)
     return 0
 
@@ -245,9 +259,11 @@ def _with_store(database_url: str | None, query: Callable[[Store], Awaitable[T]]
 
 
 def _data(key: ApiKey) -> dict[str, Any]:
+    times = {name: getattr(key, name) for name in ("created_at", "last_used_at", "expires_at", "revoked_at")}
     return {
         "id": str(key.id),
         "name": key.name,
-        "created_at": key.created_at.isoformat(timespec="seconds"),
-        "revoked_at": key.revoked_at.isoformat(timespec="seconds") if key.revoked_at else None,
+        "scope": key.scope,
+        "of": str(key.owner),
+        **{name: time.isoformat(timespec="seconds") if time else None for name, time in times.items()},
     }

@@ -85,7 +85,8 @@ def _check_labels(metrics: str) -> None:
     values: dict[str, set[str]] = {}
     for name, value in re.findall(r'(\w+)="([^"]*)"', metrics):
         values.setdefault(name, set()).add(value)
-    assert set(values) == {"method", "route", "status", "le", "limit"}
+    assert set(values) == {"method", "route", "status", "le", "limit", "kind"}
+    assert values["kind"] == {"gone", "full"}
     assert values["method"] <= {"GET", "POST", "DELETE", "other"}
     assert {"unknown", "/v1/schedules", "/v1/schedules/{job_id}"} <= values["route"]
     assert len(values["route"]) < 10

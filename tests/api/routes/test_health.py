@@ -3,23 +3,68 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from http import HTTPStatus
 
 import httpx
 import pytest
 from httpx import Client
+from pydantic import SecretStr
+from sqlalchemy import make_url
 
 from api.app import create_app
-from api.errors import DatabaseGoneError
+from api.errors import DatabaseFullError, DatabaseGoneError
+from api.jobs.database import Outage
 from api.jobs.store import Store
+from api.metrics import Metrics
 from api.models import SubmissionBody
 from api.settings import Settings
-from tests.api.harness import body, listening
+from tests.api.harness import START_S, at_once, body, listening, working
 
 
 def test_alive_and_ready(client: Client) -> None:
     assert client.get("/healthz").json() == {"status": "alive"}
-    assert client.get("/readyz").json() == {"status": "ready"}
+    assert client.get("/readyz").json() == {"status": "ready", "workers": 1}
+
+
+def test_workers_that_live_are_counted(idle: Client, settings: Settings) -> None:
+    assert idle.get("/readyz").json()["workers"] == 0
+    three = settings.model_copy(update={"solves": 3})
+    with listening(create_app(settings)) as url:
+
+        def figures() -> set[str]:
+            return {line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("optpipe_")}
+
+        with working(three, at_once), working(settings.model_copy(update={"solves": 1}), at_once):
+            until = time.monotonic() + START_S
+            while not {"optpipe_workers 2.0", "optpipe_places 4.0"} <= figures():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        assert "optpipe_workers 0.0" in figures()  # those that ended in order
+
+
+def test_faults_of_the_database_are_a_metric(settings: Settings) -> None:
+    assert settings.database_url is not None
+    elsewhere = make_url(settings.database_url.get_secret_value()).set(database="nowhere")
+    url = elsewhere.render_as_string(hide_password=False)
+    with listening(create_app(settings.model_copy(update={"database_url": SecretStr(url)}))) as api:
+        assert httpx.get(f"{api}/readyz").json()["errors"][0]["code"] == "database_gone"
+        answer = httpx.get(f"{api}/metrics")
+    assert answer.status_code == 200
+    assert re.search(r'^optpipe_database_faults_total\{kind="gone"\} [1-9]', answer.text, re.MULTILINE)
+
+
+def test_an_outage_is_a_metric() -> None:
+    metrics, outage = Metrics(), Outage()
+    metrics.count_database_faults(outage)
+    outage.begin(DatabaseFullError("the disk is full."))
+    outage.end(written=False)
+    during = metrics.text(None).decode()
+    assert "optpipe_database_works 0.0" in during
+    assert 'optpipe_database_faults_total{kind="full"} 1.0' in during
+    outage.end(written=True)
+    assert "optpipe_database_works 1.0" in metrics.text(None).decode()
 
 
 def test_not_ready_without_the_database(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
