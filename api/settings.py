@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     """Ops of a problem (`solver.scale.count_ops`): larger ones are refused before anything is built."""
     max_time_limit_s: float = Field(default=3600.0, gt=0)
     max_workers: int = Field(default_factory=available_cores, ge=1)
-    """Threads that one job may ask for."""
+    """Threads that one job may ask for, in all workers together."""
     max_queued_jobs: int = Field(default=1000, ge=1)
     """Jobs of one key that may wait or run at a time."""
     max_submissions_a_minute: int = Field(default=600, ge=1)
@@ -64,6 +64,8 @@ class Settings(BaseSettings):
     """`optpipe serve` starts a worker, which solves several jobs at a time; false: all workers run elsewhere."""
     solves: int = Field(default_factory=available_cores, ge=1, le=256)
     """Jobs that one worker solves at a time."""
+    threads_per_job: int = Field(default_factory=available_cores, ge=1)
+    """Threads that one worker gives to a job; a job that asks for more is helped by workers that have nothing to do."""
     job_memory_bytes: int | None = Field(default=None, ge=2**20)
     """Memory of one solve; None: an equal share of 80 % of what is free when the worker starts."""
     heartbeat_s: float = Field(default=5.0, ge=1.0, le=600.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import (
     executor,
     first_solve,
+    fleet,
     milp_accelerations,
     pattern_curve,
     predicted_steps,
@@ -38,6 +39,7 @@ MODULES = (
     predicted_steps,
     updates,
     service_load,
+    fleet,
 )
 SECTIONS = {section.name: section for module in MODULES for section in module.SECTIONS}
 DOCUMENTS = {"quick": Path("out/benchmarks/benchmarks.md"), "full": Path("docs/benchmarks.md")}

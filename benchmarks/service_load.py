@@ -91,14 +91,15 @@ def measure(size: Size, pictures: Path) -> str:
 
 
 @contextmanager
-def own_service() -> Iterator[str]:
-    """Start `optpipe serve` with its own data folder and yield its address."""
+def own_service(*options: str, **settings: object) -> Iterator[str]:
+    """Start `optpipe serve` with its own data folder, further options and settings, and yield its address."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         os.chmod(folder, 0o755)  # for root PostgreSQL runs as another user
         port = free.getsockname()[1]
         free.close()
         more = {"XDG_DATA_HOME": folder, "OPTPIPE_MAX_SUBMISSIONS_A_MINUTE": "1000000"}
-        command = [sys.executable, "-m", "optpipe", "serve", "--port", str(port)]
+        more |= {f"OPTPIPE_{name.upper()}": str(value) for name, value in settings.items()}
+        command = [sys.executable, "-m", "optpipe", "serve", "--port", str(port), *options]
         log = Path(folder) / "log"
         with log.open("w") as out, subprocess.Popen(command, env=os.environ | more, stdout=out, stderr=out) as service:
             try:

@@ -58,7 +58,8 @@ class Limits:
     The clock runs from the construction; `time_limit_s` may be infinite. With a `deterministic_limit` no search reads
     the clock to decide anything: it is the work that they may do, in units of about a second each (CP-SAT's
     deterministic time, evaluations of a local search), so that one worker and one seed give the same answer in every
-    run. Only `milp` keeps to the time limit even so, because HiGHS counts no work.
+    run. Only `milp` keeps to the time limit even so, because HiGHS counts no work. `lane`: among several solves of one
+    problem, 0 is the first; `auto` begins with another search in each, and the seeds differ as well.
     """
 
     time_limit_s: float = 30.0
@@ -68,6 +69,7 @@ class Limits:
     cancel: Cancel = field(default_factory=Cancel)
     began: float = field(default_factory=time.perf_counter)
     deterministic_limit: float | None = None
+    lane: int = 0
 
     def part(self, share: float) -> Limits:
         """Limits for a part of the search: this share of the time that is left, or of all the work allowed."""

@@ -1,9 +1,11 @@
-"""The records that go between searches, the shared incumbent, child processes and callers: `Solution`, `Progress`."""
+"""What goes between searches, the shared incumbent, child processes and callers: `Solution`, `Progress`, `Feed`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 from optpipe.ops import Orders
 from optpipe.problem import Problem
@@ -45,6 +47,47 @@ INFEASIBLE = Solution(bound_us=float("inf"))
 """The answer of a search that proved that no schedule keeps the budgets."""
 
 OnSolution = Callable[[Solution], None]
+
+
+class Feed:
+    """Solutions that other solves of the same problem find while this one runs. Safe to use from any thread.
+
+    Only the newest one waits where nobody takes it: it is the best that the others have.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._waiting: Solution | None = None
+        self._take: OnSolution | None = None
+
+    def offer(self, solution: Solution) -> None:
+        """Pass on orders with their value, and a bound that holds for every schedule."""
+        with self._lock:
+            take = self._take
+            if take is None:
+                self._waiting = solution
+        if take is not None:
+            take(solution)
+
+    def pop(self) -> Solution | None:
+        """The solution that waits, if any."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        return waiting
+
+    @contextmanager
+    def into(self, take: OnSolution) -> Iterator[None]:
+        """While in this context every solution goes to `take`; at once the one that waits."""
+        with self._lock:
+            self._take = take
+        waiting = self.pop()
+        if waiting is not None:
+            take(waiting)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._take = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from solver.limits import Limits
 from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes
-from solver.solution import OnProgress, Solution
+from solver.solution import Feed, OnProgress, Solution
 from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, run_subsolvers
 from solver.warm_starts import offer_orders, offer_published
 
@@ -51,10 +51,12 @@ def search(
     on_progress: OnProgress | None = None,
     starts: Sequence[Orders] = (),
     on_searching: Callable[[], None] = lambda: None,
+    feed: Feed | None = None,
 ) -> Solution:
     """`solve` without its last step: the orders, which it always has, are still to be verified. Raises the same.
 
-    `on_searching` is called when the published schedules were tried and the searches begin.
+    `on_searching` is called when the published schedules were tried and the searches begin. `feed`: what other solves
+    of this problem find meanwhile; a search that runs goes on, and the next one begins with it.
     """
     chosen = method_named(method)
     forget_stale()
@@ -67,14 +69,14 @@ def search(
     chosen.refuse(problem)
     _refuse_impossible(problem)
     shared = SharedIncumbent(problem, limits, on_progress)
-    with limits.cancel.calling(shared.stop.request):
+    with limits.cancel.calling(shared.stop.request), (feed or Feed()).into(shared.offer):
         offer_published(problem, shared)
         for orders in starts:
             offer_orders(problem, shared, orders, "neighbour")
         if chosen.search is not None:
             subsolvers: Sequence[Subsolver] = [[TimeSlice(chosen.name, chosen.search, 1.0, limits.workers, once=True)]]
         else:
-            subsolvers = auto_subsolvers(problem, limits.workers)
+            subsolvers = auto_subsolvers(problem, limits.workers, limits.lane)
         if not shared.stop.requested:
             on_searching()
             run_subsolvers(problem, shared, subsolvers)

@@ -53,6 +53,9 @@ PAUSE_S = 0.05
 SEEDS = 2**31
 """Seeds are taken modulo 2**31, the solvers' range."""
 
+LANE_SEEDS = 1_000_003
+"""Between the seeds of two lanes: far more than one has rounds, and prime, so that no two lanes meet."""
+
 _THREAD_NAME = "subsolver"
 
 
@@ -113,7 +116,8 @@ def _take(problem: Problem, shared: SharedIncumbent, time_slice: TimeSlice, roun
     It is not where a search ended before its time and found nothing: it would only do so again.
     """
     limits = shared.limits.part(time_slice.share)
-    limits = replace(limits, workers=time_slice.workers, seed=(limits.seed + round_number) % SEEDS, cancel=shared.stop)
+    seed = (limits.seed + round_number + LANE_SEEDS * limits.lane) % SEEDS
+    limits = replace(limits, workers=time_slice.workers, seed=seed, cancel=shared.stop)
     before = shared.best
 
     def offer(solution: Solution) -> None:
@@ -186,8 +190,16 @@ MOST_MODEL_OPS = 50_000
 """Ops up to which CP-SAT has a part in it: of more, windows and parts take many seconds to model and heed no limit."""
 
 
-def auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
-    """The subsolvers for a problem of this size on so many cores. Shares of one subsolver sum up to at most 1."""
+def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[Subsolver]:
+    """The subsolvers for a problem of this size on so many cores, in the order of the lane (`Limits.lane`).
+
+    Shares of one subsolver sum up to at most 1.
+    """
+    subsolvers = _auto_subsolvers(problem, workers)
+    return [[*time_slices[(at := lane % len(time_slices)) :], *time_slices[:at]] for time_slices in subsolvers]
+
+
+def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if problem.has_factors or problem.slice_count > 1:  # no search knows them
         return []

@@ -21,11 +21,12 @@ from api.errors import LeaseLostError
 from api.jobs import queries, queue, results
 from api.jobs.database import transaction
 from api.jobs.queries import change_job
-from api.jobs.queue import Picker
+from api.jobs.queue import FOREVER_S, Picker
 from api.jobs.records import JobConfig, JobResult
 from api.jobs.tables import AnyRow, incumbents, jobs
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, schedule_text
+from solver.methods import METHODS
 
 MOST_LOST = 3
 """Lost workers after which a job fails: it may be what kills them."""
@@ -33,16 +34,15 @@ MOST_LOST = 3
 LEADER_LOCK = 0x6F70747069706533
 """Key of the advisory lock under which one worker at a time looks for equal jobs."""
 
-FOREVER_S = 10.0 * 365 * 24 * 3600
-"""Effectively infinite heartbeat timeout."""
-
 
 @dataclass(frozen=True)
 class Lease:
     """A job that a worker has taken up. `best`: its row of `incumbents`, from an earlier attempt.
 
     `alone`: the worker was lost before with this job, so it takes no other one beside it. `followed`: it has waited for
-    the end of an equal job, whose schedule may be its answer.
+    the end of an equal job, whose schedule may be its answer. `share`: 0 for the primary worker; 1 and up for its
+    helpers, which begin `begun_s` later. A helper writes in the primary worker's name, so that its lease ends with the
+    primary's.
     """
 
     job_id: UUID
@@ -53,7 +53,9 @@ class Lease:
     config_data: Mapping[str, Any]
     best: AnyRow | None
     alone: bool
-    followed: bool
+    followed: bool = False
+    share: int = 0
+    begun_s: float = 0.0
 
     def problem(self) -> Problem:
         """Its problem. Raises InputError where a program with other rules accepted it."""
@@ -64,8 +66,13 @@ class Lease:
         return JobConfig.from_data(self.config_data)
 
 
-async def claim(engine: AsyncEngine, picker: Picker, running_ids: Collection[UUID] = ()) -> list[Lease]:
-    """Lease jobs to a worker, which solves `running_ids` at present. Those of silent workers are set aside first."""
+async def claim(
+    engine: AsyncEngine, picker: Picker, running_ids: Collection[UUID] = (), threads: int | None = None
+) -> list[Lease]:
+    """Lease jobs to a worker, which solves `running_ids` at present. Those of silent workers are set aside first.
+
+    `threads`: those that it gives to one job. For what a job asks for beyond, other workers are asked to help.
+    """
     leases: list[Lease] = []
     free = picker.free
     async with transaction(engine) as connection:
@@ -75,23 +82,44 @@ async def claim(engine: AsyncEngine, picker: Picker, running_ids: Collection[UUI
             picker = replace(picker, heartbeat_timeout_s=FOREVER_S)
         lost = await picker.lost(connection)
         for queue_id, job_id in lost:
-            await _take(connection, picker.worker, queue_id, job_id)
+            await _take(connection, picker.worker, queue_id, job_id, threads)
         await queries.add_totals(connection, {(queries.LOST, ""): len(lost)})
         if not lost:
-            leases, again = await _claim(connection, picker, running_ids)
+            leases, again = await _claim(connection, picker, running_ids, threads)
             if not again:
                 return leases
     while True:
         picker = replace(picker, free=free - len(leases))
         async with transaction(engine) as connection:  # pgqueuer hands out what was set aside after this moment only
-            more, again = await _claim(connection, picker, running_ids)
+            more, again = await _claim(connection, picker, running_ids, threads)
         leases += more
         if not again:
             return leases
 
 
+async def claim_share(engine: AsyncEngine, picker: Picker, running_ids: Collection[UUID]) -> Lease | None:
+    """Lease a share of a job of another worker, if one asks for help."""
+    async with transaction(engine) as connection:
+        share = await picker.pick_share(connection, running_ids)
+        if share is None:
+            return None
+        row = (await connection.execute(select(jobs).where(jobs.c.id == share.job_id))).one_or_none()
+        if row is None or row.status != "running":  # it ends just now, and its rows with it
+            await queue.remove(connection, share.queue_id, "canceled")
+            return None
+        kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == row.id))).one_or_none()
+        lease = Lease(row.id, row.worker, row.attempt, share.queue_id, row.problem, row.config, kept, alone=False)
+        return replace(lease, share=share.number, begun_s=share.seconds)
+
+
+async def end_share(engine: AsyncEngine, lease: Lease) -> None:
+    """Remove the row of a share that was searched to its end."""
+    async with transaction(engine) as connection:
+        await queue.remove(connection, lease.queue_id, "successful")
+
+
 async def _claim(
-    connection: AsyncConnection, picker: Picker, running_ids: Collection[UUID]
+    connection: AsyncConnection, picker: Picker, running_ids: Collection[UUID], threads: int | None
 ) -> tuple[list[Lease], bool]:
     """Leases of the next jobs, and True if there may be more: the worker has room, and some jobs that were picked wait
     for equal ones."""
@@ -99,7 +127,7 @@ async def _claim(
     picked = await picker.pick(connection)
     # A job of its own comes back where its heartbeat was late; picking it has renewed that.
     others = [(queue_id, job_id) for queue_id, job_id in picked if job_id not in running_ids]
-    taken = [await _take(connection, picker.worker, queue_id, job_id) for queue_id, job_id in others]
+    taken = [await _take(connection, picker.worker, queue_id, job_id, threads) for queue_id, job_id in others]
     return [lease for lease in taken if lease is not None], any(lease is None for lease in taken)
 
 
@@ -149,9 +177,12 @@ async def _find_leader(connection: AsyncConnection, job: AnyRow) -> UUID | None:
     return found
 
 
-async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID) -> Lease | None:
+async def _take(
+    connection: AsyncConnection, worker: UUID, queue_id: int, job_id: UUID, threads: int | None
+) -> Lease | None:
     """Lease of a picked job; None if the job has ended, ends here, is set aside because its worker was lost, or waits
     for the end of an equal one."""
+    await queue.end_help(connection, job_id)  # what an earlier attempt has asked for
     row = (
         await connection.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.queue_id == queue_id).with_for_update())
     ).one_or_none()
@@ -188,22 +219,41 @@ async def _take(connection: AsyncConnection, worker: UUID, queue_id: int, job_id
     values = {"status": "running", "worker": worker, "attempt": attempt, "started_at": begun, "leader": None}
     await change_job(connection, job_id, "status", **values)
     kept = (await connection.execute(select(incumbents).where(incumbents.c.job_id == job_id))).one_or_none()
+    if threads is not None and row.lost == 0:  # a job that may be what ends workers is solved by one at a time
+        method = METHODS.get(row.config.get("method", "auto"))
+        if method is not None and method.kind != "published":
+            await queue.ask_for_help(connection, job_id, (row.config.get("workers", 1) - 1) // threads)
     return Lease(job_id, worker, attempt, queue_id, row.problem, row.config, kept, row.lost > 0, row.leader is not None)
 
 
-async def beat(engine: AsyncEngine, lease: Lease, found: Schedule | None = None, count: int = 0) -> bool:
-    """Record a heartbeat, and store a verified schedule if it or its bound is better than what is stored.
+@dataclass(frozen=True)
+class Beat:
+    """Answer to a heartbeat. `better`: the row of `incumbents` where another worker has stored a better one."""
 
-    `count`: heartbeats to add to the totals, in batches, because all workers update the same row. Returns whether the
-    job is to be cancelled. Raises LeaseLostError, DatabaseGoneError.
+    cancel_requested: bool
+    better: AnyRow | None
+
+
+async def beat(
+    engine: AsyncEngine, lease: Lease, best: Schedule | None = None, count: int = 0, *, stored: bool = False
+) -> Beat:
+    """Record a heartbeat, and store `best`, verified, if it or its bound is better than what is stored.
+
+    `stored`: it was stored before. `count`: heartbeats to add to the totals, in batches, because all workers update the
+    same row. Raises LeaseLostError, DatabaseGoneError.
     """
     async with transaction(engine) as connection:
         await queue.beat(connection, lease.queue_id)
         row = await _locked_row(connection, lease)
-        if found is not None:
-            await _improve(connection, lease, row, found)
+        if best is not None and not stored:
+            await _improve(connection, lease, row, best)
+        own = (float("inf"), 0.0) if best is None else (best.value_us, -best.bound_us)
+        better = None
+        if row.value_us is not None and (row.value_us, -row.bound_us) < own:
+            kept = select(incumbents).where(incumbents.c.job_id == lease.job_id)
+            better = (await connection.execute(kept)).one_or_none()
         await queries.add_totals(connection, {(queries.HEARTBEATS, ""): count})
-        return bool(row.cancel_requested)
+        return Beat(bool(row.cancel_requested), better)
 
 
 async def _locked_row(connection: AsyncConnection, lease: Lease) -> AnyRow:
@@ -250,6 +300,7 @@ async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: 
     values |= {"budgets_bytes": list(result.budgets_bytes) if result.budgets_bytes is not None else None}
     async with transaction(engine) as connection:
         await queue.remove(connection, lease.queue_id, "canceled" if result.status == "cancelled" else "successful")
+        await queue.end_help(connection, lease.job_id)
         row = await _locked_row(connection, lease)
         if schedule is not None:
             await _improve(connection, lease, row, schedule)
@@ -266,6 +317,9 @@ async def give_back(engine: AsyncEngine, lease: Lease, found: Schedule | None) -
     DatabaseGoneError."""
     async with transaction(engine) as connection:
         await queue.give_back(connection, lease.queue_id)
+        if lease.share:
+            return
+        await queue.end_help(connection, lease.job_id)
         row = await _locked_row(connection, lease)
         if found is not None:
             await _improve(connection, lease, row, found)

@@ -9,13 +9,16 @@ running jobs, and of these of the one that was served longest ago. So a priority
 A job whose worker was lost is moved to an entrypoint of its own kind, from which only a worker without another job
 takes. One that waits for the end of an equal job is moved to its owner's entrypoint of held jobs, from which nobody
 takes.
+
+A running job that asks for more threads than its worker gives has further rows, one for each share of the search that
+another worker may take: for an idle slot only, which it gives back to a job that waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 from uuid import UUID
@@ -23,6 +26,7 @@ from uuid import UUID
 import psycopg
 from pgqueuer.adapters.drivers.psycopg import PsycopgDriver
 from pgqueuer.adapters.persistence.queries import Queries
+from pgqueuer.domain.models import Job as QueuedJob
 from pgqueuer.domain.settings import db_settings
 from pgqueuer.domain.types import JobId, QueueEntrypoint, QueueManagerId
 from pgqueuer.ports.repository import EntrypointExecutionParameter
@@ -64,6 +68,13 @@ def entrypoint_of(owner: UUID | None) -> QueueEntrypoint:
     return QueueEntrypoint(f"solve {owner or ''}")
 
 
+def help_entrypoint(job_id: UUID) -> QueueEntrypoint:
+    """The entrypoint of the rows that ask other workers to help with a job."""
+    return QueueEntrypoint(f"{_HELP}{job_id}")
+
+
+_HELP = "help "
+
 NEW_WORK = str(db_settings().channel)
 """The channel on which PostgreSQL tells of new rows."""
 
@@ -77,15 +88,20 @@ _rows = table(
     column("payload", LargeBinary),
     column("queue_manager_id", Uuid),
     column("status"),
+    column("created"),
     column("updated"),
     column("heartbeat"),
 )
 UPDATED_AT = _rows.c.updated
 """When a row was last picked, given back or held."""
 _IS_HELD = _rows.c.entrypoint.startswith(HELD)
+_IS_JOB: ColumnElement[bool] = ~_rows.c.entrypoint.startswith(_HELP)
 _QUEUED: ColumnElement[str] = literal_column("'queued'")
 _PICKED: ColumnElement[str] = literal_column("'picked'")
 _log = table(db_settings().queue_table_log, column("created"), column("entrypoint"), column("status"))
+
+FOREVER_S = 10.0 * 365 * 24 * 3600
+"""Effectively infinite heartbeat timeout."""
 
 KEEP_LOG = timedelta(days=1)
 
@@ -111,12 +127,37 @@ async def enqueue(connection: AsyncConnection, job_id: UUID, owner: UUID | None,
     return int(queue_id)
 
 
+async def ask_for_help(connection: AsyncConnection, job_id: UUID, shares: int) -> None:
+    """Append rows for the shares 1, 2, ... of a job's search, which workers with nothing else to do may take."""
+    payloads: list[bytes | None] = [job_id.bytes + share.to_bytes(2) for share in range(1, shares + 1)]
+    entrypoints = [str(help_entrypoint(job_id))] * shares
+    await (await _queries(connection)).enqueue(entrypoints, payloads, [0] * shares)
+
+
+async def end_help(connection: AsyncConnection, job_id: UUID) -> None:
+    """Remove the rows of all shares. Call it before the job's own row is locked, which helpers lock after theirs."""
+    rows = select(_rows.c.id).where(_rows.c.entrypoint == str(help_entrypoint(job_id))).with_for_update()
+    for queue_id in (await connection.execute(rows)).scalars():
+        await remove(connection, queue_id, "successful")
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of a job's search that a worker has taken, `seconds` after the search began."""
+
+    queue_id: int
+    job_id: UUID
+    number: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Picker:
     """A worker that takes jobs: it has at most `slots` at a time, `free` of which are free.
 
     Jobs of a worker without a heartbeat for `heartbeat_timeout_s` are taken like those that wait. A key has at most
     `most_of_key` jobs running, in all workers; None: all places of each worker but one, where it has several.
+    `helping`: of the free ones, those in which it helps with jobs of other workers.
     """
 
     worker: UUID
@@ -124,11 +165,13 @@ class Picker:
     free: int
     heartbeat_timeout_s: float
     most_of_key: int | None = None
+    helping: int = 0
 
     async def lost(self, connection: AsyncConnection) -> list[tuple[int, UUID]]:
         """Rows and jobs of other workers that are silent, locked."""
         others = _rows.c.queue_manager_id != self.worker
-        silent = select(_rows.c.id, _rows.c.payload).where(_rows.c.status == _PICKED, self._may_be_taken(), others)
+        silent = select(_rows.c.id, _rows.c.payload).where(_IS_JOB, _rows.c.status == _PICKED)
+        silent = silent.where(self._may_be_taken(), others)
         rows = await connection.execute(silent.order_by(_rows.c.id).with_for_update(skip_locked=True))
         return [(int(row.id), UUID(bytes=bytes(row.payload))) for row in rows]
 
@@ -152,6 +195,23 @@ class Picker:
                 turns.remove(turn)
         return picked
 
+    async def pick_share(self, connection: AsyncConnection, busy_ids: Collection[UUID]) -> Share | None:
+        """Take a share of the search that waits longest for help, but not of a job that this worker is busy with.
+
+        One whose helper was lost is not taken again: the job may be what ended it, and what it found is kept.
+        """
+        own = [str(help_entrypoint(job_id)) for job_id in busy_ids]
+        waiting = select(_rows.c.entrypoint).where(~_IS_JOB, _rows.c.status == _QUEUED, _rows.c.entrypoint.not_in(own))
+        entrypoint = (await connection.execute(waiting.order_by(_rows.c.id).limit(1))).scalar_one_or_none()
+        if entrypoint is None:
+            return None
+        for row in await replace(self, heartbeat_timeout_s=FOREVER_S).dequeue(connection, entrypoint):
+            asked = select(func.extract("epoch", func.now() - _rows.c.created)).where(_rows.c.id == row.id)
+            seconds = (await connection.execute(asked)).scalar_one()
+            payload = row.payload or b""
+            return Share(int(row.id), UUID(bytes=payload[:16]), int.from_bytes(payload[16:]), float(seconds))
+        return None
+
     def _at_limit(self, turn: _Turn) -> bool:
         if turn.entrypoint == entrypoint_of(None):
             return False  # callers without a key are nobody's others
@@ -160,14 +220,18 @@ class Picker:
         return turn.own >= max(1, self.slots - 1)
 
     async def _take(self, connection: AsyncConnection, entrypoint: str) -> list[tuple[int, UUID]]:
-        rows = await (await _queries(connection)).dequeue(
+        rows = await self.dequeue(connection, entrypoint)
+        return [(int(row.id), UUID(bytes=row.payload)) for row in rows if row.payload]
+
+    async def dequeue(self, connection: AsyncConnection, entrypoint: str) -> list[QueuedJob]:
+        """The next row of an entrypoint, if there is one and it is not locked."""
+        return await (await _queries(connection)).dequeue(
             batch_size=1,
             entrypoints={QueueEntrypoint(entrypoint): EntrypointExecutionParameter(concurrency_limit=0)},
             queue_manager_id=QueueManagerId(self.worker),
-            global_concurrency_limit=self.slots,
+            global_concurrency_limit=self.slots + self.helping,  # a job takes the slot of a helper, which ends
             heartbeat_timeout=timedelta(seconds=self.heartbeat_timeout_s),
         )
-        return [(int(row.id), UUID(bytes=row.payload)) for row in rows]
 
     def _may_be_taken(self) -> ColumnElement[bool]:
         silent = _rows.c.heartbeat < func.now() - timedelta(seconds=self.heartbeat_timeout_s)
@@ -195,7 +259,7 @@ class Picker:
                 func.min(_rows.c.id).filter(self._may_be_taken()),
             )
             .join(served, served.c.entrypoint == _rows.c.entrypoint, isouter=True)
-            .where(_rows.c.entrypoint != str(ALONE), ~_IS_HELD)
+            .where(_IS_JOB, ~_IS_HELD, _rows.c.entrypoint != str(ALONE))
             .group_by(_rows.c.entrypoint)
         )
         return [
@@ -279,7 +343,8 @@ def places() -> Subquery:
     owner = case((_IS_HELD, func.substr(_rows.c.entrypoint, len(HELD) + 1)), else_=_rows.c.entrypoint)
     within = func.row_number().over(partition_by=owner, order_by=(_rows.c.priority.desc(), _rows.c.id))
     last = _rows.c.entrypoint != str(ALONE)
-    turns = select(_rows.c.id, within.label("turn"), last.label("last")).where(_rows.c.status == _QUEUED).subquery()
+    waiting = select(_rows.c.id, within.label("turn"), last.label("last")).where(_IS_JOB, _rows.c.status == _QUEUED)
+    turns = waiting.subquery()
     place = func.row_number().over(order_by=(turns.c.last, turns.c.turn, turns.c.id))
     return select(turns.c.id, place.label("place")).subquery("places")
 
@@ -288,8 +353,8 @@ async def ages_s(connection: AsyncConnection) -> tuple[float, float]:
     """Longest wait in the queue and oldest heartbeat of a running job, in seconds (0: there is none)."""
     row = await connection.execute(
         select(
-            _longest_s(_rows.c.updated, _rows.c.status == _QUEUED),
-            _longest_s(_rows.c.heartbeat, _rows.c.status == _PICKED),
+            _longest_s(_rows.c.updated, _IS_JOB & (_rows.c.status == _QUEUED)),
+            _longest_s(_rows.c.heartbeat, _IS_JOB & (_rows.c.status == _PICKED)),
         )
     )
     waited_s, silent_s = row.one()

@@ -1,5 +1,10 @@
 """One job from claim to end: solved in a child process, incumbents and the result stored.
 
+Where a job asks for more threads than its worker gives, other workers search it too, each as a run of its own with
+other seeds and another order of searches. They meet in the stored incumbent: each stores what is better, and reads with
+its heartbeats what others have stored. The primary one ends the job, at a proof of any of them; the loss of a helper
+loses nothing.
+
 During an outage of the database the solve goes on; results are stored when it is back.
 """
 
@@ -10,7 +15,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 
 import structlog
@@ -24,6 +29,7 @@ from api.jobs.leases import Lease
 from api.jobs.queue import HeartbeatGrace
 from api.jobs.records import JobConfig, JobResult
 from api.jobs.results import Equality
+from api.jobs.tables import AnyRow
 from optpipe.errors import InfeasibleError, OptPipeError
 from optpipe.ops import Orders
 from optpipe.problem import Problem
@@ -31,25 +37,34 @@ from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from solver.limits import Cancel, Limits
 from solver.process import Child, ChildResult, Heartbeat, SolverDiedError, cpu_seconds_given, solve_in_child
-from solver.solution import Progress
+from solver.solution import Feed, Progress, Solution
 
 OnEvent = Callable[[Progress | Heartbeat], None]
 
 
 @dataclass(frozen=True)
 class SolveRequest:
-    """One solve: problem, configuration, memory limit, cancellation, and orders to start from."""
+    """One solve: problem, configuration, memory limit, cancellation, and orders to start from.
+
+    It has `threads` of those that the configuration asks for, and is number `share` of the solves that have them; the
+    first began `begun_s` before. `feed`: what the others find.
+    """
 
     problem: Problem
     config: JobConfig
     memory_limit_bytes: int | None
     cancel: Cancel
     starts: Sequence[Orders]
+    threads: int
+    share: int = 0
+    begun_s: float = 0.0
+    feed: Feed = field(default_factory=Feed)
 
     def limits(self) -> Limits:
         """Limits whose clock starts now."""
         config = self.config
-        return Limits(config.time_limit_s, config.gap, config.workers, config.seed, self.cancel)
+        time_limit_s = max(config.time_limit_s - self.begun_s, 0.01)
+        return Limits(time_limit_s, config.gap, self.threads, config.seed, self.cancel, lane=self.share)
 
 
 Solve = Callable[[SolveRequest, OnEvent], ChildResult]
@@ -93,6 +108,7 @@ class ChildSolver:
             on_event,
             child=spare,
             starts=task.starts,
+            feed=task.feed,
         )
 
     def _take(self) -> Child | None:
@@ -152,6 +168,7 @@ class Workplace:
     executor: Executor
     solve: Solve
     memory_limit_bytes: int | None
+    threads: int
     metrics: WorkerMetrics
     grace: HeartbeatGrace
 
@@ -192,6 +209,7 @@ class Run:
         self.lease = lease
         self._workplace = workplace
         self._cancel = Cancel()
+        self._feed = Feed()
         self._leaving = False
         self._cancelled = False
         self._heard: Progress | None = None
@@ -199,7 +217,7 @@ class Run:
         self._beats = 0
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._log = _log.bind(job=str(lease.job_id), attempt=lease.attempt)
+        self._log = _log.bind(job=str(lease.job_id), attempt=lease.attempt, share=lease.share)
 
     def cancel(self) -> None:
         """End the job now, with its best schedule."""
@@ -207,7 +225,7 @@ class Run:
         self._cancel.request()
 
     def leave(self) -> None:
-        """Stop and give the job back, because the worker ends."""
+        """Stop and give the job back, because the worker ends, or a share, because a job waits for its place."""
         self._leaving = True
         self._cancel.request()
 
@@ -217,6 +235,8 @@ class Run:
         try:
             await self._run()
         except LeaseLostError:
+            if self.lease.share:  # the job has ended, or its primary worker is lost
+                return
             self._workplace.metrics.refused.inc()
             self._log.warning("result refused: the job was given to another worker, or removed")
 
@@ -224,8 +244,9 @@ class Run:
         try:
             prepared = await asyncio.to_thread(Prepared.of, self.lease)
         except OptPipeError as error:
-            outcome = self._failed(None, str(error))
-            await self._store(lambda: self._end(outcome))
+            if not self.lease.share:
+                outcome = self._failed(None, str(error))
+                await self._store(lambda: self._end(outcome))
             return
         self._best = prepared.best
         if self.lease.followed and await self._end_like_leader(prepared):
@@ -241,6 +262,10 @@ class Run:
             self._workplace.memory_limit_bytes,
             self._cancel,
             starts,
+            self._threads(prepared.config),
+            self.lease.share,
+            self.lease.begun_s,
+            self._feed,
         )
         solving = self._loop.run_in_executor(self._workplace.executor, self._workplace.solve, task, self._hear)
         try:
@@ -266,6 +291,10 @@ class Run:
         await self._store(lambda: self._end(outcome))
         return True
 
+    def _threads(self, config: JobConfig) -> int:
+        """Threads of this run's share: as many as a worker gives, and the rest in the last one."""
+        return min(self._workplace.threads, config.workers - self.lease.share * self._workplace.threads)
+
     def _hear(self, event: Progress | Heartbeat) -> None:
         """Callback in the solver's thread."""
         if isinstance(event, Progress):
@@ -278,25 +307,38 @@ class Run:
         stored = self._best
         while not solving.done():
             await self._check_heard(prepared)
-            found = self._best
+            best = self._best
             try:
-                if await self._beat(found if found is not stored else None):
+                if await self._beat(prepared, best, stored=best is stored):
                     self.cancel()
-                stored = found
+                stored = best
             except DatabaseGoneError:
                 self._workplace.grace.database_lost()
                 await self._rest(TRY_AGAIN_S)
             else:
                 await self._rest(BEAT_S)
 
-    async def _beat(self, found: Schedule | None) -> bool:
+    async def _beat(self, prepared: Prepared, best: Schedule | None, *, stored: bool) -> bool:
         """Send a heartbeat with a new incumbent, if any; True if the job is to be cancelled."""
         count = self._beats if self._beats >= COUNTED_TOGETHER else 0
-        cancel = await leases.beat(self._workplace.engine, self.lease, found, count)
+        answer = await leases.beat(self._workplace.engine, self.lease, best, count, stored=stored)
         self._beats += 1 - count
         self._workplace.metrics.heartbeats.inc()
         self._workplace.grace.database_answered()
-        return cancel
+        if answer.better is not None:
+            await self._take_over(prepared, answer.better)
+        return answer.cancel_requested
+
+    async def _take_over(self, prepared: Prepared, row: AnyRow) -> None:
+        """Go on from what another worker has stored, timed and verified again."""
+        try:
+            theirs = await asyncio.to_thread(results.load_schedule, prepared.problem, row)
+        except (OptPipeError, ValueError, TypeError, KeyError):
+            self._log.exception("an incumbent of another worker is wrong")
+            return
+        best = self._best = await asyncio.to_thread(prepared.better, theirs, self._best)
+        assert best is not None
+        self._feed.offer(Solution(best.orders, best.value_us, best.bound_us, best.method))
 
     async def _rest(self, most_s: float) -> None:
         """Wait for an incumbent or the end of the solve, at most `most_s`."""
@@ -310,8 +352,9 @@ class Run:
         heard, self._heard = self._heard, None
         if heard is None:
             return
+        seconds = self.lease.begun_s + heard.seconds
         try:
-            found = await asyncio.to_thread(heard.solution.to_schedule, prepared.problem, heard.seconds)
+            found = await asyncio.to_thread(heard.solution.to_schedule, prepared.problem, seconds)
         except OptPipeError as error:
             self._log.error("an incumbent is wrong", method=heard.solution.method, error=str(error))
             return
@@ -334,6 +377,9 @@ class Run:
             await self._store(lambda: leases.give_back(self._workplace.engine, self.lease, outcome.schedule))
             self._log.info("job given back")
             return
+        if self.lease.share:
+            await self._store(lambda: self._end_share(outcome.schedule))
+            return
         if result is not None and outcome.schedule is not None:  # first, for who submits it again once it has ended
             await self._keep(prepared, outcome.schedule, result)
         await self._store(lambda: self._end(outcome))
@@ -351,6 +397,12 @@ class Run:
     def _failed(schedule: Schedule | None, error: str) -> JobResult:
         return JobResult("failed", schedule, schedule.status if schedule else "no_solution", None, error)
 
+    async def _end_share(self, schedule: Schedule | None) -> None:
+        """Store what is better, and leave the end of the job to its primary worker."""
+        await leases.beat(self._workplace.engine, self.lease, schedule, self._beats)
+        await leases.end_share(self._workplace.engine, self.lease)
+        self._log.info("share ended")
+
     async def _end(self, outcome: JobResult) -> None:
         await leases.end(self._workplace.engine, self.lease, outcome, self._beats)
         self._log.info("job ended", status=outcome.status, reason=outcome.reason, limit=outcome.stop_reason)
@@ -366,7 +418,8 @@ class Run:
     async def _keep(self, prepared: Prepared, schedule: Schedule, result: ChildResult) -> None:
         """Keep the solution for equal problems, with the CPU time of its search; not during an outage."""
         config = prepared.config
-        cpu_seconds = cpu_seconds_given(config.time_limit_s, config.workers, result.limit, schedule.solve_seconds)
+        threads = self._threads(config)  # of helpers it is not known how long they searched
+        cpu_seconds = cpu_seconds_given(config.time_limit_s, threads, result.limit, schedule.solve_seconds)
         with suppress(DatabaseGoneError):
             async with transaction(self._workplace.engine) as connection:
                 await results.keep_solution(connection, schedule, prepared.equality, config.method, cpu_seconds)

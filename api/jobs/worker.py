@@ -6,7 +6,7 @@ Any number of workers share a database, on any host. One without a heartbeat for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,6 +17,7 @@ import structlog
 from api.errors import DatabaseGoneError
 from api.jobs import leases, queue
 from api.jobs.database import Listener, end_tasks, make_engine
+from api.jobs.leases import Lease
 from api.jobs.queries import CANCEL, SEEN_EVERY_S, remove_old, say_alive, say_goodbye
 from api.jobs.queue import HeartbeatGrace, Picker
 from api.jobs.run import Run, Solve, WorkerMetrics, Workplace
@@ -51,7 +52,15 @@ class Worker:
         memory_limit_bytes, free_bytes = settings.job_memory_bytes, available_bytes()
         if memory_limit_bytes is None and free_bytes is not None:
             memory_limit_bytes = int(MEMORY_SHARE * free_bytes / settings.solves)
-        self._workplace = Workplace(self._engine, self._executor, solve, memory_limit_bytes, self.metrics, self._grace)
+        self._workplace = Workplace(
+            self._engine,
+            self._executor,
+            solve,
+            memory_limit_bytes,
+            settings.threads_per_job,
+            self.metrics,
+            self._grace,
+        )
         channels = {queue.NEW_WORK: lambda _: self._wake.set(), CANCEL: self._cancel}
         self._listener = Listener(url, channels, missed=self._wake.set)
         self._prepare = prepare
@@ -96,23 +105,46 @@ class Worker:
         _log.info("worker ended", worker=str(self.id))
 
     async def _take_up(self) -> None:
-        """Lease and start as many jobs as there are free slots, none beside one that must be alone."""
-        free = self.settings.solves - len(self._runs)
+        """Lease and start as many jobs as there are free slots, none beside one that must be alone.
+
+        A slot in which it helps with another worker's job is as good as free. What is free then may help.
+        """
+        helping = [run for run in self._runs if run.lease.share]
+        free = self.settings.solves - len(self._runs) + len(helping)
         if free == 0 or any(run.lease.alone for run in self._runs):
             return
-        heartbeat_timeout_s = leases.FOREVER_S if self._grace.active else self.settings.heartbeat_s
-        picker = Picker(self.id, self.settings.solves, free, heartbeat_timeout_s, self.settings.max_running_jobs)
+        heartbeat_timeout_s = queue.FOREVER_S if self._grace.active else self.settings.heartbeat_s
+        picker = Picker(
+            self.id, self.settings.solves, free, heartbeat_timeout_s, self.settings.max_running_jobs, len(helping)
+        )
+        primary_ids = {run.lease.job_id for run in self._runs if not run.lease.share}
         try:
-            claimed = await leases.claim(self._engine, picker, {run.lease.job_id for run in self._runs})
+            claimed = await leases.claim(self._engine, picker, primary_ids, self.settings.threads_per_job)
         except DatabaseGoneError:
             self._grace.database_lost()
             return
         self._grace.database_answered()
-        for lease in claimed:
+        in_the_way = len(helping) if any(lease.alone for lease in claimed) else len(claimed) + len(helping) - free
+        for run in helping[: max(in_the_way, 0)]:
+            run.leave()
+        for lease in (*claimed, *await self._shares(picker, claimed, free - len(helping) - len(claimed))):
             run = Run(self._workplace, lease)
             self._runs[run] = task = asyncio.create_task(run.run(), name=f"run {lease.job_id}")
             task.add_done_callback(partial(self._done, run))
         self.metrics.solving.set(len(self._runs))
+
+    async def _shares(self, picker: Picker, claimed: Sequence[Lease], most: int) -> list[Lease]:
+        """Lease shares of other workers' jobs, for slots that would be idle."""
+        busy_ids = {lease.job_id for lease in (*claimed, *(run.lease for run in self._runs))}
+        shares: list[Lease] = []
+        with suppress(DatabaseGoneError):
+            while len(shares) < most and not any(lease.alone for lease in claimed):
+                share = await leases.claim_share(self._engine, picker, busy_ids)
+                if share is None:
+                    break
+                shares.append(share)
+                busy_ids.add(share.job_id)
+        return shares
 
     def _done(self, run: Run, task: asyncio.Task[None]) -> None:
         del self._runs[run]

@@ -32,7 +32,7 @@ CANCEL: Message = {"type": "cancel"}
 SEARCHING: Message = {"type": "searching"}
 OUT_OF_MEMORY: Message = {"type": "out_of_memory"}
 
-_LIMITS = ("time_limit_s", "gap", "workers", "seed", "began", "deterministic_limit")
+_LIMITS = ("time_limit_s", "gap", "workers", "seed", "began", "deterministic_limit", "lane")
 """The clock goes over as it is: `time.perf_counter` is the same in every process of a machine."""
 
 
@@ -66,8 +66,13 @@ def read_request(message: Message) -> tuple[Problem, str, Limits, list[Orders]]:
     return Problem.from_data(message["problem"]), message["method"], Limits(**message["limits"]), starts
 
 
-def solution_message(kind: Literal["incumbent", "answer"], progress: Progress, *, with_orders: bool = True) -> Message:
-    """A solution and its time. The orders are left out where the message before had the same ones."""
+def solution_message(
+    kind: Literal["incumbent", "answer", "fed"], progress: Progress, *, with_orders: bool = True
+) -> Message:
+    """A solution and its time: found by a search, its last one, or fed to it.
+
+    The orders are left out where the message before had the same ones.
+    """
     solution = progress.solution
     message: Message = {
         "type": kind,

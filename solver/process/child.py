@@ -24,7 +24,7 @@ from solver.process import channel
 from solver.process.channel import Limit, Message
 from solver.process.parent import load_uncompiled, load_verifier
 from solver.process.start import claim_stdout, end_with_parent
-from solver.solution import Progress, Solution
+from solver.solution import Feed, Progress, Solution
 
 LEAST_SEARCH_S = 0.25
 """Least time of a search, however long the start took (or its whole limit, if less): enough for a published schedule.
@@ -54,11 +54,12 @@ def main() -> None:
     if not compiled:
         load_uncompiled(problem, "solver.solve")
     limits = _with_time_left(given)
-    Thread(target=_obey, args=(limits,), name="obey", daemon=True).start()
+    feed = Feed()
+    Thread(target=_obey, args=(limits, feed), name="obey", daemon=True).start()
     # Ended at once, whatever happens: at a usual end Python aborts, since `_obey` still holds the lock of stdin, and a
     # traceback would be followed by that of the abort, which says nothing of the reason.
     try:
-        outbox.end(_answer(problem, method, limits, starts, outbox))
+        outbox.end(_answer(problem, method, limits, starts, outbox, feed))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -76,12 +77,12 @@ def _load() -> None:
         searches.load_searches()
 
 
-def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox) -> Message:
+def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders], outbox: Outbox, feed: Feed) -> Message:
     """The result message; the parent verifies it."""
     from solver.solve import search
 
     try:
-        solution = search(problem, method, limits, outbox.offer, starts, outbox.searching)
+        solution = search(problem, method, limits, outbox.offer, starts, outbox.searching, feed)
     except OptPipeError as error:
         return channel.error_message(error)
     except MemoryError:
@@ -163,11 +164,14 @@ class Outbox:
             self._out.flush()
 
 
-def _obey(limits: Limits) -> None:
-    """Cancel on request; end at once where the parent has gone."""
+def _obey(limits: Limits, feed: Feed) -> None:
+    """Cancel on request, pass on what other solves find; end at once where the parent has gone."""
     for text in sys.stdin.buffer:
-        if json.loads(text) == channel.CANCEL:
+        message = json.loads(text)
+        if message == channel.CANCEL:
             limits.cancel.request()
+        else:
+            feed.offer(channel.read_solution(message, Solution()).solution)
     os._exit(1)
 
 

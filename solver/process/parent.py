@@ -26,7 +26,7 @@ from solver.limits import Cancel, Limits
 from solver.process import channel
 from solver.process.channel import Child, Heartbeat, Limit, Message
 from solver.scale import count_ops
-from solver.solution import Progress, Solution
+from solver.solution import Feed, Progress, Solution
 
 TICK_S = 0.02
 """Seconds between two checks of the limits."""
@@ -89,6 +89,7 @@ def solve_in_child(
     on_event: OnEvent | None = None,
     child: Child | None = None,
     starts: Sequence[Orders] = (),
+    feed: Feed | None = None,
 ) -> ChildResult:
     """`solver.solve.solve` in a process of its own, with limits that hold whatever happens in there.
 
@@ -98,14 +99,14 @@ def solve_in_child(
     published schedules, is ready to run and finds no free processor: the time limit plus `MOST_WAITED_S` at most.
     `on_event` is called from here with every incumbent within a second, and with a heartbeat every half second; it
     should return at once. `child`: one that was started ahead of time, by this thread; it is used up. `starts`: see
-    `solve`.
+    `solve`. `feed`: solutions that other solves of this problem find meanwhile.
 
     Raises what `solve` raises, except that there being no schedule is a result; and SolverDiedError.
     """
     limits = limits or Limits()
     with child or Child() as running:
         Thread(target=load_verifier, name="load", daemon=True).start()
-        search = _Solve(running, problem, limits, memory_limit_bytes, on_event or (lambda _: None))
+        search = _Solve(running, problem, limits, memory_limit_bytes, on_event or (lambda _: None), feed or Feed())
         return search.result(method, starts)
 
 
@@ -119,12 +120,14 @@ class _Solve:
         limits: Limits,
         memory_limit_bytes: int | None,
         on_event: OnEvent,
+        feed: Feed,
     ) -> None:
         self.child = child
         self.problem = problem
         self.limits = limits
         self.memory_limit_bytes = memory_limit_bytes
         self.on_event = on_event
+        self.feed = feed
         self.best = Solution()
         self.last: Message | None = None
         self.ended_for: Limit | None = None
@@ -161,12 +164,18 @@ class _Solve:
         while not (self.last or self.child.silent):
             for message in self.child.listen(TICK_S):
                 self._take(message)
+            self._pass_on()
             self._hold_to_limits()
             if self.best.orders is None and self._seconds_given > LATE * self.search_s:
                 self.fallback.begin()
             if self.limits.seconds >= next_beat_s:
                 self.on_event(Heartbeat(self.limits.seconds, self.child.memory_bytes))
                 next_beat_s = self.limits.seconds + HEARTBEAT_S
+
+    def _pass_on(self) -> None:
+        fed = self.feed.pop()
+        if fed is not None and (fed.value_us < self.best.value_us or fed.bound_us > self.best.bound_us):
+            self.child.say(channel.solution_message("fed", Progress(fed, self.limits.seconds)))
 
     def _wait_for_fallback(self) -> None:
         """Wait until the fallback has a schedule, and half a second for better ones.

@@ -53,6 +53,16 @@ def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -
     assert sum(max(turn.workers for turn in subsolver) for subsolver in subsolvers) == workers
 
 
+@pytest.mark.parametrize("problem", [SMALL, MEDIUM, TIGHT], ids=["small", "medium", "tight"])
+def test_lanes_make_the_same_searches_and_begin_with_another(problem: Problem) -> None:
+    lanes = [auto_subsolvers(problem, 2, lane) for lane in range(3)]
+    longest = max(range(len(lanes[0])), key=lambda index: len(lanes[0][index]))
+    firsts = [subsolvers[longest][0] for subsolvers in lanes]
+    assert len(set(firsts)) == 3
+    for subsolvers in lanes:
+        assert [set(subsolver) for subsolver in subsolvers] == [set(subsolver) for subsolver in lanes[0]]
+
+
 PROBLEM = uniform(4, 8)
 
 

@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from api.jobs import leases, results
 from api.jobs.database import make_engine, transaction
-from api.jobs.leases import FOREVER_S, Lease
-from api.jobs.queue import Picker
+from api.jobs.leases import Lease
+from api.jobs.queue import FOREVER_S, Picker
 from api.jobs.records import JobResult
 from api.jobs.results import Equality
 from api.settings import Settings
@@ -48,7 +48,7 @@ class StandIn:
 
     async def find(self, method: str) -> bool:
         """A heartbeat with the schedule of a published method; whether to cancel."""
-        return await leases.beat(self.engine, self.mine, self.schedule(method))
+        return (await leases.beat(self.engine, self.mine, self.schedule(method))).cancel_requested
 
     async def end(self, method: str) -> None:
         """The time is up."""

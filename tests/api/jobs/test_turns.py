@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from api.jobs import leases
 from api.jobs.database import make_engine
-from api.jobs.leases import FOREVER_S, Lease
-from api.jobs.queue import Picker
+from api.jobs.leases import Lease
+from api.jobs.queue import FOREVER_S, Picker
 from api.jobs.records import JobConfig, JobResult
 from api.jobs.store import Store
 from api.settings import Settings

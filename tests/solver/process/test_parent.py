@@ -14,10 +14,12 @@ from optpipe.verify import verify
 from solver.bounds import lower_bound_us
 from solver.build import within_budgets
 from solver.limits import Limits
+from solver.methods import METHODS, published_orders
 from solver.process import Child, Heartbeat, SolverDiedError, solve_in_child
 from solver.process.channel import available_bytes, resident_bytes
 from solver.process.parent import Fallback
 from solver.serial import serial_orders
+from solver.solution import Feed, Progress, Solution
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
 from tests.clock import Clock
@@ -49,6 +51,24 @@ def test_no_schedule_is_a_result() -> None:
     assert (result.schedule, result.reason) == (None, "infeasible")
     assert result.error is not None
     assert vars(result.error)["budgets_bytes"] == (4, 4)
+
+
+def test_what_other_solves_find_is_the_childs_own() -> None:
+    """A better schedule is taken over, and a bound that meets it ends the search."""
+    problem, feed = instance("zb-1.5b-p8-m24-mem1"), Feed()
+    poor, better = (published_orders(METHODS[method], problem) for method in ("1f1b", "zb-h1"))
+    value_us = simulate(problem, better).value_us
+
+    def on_event(event: Progress | Heartbeat) -> None:
+        if isinstance(event, Progress) and event.solution.value_us > value_us:
+            feed.offer(Solution(better, value_us, 0.0, "elsewhere"))
+        elif isinstance(event, Progress):
+            feed.offer(Solution(None, float("inf"), event.solution.value_us, "elsewhere"))
+
+    result = solve_in_child(problem, "milp", Limits(500, workers=1), on_event=on_event, starts=[poor], feed=feed)
+    assert result.schedule is not None
+    assert result.reason == "optimal"
+    assert result.schedule.value_us <= value_us
 
 
 def test_errors_are_raised_here() -> None:
