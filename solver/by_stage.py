@@ -40,10 +40,16 @@ class ByStage:
     @cached_property
     def plain(self) -> Problem:
         """The problem without modes; each copy of a variant is optional in it, as `offload` is."""
+        return self.plain_at([1.0] * len(self.chosen))
+
+    def plain_at(self, shares: Sequence[float]) -> Problem:
+        """The same with backwards that take a share of their recomputation, by stage: what it takes on average."""
         data = self.problem.to_data()
         data["stages"] = [
-            _plain_stage(entry, stage, variant)
-            for entry, stage, variant in zip(data["stages"], self.problem.stages, self.chosen, strict=True)
+            _plain_stage(entry, stage, variant, share)
+            for entry, stage, variant, share in zip(
+                data["stages"], self.problem.stages, self.chosen, shares, strict=True
+            )
         ]
         return Problem.from_data(data)
 
@@ -106,7 +112,7 @@ class ByStage:
         return None if np.any(others) else plain
 
 
-def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant) -> dict[str, Any]:
+def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant, share: float) -> dict[str, Any]:
     mode, work = variant.mode, stage.workspace_bytes
     plain = {name: value for name, value in entry.items() if name != "modes"}
     if not mode.recomputes:
@@ -117,7 +123,7 @@ def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant) -> dict[
     made = 0 if variant.inside else mode.workspace_bytes
     return plain | {
         "activation_bytes": mode.kept_bytes,
-        "backward_input_us": stage.backward_input_us + mode.recompute_us,
+        "backward_input_us": stage.backward_input_us + (mode.recompute_us if share == 1 else share * mode.recompute_us),
         "workspace_bytes": {
             "F": work.F + mode.forward_workspace_bytes,
             "B": beside + max(made, work.B),

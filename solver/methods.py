@@ -97,7 +97,7 @@ METHODS: dict[str, Method] = {
             "pattern",
             "search",
             "one block of a microbatch, repeated every period",
-            f"{_ANY}, modes by stage",
+            f"{_ANY}, modes",
             search=searches.modulo,
             modes=True,
         ),

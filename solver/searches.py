@@ -38,9 +38,11 @@ def annealing(problem: Problem, limits: Limits, start: Solution, on_solution: On
 
 def modulo(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """One block of a microbatch, repeated every period."""
+    from solver.search.modulo.modes import modulo_with_modes
     from solver.search.modulo.search import modulo_search
 
-    return _by_stage(modulo_search, problem, limits, start, on_solution)
+    search = modulo_with_modes if problem.has_modes else modulo_search
+    return search(problem, limits, start, on_solution)
 
 
 def lns(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:

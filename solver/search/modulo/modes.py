@@ -1,0 +1,108 @@
+"""Patterns where activations may be recomputed: plans with the share that each stage recomputes, then a mode each.
+
+A pattern runs the same ops every period, so by itself it recomputes all microbatches of a stage or none. But what it
+decides is an order. So it is asked for one in the memory of a choice of variants (`solver.by_stage`), in which each
+backward takes the time of its recomputation times a share; and then every microbatch for which there is memory along
+that order is kept. The share with which a stage recomputes in the end is where its next plan goes.
+
+As many plans as there are choices begin with the same part of the limits, all recomputed; then ever fewer of them, the
+best, go on (successive halving, Jamieson and Talwalkar 2016). Only the last is planned for all microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optpipe.ops import Floats, Ints, Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.build import within_budgets
+from solver.by_stage import ByStage, choices, keep_what_fits
+from solver.limits import Limits
+from solver.search.modulo.search import modulo_search
+from solver.serial import serial_orders
+from solver.solution import OnSolution, Solution
+from solver.variants import Variant
+
+FEW = 8
+"""Microbatches a device with which plans are compared, where there are more: many take no longer to plan for."""
+
+
+@dataclass
+class _Plan:
+    """A choice of variants, the share of each stage's microbatches that is recomputed, and its best value so far."""
+
+    chosen: Sequence[Variant]
+    shares: Floats
+    value_us: float = float("inf")
+
+
+def modulo_with_modes(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Orders that repeat one block in the middle, a mode for every microbatch, if they are better than the start's.
+
+    The bound is that of the start: a pattern proves nothing.
+    """
+    plans = [_Plan(by_stage.chosen, np.ones(len(problem.stages))) for by_stage in choices(problem)]
+    few = min(problem.microbatches, FEW * len(problem.devices))
+    short = problem.from_data(problem.to_data() | {"microbatches": few}) if few < problem.microbatches else problem
+    sizes = [len(plans) >> halved for halved in range(len(plans).bit_length())]
+    counted = limits.deterministic_limit is not None
+    best, turn = start, 0
+    for rounds_left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
+        asked = short if rounds_left > 1 else problem
+        plans = sorted(plans, key=lambda plan: plan.value_us)[:size]
+        for k, plan in enumerate(plans):
+            if limits.cancel.requested or limits.reached(best.value_us, best.bound_us):
+                return best
+            # In equal parts: of all the work, or of the time that is left when the turn comes.
+            share = 1 / (len(sizes) * size) if counted else 1 / (size - k + (rounds_left - 1) * size)
+            part = replace(limits.part(share), seed=limits.seed + turn)
+            if asked is problem:
+                best = _go_on(plan, problem, part, best, on_solution)
+            else:
+                _go_on(plan, asked, part, Solution(), lambda _: None)
+            turn += 1
+    return best
+
+
+def _go_on(plan: _Plan, problem: Problem, limits: Limits, best: Solution, on_solution: OnSolution) -> Solution:
+    """Search patterns of a plan, and move its shares halfway to what its best orders recompute.
+
+    Returns the best answer after it.
+    """
+    by_stage = ByStage(problem, plan.chosen)
+    plain = by_stage.plain_at(plan.shares.tolist())
+    floor = serial_orders(plain)
+    if floor is None:
+        return best
+    found: tuple[float, Orders] | None = None
+
+    def offer(solution: Solution) -> None:
+        nonlocal best, found
+        orders = by_stage.with_modes(solution.orders) if solution.orders is not None else None
+        if orders is None:
+            return
+        orders = keep_what_fits(problem, orders)
+        simulation = simulate(problem, orders)
+        if not within_budgets(problem, orders, simulation):
+            return
+        if found is None or simulation.value_us < found[0]:
+            found = simulation.value_us, orders
+        if simulation.value_us < best.value_us:
+            best = replace(best, orders=orders, value_us=simulation.value_us)
+            on_solution(best)
+
+    modulo_search(plain, limits, Solution(floor, simulate(plain, floor).value_us), offer)
+    if found is not None and found[1].modes is not None:
+        plan.value_us = min(plan.value_us, found[0])
+        plan.shares = (plan.shares + recomputed_shares(problem, found[1].modes)) / 2
+    return best
+
+
+def recomputed_shares(problem: Problem, modes: Ints) -> Floats:
+    """For each stage the share of its microbatches that are recomputed; `modes` as in `Orders.modes`."""
+    recomputes = [[mode.recomputes for mode in stage.choices] for stage in problem.stages]
+    return np.array([np.take(by_mode, of_stage).mean() for by_mode, of_stage in zip(recomputes, modes, strict=True)])
