@@ -85,3 +85,21 @@ def test_every_view_fits_360_pixels(narrow: Page, job: str) -> None:
         narrow.goto("about:blank")
         show(narrow, view, job)
         assert narrow.evaluate("() => document.documentElement.scrollWidth") <= 360, view
+
+
+OVERLAPPING = """() => {
+  const texts = [...document.querySelectorAll("[data-part=jobs] tr > *")].map((cell) => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    return [cell.textContent.trim(), range.getBoundingClientRect()];
+  }).filter(([text, box]) => text && box.width);
+  return texts.flatMap(([one, a], k) => texts.slice(k + 1)
+    .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+    .map(([other]) => [one, other]));
+}"""
+
+
+def test_figures_of_a_job_lie_beside_one_another_on_a_narrow_screen(narrow: Page, job: str) -> None:
+    show(narrow, "list", job)
+    assert narrow.locator("[data-part=jobs] td[data-label]:visible").count() >= 5
+    assert narrow.evaluate(OVERLAPPING) == []
