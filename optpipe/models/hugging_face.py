@@ -389,8 +389,8 @@ class HuggingFace:
 def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write a model as transformers does: configuration and safetensors, for `from_pretrained`.
 
-    `identity` is that of `HuggingFace`, `weights` has parameters and buffers by their names in the stages, those that
-    the model ties at least once. Raises InputError where a weight is missing.
+    `identity` is that of `HuggingFace`, `weights` has parameters and buffers by their names in the model, those that it
+    ties at least once. Raises InputError where a weight is missing.
     """
     with needs_extra("hf", "models of transformers"):
         import transformers
@@ -399,7 +399,7 @@ def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], fol
     dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
     with torch.device("meta"), _default_dtype(dtype):
         model: Any = getattr(transformers, str(identity["model"]))(config)
-    values = {name.removeprefix(PART): value for name, value in weights.items()}
+    values = dict(weights)
     for names in _tied_names(model):
         known = next((values[name] for name in names if name in values), None)
         values |= {name: known for name in names if known is not None}

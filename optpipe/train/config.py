@@ -273,6 +273,8 @@ class CheckpointConfig(Group):
     """steps between two checkpoints; one more is written at the end"""
     keep: StrictInt = Field(default=2, ge=1, le=10**6)
     """newest checkpoints that are kept"""
+    asynchronous: StrictBool = False
+    """checkpoints are written while training goes on, from a copy of the state in the host's memory"""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume from the newest complete checkpoint, if there is any; must: from the newest, which must be
     complete; never: begin anew, in a folder without checkpoints"""
@@ -281,6 +283,9 @@ class CheckpointConfig(Group):
         """Going on needs something to go on from."""
         if self.folder is None and self.resume == "must":
             yield Issue("resume", "no_folder", "is 'must', but folder does not say from where. Maybe add --checkpoint.")
+        if self.folder is None and self.asynchronous:
+            detail = "is true, but folder does not say where to write. Maybe add --checkpoint."
+            yield Issue("asynchronous", "no_folder", detail)
 
 
 @dataclass(frozen=True)
@@ -444,6 +449,7 @@ FLAGS = {
     "optimizer.name": "--optimizer",
     "checkpoints.folder": "--checkpoint",
     "checkpoints.every_steps": "--checkpoint-every",
+    "checkpoints.asynchronous": "--checkpoint-async",
     "online.memory_bytes": "--memory",
     "online.time_limit_s": "--time-limit",
     "online.save": "--save-schedule",

@@ -41,7 +41,7 @@ class Model:
 
     `stages` and `optimizers` (one a stage, none for a stage without parameters to update): this process's, by stage
     number. `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by
-    every process that has it, and counted once in `parameters`.
+    every process that has it, and counted once in `parameters`. `shared_buffers`: places of buffers that they share.
 
     `optimistic`: update before the global norm is known; None: as the config says, under torchrun alone. `task`: None
     builds the task of the config.
@@ -195,7 +195,7 @@ class Model:
         placement, config = self.program.placement, self.config
         modules = with_own_modules(self.task.build_stages({s for s, d in enumerate(placement) if d in self.devices}))
         self.shared = self._agreed(shared_parameters(modules), modules)
-        self._shared_buffers = shared_buffers(modules)
+        self.shared_buffers = shared_buffers(modules)
         self.parameters = sum(p.numel() for p in {p for module in modules for p in module.parameters()})
         last = len(modules) - 1
         for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
@@ -273,7 +273,7 @@ class Model:
         """
         changed = []
         for s, stage in self.stages.items():
-            names = {name: places for places in self._shared_buffers for number, name in places if number == s}
+            names = {name: places for places in self.shared_buffers for number, name in places if number == s}
             if not names:
                 continue
             snapshot = Snapshot([stage.module], [])

@@ -16,7 +16,7 @@ from optpipe.errors import CheckpointError
 from optpipe.train.callback import Callback
 from optpipe.train.checkpoint.files import Disk, final_path, open_folder, retire, steps_in
 from optpipe.train.checkpoint.resume import resume
-from optpipe.train.checkpoint.write import write_checkpoint
+from optpipe.train.checkpoint.write import CheckpointWriter
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
@@ -30,12 +30,17 @@ class CheckpointCallback(Callback):
     Without a folder it only ends the run. `stopped`: training ends before the next step, in every process; `message`
     then says where its state is and how to resume. `failure`: why the last checkpoint could not be written, or None.
     Training continues then: the checkpoint before it is still whole, and the disk may have room at the next one.
+
+    An asynchronous checkpoint is published at the first boundary after all processes have written their part, and at
+    the latest when the next is due or the run ends.
     """
 
     def __init__(self, config: TrainingConfig, model: Model, interrupts: Interrupts, disk: Disk | None = None) -> None:
         self._config, self._model, self._interrupts = config, model, interrupts
         self._disk = disk or Disk()
         self._at = 0
+        self._writer: CheckpointWriter | None = None
+        self._begun = 0.0
         self._damaged: list[int] = []
         self._announced = False
         self.stopped, self.message = False, ""
@@ -72,35 +77,58 @@ class CheckpointCallback(Callback):
         return step % config.every_steps == 0 or step == self._config.steps
 
     def requests(self) -> bool:
-        """True once this process has received a signal."""
+        """True once this process has received a signal, or has written its part of an asynchronous checkpoint."""
         if self._interrupts.requested and not self._announced:
             self._announced = True
             self._log(logging.WARNING, f"{self._interrupts.requested}: ending soon; Ctrl-C again ends at once")
-        return self._interrupts.requested is not None
+        return self._interrupts.requested is not None or (self._writer is not None and self._writer.written)
 
     def on_step_boundary(self, step: int) -> None:
-        """Write the checkpoint that is due or that a signal calls for; after a signal end the run.
+        """Publish what has been written, write what is due or a signal calls for; after a signal end the run.
 
         Raises CheckpointError in every process if the state after the last step cannot be written: no later checkpoint
         would make up for it.
         """
-        signals = [name for name in self._model.launch.gather(self._interrupts.requested) if name]
+        written = self._writer is not None and self._writer.written
+        answers = self._model.launch.gather([self._interrupts.requested, written])
+        signals = [name for name, _ in answers if name]
         folder = self._config.checkpoints.folder
-        if folder is not None and step > self._at and (signals or self.is_due(step)):
-            self._write(folder, step)
+        writes = folder is not None and step > self._at and (bool(signals) or self.is_due(step))
+        if self._writer is not None and (writes or all(written for _, written in answers)):
+            self._finish(self._writer)
+        if folder is not None and writes and step > self._at:
+            last = bool(signals) or step == self._config.steps
+            self._write(folder, step, beside=self._config.checkpoints.asynchronous and not last)
         if signals and step < self._config.steps:
             self.stopped = True
             self.message = self._how_to_go_on(signals[0], step, folder)
 
-    def _write(self, folder: Path, step: int) -> None:
+    def end(self) -> None:
+        """Wait for the thread of a checkpoint that a failed run leaves unpublished."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _write(self, folder: Path, step: int, *, beside: bool) -> None:
         begin = perf_counter()
         try:
-            size_bytes = write_checkpoint(folder, self._config, self._model, step, self._disk)
+            writer = CheckpointWriter(folder, self._config, self._model, step, self._disk, beside=beside)
         except CheckpointError as error:
-            self.failure = f"the checkpoint of step {step} could not be written: {error} {self._newest(folder)}"
-            if step == self._config.steps:
-                raise CheckpointError(self.failure) from None
-            self._log(logging.WARNING, self.failure)
+            self._fail(step, error)
+            return
+        self._begun = begin
+        if beside:
+            self._writer = writer
+            self._log(logging.INFO, f"copied the state of step {step} in {perf_counter() - begin:.2f} s")
+        else:
+            self._finish(writer)
+
+    def _finish(self, writer: CheckpointWriter) -> None:
+        folder, step, self._writer = self._config.checkpoints.folder, writer.step, None
+        assert folder is not None, "there is a writer"
+        try:
+            size_bytes = writer.finish()
+        except CheckpointError as error:
+            self._fail(step, error)
             return
         self.failure, self._at = None, step
         self._damaged = [other for other in self._damaged if other != step]
@@ -109,8 +137,17 @@ class CheckpointCallback(Callback):
                 retire(folder, self._disk, step, self._config.checkpoints.keep, self._damaged)
             except OSError as error:  # the new checkpoint is written all the same
                 LOG.warning("an old checkpoint stays: %s", error)
-        took = f"{size_bytes:,} bytes in {perf_counter() - begin:.2f} s"
+        took = f"{size_bytes:,} bytes in {perf_counter() - self._begun:.2f} s"
         self._log(logging.INFO, f"wrote {final_path(folder, step)}: {took}")
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        """Note that a checkpoint could not be written; raise CheckpointError if it is that of the last step."""
+        folder = self._config.checkpoints.folder
+        assert folder is not None, "there is a folder to write to"
+        self.failure = f"the checkpoint of step {step} could not be written: {error} {self._newest(folder)}"
+        if step == self._config.steps:
+            raise CheckpointError(self.failure) from None
+        self._log(logging.WARNING, self.failure)
 
     def _how_to_go_on(self, name: str, step: int, folder: Path | None) -> str:
         ended = f"{name}: ended after {step} of {self._config.steps} steps"

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -108,6 +108,10 @@ def retire(folder: Path, disk: Disk, newest: int, keep: int, damaged: Collection
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
+FORMAT = "optpipe.checkpoint/2"
+FIRST_FORMAT = "optpipe.checkpoint/1"
+"""Format of release 0.1.0, which is read: its tensors have the names of a stage's module."""
+
 MANIFEST = "checkpoint.json"
 SCHEDULE = "schedule.json"
 GENERATORS = "generators.safetensors"
@@ -144,10 +148,10 @@ class CheckpointDocument(Document):
     `task`: what the model and its data are (`Task.identity`). `batch_microbatches`: in a step, of all replicas.
     `options`: the configuration of the run. `given_schedule`: SHA-256 of the schedule that the run was started with
     (None: it found one); `schedule.json` is the one in use, which may be another since. `files`: every other file of
-    the checkpoint by name.
+    the checkpoint by name. `tensors`: the file of each tensor; empty in the first format.
     """
 
-    format: Literal["optpipe.checkpoint/1"]
+    format: Literal["optpipe.checkpoint/1", "optpipe.checkpoint/2"]
     step: Count
     seed: Count
     stages: Count
@@ -158,6 +162,12 @@ class CheckpointDocument(Document):
     launched: Launched
     versions: dict[str, str]
     files: dict[str, SavedFile]
+    tensors: dict[str, str] = {}
+
+    @property
+    def weights_alone(self) -> bool:
+        """True for a checkpoint that no run has written (`optpipe checkpoint from-hf`): a run begins with it."""
+        return SCHEDULE not in self.files
 
     @property
     def size_bytes(self) -> int:
@@ -249,11 +259,20 @@ def digest(path: Path) -> SavedFile:
         return SavedFile(size_bytes=file.tell(), sha256=sha256)
 
 
-def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
-    """Tensors of a safetensors file whose names are `wanted`, on the CPU. Raises OSError."""
+def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of these names (None: all) of a safetensors file, on the CPU. Raises OSError."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}.") from None
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names in a safetensors file. Raises OSError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
     except SafetensorError as error:
         raise OSError(f"{path}: {error}.") from None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ from optpipe.document import shown
 from optpipe.errors import CheckpointError
 from optpipe.schedule import Schedule
 from optpipe.train.checkpoint.files import (
+    FIRST_FORMAT,
     GENERATORS,
     SCHEDULE,
     CheckpointDocument,
@@ -24,15 +26,19 @@ from optpipe.train.checkpoint.files import (
     read_tensors,
     stage_file,
     steps_in,
+    tensor_names,
     versions_now,
 )
 from optpipe.train.checkpoint.write import (
+    OPTIMIZER,
+    OTHER_MODEL,
+    REPLICA,
+    buffer_names,
     load_stage,
-    parameter_of,
-    renamed,
     restore_generators,
+    saved_of,
     schedule_sha256,
-    stage_buffers,
+    stage_names,
 )
 from optpipe.train.config import TrainingConfig, flat
 from optpipe.train.launch import gather_or_raise
@@ -66,7 +72,7 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
     for step in steps:
         path = final_path(folder, step)
         try:
-            gather_or_raise(model.launch, lambda path=path: _check_whole(path, model))  # type: ignore[misc]
+            gather_or_raise(model.launch, partial(_check_whole, path, model))
         except CheckpointError as fault:
             if mode == "must":
                 raise CheckpointError(f"{fault} Maybe --resume auto takes the one before it.") from None
@@ -74,7 +80,8 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
                 LOG.warning("refused a checkpoint: %s", fault)
             damaged.append(step)
             continue
-        borrowed = any(gather_or_raise(model.launch, lambda path=path: _load(path, model)))  # type: ignore[misc]
+        known = {name for names in model.launch.gather(_names_of(model)) for name in names}
+        borrowed = any(gather_or_raise(model.launch, partial(_load, path, model, known)))
         if model.launch.rank == 0:
             LOG.info("resumed from %s in %.2f s", path, perf_counter() - begin)
             if borrowed:
@@ -82,7 +89,8 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
                     "resumed with the buffers of replica 0, such as running statistics, in every replica: the "
                     "checkpoint does not have them for as many replicas as there are now"
                 )
-        _swap_to_saved_schedule(path, config, model)
+        if not read_manifest(path).weights_alone:
+            _swap_to_saved_schedule(path, config, model)
         return step, damaged
     if damaged:
         raise CheckpointError(
@@ -92,89 +100,98 @@ def resume(folder: Path, config: TrainingConfig, model: Model) -> tuple[int, lis
     return 0, []
 
 
+At = tuple[str, str]
+"""File of a tensor, and its name there."""
+
+
+def _names_of(model: Model) -> list[str]:
+    return sorted({name for s in model.stages for name in stage_names(model, s).values()})
+
+
 def _check_whole(path: Path, model: Model) -> None:
     """Raise CheckpointError if a file that this process would load is damaged; each process checks its own."""
     document = read_manifest(path)
-    names = [SCHEDULE, GENERATORS]
-    if _cut_otherwise(document, model):
-        names += map(stage_file, range(document.stages))
-    elif document.stages == len(model.program.placement):
-        names += [name for s in model.stages for name in _files_of(s, document, model)]
-        names += [stage_file(shared.places[0][0]) for shared in model.shared if shared.places_in(model.stages)]
-    check_files(path, document, sorted({*names}))
+    index = _index(path, document, model)
+    own = {file for s in model.stages for file, _ in _tensors_of(index, document, s, model).values()}
+    check_files(path, document, own if document.weights_alone else {SCHEDULE, GENERATORS, *own})
 
 
-def _files_of(s: int, document: CheckpointDocument, model: Model) -> list[str]:
-    """Files of a stage; tensors in later ones replace those in earlier ones.
+def _load(path: Path, model: Model, known: Collection[str]) -> bool:
+    """Load this process's stages; True if their buffers are another replica's, so that numbers will differ.
 
-    With the same number of replicas each resumes with its own buffers, if the checkpoint has them (older versions wrote
-    those of replica 0 alone).
+    `known`: names that parameters and buffers of all processes have in a checkpoint.
     """
-    own = buffers_file(s, model.launch.replica)
-    alike = document.launched.replicas == model.launch.replicas
-    return [stage_file(s), own] if alike and own in document.files else [stage_file(s)]
-
-
-def _load(path: Path, model: Model) -> bool:
-    """Load this process's stages; True if their buffers are another replica's, so that numbers will differ."""
     document, launch = read_manifest(path), model.launch
     check_same_run(path, document, model)
-    borrowed = False
+    index = _index(path, document, model)
+    for name in map(saved_of, index):
+        if name not in known and not name.startswith(REPLICA):
+            raise CheckpointError(f"{path}: {name} is in the checkpoint but not in the model. {OTHER_MODEL}")
+    alike, borrowed = document.launched.replicas == launch.replicas, False
     for s, stage in model.stages.items():
-        names = _files_of(s, document, model)
-        tensors = _with_shared(path, _saved(path, document, s, model), s, document, model)
-        load_stage(stage.module, model.optimizers.get(s), tensors, f"stages[{s}]")
-        own = len(names) > 1 or (launch.replica == 0 and document.launched.replicas == launch.replicas)
-        borrowed = borrowed or (not own and bool(stage_buffers(stage.module)))
-    if document.launched.processes == model.launch.world:  # a rank of another number of processes has other stages
-        restore_generators(read_tensors(path / GENERATORS), model.launch.rank, model.hardware)
+        tensors: dict[str, Tensor] = {}
+        wanted: dict[str, dict[str, str]] = {}
+        for name, (file, there) in _tensors_of(index, document, s, model).items():
+            wanted.setdefault(file, {})[there] = name
+        for file, names in wanted.items():
+            tensors |= {names[there]: tensor for there, tensor in read_tensors(path / file, names).items()}
+        load_stage(stage.module, model.optimizers.get(s), tensors, stage_names(model, s), f"stages[{s}]")
+        own = alike and (launch.replica == 0 or index.keys() >= {*buffer_names(model, s, launch.replica).values()})
+        borrowed = borrowed or (not own and bool(buffer_names(model, s, 0)))
+    if document.launched.processes == launch.world:  # a rank of another number of processes has other stages
+        restore_generators(read_tensors(path / GENERATORS), launch.rank, model.hardware)
     model.step_number = document.step
-    return borrowed
+    return borrowed and not document.weights_alone
 
 
 def _cut_otherwise(document: CheckpointDocument, model: Model) -> bool:
     """True for a model whose layers have the same names wherever it is cut, and that is cut in other places now."""
     saved, now = document.task.get("cut"), model.task.identity().get("cut")
-    return saved is not None and now is not None and saved != now
+    return document.format != FIRST_FORMAT and saved is not None and now is not None and saved != now
 
 
-def _saved(path: Path, document: CheckpointDocument, s: int, model: Model) -> dict[str, Tensor]:
-    """Tensors of a stage: all of its files, or those of its own names in the files of all stages of another cut."""
-    if not _cut_otherwise(document, model):
-        return {name: t for file in _files_of(s, document, model) for name, t in read_tensors(path / file).items()}
-    module = model.stages[s].module
-    own = {f"buffer.{name}" for name, _ in module.named_buffers()} | {name for name, _ in module.named_parameters()}
-    files = [path / stage_file(stage) for stage in range(document.stages)]
-    return {n: t for file in files for n, t in read_tensors(file, lambda n: (parameter_of(n) or n) in own).items()}
+def _index(path: Path, document: CheckpointDocument, model: Model) -> dict[str, At]:
+    """Every tensor of a checkpoint by its name of today. Raises OSError where a file of the first format is damaged."""
+    if document.format != FIRST_FORMAT:
+        return {name: (file, name) for name, file in document.tensors.items()}
+    found: dict[str, At] = {}
+    if document.stages != len(model.program.placement):
+        return found  # another run's
+    for s in range(document.stages):
+        for replica in range(document.launched.replicas):
+            file = buffers_file(s, replica) if replica else stage_file(s)
+            for there in tensor_names(path / file) if file in document.files else ():
+                kind, _, local = there.partition(".")
+                key, _, local = local.partition(".") if kind == "optimizer" else ("", "", local)
+                name = model.task.model_name(s, local)
+                name = f"{OPTIMIZER}{name}.{key}" if key else name
+                found[f"{REPLICA}{replica}.{name}" if replica else name] = (file, there)
+    return found
 
 
-def _with_shared(
-    path: Path, tensors: dict[str, Tensor], s: int, document: CheckpointDocument, model: Model
-) -> dict[str, Tensor]:
-    """Tensors of a stage, completed by those of shared parameters, which are in the file of their first stage.
+def _tensors_of(index: Mapping[str, At], document: CheckpointDocument, s: int, model: Model) -> dict[str, At]:
+    """Tensors of a stage of this process, wherever they are.
 
-    The optimizer state goes to the first stage of this process that has the parameter, whose optimizer updates it.
-    Older versions wrote shared parameters with every stage; those copies are ignored.
+    The optimizer state of a parameter that stages share goes to the first stage of this process that has it, whose
+    optimizer updates it. With the same number of replicas each resumes with its own buffers.
     """
-    others = range(document.stages) if _cut_otherwise(document, model) else ()
-    for shared in model.shared:
-        (keeper, kept_as), own_places = shared.places[0], shared.places_in(model.stages)
-        for name in [name for stage, name in own_places if stage == s and stage != keeper]:
-            tensors = {full: tensor for full, tensor in tensors.items() if parameter_of(full) != name}
-            kept = {
-                full: tensor
-                for keeps in others or (keeper,)
-                for full, tensor in read_tensors(
-                    path / stage_file(keeps),
-                    lambda full, of=kept_as: parameter_of(full) == of,  # type: ignore[misc]
-                ).items()
-            }
-            tensors |= {
-                renamed(full, name): tensor
-                for full, tensor in kept.items()
-                if full.startswith("parameter.") or own_places[0] == (s, name)
-            }
-    return tensors
+    names, replica = stage_names(model, s), model.launch.replica
+    own = {*names.values()}
+    updated_elsewhere = {
+        names[local]
+        for shared in model.shared
+        for stage, local in shared.places_in(model.stages)[1:]
+        if stage == s and local in names
+    }
+    found = {}
+    for name, at in index.items():
+        parameter = saved_of(name)
+        if parameter in own and (name == parameter or parameter not in updated_elsewhere):
+            found[name] = at
+    if replica and document.launched.replicas == model.launch.replicas:
+        own_buffers = buffer_names(model, s, replica)
+        found |= {names[local]: index[name] for local, name in own_buffers.items() if name in index}
+    return found
 
 
 def _swap_to_saved_schedule(path: Path, config: TrainingConfig, model: Model) -> None:
@@ -201,19 +218,21 @@ _OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "evalua
 def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> None:
     """Raise CheckpointError that names the first field that differs, with its value there and now."""
     identity, recut = model.task.identity(), _cut_otherwise(document, model)
+    # The first format did not know the cut of a GPT, which follows from the number of stages.
+    uncompared = {"cut"} if recut or "cut" not in document.task else set()
+    compared = document.task.keys() if document.weights_alone else document.task.keys() | identity
     fields: list[tuple[str, Any, Any]] = [
-        (f"task.{field}", document.task.get(field), identity.get(field))
-        for field in sorted(document.task.keys() | identity)
-        if field != "cut" or not recut
+        (f"task.{field}", document.task.get(field), identity.get(field)) for field in sorted(compared - uncompared)
     ]
-    microbatches = model.program.microbatches * model.launch.replicas
-    optimizer = dict(flat(document.options)).get("optimizer.name")
-    fields += [
-        ("seed", document.seed, model.config.seed),
-        ("the number of stages", 0 if recut else document.stages, 0 if recut else len(model.program.placement)),
-        ("microbatches of a step, of all replicas,", document.batch_microbatches, microbatches),
-        ("optimizer.name", optimizer, model.config.optimizer.name),
-    ]
+    if not document.weights_alone:
+        microbatches = model.program.microbatches * model.launch.replicas
+        optimizer = dict(flat(document.options)).get("optimizer.name")
+        fields += [
+            ("seed", document.seed, model.config.seed),
+            ("the number of stages", 0 if recut else document.stages, 0 if recut else len(model.program.placement)),
+            ("microbatches of a step, of all replicas,", document.batch_microbatches, microbatches),
+            ("optimizer.name", optimizer, model.config.optimizer.name),
+        ]
     for field, saved, now in fields:
         if saved != now:
             raise CheckpointError(

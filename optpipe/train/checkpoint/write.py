@@ -1,6 +1,8 @@
 """Writing a checkpoint: state of stages, optimizers and random generators.
 
-Names are those of the module: `parameter.0.norm.weight`, `buffer.0.running_mean`, `optimizer.exp_avg.0.norm.weight`.
+Names are those of the whole model (`Task.model_name`), however it is cut: `layers.3.norm.weight` for parameters and
+buffers, `optimizer.state.layers.3.norm.weight.exp_avg` for what the optimizer keeps. So the files are a checkpoint of
+`torch.distributed.checkpoint`, for its `HuggingFaceStorageReader`.
 
 Files are written to a folder that no reader looks for, flushed to the disk, and published by one rename. Whenever a
 process or the machine fails, readers find either what was there before or the whole new checkpoint.
@@ -9,10 +11,11 @@ process or the machine fails, readers find either what was there before or the w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -21,12 +24,12 @@ from torch import Tensor, nn
 from optpipe.errors import CheckpointError
 from optpipe.schedule import Schedule, schedule_text
 from optpipe.train.checkpoint.files import (
+    FORMAT,
     GENERATORS,
     MANIFEST,
     SCHEDULE,
     CheckpointDocument,
     Disk,
-    Launched,
     SavedFile,
     buffers_file,
     clear_leftovers,
@@ -39,43 +42,66 @@ from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import gather_or_raise
 from optpipe.train.model import Model
 
+OPTIMIZER = "optimizer.state."
+"""Prefix of what the optimizer keeps, before the name of the parameter."""
 
-def stage_tensors(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, elsewhere: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """Copies on the CPU, none of which shares memory with another.
+REPLICA = "replica-"
+"""Prefix of the buffers of a replica other than the first, before its number."""
 
-    Buffers that are not persistent are left out, as the module builds them anew, and so is all of the parameters
-    `elsewhere`, which are written with another stage. Raises CheckpointError where module or optimizer keep state that
-    is not in tensors.
+Names = Mapping[str, str]
+"""Name in the checkpoint of each parameter and buffer of a stage, by its name in the stage's module."""
+
+
+def stage_names(model: Model, stage: int) -> Names:
+    """Names of a stage of this process; a parameter or buffer that stages share has that of its first place."""
+    task, module = model.task, model.stages[stage].module
+    names = {local: task.model_name(stage, local) for local, _ in chain(module.named_parameters(), _buffers(module))}
+    for places in (*(shared.places for shared in model.shared), *model.shared_buffers):
+        names |= {local: task.model_name(*places[0]) for s, local in places if s == stage and local in names}
+    return names
+
+
+def buffer_names(model: Model, stage: int, replica: int) -> Names:
+    """Names of a stage's buffers in a replica other than the first, which has seen other microbatches."""
+    module = model.stages[stage].module
+    return {local: f"{REPLICA}{replica}.{model.task.model_name(stage, local)}" for local, _ in _buffers(module)}
+
+
+def stage_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None, names: Names) -> dict[str, Tensor]:
+    """Copies on the CPU of what has one of the `names`, and of its optimizer state; none shares memory with another.
+
+    Buffers that are not persistent are left out, as the module builds them anew. Raises CheckpointError where module or
+    optimizer keep state that is not in tensors.
     """
     _refuse_extra_state(module)
-    named = chain(_weights(module), _optimizer_state(module, optimizer))
-    return _copies((name, tensor) for name, tensor in named if parameter_of(name) not in elsewhere)
+    return _copies(chain(_weights(module, names), _optimizer_state(module, optimizer, names)))
 
 
-def stage_buffers(module: nn.Module) -> dict[str, Tensor]:
+def stage_buffers(module: nn.Module, names: Names) -> dict[str, Tensor]:
     """Buffers of `stage_tensors`: the part that differs between replicas, as each sees its own microbatches."""
-    return _copies(_buffers(module))
+    return _copies((names[name], buffer) for name, buffer in _buffers(module))
 
 
 def load_stage(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor], where: str
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensors: Mapping[str, Tensor],
+    names: Names,
+    where: str,
 ) -> None:
     """Copy saved tensors into a module and its optimizer, on their device.
 
-    Nothing is cast. Raises CheckpointError naming the first tensor that is missing, unexpected, or of another dtype or
-    shape.
+    `tensors` are those of the stage alone. Nothing is cast. Raises CheckpointError naming the first tensor that is
+    missing or of another dtype or shape.
     """
-    weights = dict(_weights(module))
-    saved = {name for name in tensors if not name.startswith("optimizer.")}
-    for name in sorted(weights.keys() | saved):
-        _compare(where, name, tensors.get(name), weights.get(name))
-    parameters = dict(module.named_parameters())
-    states = _states_of(tensors)
-    for name in states:
-        if name not in parameters:
-            raise CheckpointError(f"{where}: the checkpoint has optimizer state of {name}, which is no parameter now.")
+    weights = dict(_weights(module, names))
+    for name in sorted(weights):
+        _compare(where, name, tensors.get(name), weights[name])
+    parameters = {names[local]: parameter for local, parameter in module.named_parameters()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for full, tensor in tensors.items():
+        if full.startswith(OPTIMIZER):
+            states.setdefault(saved_of(full), {})[full.rpartition(".")[2]] = tensor
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(tensors[name])
@@ -83,58 +109,41 @@ def load_stage(
         _load_optimizer(optimizer, parameters, states)
 
 
-def parameter_of(name: str) -> str | None:
-    """Name of the parameter that a saved tensor belongs to; None for a buffer."""
-    kind, _, rest = name.partition(".")
-    return {"parameter": rest, "optimizer": rest.partition(".")[2]}.get(kind)
-
-
-def renamed(name: str, parameter: str) -> str:
-    """Name of a saved tensor, with its parameter's name replaced."""
-    old = parameter_of(name)
-    assert old is not None, "buffers are no parameter's"
-    return name.removesuffix(old) + parameter
+def saved_of(full: str) -> str:
+    """Name of the parameter or buffer that a saved tensor is, or belongs to."""
+    return full.removeprefix(OPTIMIZER).rpartition(".")[0] if full.startswith(OPTIMIZER) else full
 
 
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield f"parameter.{name}", parameter
-    yield from _buffers(module)
+def _weights(module: nn.Module, names: Names) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in chain(module.named_parameters(), _buffers(module)):
+        if name in names:
+            yield names[name], tensor
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
-                yield f"buffer.{name}", buffer
+                yield name, buffer
 
 
-def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+def _optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, names: Names
+) -> Iterator[tuple[str, Tensor]]:
     if optimizer is None:
         return
     for name, parameter in module.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items() if name in names else ():
             if isinstance(value, Tensor):
-                yield f"optimizer.{key}.{name}", value
+                yield f"{OPTIMIZER}{names[name]}.{key}", value
             elif value is not None:
                 raise CheckpointError(
                     f"the optimizer keeps {key} of {name} as {type(value).__name__}, but only tensors are written."
                 )
-
-
-def _states_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Optimizer tensors by parameter, then by key."""
-    states: dict[str, dict[str, Tensor]] = {}
-    for full, tensor in tensors.items():
-        kind, _, rest = full.partition(".")
-        if kind == "optimizer":
-            key, _, name = rest.partition(".")
-            states.setdefault(name, {})[key] = tensor
-    return states
 
 
 def _load_optimizer(
@@ -153,18 +162,17 @@ def _load_optimizer(
         }
 
 
-def _compare(where: str, name: str, saved: Tensor | None, now: Tensor | None) -> None:
-    if saved is None or now is None:
-        there, not_there = ("the model", "the checkpoint") if saved is None else ("the checkpoint", "the model")
-        raise CheckpointError(f"{where}.{name} is in {there} but not in {not_there}. {_OTHER_MODEL}")
+def _compare(where: str, name: str, saved: Tensor | None, now: Tensor) -> None:
+    if saved is None:
+        raise CheckpointError(f"{where}: {name} is in the model but not in the checkpoint. {OTHER_MODEL}")
     if (saved.dtype, saved.shape) != (now.dtype, now.shape):
         raise CheckpointError(
-            f"{where}.{name} is {saved.dtype} of shape {tuple(saved.shape)} in the checkpoint but {now.dtype} of shape "
-            f"{tuple(now.shape)} now. {_OTHER_MODEL}"
+            f"{where}: {name} is {saved.dtype} of shape {tuple(saved.shape)} in the checkpoint but {now.dtype} of "
+            f"shape {tuple(now.shape)} now. {OTHER_MODEL}"
         )
 
 
-_OTHER_MODEL = "Maybe the code of the model has changed since."
+OTHER_MODEL = "Maybe the code of the model has changed since."
 
 
 def _refuse_extra_state(module: nn.Module) -> None:
@@ -176,29 +184,126 @@ def _refuse_extra_state(module: nn.Module) -> None:
             )
 
 
-def write_checkpoint(folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk) -> int:
-    """Write the checkpoint before `step`, in all processes together; returns its size in bytes.
+class CheckpointWriter:
+    """One checkpoint, of the state before `step`, written by all processes together.
 
-    Updates are settled. A folder of that name, which only a damaged checkpoint can have, is replaced. Raises
-    CheckpointError in every process if one fails; then nothing is left of it.
+    Made between two steps, with updates settled: what is written is the state at that moment. With `beside`, all of it
+    is copied to the host's memory at once, and a thread writes it while training goes on; without, each stage is copied
+    and written before `__init__` returns. `finish` publishes it. Both raise CheckpointError in every process if one
+    fails; then nothing is left of it.
     """
 
-    def begin() -> None:
-        if model.launch.rank == 0:
-            clear_leftovers(folder, disk)
-            disk.make_folder(partial_path(folder, step))
+    def __init__(
+        self, folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk, *, beside: bool = False
+    ) -> None:
+        self.step = step
+        self._folder, self._launch, self._disk = folder, model.launch, disk
+        self._partial = partial_path(folder, step)
+        self._files: dict[str, Any] = {}
+        self._tensors: dict[str, str] = {}
+        self._error: BaseException | None = None
+        self._thread: Thread | None = None
+        self._document = {
+            "format": FORMAT,
+            "step": step,
+            "seed": config.seed,
+            "stages": len(model.program.placement),
+            "batch_microbatches": model.program.microbatches * model.launch.replicas,
+            "task": model.task.identity(),
+            "options": config.to_data(),
+            "given_schedule": schedule_sha256(config.schedule),
+            "launched": {"processes": model.launch.world, "replicas": model.launch.replicas},
+            "versions": versions_now(),
+        }
+        self._schedule, self._generators = model.schedule, generator_states(model.hardware)
+        # Every phase ends with a gather: no process writes into a folder that is not there, and the folder is published
+        # only when the files of all of them are on the disk.
+        try:
+            gather_or_raise(self._launch, self._begin)
+            if beside:
+                files: list[tuple[str, dict[str, Tensor]]] = []
+                gather_or_raise(self._launch, lambda: files.extend(_files_of(model)))
+                self._thread = Thread(target=self._write_beside, args=[files], name="optpipe-checkpoint", daemon=True)
+                self._thread.start()
+            else:
+                self._parts = gather_or_raise(self._launch, lambda: self._write(_files_of(model)))
+        except CheckpointError:
+            self._undo()
+            raise
 
-    # Every phase ends with a gather: no process writes into a folder that is not there, and the folder is published
-    # only when the files of all of them are on the disk.
-    try:
-        gather_or_raise(model.launch, begin)
-        parts = gather_or_raise(model.launch, lambda: _write_stages(partial_path(folder, step), model, disk))
-        return max(gather_or_raise(model.launch, lambda: _finish(folder, config, model, step, parts, disk)))
-    except CheckpointError:
-        if model.launch.rank == 0:
+    @property
+    def written(self) -> bool:
+        """True once this process's files are on its disk, or could not be written."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> int:
+        """Wait for the files of all processes and publish them; returns the checkpoint's size in bytes."""
+        try:
+            if self._thread is not None:
+                self._parts = gather_or_raise(self._launch, self._written_beside)
+            return max(gather_or_raise(self._launch, self._publish))
+        except CheckpointError:
+            self._undo()
+            raise
+
+    def join(self) -> None:
+        """Wait for the thread of this process, if there is one, and leave what it has written unpublished."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self) -> None:
+        if self._launch.rank == 0:
+            clear_leftovers(self._folder, self._disk)
+            self._disk.make_folder(self._partial)
+
+    def _undo(self) -> None:
+        if self._launch.rank == 0:
             with suppress(OSError):
-                disk.remove(partial_path(folder, step))
-        raise
+                self._disk.remove(self._partial)
+
+    def _write(self, files: Iterable[tuple[str, dict[str, Tensor]]]) -> dict[str, Any]:
+        """Write this process's files; returns what the manifest says of them."""
+        for name, tensors in files:
+            self._files[name] = self._disk.write_tensors(self._partial / name, tensors).to_data()
+            self._tensors |= dict.fromkeys(tensors, name)
+        return {"files": self._files, "tensors": self._tensors, "generators": self._generators}
+
+    def _write_beside(self, files: list[tuple[str, dict[str, Tensor]]]) -> None:
+        try:
+            while files:
+                self._write([files.pop(0)])  # the copies of a file are freed as soon as it is written
+        except BaseException as error:
+            self._error = error
+
+    def _written_beside(self) -> dict[str, Any]:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._write(())
+
+    def _publish(self) -> int:
+        """Write the manifest last and publish; returns the checkpoint's size in bytes, 0 on ranks other than 0."""
+        if self._launch.rank:
+            return 0
+        partial, final, disk = self._partial, final_path(self._folder, self.step), self._disk
+        files = {name: SavedFile(**file) for part in self._parts for name, file in part["files"].items()}
+        generators = as_tensors([part["generators"] for part in self._parts])
+        files[GENERATORS] = disk.write_tensors(partial / GENERATORS, generators)
+        files[SCHEDULE] = disk.write_text(partial / SCHEDULE, schedule_text(self._schedule))
+        tensors = {name: file for part in self._parts for name, file in part["tensors"].items()}
+        document = CheckpointDocument.from_data(
+            self._document | {"files": {n: f.to_data() for n, f in files.items()}, "tensors": tensors}, ""
+        )
+        manifest = disk.write_text(partial / MANIFEST, document.sealed())
+        if final.exists():  # a damaged one: a whole one of that step would have been resumed
+            disk.remove(final)
+        disk.publish(partial, final)
+        return document.size_bytes + manifest.size_bytes
+
+
+def write_checkpoint(folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk) -> int:
+    """Write the checkpoint before `step` while training waits (`CheckpointWriter`); returns its size in bytes."""
+    return CheckpointWriter(folder, config, model, step, disk).finish()
 
 
 def schedule_sha256(schedule: Schedule | None) -> str | None:
@@ -206,52 +311,20 @@ def schedule_sha256(schedule: Schedule | None) -> str | None:
     return None if schedule is None else hashlib.sha256(schedule_text(schedule).encode()).hexdigest()
 
 
-def _write_stages(partial: Path, model: Model, disk: Disk) -> dict[str, Any]:
-    """Write this process's stages: replica 0 whole, the others, whose weights are the same, their buffers alone.
+def _files_of(model: Model) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Files of this process's stages: replica 0's whole, the others', whose weights are the same, buffers alone.
 
-    A parameter that stages share is written with the first of them.
+    A parameter or buffer that stages share is written with the first of them.
     """
-    replica, files = model.launch.replica, {}
+    replica = model.launch.replica
     for s, stage in model.stages.items():
         if replica == 0:
-            elsewhere = {name for shared in model.shared for stage_, name in shared.places[1:] if stage_ == s}
-            name, tensors = stage_file(s), stage_tensors(stage.module, model.optimizers.get(s), elsewhere)
-        else:
-            name, tensors = buffers_file(s, replica), stage_buffers(stage.module)
-        if replica == 0 or tensors:
-            files[name] = disk.write_tensors(partial / name, tensors).to_data()
-    return {"files": files, "generators": generator_states(model.hardware)}
-
-
-def _finish(
-    folder: Path, config: TrainingConfig, model: Model, step: int, parts: Sequence[Mapping[str, Any]], disk: Disk
-) -> int:
-    """Write the manifest last and publish; returns the checkpoint's size in bytes, 0 on ranks other than 0."""
-    if model.launch.rank:
-        return 0
-    partial, final = partial_path(folder, step), final_path(folder, step)
-    files = {name: SavedFile(**file) for part in parts for name, file in part["files"].items()}
-    files[GENERATORS] = disk.write_tensors(partial / GENERATORS, as_tensors([part["generators"] for part in parts]))
-    files[SCHEDULE] = disk.write_text(partial / SCHEDULE, schedule_text(model.schedule))
-    launch = model.launch
-    document = CheckpointDocument(
-        format="optpipe.checkpoint/1",
-        step=step,
-        seed=config.seed,
-        stages=len(model.program.placement),
-        batch_microbatches=model.program.microbatches * launch.replicas,
-        task=model.task.identity(),
-        options=config.to_data(),
-        given_schedule=schedule_sha256(config.schedule),
-        launched=Launched(processes=launch.world, replicas=launch.replicas),
-        versions=versions_now(),
-        files=files,
-    )
-    manifest = disk.write_text(partial / MANIFEST, document.sealed())
-    if final.exists():
-        disk.remove(final)
-    disk.publish(partial, final)
-    return document.size_bytes + manifest.size_bytes
+            all_places = (*(shared.places for shared in model.shared), *model.shared_buffers)
+            elsewhere = {local for places in all_places for place, local in places[1:] if place == s}
+            names = {local: name for local, name in stage_names(model, s).items() if local not in elsewhere}
+            yield stage_file(s), stage_tensors(stage.module, model.optimizers.get(s), names)
+        elif tensors := stage_buffers(stage.module, buffer_names(model, s, replica)):
+            yield buffers_file(s, replica), tensors
 
 
 def generator_states(hardware: torch.device) -> dict[str, str]:

@@ -43,6 +43,10 @@ class Task(Protocol):
         """Inputs and targets of a step, by microbatch, of all replicas: a function of the step alone."""
         ...
 
+    def model_name(self, stage: int, name: str, /) -> str:
+        """Name that a stage's parameter or buffer `name` has in the whole model, however that is cut."""
+        ...
+
     def identity(self) -> dict[str, Any]:
-        """JSON values that must be equal in all processes, and in a checkpoint that is resumed."""
+        """JSON values that must be equal in all processes, and in a checkpoint that is resumed: there except `cut`."""
         ...

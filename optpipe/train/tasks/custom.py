@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
+from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
-from optpipe.profile.subject import Named, Subject, batch_of, load_subject, with_cut
+from optpipe.profile.subject import Named, Subject, batch_of, load_subject
 from optpipe.runtime.messages import leaves, message_spec, spec_text
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.runtime.stage import Loss
@@ -35,11 +36,16 @@ class OwnStages:
         self._model, self._seed, self._microbatches = config.model, config.seed, microbatches
         self._stages = stages
         first = self._load()
-        if len(first.stages) != stages:
-            cut = "--cut to join them" if len(first.stages) > stages else "return as many stages"
+        blocks, cut = list(first.stages), config.model.cut
+        self._sizes: tuple[int, ...] | None = None
+        if cut is not None:
+            units = [Unit((f"stages[{n}]",)) for n in range(len(blocks))]
+            self._sizes = parse_cut(cut, units, stages, "model.cut")
+        elif len(blocks) != stages:
+            maybe = "--cut to join them" if len(blocks) > stages else "return as many stages"
             detail = (
-                f"is {self._model.name}, which returns {len(first.stages)} stage(s), but the schedule has {stages}. "
-                f"Maybe profile and solve for this model, or {cut}."
+                f"is {self._model.name}, which returns {len(blocks)} stage(s), but the schedule has {stages}. "
+                f"Maybe profile and solve for this model, or {maybe}."
             )
             raise InputError([Issue(("model", "name"), "wrong_count", detail)])
         self._inputs, self._targets = first.inputs, first.targets
@@ -52,9 +58,9 @@ class OwnStages:
                 "has. Maybe compute what needs them in the last stage."
             )
             raise InputError([Issue("model.name", "loss_has_parameters", detail)])
-        self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in first.stages]
-        self._shared = [[list(place) for place in shared.places] for shared in shared_parameters(first.stages)]
-        self._unused: list[nn.Module] | None = list(first.stages)
+        self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in blocks]
+        self._shared = [[list(place) for place in shared.places] for shared in shared_parameters(blocks)]
+        self._unused: list[nn.Module] | None = self._joined(blocks)
         self._data = Named("data", config.model.data) if config.model.data else None
         if self._data is not None:
             self.batch(0)  # refuses batches that do not fit before a step is run
@@ -82,7 +88,7 @@ class OwnStages:
     def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """New modules, the same weights at each call."""
         unused, self._unused = self._unused, None
-        return unused or list(self._load().stages)
+        return unused or self._joined(self._load().stages)
 
     def batch(self, step: int) -> Batch:
         """Batch of the step from the data callable; without one, the same microbatch every time."""
@@ -92,20 +98,29 @@ class OwnStages:
             inputs, targets = batch_of(self._data, step, self._model.name, like, self._microbatches)
         return inputs, self._loss.with_tokens(targets) if isinstance(self._loss, PerToken) else targets
 
+    def model_name(self, stage: int, name: str) -> str:
+        """Name in a sequence of all blocks that the callable returns: the number of its block, and its name there."""
+        if self._sizes is None:
+            return f"{stage}.{name}"
+        place, _, own = name.partition(".")
+        return f"{sum(self._sizes[:stage]) + int(place)}.{own}"
+
     def identity(self) -> dict[str, Any]:
-        """Names of model and data, the seed, the shapes of all parameters, and which of them stages share."""
+        """Names of model and data, the seed, the cut, the shapes of all parameters, and which of them blocks share."""
         identity = {
             "model": self._model.name,
             "data": self._model.data,
             "seed": self._seed,
             "microbatch": spec_text(message_spec(self._inputs)),
             "parameters": self._shapes,
+            "cut": list(self._sizes or (1,) * self._stages),
         }
         return identity | ({"shared": self._shared} if self._shared else {})
 
     def _load(self) -> Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
-            subject = load_subject(self._model.name)
-        cut = self._model.cut
-        return subject if cut is None else with_cut(subject, cut, self._stages, "model.cut")
+            return load_subject(self._model.name)
+
+    def _joined(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        return list(blocks) if self._sizes is None else joined(blocks, self._sizes)

@@ -200,8 +200,18 @@ class GPTTask:
         """Random pieces of the text."""
         return self._batches.batch(step)
 
+    def model_name(self, stage: int, name: str) -> str:
+        """Names of layers by their numbers in the model; `embedding` and `head` beside them."""
+        place, _, own = name.partition(".")
+        cut = evenly(self.shape.layers, self._stages)
+        layer = int(place) - (stage == 0)
+        if layer < 0:
+            return f"embedding.{own}"
+        return f"head.{own}" if layer == cut[stage] else f"layers.{sum(cut[:stage]) + layer}.{own}"
+
     def identity(self) -> dict[str, Any]:
-        """All sizes, the precision, and which text it is."""
+        """All sizes, the cut, the precision, and which text it is."""
         model = self._model
         chosen = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
-        return {"model": model.name, "seed": self._seed} | chosen | asdict(self.shape) | self._data
+        cut = list(evenly(self.shape.layers, self._stages))
+        return {"model": model.name, "seed": self._seed, "cut": cut} | chosen | asdict(self.shape) | self._data

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.models.hugging_face import HuggingFace
+from optpipe.models.hugging_face import PART, HuggingFace
 from optpipe.models.loss import PerToken
 from optpipe.profile.subject import DATA_RETURNS, Named, batch_of
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
@@ -69,6 +69,10 @@ class HuggingFaceTask:
         """Inputs, and labels with the number of tokens of the batch."""
         inputs, labels = self._first if step == 0 else self.batches.batch(step)
         return inputs, self._loss.with_tokens(labels)
+
+    def model_name(self, _stage: int, name: str) -> str:
+        """Name that transformers gives it."""
+        return name.removeprefix(PART)
 
     def identity(self) -> dict[str, Any]:
         """The configuration, the cut, and which data they are."""

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from optpipe.cli import main
 from optpipe.errors import CheckpointError
 from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
-from optpipe.train.checkpoint.convert import to_hugging_face
+from optpipe.train.checkpoint.convert import from_hugging_face, to_hugging_face
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.cases import config_of
 from tests.optpipe.models.tiny_models import plain_losses, plain_model, saved
+from tests.ranks import RunRanks
 
+WORKER = Path(__file__).parent / "worker.py"
 HALF = 6
 NAMES = ("tied llama", "qwen3-moe")
 
@@ -71,6 +74,60 @@ def test_transformers_reads_the_weights(
     with pytest.raises(SystemExit, match="2"):
         main(command)
     assert "which is there already. Maybe a new folder." in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_copy_in_its_own_files(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["checkpoint", "to-dcp", str(runs / "tied llama"), "-o", str(tmp_path / "dcp")])
+    assert "the state after 6 steps" in capsys.readouterr().out
+    to_hugging_face(runs / "tied llama", tmp_path / "hf")
+    weights = type(plain_model("tied llama")).from_pretrained(tmp_path / "hf").state_dict()
+    own = {name: torch.empty_like(tensor) for name, tensor in weights.items() if name != "lm_head.weight"}
+    moments = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in own.items()}
+    dcp.load(own | moments, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in own.items())
+    assert all(moment.any() for moment in moments.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_begins_with_the_weights_of_a_folder(
+    runs: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which the configuration that it is started with does not have."""
+    to_hugging_face(runs / name, tmp_path / "trained")
+    with pytest.raises(SystemExit, match="0"):
+        main(["checkpoint", "from-hf", str(tmp_path / "trained"), "-o", str(tmp_path / "run")])
+    assert "a run with --checkpoint" in capsys.readouterr().out
+    config = run_of(name, "in 2", tmp_path / "run", "3,2")
+    bare = replace(config.model, name=f"hf:{tmp_path / 'trained' / 'config.json'}")
+    result = train(replace(config, model=bare, steps=3, seed=7))
+    from_folder = replace(config.model, name=f"hf:{tmp_path / 'trained'}")
+    assert result.losses == train(replace(config, model=from_folder, checkpoints=CheckpointConfig(), steps=3)).losses
+    assert not [record for record in caplog.records if record.message.startswith("resumed with")]
+    again = train(replace(config, model=bare, steps=4, seed=7))
+    assert again.first_step == 3
+    another = run_of(next(other for other in NAMES if other != name), "in 2", tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"task\.configuration is .* in .*step-0000000004 but"):
+        train(another)
+    with pytest.raises(CheckpointError, match=r"run has checkpoints already\. Maybe another folder\."):
+        from_hugging_face(str(tmp_path / "trained"), tmp_path / "run", torch.float32)
+
+
+@pytest.mark.torchrun
+def test_two_processes_one_and_four_go_on_from_one_another(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Each on a cut of its own, tied weights in the first and the last process included."""
+    name = "tied llama"
+    run_ranks(WORKER, 2, str(tmp_path), "recut", saved(name), str(tmp_path / "run"), "in 2", "2,3", "6")
+    found = json.loads((tmp_path / "rank1.json").read_text())
+    losses = list(found["losses"])
+    config = replace(run_of(name, "V", tmp_path / "run", "1,2,1,1"), steps=9)
+    losses += train(config).losses
+    run_ranks(WORKER, 4, str(tmp_path), "recut", saved(name), str(tmp_path / "run"), "linear", "1,1,1,2", "12")
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert {rank["first_step"] for rank in ranks} == {9}
+    losses += ranks[0]["losses"]
+    assert losses == pytest.approx(plain_losses(name)[:12], rel=0, abs=1e-5)
 
 
 def test_it_is_trained_on(runs: Path, tmp_path: Path) -> None:

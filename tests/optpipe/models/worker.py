@@ -1,6 +1,8 @@
 """Runs as a rank: trains models of transformers. Usage: worker.py FOLDER MODELS CASE...
 
 `MODELS` is a JSON object of folders by name. Each rank writes what it found to `FOLDER/rankN.json`, by case.
+
+Or: worker.py FOLDER recut MODEL CHECKPOINTS WAY CUT STEPS, a run that goes on from the checkpoints there.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optpipe.train.loop as loop
-from optpipe.train import train
+from optpipe.train import CheckpointConfig, train
 from optpipe.train.model import Model
 from tests.gloo import gloo_group
 from tests.optpipe.models.cases import config_of
@@ -41,5 +44,22 @@ def main(folder: Path, models: dict[str, str], cases: list[str]) -> None:
         (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
+def recut(folder: Path, model: str, checkpoints: str, way: str, cut: str, steps: str) -> None:
+    torch.set_num_threads(1)
+    config = config_of(f"any, {way}", model)
+    result = train(
+        replace(
+            config,
+            model=replace(config.model, cut=cut),
+            checkpoints=CheckpointConfig(Path(checkpoints), asynchronous=True, every_steps=2, keep=1),
+            steps=int(steps),
+        )
+    )
+    found = {"losses": result.losses, "first_step": result.first_step}
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__" and sys.argv[2] == "recut":
+    recut(Path(sys.argv[1]), *sys.argv[3:])
+elif __name__ == "__main__":
     main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

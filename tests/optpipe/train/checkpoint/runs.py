@@ -39,11 +39,12 @@ def config_of(folder: Path | None, **changes: Any) -> TrainingConfig:
                 "autocast",
                 "tied",
                 "layers",
+                "cut",
                 default={"name": "tiny", "dtype": "float64"},
             )
         ),
         "checkpoints": CheckpointConfig(
-            folder, **_taken(changes, "keep", "resume", "every_steps", default={"every_steps": 2})
+            folder, **_taken(changes, "keep", "resume", "every_steps", "asynchronous", default={"every_steps": 2})
         ),
     }
     return replace(TrainingConfig(one_f_one_b(2, 2), steps=STEPS), **groups, **changes)

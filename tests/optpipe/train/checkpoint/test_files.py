@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from optpipe.errors import CheckpointError
 from optpipe.train.checkpoint.files import Disk, SavedFile, final_path, steps_in
-from optpipe.train.checkpoint.write import stage_tensors
+from optpipe.train.checkpoint.write import stage_names, stage_tensors
 from optpipe.train.model import Model
 from tests.optpipe.train.checkpoint.runs import Run, config_of, run
 
@@ -94,9 +95,9 @@ def at_four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
     return {
-        f"{s}.{name}": tensor
+        name: tensor
         for s, stage in model.stages.items()
-        for name, tensor in stage_tensors(stage.module, model.optimizers[s]).items()
+        for name, tensor in stage_tensors(stage.module, model.optimizers[s], stage_names(model, s)).items()
     }
 
 
@@ -158,6 +159,48 @@ def test_a_full_disk_is_told_and_training_goes_on(
         assert "No space left on device" in told
         if not written:
             assert str(final_path(folder, max(steps_in(folder)))) in told
+
+
+class SlowDisk(Disk):
+    """Writes tensors once it is told to."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
+        assert self.goes_on.wait(60)
+        return super().write_tensors(path, tensors)
+
+
+def test_training_goes_on_while_a_copy_of_the_state_is_written(tmp_path: Path) -> None:
+    """What is written is the state of the step at which it was due, however late that is; until then nothing is."""
+    disk, seen = SlowDisk(), []
+
+    def before(step: int) -> None:
+        seen.append(steps_in(tmp_path / "beside"))
+        if step == 5:
+            disk.goes_on.set()
+
+    beside = run(config_of(tmp_path / "beside", every_steps=3, asynchronous=True), disk=disk, before=before)
+    assert seen == [[]] * 6
+    assert steps_in(tmp_path / "beside") == [6, 3]
+    waiting = run(config_of(tmp_path / "waiting", every_steps=3))
+    assert beside.losses == waiting.losses
+    for step in (3, 6):
+        files = [final_path(tmp_path / kind, step) for kind in ("beside", "waiting")]
+        for name in ("stage-0000.safetensors", "stage-0001.safetensors", "schedule.json"):
+            assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes()
+
+
+def test_a_run_that_fails_leaves_no_thread_and_nothing_unwhole(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    config = config_of(tmp_path, every_steps=3, asynchronous=True)
+    failed = run(config, disk=disk, until=4)
+    disk.goes_on.set()
+    failed.checkpoints.end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "optpipe-checkpoint"]
+    assert steps_in(tmp_path) == []
+    assert list(run(config).losses) == list(range(6))
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

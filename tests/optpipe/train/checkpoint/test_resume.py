@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
 from dataclasses import replace
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +21,14 @@ from optpipe.errors import CheckpointError, InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, OnlineConfig, OptimizerConfig
-from optpipe.train.checkpoint.files import Disk, final_path, steps_in
+from optpipe.train.checkpoint.files import Disk, final_path, read_tensors, steps_in
 from optpipe.train.checkpoint.resume import resume
 from optpipe.train.checkpoint.write import write_checkpoint
 from optpipe.train.model import Model
 from tests.optpipe.runtime.schedules import random_schedule
-from tests.optpipe.train.checkpoint.runs import STEPS, config_of, run
+from tests.optpipe.train import shared_stages
+from tests.optpipe.train.checkpoint import normed_stages
+from tests.optpipe.train.checkpoint.runs import NORMED, STEPS, config_of, run
 
 
 @pytest.fixture
@@ -69,6 +75,101 @@ def test_other_schedules_of_the_same_stages_go_on_from_it(folder: Path, caplog: 
         assert again == pytest.approx({step: whole[step] for step in again}, rel=1e-12)
         assert "resumed with another schedule than before: sums may be added in another order" in caplog.messages
         shutil.rmtree(final_path(folder, STEPS))
+
+
+RECUT: dict[str, dict[str, Any]] = {
+    "GPT": {"dtype": "float64", "layers": 4},
+    "tied GPT": {"dtype": "float64", "layers": 4, "tied": True},
+    "shared by all stages": {"name": f"{shared_stages.__name__}:everywhere_in_4", "dtype": "float32"},
+    "a module in two stages": {"name": f"{shared_stages.__name__}:modules_in_4", "dtype": "float32"},
+}
+"""Of four blocks each."""
+
+
+@pytest.mark.parametrize("name", RECUT)
+def test_a_model_that_is_cut_otherwise_goes_on_from_it(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one, two (of unequal sizes) and four stages, each from the one before."""
+    own = "name" in RECUT[name]
+    ways: list[dict[str, Any]] = [
+        {"schedule": one_f_one_b(4, 2)} | ({"cut": "1,1,1,1"} if own else {}),
+        {"schedule": one_f_one_b(2, 2)} | ({"cut": "3,1"} if own else {}),
+        {"schedule": one_f_one_b(1, 2)} | ({"cut": "4"} if own else {}),
+        {"schedule": v_wave(2, 2)},
+    ]
+    whole = run(config_of(None, **RECUT[name], **ways[0], steps=8)).losses
+    losses: dict[int, float] = {}
+    for n, way in enumerate(ways, start=1):
+        caplog.clear()
+        losses |= run(config_of(tmp_path, **RECUT[name], **way, steps=8), until=2 * n + (n < 4)).losses
+        assert any("resumed with stages of other layers" in text for text in caplog.messages) == (n > 1)
+    assert losses == pytest.approx(whole, rel=1e-12 if RECUT[name]["dtype"] == "float64" else 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_files_are_a_checkpoint_of_torch(folder: Path) -> None:
+    """By the names of the whole model."""
+    reader = dcp.HuggingFaceStorageReader(str(final_path(folder, 4)))
+    names = {name: entry for name, entry in reader.read_metadata().state_dict_metadata.items() if "rank-" not in name}
+    model = run(config_of(folder), until=0).model
+    weights = {
+        model.task.model_name(s, local): p
+        for s, stage in model.stages.items()
+        for local, p in stage.module.named_parameters()
+    }
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert names.keys() == {*weights, *(f"optimizer.state.{name}.{key}" for name in weights for key in keys)}
+    assert {"embedding.byte.weight", "layers.1.narrow.bias", "head.head.weight"} <= weights.keys()
+    loaded = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in names.items()}
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name], weight)
+        [optimizer] = [o for o in model.optimizers.values() if weight in o.state]
+        assert torch.equal(loaded[f"optimizer.state.{name}.exp_avg"], optimizer.state[weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("name", ["float64", "tied", "running statistics"])
+def test_a_checkpoint_of_the_first_format_is_resumed(name: str, tmp_path: Path) -> None:
+    """As release 0.1.0 wrote them: names of the stages' modules, and no list of tensors in the manifest."""
+    case = CASES[name] if name in CASES else {**NORMED, "schedule": one_f_one_b(1, normed_stages.BATCH_MICROBATCHES)}
+    config = config_of(tmp_path, **case)
+    whole = run(config_of(None, **case)).losses
+    run(config, until=4)
+    as_first_format(final_path(tmp_path, 4))
+    assert run(replace(config, checkpoints=replace(config.checkpoints, resume="must"))).losses == {
+        step: whole[step] for step in (4, 5)
+    }
+
+
+def as_first_format(path: Path) -> None:
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    del manifest["sha256"], manifest["tensors"], manifest["task"]["cut"]
+    manifest["format"] = "optpipe.checkpoint/1"
+    for s in range(manifest["stages"]):
+        file = path / f"stage-{s:04d}.safetensors"
+        tensors = {_first_name(name, s, manifest["stages"]): tensor for name, tensor in read_tensors(file).items()}
+        file.unlink()
+        manifest["files"][file.name] = Disk().write_tensors(file, tensors).to_data()
+    data = {key: value for key, value in manifest.items() if key != "tensors"}
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    (path / "checkpoint.json").write_text(json.dumps(data | {"sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def _first_name(name: str, s: int, stages: int) -> str:
+    """Name of a tensor in stage `s` of a GPT with a layer a stage, or in the only one of one's own stages."""
+    kept = name.removeprefix("optimizer.state.")
+    full, key = (kept.rpartition(".")[0], kept.rpartition(".")[2]) if kept != name else (name, "")
+    part, _, own = full.partition(".")
+    if part in ("embedding", "head"):
+        local = f"{0 if part == 'embedding' else 1 + (stages == 1)}.{own}"
+    elif part == "layers":
+        local = f"{int(s == 0)}.{own.partition('.')[2]}"
+    else:
+        local = own
+    if key:
+        return f"optimizer.{key}.{local}"
+    return f"{'buffer' if 'running' in name or 'num_batches' in name else 'parameter'}.{local}"
 
 
 def test_with_the_same_schedule_nothing_is_said_to_differ(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +290,10 @@ def test_modes(folder: Path, tmp_path: Path) -> None:
         ({"layers": 4}, r"task\.layers is 2 in .* but 4 now"),
         ({"seed": 5}, r"task\.seed is 0 in .* but 5 now"),
         ({"schedule": one_f_one_b(2, 4)}, r"microbatches of a step, of all replicas, is 2 in .* but 4 now"),
-        ({"schedule": one_f_one_b(1, 2), "layers": 2}, r"the number of stages is 2 in .* but 1 now"),
+        (
+            {"name": f"{normed_stages.__name__}:build", "schedule": one_f_one_b(1, 2), "dtype": "float32"},
+            r"task\.dtype is 'float64' in .* but ",
+        ),
         ({"optimizer": OptimizerConfig("sgd")}, r"optimizer\.name is 'adamw' in .* but 'sgd' now"),
     ],
 )

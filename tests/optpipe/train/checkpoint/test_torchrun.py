@@ -17,7 +17,7 @@ from optpipe.compile import compile_schedule
 from optpipe.errors import CheckpointError
 from optpipe.train.checkpoint.files import buffers_file, final_path, read_tensors, stage_file, steps_in
 from optpipe.train.checkpoint.resume import resume
-from optpipe.train.checkpoint.write import stage_buffers
+from optpipe.train.checkpoint.write import stage_buffers, stage_names
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from tests.optpipe.train.checkpoint import normed_stages
@@ -79,11 +79,14 @@ def test_another_number_of_replicas_goes_on_from_the_statistics_of_the_first(
 ) -> None:
     shutil.copytree(final_path(folder / "statistics", STEPS), final_path(tmp_path, STEPS))
     saved = [read_tensors(final_path(tmp_path, STEPS) / name) for name in (stage_file(0), buffers_file(0, 1))]
-    assert saved[1].keys() == {name for name in saved[0] if name.startswith("buffer.")}
-    assert not torch.equal(*(tensors["buffer.1.running_mean"] for tensors in saved))
+    assert saved[1].keys() == {
+        f"replica-1.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert not torch.equal(saved[0]["0.1.running_mean"], saved[1]["replica-1.0.1.running_mean"])
     alone = {**NORMED, "schedule": one_f_one_b(1, normed_stages.BATCH_MICROBATCHES)}
-    [stage] = run(config_of(tmp_path, **alone)).model.stages.values()
-    assert all(torch.equal(tensor, saved[0][name]) for name, tensor in stage_buffers(stage.module).items())
+    model = run(config_of(tmp_path, **alone)).model
+    buffers = stage_buffers(model.stages[0].module, stage_names(model, 0))
+    assert all(torch.equal(tensor, saved[0][name]) for name, tensor in buffers.items())
     assert [text for text in caplog.messages if text.startswith("resumed with the buffers of replica 0")]
 
 
@@ -110,11 +113,25 @@ def test_two_processes_go_on_from_what_one_has_written(ranks: Ranks) -> None:
 
 
 @pytest.mark.torchrun
-def test_a_disk_that_fails_one_process_fails_the_checkpoint_and_not_the_run(ranks: Ranks) -> None:
+@pytest.mark.parametrize("name", ["full disk", "full disk, asynchronous"])
+def test_a_disk_that_fails_one_process_fails_the_checkpoint_and_not_the_run(ranks: Ranks, name: str) -> None:
     """That of step 4 is not there, those before and after are; nobody waits for the one that failed."""
     for rank in ranks:
-        assert len(rank["full disk"]["losses"]) == 5
-        assert rank["full disk"]["there"] == ["step-0000000005"]
+        assert len(rank[name]["losses"]) == 5
+        assert rank[name]["there"] == ["step-0000000005"]
+
+
+@pytest.mark.torchrun
+def test_an_asynchronous_checkpoint_is_there_when_all_processes_have_written_theirs(ranks: Ranks) -> None:
+    """And not before: the next one that is due waits for it."""
+    for rank in ranks:
+        assert rank["one slow"]["in step 3"] == [".partial-step-0000000002"]
+        assert rank["one slow"]["there"] == [f"step-{step:010d}" for step in (2, 4, 6)]
+
+
+@pytest.mark.torchrun
+def test_torch_loads_it_into_the_layout_of_fsdp(ranks: Ranks) -> None:
+    assert [rank["sharded"] for rank in ranks] == [{"equal": True}] * 2
 
 
 @pytest.mark.torchrun

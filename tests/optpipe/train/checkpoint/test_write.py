@@ -29,6 +29,14 @@ class Odd(nn.Module):
         return found
 
 
+def names(module: nn.Module) -> dict[str, str]:
+    return {name: f"layers.7.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())}
+
+
+def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    return stage_tensors(module, optimizer, names(module))
+
+
 def trained(module: Odd, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for step in range(steps):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(module.linear.weight.dtype)
@@ -56,14 +64,14 @@ def test_a_stage_that_was_saved_trains_on_as_if_it_had_not_been(make, dtype: tor
     first = Odd(dtype)
     optimizer = make(first)
     trained(first, optimizer)
-    Disk().write_tensors(tmp_path / "stage", stage_tensors(first, optimizer))
+    Disk().write_tensors(tmp_path / "stage", tensors_of(first, optimizer))
     torch.manual_seed(1)
     second = Odd(dtype)
     resumed = make(second)
-    load_stage(second, resumed, read_tensors(tmp_path / "stage"), "stages[0]")
+    load_stage(second, resumed, read_tensors(tmp_path / "stage"), names(second), "stages[0]")
     trained(first, optimizer)
     trained(second, resumed)
-    ours, theirs = stage_tensors(first, optimizer), stage_tensors(second, resumed)
+    ours, theirs = tensors_of(first, optimizer), tensors_of(second, resumed)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -75,19 +83,19 @@ def test_moments_of_another_dtype_than_the_parameter_stay_what_they_are() -> Non
     optimizer.state[module.linear.weight] = {"momentum_buffer": moment}
     other = Odd(torch.bfloat16)
     resumed = sgd(other)
-    load_stage(other, resumed, stage_tensors(module, optimizer), "stages[0]")
+    load_stage(other, resumed, tensors_of(module, optimizer), names(other), "stages[0]")
     assert torch.equal(resumed.state[other.linear.weight]["momentum_buffer"], moment)
 
 
 def test_what_is_saved_shares_nothing_with_the_model() -> None:
     module = Odd()
-    before = stage_tensors(module, None)
+    before = tensors_of(module, None)
     kept = {name: tensor.clone() for name, tensor in before.items()}
     trained(module, adamw(module))
     assert all(torch.equal(before[name], kept[name]) for name in kept)
-    assert "buffer.norm.running_mean" in before
-    assert "parameter.frozen" in before
-    assert "buffer.cache" not in before
+    assert "layers.7.norm.running_mean" in before
+    assert "layers.7.frozen" in before
+    assert "layers.7.cache" not in before
 
 
 @pytest.mark.parametrize(
@@ -95,29 +103,23 @@ def test_what_is_saved_shares_nothing_with_the_model() -> None:
     [
         (
             Odd(torch.float64),
-            r"stages\[3\]\.buffer\.norm.* is torch.float64 of shape .* in the checkpoint but torch.float32",
+            r"stages\[3\]: layers\.7\.frozen is torch.float64 of shape .* in the checkpoint but torch.float32",
         ),
-        (nn.Linear(4, 4), r"stages\[3\]\..* is in the model but not in the checkpoint\. Maybe"),
-        (nn.Sequential(Odd(), nn.Linear(1, 1)), r"stages\[3\]\..* is in the checkpoint but not in the model\. Maybe"),
+        (nn.Linear(4, 4), r"stages\[3\]: layers\.7\.frozen is in the model but not in the checkpoint\. Maybe"),
     ],
 )
 def test_another_model_is_refused_by_the_first_name_that_differs(other: nn.Module, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_stage(
-            nn.Sequential(Odd()) if isinstance(other, nn.Sequential) else Odd(),
-            None,
-            stage_tensors(other, None),
-            "stages[3]",
-        )
+        load_stage(Odd(), None, tensors_of(other, None), names(Odd()), "stages[3]")
 
 
 def test_a_refused_checkpoint_changes_nothing() -> None:
-    module, tensors = Odd(), stage_tensors(Odd(), None)
-    before = stage_tensors(module, None)
-    del tensors["parameter.norm.weight"]
+    module, tensors = Odd(), tensors_of(Odd(), None)
+    before = tensors_of(module, None)
+    del tensors["layers.7.norm.weight"]
     with pytest.raises(CheckpointError):
-        load_stage(module, None, tensors, "stages[0]")
-    assert all(torch.equal(before[name], tensor) for name, tensor in stage_tensors(module, None).items())
+        load_stage(module, None, tensors, names(module), "stages[0]")
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors_of(module, None).items())
 
 
 def test_state_beside_tensors_is_refused_when_writing() -> None:
@@ -126,9 +128,9 @@ def test_state_beside_tensors_is_refused_when_writing() -> None:
             return 3
 
     with pytest.raises(CheckpointError, match=r"0 \(Counting\) has extra state"):
-        stage_tensors(nn.Sequential(Counting(1, 1)), None)
+        tensors_of(nn.Sequential(Counting(1, 1)), None)
     module = Odd()
     optimizer = sgd(module)
     optimizer.state[module.linear.weight] = {"trust": 0.5}
     with pytest.raises(CheckpointError, match=r"keeps trust of linear\.weight as float"):
-        stage_tensors(module, optimizer)
+        tensors_of(module, optimizer)
