@@ -42,6 +42,8 @@ class GradientSync:
 
     `replicas` is the group of the processes with the same stages (None: one pipeline). `shared` comes from
     `with_groups`, and `hold_once` has been applied to the stages of this process.
+
+    `paused`: nothing is summed, because a further run of the schedule adds to the same gradients.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class GradientSync:
         replicas: dist.ProcessGroup | None = None,
         shared: Sequence[tuple[SharedParameter, Group]] = (),
     ) -> None:
+        self.paused = False
         self._running: list[dist.Work] = []
         self._aliases: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         self._buffers: list[tuple[Tensor, dist.ProcessGroup]] = []
@@ -69,6 +72,8 @@ class GradientSync:
 
     def finish(self) -> None:
         """Wait until every sum is in the gradients, at the end of a step that has computed all of them."""
+        if self.paused:
+            return
         self._wait()
         for first, aliases in self._aliases:
             for alias in aliases:
@@ -104,7 +109,7 @@ class GradientSync:
 
     def _reducer(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
         def start() -> None:
-            for buffer in buffers:
+            for buffer in () if self.paused else buffers:
                 assert self._replicas is not None, "buffers are there to be summed over replicas"
                 self._start(buffer, self._replicas)
 

@@ -70,15 +70,16 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     meters, loss = [MemoryMeter(), MemoryMeter()], math.nan
     for meter in meters:
         with unchanged(model):
-            losses = model.pipeline.run(*model.own_part(batch), meter)
+            losses = model.run(*model.own_part(batch), meter)
         loss = model.mean_loss(model.launch.sum(losses))
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
-    next_step = model.step_number + 1  # the pipeline counts a step when it begins
+    next_run = model.step_number * model.config.accumulate + 1  # the pipeline counts a run when it begins
 
     def drawing(stage: int, microbatch: int) -> AbstractContextManager[None]:
-        replica, own = divmod(microbatch, model.program.microbatches)  # each replica draws for its own microbatches
+        replica, own = divmod(microbatch, model.microbatches)  # each replica draws for its own microbatches
+        run, own = divmod(own, model.program.microbatches)
         numbers = RandomNumbers(model.config.seed + replica, stage)
-        numbers.step = next_step
+        numbers.step = next_run + run
         return numbers.of(own, model.hardware)
 
     plain_loss = reference_step(plain_modules, model.task.loss, *plain_batch, autocast, drawing)
@@ -315,9 +316,10 @@ def record_trace(model: Model, batch: Batch, step: int) -> Trace:
     Called by all processes together, with the same answer.
     """
     planned = planned_peaks(model, batch)
-    own, rank = model.own_part(batch), model.launch.rank
+    inputs, targets = model.own_part(batch)
+    first, rank = model.program.microbatches, model.launch.rank
     with unchanged(model):
-        part = record_step(model.pipeline, *own, process=rank, device=model.hardware)
+        part = record_step(model.pipeline, inputs[:first], targets[:first], process=rank, device=model.hardware)
     config = model.config.model
     precision = f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype
     hardware = hardware_name(model.hardware, platform.machine())

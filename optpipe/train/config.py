@@ -384,6 +384,8 @@ class TrainingConfig(Group):
     """device type; auto: CUDA if available"""
     data_parallel: StrictInt = Field(default=1, ge=1, le=4096)
     """replicas of the pipeline, each with its part of the batch; more than one needs torchrun"""
+    accumulate: StrictInt = Field(default=1, ge=1, le=10**6)
+    """runs of the schedule in a step, one after the other, whose gradients add up to one update"""
     check: StrictBool = False
     """before training, compare gradients with the plain step and memory with the plan"""
     evaluate: StrictInt = Field(default=0, ge=0, le=10**6)

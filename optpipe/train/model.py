@@ -75,12 +75,17 @@ class Model:
             config.steps,
             self.stages,
             launch,
-            SumsLayout(program.microbatches, launch.replicas, len(placement), launch.replica),
+            SumsLayout(self.microbatches, launch.replicas, len(placement), launch.replica),
             shared=self.shared,
             optimistic=config.optimizer.optimistic and launch.distributed if optimistic is None else optimistic,
         )
         self.optimizers = self._updates.optimizers
         self._step_number = 0
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step in one replica: those of all runs of the schedule."""
+        return self.program.microbatches * self.config.accumulate
 
     @property
     def problem(self) -> Problem:
@@ -118,7 +123,7 @@ class Model:
         """
         begin = perf_counter()
         self._set_step(self._step_number)
-        losses = self.pipeline.run(
+        losses = self.run(
             *self.own_part(batch),
             meter=meter,
             recorder=recorder,
@@ -129,6 +134,40 @@ class Model:
         self._updates.took(perf_counter() - begin)
         self._set_step(self._step_number + 1)
         return self._updates.take_outcomes()
+
+    def run(
+        self,
+        inputs: Sequence[Tree],
+        targets: Sequence[Tree],
+        meter: MemoryMeter | None = None,
+        recorder: Recorder | None = None,
+        *,
+        validate: Callable[[], bool] | None = None,
+        leave_sends: bool = False,
+    ) -> Tensor:
+        """Run the schedule on this replica's part of a batch, as often as the config says; gradients add up.
+
+        Sums over replicas and stages are of the last run alone, which has the gradients of all. Meter and recorder see
+        the first. Returns losses and takes options as `Pipeline.run`.
+        """
+        count, m, losses = self.config.accumulate, self.program.microbatches, []
+        for n in range(count):
+            part, last = slice(n * m, (n + 1) * m), n == count - 1
+            self._set_random(n)
+            if self._sync:
+                self._sync.paused = not last
+            losses.append(
+                self.pipeline.run(
+                    inputs[part],
+                    targets[part],
+                    meter=None if n else meter,
+                    recorder=None if n else recorder,
+                    validate=None if n else validate,
+                    leave_sends=leave_sends and last,
+                    zero_gradients=not n,
+                )
+            )
+        return torch.cat(losses)
 
     def settle(self) -> list[StepOutcome]:
         """Validate the last update, in all processes together. Returns its outcome if it was not known."""
@@ -167,7 +206,7 @@ class Model:
 
     def own_part(self, batch: Batch) -> Batch:
         """The microbatches of this replica, on this process's hardware."""
-        m = self.program.microbatches
+        m = self.microbatches
         part = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
         return moved((batch[0][part], batch[1][part]), self.hardware)
 
@@ -187,9 +226,13 @@ class Model:
 
     def _set_step(self, step: int) -> None:
         self._step_number = step
+        self._set_random(0)
+
+    def _set_random(self, run: int) -> None:
+        """Set the random numbers of the stages to those of a run of the schedule in the step."""
         for stage in self.stages.values():
             if stage.random:
-                stage.random.step = step
+                stage.random.step = self._step_number * self.config.accumulate + run
 
     def _build_stages(self) -> dict[int, Stage]:
         placement, config = self.program.placement, self.config
@@ -209,7 +252,7 @@ class Model:
                 module,
                 first=s == 0,
                 loss=self.task.loss if s == last else None,
-                gradient_scale=1 / (self.launch.replicas * self.program.microbatches),
+                gradient_scale=1 / (self.launch.replicas * self.microbatches),
                 autocast=config.model.torch_autocast,
                 seed=config.seed + self.launch.replica,
             )

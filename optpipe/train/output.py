@@ -56,7 +56,7 @@ class Watch(Callback):
         self._first = model.step_number
         self.report: Callable[[StepReport], None] | None = None
         self._measures = model.launch.distributed and model.hardware.type == "cpu"
-        self._tokens = model.task.tokens * model.program.microbatches * model.launch.replicas
+        self._tokens = model.task.tokens * model.microbatches * model.launch.replicas
         self._reported = 0
         self._begun: _Begun | None = None
         self._bubbles: dict[int, float] = {}

@@ -225,7 +225,7 @@ def check_same_run(path: Path, document: CheckpointDocument, model: Model) -> No
         (f"task.{field}", document.task.get(field), identity.get(field)) for field in sorted(compared - uncompared)
     ]
     if not document.weights_alone:
-        microbatches = model.program.microbatches * model.launch.replicas
+        microbatches = model.microbatches * model.launch.replicas
         optimizer = dict(flat(document.options)).get("optimizer.name")
         fields += [
             ("seed", document.seed, model.config.seed),

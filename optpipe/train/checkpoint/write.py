@@ -208,7 +208,7 @@ class CheckpointWriter:
             "step": step,
             "seed": config.seed,
             "stages": len(model.program.placement),
-            "batch_microbatches": model.program.microbatches * model.launch.replicas,
+            "batch_microbatches": model.microbatches * model.launch.replicas,
             "task": model.task.identity(),
             "options": config.to_data(),
             "given_schedule": schedule_sha256(config.schedule),

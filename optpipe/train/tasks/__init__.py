@@ -10,9 +10,9 @@ from optpipe.train.tasks.hugging_face import HuggingFaceTask
 
 
 def build_task(config: TrainingConfig, stages: int, microbatches: int) -> Task:
-    """The task of a run whose schedule has so many stages and, in each of its replicas, microbatches.
+    """The task of a run whose schedule has so many stages and, in each run of each replica, microbatches.
 
     Raises InputError where a user's own stages or model cannot be loaded or do not fit.
     """
     kind = OwnStages if config.model.own else HuggingFaceTask if config.model.hugging_face else GPTTask
-    return kind(config, stages, microbatches * config.data_parallel)
+    return kind(config, stages, microbatches * config.data_parallel * config.accumulate)

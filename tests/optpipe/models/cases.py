@@ -12,7 +12,12 @@ SCHEDULES = {
     "V": lambda: v_wave(2, M),
     "in 2": lambda: one_f_one_b(2, M),
     "replicas": lambda: one_f_one_b(2, M // 2),
+    "accumulated": lambda: one_f_one_b(4, M // 2),
+    "accumulated V": lambda: v_wave(2, M // 4),
+    "accumulated replicas": lambda: one_f_one_b(2, M // 4),
 }
+
+ACCUMULATE = {"accumulated": 2, "accumulated V": 4, "accumulated replicas": 2}
 
 
 def config_of(case: str, folder: str | None = None) -> TrainingConfig:
@@ -24,7 +29,8 @@ def config_of(case: str, folder: str | None = None) -> TrainingConfig:
         OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         CheckpointConfig(),
         steps=STEPS,
-        data_parallel=2 if way == "replicas" else 1,
+        data_parallel=2 if "replicas" in way else 1,
+        accumulate=ACCUMULATE.get(way, 1),
         check="checked" in more,
         timeout_seconds=120,
     )

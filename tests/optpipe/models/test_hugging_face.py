@@ -22,7 +22,13 @@ from tests.optpipe.models.tiny_models import CONFIGS, TRAINED, plain_losses, pla
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "worker.py"
-IN_4 = ("tied llama, linear", "qwen3-moe, linear", "gpt2, replicas")
+IN_4 = (
+    "tied llama, linear",
+    "qwen3-moe, linear",
+    "gpt2, replicas",
+    "tied llama, accumulated",
+    "qwen3-moe, accumulated replicas",
+)
 
 
 def output_of(stages: list[nn.Module], x: Any) -> Any:
@@ -88,7 +94,10 @@ def test_weights_that_are_drawn_depend_on_seed_and_name_alone(name: str, tmp_pat
     assert all(value == pytest.approx(expected, rel=0.3) for key, value in spread.items() if "cls" not in key)
 
 
-@pytest.mark.parametrize("case", [f"{name}, {way}" for name in TRAINED for way in ("linear, checked", "V")])
+ALONE = [f"{name}, {way}" for name in TRAINED for way in ("linear, checked", "V")]
+
+
+@pytest.mark.parametrize("case", [*ALONE, "tied llama, accumulated, checked", "qwen3-moe, accumulated V"])
 def test_training_in_one_process(case: str) -> None:
     name = case.partition(",")[0]
     result = train(config_of(case))
