@@ -18,6 +18,7 @@ from optpipe.train.config import (
 if TYPE_CHECKING:
     from optpipe.train.launch import leads
     from optpipe.train.loop import train
+    from optpipe.train.output import RunFacts, TrainingCallback
     from optpipe.train.result import CheckResult, DeviceMemory, StepReport, TrainingResult
 
 __all__ = [
@@ -28,14 +29,16 @@ __all__ = [
     "OnlineConfig",
     "OptimizerConfig",
     "OutputConfig",
+    "RunFacts",
     "StepReport",
+    "TrainingCallback",
     "TrainingConfig",
     "TrainingResult",
     "leads",
     "train",
 ]
 
-_HOMES = {"leads": "launch", "train": "loop"}
+_HOMES = {"leads": "launch", "train": "loop", "RunFacts": "output", "TrainingCallback": "output"}
 
 if not TYPE_CHECKING:  # the type checker shall know every name
 

@@ -5,6 +5,7 @@ The docstring under a field is its text in `--help` and in docs/train.md; its li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -352,17 +353,35 @@ class OutputConfig(Group):
     """JSON lines, one for each step"""
     tensorboard: InputPath | None = None
     """folder of TensorBoard scalars"""
+    wandb: StrictStr | None = None
+    """project of Weights & Biases to log to; WANDB_MODE=offline keeps it in files"""
+    callback: StrictStr | None = None
+    """package.module:callable that returns a callback, or a list of them, to follow the run"""
     plot: InputPath | None = None
     """picture of the run (.png, .svg, .html), drawn at its end"""
     trace: InputPath | None = None
     """output file for a measured step, for 'optpipe trace'"""
     trace_step: StrictInt | None = Field(default=None, ge=0, le=MAX_NUMBER)
     """step to record, counted from 0; default: one after warm-up"""
+    profile_steps: StrictStr | None = None
+    """steps to profile by torch.profiler, counted from 0, such as 10 or 10-12"""
+    profile_folder: InputPath = Path("profile")
+    """folder of the profiles, a Chrome trace for each process"""
+
+    @property
+    def profiled_steps(self) -> range:
+        """Steps to profile."""
+        first, _, last = (self.profile_steps or "").partition("-")
+        return range(int(first), int(last or first) + 1) if first else range(0)
 
     def conflicts(self) -> Iterator[Issue]:
         """Pictures have a few formats."""
         if self.plot is not None and self.plot.suffix.lower() not in PICTURES:
             yield Issue("plot", "unknown_format", f"is {str(self.plot)!r} but must end in {', '.join(PICTURES)}.")
+        steps = self.profile_steps
+        if steps is not None and not (re.fullmatch(r"\d{1,9}(-\d{1,9})?", steps) and self.profiled_steps):
+            detail = f"is {steps!r} but must be a step or the first and last of several. Maybe 10-12."
+            yield Issue("profile_steps", "no_steps", detail)
 
 
 @dataclass(frozen=True)
@@ -390,6 +409,8 @@ class TrainingConfig(Group):
     """before training, compare gradients with the plain step and memory with the plan"""
     evaluate: StrictInt = Field(default=0, ge=0, le=10**6)
     """batches to evaluate at the end, forward only: those of the steps that would follow"""
+    evaluate_every: StrictInt | None = Field(default=None, ge=1, le=10**9)
+    """steps between two evaluations of the same batches; default: at the end alone"""
     timeout_seconds: StrictFloat = Field(default=300.0, gt=0, le=1e6)
     """under torchrun: longest wait for another process in seconds"""
 
@@ -434,6 +455,9 @@ class TrainingConfig(Group):
         if trace_step is not None and trace_step >= self.steps:
             detail = f"is {trace_step} but must be from 0 to {self.steps - 1}: the run has {self.steps} steps."
             yield Issue(("output", "trace_step"), "out_of_range", detail)
+        if self.evaluate_every is not None and not self.evaluate:
+            detail = f"is {self.evaluate_every}, but evaluate is 0. Maybe --evaluate 4: the batches to evaluate."
+            yield Issue("evaluate_every", "no_batches", detail)
 
 
 GROUPS: Mapping[str, type[Group]] = {

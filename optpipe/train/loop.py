@@ -17,7 +17,17 @@ from optpipe.train.checkpoint.callback import CheckpointCallback, Interrupts
 from optpipe.train.config import TrainingConfig, flat
 from optpipe.train.launch import Launch, launched, one_core_left, own_device
 from optpipe.train.model import Model
-from optpipe.train.output import Report, Watch, open_sinks
+from optpipe.train.output import (
+    Callbacks,
+    Evaluation,
+    Report,
+    RunFacts,
+    StepProfiler,
+    TrainingCallback,
+    Watch,
+    build_callbacks,
+    following,
+)
 from optpipe.train.peaks import Peaks
 from optpipe.train.resolve.callback import ResolveCallback
 from optpipe.train.resolve.initial import initial_schedule
@@ -28,13 +38,19 @@ from optpipe.train.update import StepOutcome
 LOG = logging.getLogger("optpipe.train")
 
 
-def train(config: TrainingConfig, report: Report | None = None, solver: Solver | None = None) -> TrainingResult:
+def train(
+    config: TrainingConfig,
+    report: Report | None = None,
+    solver: Solver | None = None,
+    callbacks: Sequence[TrainingCallback] = (),
+) -> TrainingResult:
     """Train as the schedule says; all devices in this process, or under torchrun one process a device.
 
-    `report` is called after each step in the leading process. `solver` finds schedules if the config asks for that. The
-    result is the same in every process, except for its events. If a check was asked for and fails, nothing is trained
-    and the result's `check.failures` give the reasons. A signal ends the run between two steps, with a checkpoint if
-    there is a folder for them; while ops are measured or a schedule is searched for, with KeyboardInterrupt.
+    `report` is called after each step in the leading process, and `callbacks` follow the run there. `solver` finds
+    schedules if the config asks for that. The result is the same in every process, except for its events. If a check
+    was asked for and fails, nothing is trained and the result's `check.failures` give the reasons. A signal ends the
+    run between two steps, with a checkpoint if there is a folder for them; while ops are measured or a schedule is
+    searched for, with KeyboardInterrupt.
 
     Raises OrderError or DeadlockError if the schedule cannot run, InputError or TrainingError if it cannot be trained
     as configured, and RunFailedError if a run that had begun cannot continue.
@@ -45,7 +61,8 @@ def train(config: TrainingConfig, report: Report | None = None, solver: Solver |
     with one_core_left(), launched(devices, config.timeout_seconds, config.data_parallel, hardware) as launch:
         _agree(config, given, launch)
         with Interrupts() as interrupts:
-            return _trained(config, given, launch, interrupts, report, solver)
+            observers = build_callbacks(config.output, report, callbacks, leads=launch.rank == 0)
+            return _trained(config, given, launch, interrupts, observers, solver)
 
 
 def _trained(
@@ -53,7 +70,7 @@ def _trained(
     given: Program | None,
     launch: Launch,
     interrupts: Interrupts,
-    report: Report | None,
+    observers: Callbacks,
     solver: Solver | None,
 ) -> TrainingResult:
     """Run in the launched processes; `given` is the program of the configured schedule, if there is one."""
@@ -69,16 +86,21 @@ def _trained(
             (), (), model.parameters, launch.world, check, events=tuple(events.all), schedule=model.schedule
         )
     warn_undeferred(model, first.measured if first else None)
-    checkpoints = CheckpointCallback(config, model, interrupts)
+    checkpoints = CheckpointCallback(config, model, interrupts, on_written=observers.checkpoint)
     begin = checkpoints.resume()
-    watch = Watch(model, config.steps, events)
+    watch = Watch(model, config.steps, events, observers.step)
     peaks = Peaks(model, config.online.memory_margin, events, check)
     callbacks: list[Callback] = [watch, checkpoints, peaks]
+    if config.evaluate_every is not None:
+        callbacks.append(Evaluation(config, model, events, observers))
+    if config.output.profile_steps is not None:
+        callbacks.append(StepProfiler(config.output, model))
     if first and config.online.mode == "online":
         callbacks.append(ResolveCallback(config.online, model, first, solver if launch.rank == 0 else None, events))
     run = _Run(config, model, callbacks)
     evaluated = None
-    with open_sinks(config.output, model.task.name, report, leads=launch.rank == 0) as watch.report, _begun():
+    facts = RunFacts(model.task.name, model.parameters, begin, config.steps, config.to_data())
+    with following(observers, facts), _begun():
         try:
             run.go()
         finally:
@@ -86,6 +108,7 @@ def _trained(
                 callback.end()
         if config.evaluate and not checkpoints.stopped:
             evaluated = evaluation_loss(model, config.steps, config.evaluate)
+            observers.evaluation(config.steps, evaluated)
     return TrainingResult(
         tuple(run.losses),
         tuple(run.step_seconds),

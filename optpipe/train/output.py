@@ -1,4 +1,4 @@
-"""Outputs of a run: step reports, metrics as JSON lines, TensorBoard scalars.
+"""Outputs of a run: callbacks of the leading process, such as metrics as JSON lines, TensorBoard, Weights & Biases.
 
 The bubble of a step is the share of its wall time in which this process's thread got no CPU time (`time.thread_time`):
 gloo blocks while it waits for a message, and on the CPU operators and their backward run in the thread that issues
@@ -13,19 +13,22 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from optpipe.compile.program import Action
 from optpipe.errors import needs_extra
+from optpipe.profile.subject import Named
 from optpipe.runtime.recorder import Recorder
 from optpipe.train.callback import Callback
-from optpipe.train.config import OutputConfig
+from optpipe.train.check import evaluation_loss
+from optpipe.train.config import OutputConfig, TrainingConfig
 from optpipe.train.model import Model
 from optpipe.train.result import Events, StepReport
 from optpipe.train.update import StepOutcome
@@ -38,6 +41,10 @@ MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Unit of `ru_maxrss`."""
 
 
+Report = Callable[[StepReport], None]
+"""Called after each step."""
+
+
 class _Begun(NamedTuple):
     step: int
     wall_s: float
@@ -45,16 +52,15 @@ class _Begun(NamedTuple):
 
 
 class Watch(Callback):
-    """Reports steps to `report`, once it is set, and measures bubbles.
+    """Reports steps to `report` and measures bubbles.
 
     Created when the model is at the first step of the run. `bubbles`: mean bubble of each device of the first replica,
     in every process and after the last step; empty if it is not measured.
     """
 
-    def __init__(self, model: Model, steps: int, events: Events) -> None:
-        self._model, self._steps, self._events = model, steps, events
+    def __init__(self, model: Model, steps: int, events: Events, report: Report) -> None:
+        self._model, self._steps, self._events, self._report = model, steps, events, report
         self._first = model.step_number
-        self.report: Callable[[StepReport], None] | None = None
         self._measures = model.launch.distributed and model.hardware.type == "cpu"
         self._tokens = model.task.tokens * model.microbatches * model.launch.replicas
         self._reported = 0
@@ -82,11 +88,9 @@ class Watch(Callback):
         """Report a step."""
         self._finish()
         bubble = self._bubbles.pop(outcome.step, None)
-        if self.report is None:
-            return
         new = self._events.all[self._reported :]
         self._reported += len(new)
-        self.report(
+        self._report(
             StepReport(
                 outcome.step,
                 self._steps,
@@ -121,21 +125,61 @@ def _peak_memory_bytes(hardware: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
 
 
-class Metrics:
+@dataclass(frozen=True)
+class RunFacts:
+    """The run that callbacks follow.
+
+    `model`: name for people. `first_step`: above 0 if a checkpoint was resumed. `options`: the configuration as JSON
+    values.
+    """
+
+    model: str
+    parameters: int
+    first_step: int
+    steps: int
+    options: Mapping[str, Any]
+
+
+class TrainingCallback:
+    """Protocol of what follows a run in its leading process (rank 0). A subclass overrides what it needs.
+
+    An error that a method raises ends the run; `end` is called all the same, for each callback that had begun.
+    """
+
+    def begin(self, _run: RunFacts, /) -> None:
+        """Called before the first step."""
+
+    def step(self, _report: StepReport, /) -> None:
+        """Called when the outcome of a step is known: with post-validation after the next one."""
+
+    def evaluation(self, _step: int, _loss: float, /) -> None:
+        """Called with the mean loss of the evaluation batches, before this step or after the last."""
+
+    def checkpoint(self, _step: int, _folder: Path, /) -> None:
+        """Called when the checkpoint of the state before this step is whole."""
+
+    def end(self, _error: BaseException | None, /) -> None:
+        """Called after the last step, or with the error that ends the run; writes what is to be written."""
+
+
+METHODS = ("begin", "step", "evaluation", "checkpoint", "end")
+
+
+class Metrics(TrainingCallback):
     """Writes steps to a JSON lines file. A resumed run appends after the step before its first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
 
-    def __call__(self, report: StepReport) -> None:
+    def step(self, report: StepReport, /) -> None:
         """Write a step."""
         if self._file is None:
             self._file = _opened_before(self._path, report.step)
         self._file.write(json.dumps(record(report), allow_nan=False).encode() + b"\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def end(self, _error: BaseException | None = None, /) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
@@ -178,7 +222,7 @@ def _opened_before(path: Path, step: int) -> IO[bytes]:
 FLUSH_SECONDS = 10
 
 
-class Scalars:
+class TensorBoard(TrainingCallback):
     """Writes TensorBoard scalars to a folder. A resumed run hides what was written from its first step on.
 
     Raises MissingExtraError at once if TensorBoard is not installed.
@@ -191,63 +235,247 @@ class Scalars:
         self._folder = folder
         self._writer: SummaryWriter | None = None
 
-    def __call__(self, report: StepReport) -> None:
+    def step(self, report: StepReport, /) -> None:
         """Write a step."""
-        if self._writer is None:
-            self._writer = self._make(str(self._folder), purge_step=report.step, flush_secs=FLUSH_SECONDS)
-        figures = {
-            "loss": report.loss,
-            "tokens per second": report.tokens_per_second,
-            "step seconds": report.seconds,
-            "learning rate": report.learning_rate,
-            "gradient norm": report.gradient_norm,
-            "bubble": report.bubble,
-            "peak memory bytes": report.peak_memory_bytes,
-        }
-        for name, value in figures.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, report.step)
+        writer = self._opened(report.step)
+        for name, value in figures(report).items():
+            writer.add_scalar(name, value, report.step)
         for event in report.events:
-            self._writer.add_text("events", event.text, report.step)
+            writer.add_text("events", event.text, report.step)
 
-    def close(self) -> None:
+    def evaluation(self, step: int, loss: float, /) -> None:
+        """Write the loss of an evaluation."""
+        self._opened(step).add_scalar("evaluation loss", loss, step)
+
+    def end(self, _error: BaseException | None = None, /) -> None:
         """Close the writer."""
         if self._writer is not None:
             self._writer.close()
 
+    def _opened(self, first_step: int) -> SummaryWriter:
+        if self._writer is None:
+            self._writer = self._make(str(self._folder), purge_step=first_step, flush_secs=FLUSH_SECONDS)
+        return self._writer
 
-Report = Callable[[StepReport], None]
+
+class WeightsAndBiases(TrainingCallback):
+    """Logs a run to a project of Weights & Biases, as the variables WANDB_MODE, WANDB_RUN_ID and so on say.
+
+    Raises MissingExtraError at once if wandb is not installed.
+    """
+
+    def __init__(self, project: str) -> None:
+        with needs_extra("wandb", "logging to Weights & Biases"):
+            import wandb
+        self._init, self._project = wandb.init, project
+        self._run: Any = None
+
+    def begin(self, run: RunFacts, /) -> None:
+        """Begin a run there, with the configuration of this one; one of the same id is gone on with."""
+        facts = {"model_name": run.model, "parameters": run.parameters, "first_step": run.first_step}
+        self._run = self._init(project=self._project, config=dict(run.options) | facts, resume="allow")
+
+    def step(self, report: StepReport, /) -> None:
+        """Log a step."""
+        self._run.log(figures(report), step=report.step)
+
+    def evaluation(self, step: int, loss: float, /) -> None:
+        """Log the loss of an evaluation, at the step before it: steps there do not go back."""
+        self._run.log({"evaluation loss": loss}, step=max(0, step - 1))
+
+    def end(self, error: BaseException | None, /) -> None:
+        """Finish the run, as failed after an error."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if error is None else 1)
+
+
+def figures(report: StepReport) -> dict[str, float]:
+    """Figures of a step by name, those that were measured."""
+    values = {
+        "loss": report.loss,
+        "tokens per second": report.tokens_per_second,
+        "step seconds": report.seconds,
+        "learning rate": report.learning_rate,
+        "gradient norm": report.gradient_norm,
+        "bubble": report.bubble,
+        "peak memory bytes": report.peak_memory_bytes,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class _Reporting(TrainingCallback):
+    """Calls a function after each step."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def step(self, report: StepReport, /) -> None:
+        self._report(report)
+
+
+class Callbacks(TrainingCallback):
+    """Calls several callbacks in turn."""
+
+    def __init__(self, callbacks: Sequence[TrainingCallback]) -> None:
+        self._callbacks, self._begun = callbacks, ExitStack()
+
+    def begin(self, run: RunFacts, /) -> None:
+        """Begin each; those that have begun will end."""
+        for callback in self._callbacks:
+            self._begun.push(lambda _kind, error, _traceback, callback=callback: callback.end(error))
+            callback.begin(run)
+
+    def step(self, report: StepReport, /) -> None:
+        """Report a step to each."""
+        for callback in self._callbacks:
+            callback.step(report)
+
+    def evaluation(self, step: int, loss: float, /) -> None:
+        """Report an evaluation to each."""
+        for callback in self._callbacks:
+            callback.evaluation(step, loss)
+
+    def checkpoint(self, step: int, folder: Path, /) -> None:
+        """Report a checkpoint to each."""
+        for callback in self._callbacks:
+            callback.checkpoint(step, folder)
+
+    def end(self, error: BaseException | None, /) -> None:
+        """End each that had begun, the last first, also where one fails."""
+        self._begun.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+def build_callbacks(
+    output: OutputConfig, report: Report | None, given: Sequence[TrainingCallback], *, leads: bool
+) -> Callbacks:
+    """The callbacks of a run: those configured, `given`, and one that calls `report`; none off rank 0.
+
+    Raises MissingExtraError if one needs a package that is not installed, InputError where the user's callable does not
+    return callbacks.
+    """
+    if not leads:
+        return Callbacks(())
+    callbacks = [*given]
+    if report:
+        callbacks.append(_Reporting(report))
+    if output.metrics:
+        callbacks.append(Metrics(output.metrics))
+    if output.tensorboard:
+        callbacks.append(TensorBoard(output.tensorboard))
+    if output.wandb:
+        callbacks.append(WeightsAndBiases(output.wandb))
+    if output.plot:
+        from optpipe.train.run_plot import RunPlot  # matplotlib takes a moment
+
+        callbacks.append(RunPlot(output.plot))
+    if output.callback:
+        callbacks += _own_callbacks(Named("callback", output.callback))
+    return Callbacks(callbacks)
+
+
+def _own_callbacks(build: Named) -> list[TrainingCallback]:
+    returned = build()
+    callbacks = list(returned) if isinstance(returned, list | tuple) else [returned]
+    for callback in callbacks:
+        if missing := [name for name in METHODS if not callable(getattr(callback, name, None))]:
+            detail = f"returns {type(callback).__name__}, which has no method {missing[0]}."
+            build.refuse("no_callback", f"{detail} Maybe inherit from optpipe.train.TrainingCallback.")
+    return callbacks
 
 
 @contextmanager
-def open_sinks(output: OutputConfig, title: str, report: Report | None, *, leads: bool) -> Iterator[Report | None]:
-    """Open the configured outputs of a run; yields a function that reports a step to all of them, None off rank 0.
+def following(callbacks: Callbacks, run: RunFacts) -> Iterator[None]:
+    """Context of a run that callbacks follow: they begin before it and end after it, however it ends."""
+    error: BaseException | None = None
+    try:
+        callbacks.begin(run)
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        callbacks.end(error)
 
-    Files are closed, and the picture is drawn, however the run ends. Raises MissingExtraError if an output needs a
-    package that is not installed.
+
+class Evaluation(Callback):
+    """Evaluates every so many steps: always the same batches, those of the steps that would follow the last."""
+
+    def __init__(self, config: TrainingConfig, model: Model, events: Events, callbacks: Callbacks) -> None:
+        self._config, self._model, self._events, self._callbacks = config, model, events, callbacks
+        self._first = model.step_number
+
+    def is_due(self, step: int) -> bool:
+        """True every `evaluate_every` steps; after the last step the loop evaluates."""
+        every = self._config.evaluate_every
+        return every is not None and self._first < step < self._config.steps and step % every == 0
+
+    def on_step_boundary(self, step: int) -> None:
+        """Evaluate, in all processes together."""
+        begin, count = perf_counter(), self._config.evaluate
+        loss = evaluation_loss(self._model, self._config.steps, count)
+        text = f"evaluation loss {loss:.4f} on {count} batch(es)"
+        self._events.add(step, "evaluated", text, perf_counter() - begin)
+        self._callbacks.evaluation(step, loss)
+
+
+class StepProfiler(Callback):
+    """Profiles steps by torch.profiler: one Chrome trace for each process, with the actions of the schedule as ranges.
+
+    Ranges have the names of torch's schedule classes (`PP:1F0`), so `optpipe trace` reads the files.
     """
-    if not leads:
-        yield None
-        return
-    with ExitStack() as files:
-        sinks: list[Report] = [report] if report else []
-        if output.metrics:
-            metrics = Metrics(output.metrics)
-            files.callback(metrics.close)
-            sinks.append(metrics)
-        if output.tensorboard:
-            scalars = Scalars(output.tensorboard)
-            files.callback(scalars.close)
-            sinks.append(scalars)
-        if output.plot:
-            from optpipe.train.run_plot import RunPlot  # matplotlib takes a moment
 
-            picture = RunPlot(output.plot, title)
-            files.callback(picture.draw)
-            sinks.append(picture)
+    def __init__(self, output: OutputConfig, model: Model) -> None:
+        self._steps, self._folder, self._model = output.profiled_steps, output.profile_folder, model
+        self._profiler: torch.profiler.profile | None = None
 
-        def report_to_all(step: StepReport) -> None:
-            for sink in sinks:
-                sink(step)
+    def is_due(self, step: int) -> bool:
+        """True before the first profiled step, and after the last."""
+        return step in (self._steps.start, self._steps.stop)
 
-        yield report_to_all
+    def on_step_boundary(self, step: int) -> None:
+        """Start the profiler, or write what it has seen."""
+        if step == self._steps.start:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if self._model.hardware.type == "cuda":
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=kinds)
+            self._profiler.start()
+        else:
+            self.end()
+
+    def recorder(self, step: int) -> Recorder | None:
+        """Names the actions of profiled steps."""
+        return _ProfilerRanges() if step in self._steps else None
+
+    def end(self) -> None:
+        """Write what was profiled, also of a run that has ended early."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / f"rank-{self._model.launch.rank}.json"))
+
+
+TORCH_KINDS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+"""Letters of computations in torch's schedule classes, where I is the gradient of the input alone."""
+
+
+class _ProfilerRanges:
+    """Recorder that names each action to the profiler."""
+
+    def __init__(self) -> None:
+        self._range: torch.profiler.record_function | None = None
+
+    def begin(self, _device: int, action: Action, _stream: torch.Stream | None = None, /) -> None:
+        letter = TORCH_KINDS.get(action.kind)
+        name = f"PP:{action.stage}{letter}{action.microbatch}" if letter else str(action)
+        self._range = torch.profiler.record_function(name)
+        self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def waited(self) -> None:
+        pass
+
+    def end(self) -> None:
+        assert self._range is not None, "an action has begun"
+        self._range.__exit__(None, None, None)

@@ -13,7 +13,7 @@ from optpipe.trace import Trace
 
 LOG = logging.getLogger("optpipe.train.resolve")
 
-EventKind = Literal["measured", "timed", "solving", "found", "swapped", "kept", "back", "memory"]
+EventKind = Literal["measured", "timed", "solving", "found", "swapped", "kept", "back", "memory", "evaluated"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class OnlineEvent:
 
     `measured`: ops were measured before the first step. `timed`: ops were timed in steps. `solving`: a search began.
     `found`: it ended. `swapped`, `kept`: its schedule was taken or not. `back`: the one before is in use again.
-    `memory`: a device held more than planned.
+    `memory`: a device held more than planned. `evaluated`: batches were evaluated.
     """
 
     step: int

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, settings, style
 from optpipe.plot.style import BUDGET, FAINT_INK, OP_LOOKS
+from optpipe.train.output import RunFacts, TrainingCallback
 from optpipe.train.result import StepReport
 from optpipe.units import time_text, time_unit
 
@@ -32,19 +33,23 @@ MARKED_STEPS = 25
 """Up to this many steps have a dot each."""
 
 
-class RunPlot:
+class RunPlot(TrainingCallback):
     """Collects the steps of a run, and draws them at the end to a .png, .svg or .html file."""
 
-    def __init__(self, path: Path, title: str) -> None:
-        self._path, self._title = path, title
+    def __init__(self, path: Path) -> None:
+        self._path, self._title = path, ""
         self._format = format_of(path)
         self._steps: list[StepReport] = []
 
-    def __call__(self, report: StepReport) -> None:
+    def begin(self, run: RunFacts, /) -> None:
+        """Take the name of the model as the title."""
+        self._title = run.model
+
+    def step(self, report: StepReport, /) -> None:
         """Keep a step."""
         self._steps.append(report)
 
-    def draw(self) -> None:
+    def end(self, _error: BaseException | None = None, /) -> None:
         """Write the picture; nothing if no step was done."""
         if self._steps:
             with settings():

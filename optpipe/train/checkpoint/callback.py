@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic, perf_counter
 from types import FrameType, TracebackType
@@ -27,17 +27,25 @@ LOG = logging.getLogger("optpipe.train.checkpoint")
 class CheckpointCallback(Callback):
     """Writes checkpoints when they are due, and ends the run after a signal to any process.
 
-    Without a folder it only ends the run. `stopped`: training ends before the next step, in every process; `message`
-    then says where its state is and how to resume. `failure`: why the last checkpoint could not be written, or None.
-    Training continues then: the checkpoint before it is still whole, and the disk may have room at the next one.
+    `on_written` is called with the step and folder of each that is whole. Without a folder it only ends the run.
+    `stopped`: training ends before the next step, in every process; `message` then says where its state is and how to
+    resume. `failure`: why the last checkpoint could not be written, or None. Training continues then: the checkpoint
+    before it is still whole, and the disk may have room at the next one.
 
     An asynchronous checkpoint is published at the first boundary after all processes have written their part, and at
     the latest when the next is due or the run ends.
     """
 
-    def __init__(self, config: TrainingConfig, model: Model, interrupts: Interrupts, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: Model,
+        interrupts: Interrupts,
+        disk: Disk | None = None,
+        on_written: Callable[[int, Path], None] | None = None,
+    ) -> None:
         self._config, self._model, self._interrupts = config, model, interrupts
-        self._disk = disk or Disk()
+        self._disk, self._on_written = disk or Disk(), on_written
         self._at = 0
         self._writer: CheckpointWriter | None = None
         self._begun = 0.0
@@ -139,6 +147,8 @@ class CheckpointCallback(Callback):
                 LOG.warning("an old checkpoint stays: %s", error)
         took = f"{size_bytes:,} bytes in {perf_counter() - self._begun:.2f} s"
         self._log(logging.INFO, f"wrote {final_path(folder, step)}: {took}")
+        if self._on_written is not None:
+            self._on_written(step, final_path(folder, step))
 
     def _fail(self, step: int, error: CheckpointError) -> None:
         """Note that a checkpoint could not be written; raise CheckpointError if it is that of the last step."""

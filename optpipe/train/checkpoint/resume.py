@@ -211,7 +211,17 @@ def _swap_to_saved_schedule(path: Path, config: TrainingConfig, model: Model) ->
             LOG.warning("resumed %s", text)
 
 
-_OWN_TO_A_START = {"checkpoints", "output", "online", "device", "check", "evaluate", "timeout_seconds", "data_parallel"}
+_OWN_TO_A_START = {
+    "checkpoints",
+    "output",
+    "online",
+    "device",
+    "check",
+    "evaluate",
+    "evaluate_every",
+    "timeout_seconds",
+    "data_parallel",
+}
 """Options that change no number by themselves, or whose effect is compared instead."""
 
 

@@ -73,11 +73,11 @@ def test_swaps_and_undone_updates_are_marked() -> None:
 @pytest.mark.parametrize("suffix", PICTURES)
 def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"run{suffix}"
-    picture = RunPlot(path, "a run")
-    picture.draw()
+    picture = RunPlot(path)
+    picture.end()
     assert not path.exists()
-    picture(step(0))
-    picture.draw()
+    picture.step(step(0))
+    picture.end()
     assert path.stat().st_size > 1000
 
 
