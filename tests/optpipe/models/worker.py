@@ -45,16 +45,15 @@ def main(folder: Path, models: dict[str, str], cases: list[str]) -> None:
 
 
 def recut(folder: Path, model: str, checkpoints: str, way: str, cut: str, steps: str) -> None:
-    torch.set_num_threads(1)
     config = config_of(f"any, {way}", model)
-    result = train(
-        replace(
-            config,
-            model=replace(config.model, cut=cut),
-            checkpoints=CheckpointConfig(Path(checkpoints), asynchronous=True, every_steps=2, keep=1),
-            steps=int(steps),
-        )
+    checkpointed = replace(
+        config,
+        model=replace(config.model, cut=cut),
+        checkpoints=CheckpointConfig(Path(checkpoints), asynchronous=True, every_steps=2, keep=1),
+        steps=int(steps),
     )
+    with gloo_group():
+        result = train(checkpointed)
     found = {"losses": result.losses, "first_step": result.first_step}
     (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 
