@@ -101,6 +101,10 @@ class SleepyTask:
         ones = [torch.ones(WIDTH, WIDTH) for _ in range(self._problem.microbatches)]
         return ones, [2 * x for x in ones]
 
+    def model_name(self, stage: int, name: str) -> str:
+        """Name in a sequence of the stages."""
+        return f"{stage}.{name}"
+
     def identity(self) -> dict[str, Any]:
         """Number of microbatches of the problem."""
         return {"name": self.name, "problem": self._problem.to_data()}
