@@ -18,8 +18,14 @@ from optpipe.train.config import (
 if TYPE_CHECKING:
     from optpipe.train.launch import leads
     from optpipe.train.loop import train
-    from optpipe.train.output import RunFacts, TrainingCallback
-    from optpipe.train.result import CheckResult, DeviceMemory, StepReport, TrainingResult
+    from optpipe.train.result import (
+        CheckResult,
+        DeviceMemory,
+        RunFacts,
+        StepReport,
+        TrainingCallback,
+        TrainingResult,
+    )
 
 __all__ = [
     "CheckResult",
@@ -38,7 +44,7 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {"leads": "launch", "train": "loop", "RunFacts": "output", "TrainingCallback": "output"}
+_HOMES = {"leads": "launch", "train": "loop"}
 
 if not TYPE_CHECKING:  # the type checker shall know every name
 

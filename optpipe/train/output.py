@@ -13,9 +13,9 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ from optpipe.train.callback import Callback
 from optpipe.train.check import evaluation_loss
 from optpipe.train.config import OutputConfig, TrainingConfig
 from optpipe.train.model import Model
-from optpipe.train.result import Events, StepReport
+from optpipe.train.result import Events, RunFacts, StepReport, TrainingCallback
 from optpipe.train.update import StepOutcome
 
 if TYPE_CHECKING:
@@ -123,43 +123,6 @@ def _peak_memory_bytes(hardware: torch.device) -> int:
     if hardware.type == "cuda":
         return torch.cuda.max_memory_allocated(hardware)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The run that callbacks follow.
-
-    `model`: name for people. `first_step`: above 0 if a checkpoint was resumed. `options`: the configuration as JSON
-    values.
-    """
-
-    model: str
-    parameters: int
-    first_step: int
-    steps: int
-    options: Mapping[str, Any]
-
-
-class TrainingCallback:
-    """Protocol of what follows a run in its leading process (rank 0). A subclass overrides what it needs.
-
-    An error that a method raises ends the run; `end` is called all the same, for each callback that had begun.
-    """
-
-    def begin(self, _run: RunFacts, /) -> None:
-        """Called before the first step."""
-
-    def step(self, _report: StepReport, /) -> None:
-        """Called when the outcome of a step is known: with post-validation after the next one."""
-
-    def evaluation(self, _step: int, _loss: float, /) -> None:
-        """Called with the mean loss of the evaluation batches, before this step or after the last."""
-
-    def checkpoint(self, _step: int, _folder: Path, /) -> None:
-        """Called when the checkpoint of the state before this step is whole."""
-
-    def end(self, _error: BaseException | None, /) -> None:
-        """Called after the last step, or with the error that ends the run; writes what is to be written."""
 
 
 METHODS = ("begin", "step", "evaluation", "checkpoint", "end")

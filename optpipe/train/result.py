@@ -1,11 +1,13 @@
-"""Results of training, and what re-solving did on the way."""
+"""Results of training, what happens on the way, and the protocol of callbacks that follow a run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from optpipe.display import Displayed, Summary
 from optpipe.schedule import Schedule
@@ -76,6 +78,43 @@ class StepReport:
     def tokens_per_second(self) -> float:
         """Tokens a second, all replicas together."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The run that callbacks follow.
+
+    `model`: name for people. `first_step`: above 0 if a checkpoint was resumed. `options`: the configuration as JSON
+    values.
+    """
+
+    model: str
+    parameters: int
+    first_step: int
+    steps: int
+    options: Mapping[str, Any]
+
+
+class TrainingCallback:
+    """Protocol of what follows a run in its leading process (rank 0). A subclass overrides what it needs.
+
+    An error that a method raises ends the run; `end` is called all the same, for each callback that had begun.
+    """
+
+    def begin(self, _run: RunFacts, /) -> None:
+        """Called before the first step."""
+
+    def step(self, _report: StepReport, /) -> None:
+        """Called when the outcome of a step is known: with post-validation after the next one."""
+
+    def evaluation(self, _step: int, _loss: float, /) -> None:
+        """Called with the mean loss of the evaluation batches, before this step or after the last."""
+
+    def checkpoint(self, _step: int, _folder: Path, /) -> None:
+        """Called when the checkpoint of the state before this step is whole."""
+
+    def end(self, _error: BaseException | None, /) -> None:
+        """Called after the last step, or with the error that ends the run; writes what is to be written."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from optpipe.files import write_atomically
 from optpipe.plot.figure import AxesGrid, encode, format_of, settings, style
 from optpipe.plot.style import BUDGET, FAINT_INK, OP_LOOKS
-from optpipe.train.output import RunFacts, TrainingCallback
-from optpipe.train.result import StepReport
+from optpipe.train.result import RunFacts, StepReport, TrainingCallback
 from optpipe.units import time_text, time_unit
 
 HEIGHT_INCHES = 2.2
