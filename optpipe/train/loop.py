@@ -21,9 +21,7 @@ from optpipe.train.output import (
     Callbacks,
     Evaluation,
     Report,
-    RunFacts,
     StepProfiler,
-    TrainingCallback,
     Watch,
     build_callbacks,
     following,
@@ -32,7 +30,7 @@ from optpipe.train.peaks import Peaks
 from optpipe.train.resolve.callback import ResolveCallback
 from optpipe.train.resolve.initial import initial_schedule
 from optpipe.train.resolve.search import Solver
-from optpipe.train.result import CheckResult, Events, TrainingResult
+from optpipe.train.result import CheckResult, Events, RunFacts, TrainingCallback, TrainingResult
 from optpipe.train.update import StepOutcome
 
 LOG = logging.getLogger("optpipe.train")
