@@ -22,7 +22,7 @@ from api.middleware import (
 )
 from api.openapi import describe
 from api.problem_details import answer_errors_as_problems
-from api.routes import analysis, demo_data, documents, events, health, schedules, solve
+from api.routes import analysis, batch, demo_data, documents, events, health, schedules, solve
 from api.service import running_service
 from api.settings import Settings
 from api.web import mount_page
@@ -59,7 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
         telemetry=NO_TELEMETRY,
         generate_unique_id_function=lambda route: route.name,
     )
-    routers = [part.router for part in (schedules, solve, documents, events, analysis, demo_data, health)]
+    routers = [part.router for part in (schedules, solve, batch, documents, events, analysis, demo_data, health)]
     for router in routers:
         app.include_router(router, dependencies=[Depends(refuse_unknown_parameters)])
     mount_page(app)

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -167,6 +167,34 @@ class SubmissionBody(Document):
     config: JobConfig = JobConfig()
 
 
+MOST_IN_A_BATCH = 100
+"""Submissions or ids of one request."""
+
+
+class BatchBody(Document):
+    """Several submissions."""
+
+    submissions: list[SubmissionBody] = Field(min_length=1, max_length=MOST_IN_A_BATCH)
+
+
+class JobIds(Document):
+    """Several jobs."""
+
+    ids: list[Annotated[UUID, Field(strict=False)]] = Field(min_length=1, max_length=MOST_IN_A_BATCH)
+
+
+class BatchAnswer(_Answer):
+    """Jobs of a batch, in the order of the request."""
+
+    jobs: list[JobAnswer]
+
+
+class CancelledAnswer(BatchAnswer):
+    """Jobs that were to be cancelled, as they stand, and ids that name none."""
+
+    not_found: list[UUID]
+
+
 @dataclass(frozen=True)
 class Caps:
     """Limits of this installation."""
@@ -191,25 +219,28 @@ class Caps:
                 pointer,
             )
 
-    def check_config(self, problem: Problem, config: JobConfig) -> None:
-        """Raise HttpError if time limit or threads exceed the limits, or the model would be too large."""
+    def check_config(self, problem: Problem, config: JobConfig, pointer: str = "/config") -> None:
+        """Raise HttpError if time limit or threads exceed the limits, or the model would be too large.
+
+        `pointer` leads to the configuration.
+        """
         if config.time_limit_s > self.max_time_limit_s:
-            raise _over("time_limit_s", config.time_limit_s, self.max_time_limit_s)
+            raise _over(pointer, "time_limit_s", config.time_limit_s, self.max_time_limit_s)
         if config.workers > self.max_workers:
-            raise _over("workers", config.workers, self.max_workers)
+            raise _over(pointer, "workers", config.workers, self.max_workers)
         ops = count_ops(problem)
         if config.method == "milp" and ops > MOST_MILP_OPS:
             raise unprocessable(
                 "model_too_large",
                 f"is 'milp', which would build a model of {ops:,} ops, and its limit is {MOST_MILP_OPS:,}: it decides "
                 "on every pair of them. Maybe use auto or cp-sat, or fewer microbatches.",
-                "/config/method",
+                f"{pointer}/method",
             )
 
 
-def _over(name: str, asked: float, most: float) -> Exception:
+def _over(pointer: str, name: str, asked: float, most: float) -> Exception:
     detail = f"is {asked:g} but this server allows at most {most:g} (max_{name})."
-    return unprocessable("out_of_range", detail, f"/config/{name}")
+    return unprocessable("out_of_range", detail, f"{pointer}/{name}")
 
 
 def read_submission(body: bytes, caps: Caps, problem_alone: bool = False) -> SubmissionBody:
@@ -227,6 +258,15 @@ def read_submission(body: bytes, caps: Caps, problem_alone: bool = False) -> Sub
         caps.check_problem(submission.problem)
     caps.check_config(submission.problem, submission.config)
     return submission
+
+
+def read_batch(body: bytes, caps: Caps) -> list[SubmissionBody]:
+    """Parse a batch and check each submission against the limits. Raises HttpError."""
+    submissions = read_document(BatchBody, body).submissions
+    for k, submission in enumerate(submissions):
+        caps.check_problem(submission.problem, f"/submissions/{k}/problem")
+        caps.check_config(submission.problem, submission.config, f"/submissions/{k}/config")
+    return submissions
 
 
 class ReadSubmission(_Answer):

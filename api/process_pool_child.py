@@ -17,7 +17,17 @@ from typing import Any, BinaryIO
 
 from api.analysis import analysis, comparison
 from api.errors import HttpError, input_error, unprocessable
-from api.models import Caps, CheckedAnswer, ProblemBody, ReadSubmission, hash_submission, read_document, read_submission
+from api.models import (
+    Caps,
+    CheckedAnswer,
+    ProblemBody,
+    ReadSubmission,
+    SubmissionBody,
+    hash_submission,
+    read_batch,
+    read_document,
+    read_submission,
+)
 from optpipe.errors import InputError, OptPipeError
 from optpipe.export.chrome_trace import chrome_trace
 from optpipe.export.torch_csv import torch_csv
@@ -35,7 +45,15 @@ def check_submission(body: bytes, caps: Mapping[str, Any]) -> bytes:
 
 def parse_submission(body: bytes, caps: Mapping[str, Any], problem_alone: bool) -> bytes:
     """A line with the `ReadSubmission` of a submission within the caps, and the text of its problem."""
-    submission = read_submission(body, Caps(**caps), problem_alone)
+    return _parsed(read_submission(body, Caps(**caps), problem_alone))
+
+
+def parse_batch(body: bytes, caps: Mapping[str, Any]) -> bytes:
+    """The same of each submission of a batch, with a line break between them."""
+    return b"\n".join(map(_parsed, read_batch(body, Caps(**caps))))
+
+
+def _parsed(submission: SubmissionBody) -> bytes:
     text = submission.problem.to_json().encode()
     form = canonical_form(submission.problem)
     read = ReadSubmission(
@@ -99,6 +117,7 @@ TASKS: Mapping[str, Callable[..., bytes]] = {
     for task in (
         check_submission,
         parse_submission,
+        parse_batch,
         build_equal,
         analyze,
         compare,

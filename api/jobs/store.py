@@ -98,10 +98,21 @@ class Store:
         of the parsed body. Raises IdempotencyMismatchError, TooManyError.
         """
         submitted = problem if isinstance(problem, SubmittedProblem) else ParsedProblem(problem)
-        submission = await self._submissions.submit(Request(submitted, config, owner, idempotency_key, body_hash))
+        return await self.submit_request(Request(submitted, config, owner, idempotency_key, body_hash))
+
+    async def submit_request(self, request: Request) -> Submission:
+        """See `submit`."""
+        submission = await self._submissions.submit(request)
         if submission.created:
-            self._changed(str(owner))
+            self._changed(str(request.owner))
         return submission
+
+    async def submit_all(self, requests: Sequence[Request]) -> list[Submission]:
+        """Like `submit` for several jobs of one owner, all or none of which are submitted."""
+        submissions = await self._submissions.submit_all(requests)
+        if any(submission.created for submission in submissions):
+            self._changed(str(requests[0].owner))
+        return submissions
 
     async def owner_of(self, job_id: UUID) -> UUID | None:
         """The owner of a job, whoever asks. Raises NotFoundError."""

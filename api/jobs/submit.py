@@ -54,6 +54,13 @@ class Submissions:
         """See `Store.submit`."""
         return await self._commits.run(request.owner, await self._prepared(request))
 
+    async def submit_all(self, requests: Sequence[Request]) -> list[Submission]:
+        """Submit jobs of one owner, all or none. Raises as `submit`."""
+        prepared = [await self._prepared(request) for request in requests]
+        async with transaction(self._engine) as connection:
+            usage = await load_usage(connection, self._settings, requests[0].owner)
+            return [await _insert_job(connection, usage, each) for each in prepared]
+
     async def _prepared(self, request: Request) -> _Prepared:
         """A request with the stored answer to this very problem, or with one written now from the solution of an equal
         problem, if there is any."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from http import HTTPStatus
+from itertools import count
 from math import ceil
 from typing import Annotated, Literal
 from uuid import UUID
@@ -19,9 +20,9 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from api.errors import HttpError, http_error
-from api.jobs.records import Job, JobLabels, Sort, Status, Submission
+from api.jobs.records import ApiKey, Job, JobLabels, Sort, Status, Submission, SubmissionRate
 from api.jobs.results import Built, Equality
-from api.jobs.submit import SubmittedProblem
+from api.jobs.submit import ParsedProblem, Request, SubmittedProblem
 from api.middleware import JsonBody, Key, Owner
 from api.models import (
     CheckedAnswer,
@@ -30,6 +31,7 @@ from api.models import (
     ReadSubmission,
     SubmissionBody,
     hash_submission,
+    read_batch,
     read_document,
     read_submission,
 )
@@ -38,7 +40,6 @@ from api.process_pool import ProcessPool
 from api.routes.demo_data import BODIES
 from api.routes.documents import is_known, validated_by
 from api.service import Service, TheService
-from optpipe.problem import Problem
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
@@ -129,17 +130,46 @@ async def submit_body(
 
     Raises HttpError, JobError.
     """
-    problem: Problem | LargeProblem
     if len(body) > INLINE_BYTES:
         options = {"caps": asdict(service.caps), "problem_alone": problem_alone}
         head, text = (await service.pool.run("parse_submission", body, owner, **options)).split(b"\n", 1)
-        read = ReadSubmission.model_validate_json(head)
-        problem = LargeProblem(read, text.decode(), service.pool, owner)
-        config, body_hash = read.config, bytes.fromhex(read.body_hash)
+        request = _large_request(head, text, service.pool, owner, idempotency_key)
     else:
-        document = read_submission(body, service.caps, problem_alone)
-        problem, config, body_hash = document.problem, document.config, hash_submission(document)
-    return await service.store.submit(problem, config, owner, idempotency_key, body_hash)
+        request = _request(read_submission(body, service.caps, problem_alone), owner, idempotency_key)
+    return await service.store.submit_request(request)
+
+
+async def submit_batch(
+    service: Service, owner: UUID | None, body: bytes, idempotency_key: str | None
+) -> list[Submission]:
+    """Submit all jobs of a body, or none. Raises HttpError, JobError.
+
+    Each has an Idempotency-Key of its own, with a space, which no caller's key has.
+    """
+    keys = (idempotency_key and f"{idempotency_key} {k}" for k in count())
+    if len(body) > INLINE_BYTES:
+        answer = await service.pool.run("parse_batch", body, owner, caps=asdict(service.caps))
+        lines = answer.split(b"\n")
+        parsed = zip(lines[::2], lines[1::2], keys, strict=False)
+        requests = [_large_request(head, text, service.pool, owner, key) for head, text, key in parsed]
+    else:
+        documents = zip(read_batch(body, service.caps), keys, strict=False)
+        requests = [_request(document, owner, key) for document, key in documents]
+    return await service.store.submit_all(requests)
+
+
+def _request(document: SubmissionBody, owner: UUID | None, idempotency_key: str | None) -> Request:
+    problem = ParsedProblem(document.problem)
+    return Request(problem, document.config, owner, idempotency_key, hash_submission(document))
+
+
+def _large_request(
+    head: bytes, text: bytes, pool: ProcessPool, owner: UUID | None, idempotency_key: str | None
+) -> Request:
+    """A request from what a process of the pool has parsed: a line with `ReadSubmission`, and the problem's text."""
+    read = ReadSubmission.model_validate_json(head)
+    problem = LargeProblem(read, text.decode(), pool, owner)
+    return Request(problem, read.config, owner, idempotency_key, bytes.fromhex(read.body_hash))
 
 
 def submitted_response(job: Job, submission: Submission) -> Response:
@@ -150,10 +180,13 @@ def submitted_response(job: Job, submission: Submission) -> Response:
 
 
 def headers_of(submission: Submission) -> dict[str, str]:
-    """Headers of every answer to a submission; RateLimit as in draft-ietf-httpapi-ratelimit-headers-10."""
-    rate = submission.rate
+    """Headers of every answer to a submission."""
+    return {"Location": f"/v1/schedules/{submission.job.id}", **rate_headers(submission.rate)}
+
+
+def rate_headers(rate: SubmissionRate) -> dict[str, str]:
+    """How many submissions are left, as in draft-ietf-httpapi-ratelimit-headers-10."""
     return {
-        "Location": f"/v1/schedules/{submission.job.id}",
         "RateLimit-Policy": f'"submissions";q={rate.most};w=60',
         "RateLimit": f'"submissions";r={rate.left};t={ceil(rate.reset_s)}',
     }
@@ -266,9 +299,14 @@ async def rename(service: TheService, owner: Owner, job_id: UUID, body: JsonBody
 @router.post("/{job_id}/cancel", response_model=JobAnswer, responses=errors(404))
 async def cancel(service: TheService, owner: Owner, key: Key, job_id: UUID) -> Response:
     """Stop a job and keep its best schedule. One that runs ends within a second; one that has ended stays as it is."""
+    return _job_response(await cancel_job(service, owner, key, job_id))
+
+
+async def cancel_job(service: Service, owner: UUID | None, key: ApiKey | None, job_id: UUID) -> Job:
+    """Cancel a job of the owner; with a key of an admin, of anybody. Raises NotFoundError."""
     if key is not None and key.scope == "admin":
         owner = await service.store.owner_of(job_id)
-    return _job_response(await service.store.cancel(job_id, owner))
+    return await service.store.cancel(job_id, owner)
 
 
 @router.post("/{job_id}/retry", status_code=202, response_model=JobAnswer, responses=errors(404, 409))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -108,6 +108,63 @@ class Client:
                 if not error.passing:
                     raise
                 pauses.pause(error)
+
+    def all_events(self, until: float | None = None) -> Iterator[Event]:
+        """Events of all jobs of the key from this call on, each with its ``job_id`` in `data`, without an end.
+
+        Reconnects as needed, without a gap; the iterator raises TimeoutError when `time.monotonic` is past `until`.
+        To miss nothing, call this first and list or fetch jobs then.
+        """
+        return self._feed(self._newest_place(), until)
+
+    def _newest_place(self) -> str:
+        """Id behind all events so far, with which the stream of all jobs begins."""
+        pauses = Pauses(self._connection.patience_s)
+        while True:
+            try:
+                with self._connection.lines("/v1/events", "", SILENCE_S) as lines:
+                    for line in lines:
+                        if line.startswith("id: "):
+                            return line.removeprefix("id: ")
+                raise ServiceError("the stream of events ended before it began.", passing=True)
+            except ServiceError as error:
+                if not error.passing:
+                    raise
+                pauses.pause(error)
+
+    def _feed(self, place: str, until: float | None) -> Iterator[Event]:
+        def remember(event_id: str) -> None:
+            nonlocal place
+            place = event_id
+
+        pauses = Pauses(self._connection.patience_s)
+        while True:
+            silence_s = SILENCE_S if until is None else max(0.0, min(SILENCE_S, until - time.monotonic()))
+            try:
+                with self._connection.lines("/v1/events", place, silence_s) as lines:
+                    pauses.reset()
+                    yield from read_events(_until(lines, until), remember)
+            except ServiceError as error:
+                if until is not None and time.monotonic() > until:
+                    raise TimeoutError from None
+                if not error.passing:
+                    raise
+                pauses.pause(error)
+
+    def submit_all(
+        self, problems: Iterable[Problem], method: str = "auto", time_limit_s: float = 30.0, **config: Any
+    ) -> list[JobState]:
+        """Submit at most 100 problems with one configuration, all or none, exactly once; their jobs in order."""
+        options = {"method": method, "time_limit_s": time_limit_s, **config}
+        body = {"submissions": [{"problem": problem.to_data(), "config": options} for problem in problems]}
+        headers = {"Idempotency-Key": str(uuid4())}
+        answer = self._connection.read("POST", "/v1/batch/submit", json=body, headers=headers)
+        return [JobState.from_data(job) for job in answer["jobs"]]
+
+    def cancel_all(self, job_ids: Iterable[str]) -> list[JobState]:
+        """Cancel at most 100 jobs; those that are there, as they stand."""
+        answer = self._connection.read("POST", "/v1/batch/cancel", json={"ids": list(job_ids)})
+        return [JobState.from_data(job) for job in answer["jobs"]]
 
     def job(self, job_id: str) -> JobState:
         """Current state of a job."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -170,11 +170,16 @@ class Event:
         return int(self.data["revision"])
 
 
-def read_events(lines: Iterable[str]) -> Iterator[Event]:
-    """Parse the complete events of a stream; comments and a truncated last event are skipped."""
+def read_events(lines: Iterable[str], on_id: Callable[[str], None] | None = None) -> Iterator[Event]:
+    """Parse the complete events of a stream; comments and a truncated last event are skipped.
+
+    `on_id` is called with each id, also where it comes without an event.
+    """
     fields: dict[str, str] = {}
     for line in lines:
         if not line:
+            if on_id is not None and "id" in fields:
+                on_id(fields["id"])
             if "data" in fields:
                 yield Event(fields.get("event", "message"), fields["id"], json.loads(fields["data"]))
             fields = {}

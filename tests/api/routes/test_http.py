@@ -60,6 +60,7 @@ def test_operations_have_names_that_stay() -> None:
         "analyze",
         "best_schedule",
         "cancel",
+        "cancel_many",
         "compare",
         "demo_body",
         "demo_list",
@@ -74,6 +75,7 @@ def test_operations_have_names_that_stay() -> None:
         "retry",
         "solve",
         "submit",
+        "submit_many",
         "submitted_problem",
     ]
 
