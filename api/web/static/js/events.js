@@ -9,9 +9,8 @@
 
 import { ApiError, jobPath, request } from "./api.js";
 import { keyHeader, onKeyChange } from "./key.js";
+import { FIRST_RETRY_MS, LONGEST_RETRY_MS, pause } from "./retry.js";
 
-const FIRST_PAUSE_MS = 500;
-const LONGEST_PAUSE_MS = 15_000;
 /** The server sends something every ten seconds, if only a comment: after so much silence it is gone. */
 const LONGEST_SILENCE_MS = 30_000;
 
@@ -100,12 +99,12 @@ class Stream {
    */
   async #read(signal) {
     this.#leads = true;
-    let pauseMs = FIRST_PAUSE_MS;
+    let pauseMs = FIRST_RETRY_MS;
     while (!signal.aborted) {
       try {
         const onOpen = () => this.#announce({ open: true, pauseS: 0 });
         for await (const { id, data } of readMessages("/v1/events", this.#lastId, signal, onOpen)) {
-          pauseMs = FIRST_PAUSE_MS;
+          pauseMs = FIRST_RETRY_MS;
           this.#lastId = id;
           if (data) this.#emit(JSON.parse(data));
         }
@@ -119,7 +118,7 @@ class Stream {
       const waitMs = pauseMs * (0.5 + Math.random() / 2);
       this.#announce({ open: false, pauseS: waitMs / 1000 });
       await pause(waitMs, signal);
-      pauseMs = Math.min(LONGEST_PAUSE_MS, 2 * pauseMs);
+      pauseMs = Math.min(LONGEST_RETRY_MS, 2 * pauseMs);
     }
     this.#leads = false;
   }
@@ -161,7 +160,8 @@ class Stream {
 }
 
 /**
- * Events of one job from behind revision `after` up to `until`, which it has reached.
+ * Events of one job from behind revision `after` up to `until`, which it has reached; throws an ApiError where the
+ * stream ends before that.
  *
  * @param {string} id
  * @param {number} after
@@ -181,6 +181,7 @@ export async function* readHistory(id, after, until, signal) {
       yield event;
       if (event.revision >= until) return;
     }
+    throw new ApiError(0, "The server broke off in the history of this job.");
   } finally {
     reading.abort(); // gives the connection back
   }
@@ -237,19 +238,4 @@ function readFields(block) {
     if (name) fields[name] = name in fields ? `${fields[name]}\n${value}` : value;
   }
   return fields;
-}
-
-/**
- * @param {number} milliseconds
- * @param {AbortSignal} signal
- * @returns {Promise<void>}
- */
-function pause(milliseconds, signal) {
-  return new Promise((resolve) => {
-    const timer = setTimeout(resolve, milliseconds);
-    signal.addEventListener("abort", () => {
-      clearTimeout(timer);
-      resolve();
-    });
-  });
 }

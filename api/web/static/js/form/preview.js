@@ -3,6 +3,7 @@
 import { ApiError, comparePublished } from "../api.js";
 import { element, part } from "../elements.js";
 import { GanttChart } from "../gantt/chart.js";
+import { FIRST_RETRY_MS, LONGEST_RETRY_MS, maySucceedLater, pause } from "../retry.js";
 import { bubbleRate, highestPeakBytes } from "../schedule.js";
 import { bytesText, percentText, timeText } from "../units.js";
 
@@ -21,6 +22,8 @@ export class PublishedPreview {
   #wanted = 0;
   #isRefreshing = false;
   #ending = new AbortController();
+  /** Of the pause before what failed is tried again. */
+  #pausing = new AbortController();
 
   /** @param {HTMLElement} root */
   constructor(root) {
@@ -35,6 +38,7 @@ export class PublishedPreview {
   update(problem) {
     this.#problem = problem;
     this.#wanted += 1;
+    this.#pausing.abort();
     if (problem) this.#refresh();
     else this.panel.hidden = true;
   }
@@ -49,17 +53,26 @@ export class PublishedPreview {
     if (this.#isRefreshing) return;
     this.#isRefreshing = true;
     const { signal } = this.#ending;
+    let retryMs = FIRST_RETRY_MS;
     for (let shown = 0; shown !== this.#wanted && !signal.aborted; ) {
       shown = this.#wanted;
       try {
         if (!this.#problem) continue;
-        this.#compared = await comparePublished(this.#problem, signal);
+        const compared = await comparePublished(this.#problem, signal);
+        retryMs = FIRST_RETRY_MS;
+        if (!this.#problem) continue; // there is none any more
+        this.#compared = compared;
         this.#fillMethods();
         this.#show();
       } catch (error) {
         // An invalid problem keeps the picture of the last valid one: its faults stand at their fields.
         const isInvalid = error instanceof ApiError && error.status === 422;
         if (!isInvalid) this.figures.textContent = error instanceof Error ? error.message : String(error);
+        if (signal.aborted || !maySucceedLater(error)) continue;
+        this.#pausing = new AbortController();
+        await pause(retryMs, AbortSignal.any([signal, this.#pausing.signal]));
+        retryMs = Math.min(LONGEST_RETRY_MS, 2 * retryMs);
+        shown = 0;
       }
     }
     this.#isRefreshing = false;

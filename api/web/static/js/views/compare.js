@@ -8,6 +8,7 @@ import { GanttChart } from "../gantt/chart.js";
 import { TimeWindow } from "../gantt/time_window.js";
 import { OBJECTIVES, jobName } from "../jobs.js";
 import { Progress } from "../progress.js";
+import { untilAnswered } from "../retry.js";
 import { bubbleRate, durationUs, fromZero, highestPeakBytes, workKey } from "../schedule.js";
 import { NONE, bytesText, percentText, timeText } from "../units.js";
 
@@ -66,12 +67,14 @@ class Comparison {
   /** @param {string[]} ids of jobs; none: the problem kept in this tab */
   async start(ids) {
     if (ids.length) part(this.root, "picker", HTMLAnchorElement).href = `#/jobs?chosen=${ids.join(",")}`;
-    if (ids.length > MOST) this.message.textContent = `The first ${MOST} of ${ids.length} are shown.`;
     const stored = sessionStorage.getItem(PROBLEM);
+    part(this.root, "empty", HTMLElement).hidden = ids.length > 0 || stored !== null;
+    if (!ids.length && !stored) return;
+    const read = ids.length ? () => this.#jobs(ids.slice(0, MOST)) : () => this.#published(JSON.parse(stored ?? ""));
     try {
-      if (ids.length) this.#show(await this.#jobs(ids.slice(0, MOST)));
-      else if (stored) this.#show(await this.#published(JSON.parse(stored)));
-      else part(this.root, "empty", HTMLElement).hidden = false;
+      const compared = await untilAnswered(read, this.signal, (error) => this.#tell(error));
+      this.message.textContent = ids.length > MOST ? `The first ${MOST} of ${ids.length} are shown.` : "";
+      this.#show(compared);
     } catch (error) {
       this.#tell(error);
     }
@@ -158,7 +161,8 @@ class Comparison {
    * @param {Compared[]} compared
    */
   async #showSearches(compared) {
-    const histories = await Promise.all(compared.map(({ id, revision }) => this.#readSearch(id ?? "", revision ?? 0)));
+    const read = () => Promise.all(compared.map(({ id, revision }) => this.#readSearch(id ?? "", revision ?? 0)));
+    const histories = await untilAnswered(read, this.signal, () => {}); // the schedules are there, and say enough
     const searched = compared.map(({ name }, index) => ({ name, points: histories[index] })).filter(({ points }) => points.length);
     if (searched.length < 2) return;
     part(this.root, "searches", HTMLElement).hidden = false;

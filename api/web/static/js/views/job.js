@@ -11,6 +11,7 @@ import { splitTags } from "../form/config.js";
 import { GanttChart } from "../gantt/chart.js";
 import { OBJECTIVES, fillStatus, instantElement, jobName, stateText } from "../jobs.js";
 import { Progress } from "../progress.js";
+import { FIRST_RETRY_MS, LONGEST_RETRY_MS, maySucceedLater } from "../retry.js";
 import { bubbleRate, highestPeakBytes } from "../schedule.js";
 import { NONE, bytesText, countText, percentText, timeText } from "../units.js";
 
@@ -20,9 +21,6 @@ import { NONE, bytesText, countText, percentText, timeText } from "../units.js";
 /** Between two schedules that are fetched while a search finds better ones. */
 const SCHEDULE_PAUSE_MS = 700;
 const CURVE_PAUSE_MS = 500;
-/** Between two attempts to read what the server did not give, at first and at most. */
-const FIRST_RETRY_MS = 500;
-const LONGEST_RETRY_MS = 15_000;
 
 /** @type {import("../router.js").View} */
 export function jobView(root, { argument, query }) {
@@ -152,7 +150,7 @@ class JobView {
    */
   #retryAfter(error, work) {
     const { signal } = this.#ending;
-    if (signal.aborted || (error instanceof ApiError && !error.isTransient)) return;
+    if (signal.aborted || !maySucceedLater(error)) return;
     setTimeout(() => signal.aborted || work(), this.#retryMs);
     this.#retryMs = Math.min(LONGEST_RETRY_MS, 2 * this.#retryMs);
   }
@@ -344,6 +342,7 @@ class JobView {
     try {
       this.#job = await rename(this.id, labels);
       this.#showJob(this.#job);
+      this.#catchUp(); // events may have overtaken the answer
     } catch (error) {
       this.#tell(error);
     }

@@ -7,6 +7,7 @@ import { element, fromTemplate, part } from "../elements.js";
 import { hasEnded, subscribe } from "../events.js";
 import { splitTags } from "../form/config.js";
 import { fillGap, fillStatus, instantElement, jobName, searchMs, sizeText, stateText } from "../jobs.js";
+import { FIRST_RETRY_MS, maySucceedLater } from "../retry.js";
 import { countText, percentText, timeText } from "../units.js";
 
 /** @typedef {import("../types.js").Job} Job */
@@ -32,6 +33,9 @@ class JobList {
   #timer = 0;
   /** Set from an event until the list that answers it is there. */
   #soon = 0;
+  /** Whether there was an event since that list was asked for. */
+  #isBehind = false;
+  #retryMs = FIRST_RETRY_MS;
   /** @type {Map<string, Job>} */
   #chosen = new Map();
   /** Ids that the address chooses, until their jobs are there. */
@@ -109,10 +113,13 @@ class JobList {
   }
 
   #reloadSoon() {
+    this.#isBehind = true;
     if (this.#soon || document.hidden) return;
     this.#soon = window.setTimeout(async () => {
+      this.#isBehind = false;
       await this.#load();
       this.#soon = 0;
+      if (this.#isBehind && !this.#ending.signal.aborted) this.#reloadSoon();
     }, EVENT_PAUSE_MS);
   }
 
@@ -121,17 +128,23 @@ class JobList {
     this.#loading.abort();
     this.#loading = new AbortController();
     const { signal } = this.#loading;
+    let nextMs = CALM_PAUSE_MS;
     try {
       const { jobs, total, more } = await this.#read(signal);
       this.message.textContent = "";
       this.#show(jobs, total, more);
       this.#showQueue(signal);
+      this.#retryMs = FIRST_RETRY_MS;
     } catch (error) {
       if (signal.aborted) return;
       this.#tell(error);
       if (error instanceof ApiError && error.status === 401) return; // the question for a key is not asked again and again
+      if (maySucceedLater(error)) {
+        nextMs = this.#retryMs;
+        this.#retryMs = Math.min(CALM_PAUSE_MS, 2 * this.#retryMs);
+      }
     }
-    if (!document.hidden) this.#timer = window.setTimeout(() => this.#load(), CALM_PAUSE_MS);
+    if (!document.hidden) this.#timer = window.setTimeout(() => this.#load(), nextMs);
   }
 
   /**

@@ -9,6 +9,7 @@ import { faultFields, sentence, showFaults } from "../form/faults.js";
 import { findSpan } from "../form/json_span.js";
 import { readConfig, fillConfig, numberOrText } from "../form/config.js";
 import { PublishedPreview } from "../form/preview.js";
+import { untilAnswered } from "../retry.js";
 import { countText } from "../units.js";
 import { rememberProblem } from "./compare.js";
 
@@ -32,6 +33,9 @@ class NewProblem {
   /** The body that the key below was made for: the same body sent twice is one job. */
   #sent = "";
   #idempotencyKey = "";
+  /** Of the view, and of what is being loaded: what is chosen later replaces it. */
+  #ending = new AbortController();
+  #loading = new AbortController();
 
   /** @param {HTMLElement} root */
   constructor(root) {
@@ -72,6 +76,8 @@ class NewProblem {
   }
 
   stop() {
+    this.#ending.abort();
+    this.#loading.abort();
     this.checking.stop();
     this.preview.stop();
   }
@@ -103,6 +109,7 @@ class NewProblem {
   }
 
   #onText() {
+    this.#loading.abort();
     this.preset.value = "";
     this.document.readText();
     this.#showProblem();
@@ -110,7 +117,9 @@ class NewProblem {
 
   async #fillPresets() {
     try {
-      for (const { name, about } of await listPresets()) {
+      const presets = await untilAnswered(listPresets, this.#ending.signal, (error) => this.#tell(error));
+      this.#hint();
+      for (const { name, about } of presets) {
         const option = element("option", name);
         option.value = name;
         option.title = about;
@@ -123,11 +132,27 @@ class NewProblem {
 
   /** @param {string} name */
   async #loadPreset(name) {
-    if (!name) return;
+    const loaded = await this.#read(async () => (name ? getPreset(name) : null));
+    if (loaded) this.#load(loaded);
+  }
+
+  /**
+   * Read what is to be shown, unless something else is chosen before it is there.
+   *
+   * @template T
+   * @param {() => Promise<T>} read
+   * @returns {Promise<T | null>}
+   */
+  async #read(read) {
+    this.#loading.abort();
+    this.#loading = new AbortController();
+    const { signal } = this.#loading;
     try {
-      this.#load(await getPreset(name));
+      const loaded = await untilAnswered(read, signal, (error) => signal.aborted || this.#tell(error));
+      return signal.aborted ? null : loaded;
     } catch (error) {
-      this.#tell(error);
+      if (!signal.aborted) this.#tell(error);
+      return null;
     }
   }
 
@@ -156,7 +181,8 @@ class NewProblem {
       return;
     }
     this.preset.value = "";
-    const text = await file.text();
+    const text = await this.#read(() => file.text());
+    if (text === null) return;
     try {
       this.#load(JSON.parse(text));
     } catch {
@@ -181,16 +207,14 @@ class NewProblem {
    * @param {string | null} budgets for its devices, separated by commas, empty: no limit
    */
   async #loadJob(id, budgets) {
-    try {
-      const [problem, job] = await Promise.all([getProblem(id), getJob(id)]);
-      this.#load({ problem, config: job.config });
-      if (budgets === null) return;
-      this.document.setBudgets(budgets.split(",").map((budget) => (budget ? Number(budget) : null)));
-      this.#showProblem();
-      this.#changed();
-    } catch (error) {
-      this.#tell(error);
-    }
+    const loaded = await this.#read(() => Promise.all([getProblem(id), getJob(id)]));
+    if (!loaded) return;
+    const [problem, job] = loaded;
+    this.#load({ problem, config: job.config });
+    if (budgets === null) return;
+    this.document.setBudgets(budgets.split(",").map((budget) => (budget ? Number(budget) : null)));
+    this.#showProblem();
+    this.#changed();
   }
 
   /** Bring the fields that are views of the problem up to date with it. */
@@ -205,6 +229,10 @@ class NewProblem {
     this.submit.disabled = this.compare.disabled = !problem;
     if (this.document.error) this.#show([{ pointer: "/problem", code: "bad_json", detail: this.document.error }]);
     else showFaults(this.fields, []);
+    this.#hint();
+  }
+
+  #hint() {
     if (!this.editor.value.trim()) this.status.textContent = "Choose a preset, or paste a problem.";
   }
 
@@ -217,7 +245,8 @@ class NewProblem {
   async #check(signal) {
     if (!this.document.problem) return;
     try {
-      const checked = await validate(this.#body(), signal);
+      const check = () => validate(this.#body(), signal);
+      const checked = await untilAnswered(check, signal, (error) => signal.aborted || this.#tell(error));
       this.#show([]);
       const sizes = [countText(checked.devices, "device"), countText(checked.stages, "stage")];
       sizes.push(countText(checked.microbatches, "microbatch", "microbatches"), countText(checked.ops, "op"));
