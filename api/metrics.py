@@ -69,7 +69,7 @@ class _DatabaseFigures(Collector):
         self.outage = outage
 
     def collect(self) -> Iterable[Metric]:
-        """Whether it works, and failed transactions since the process began."""
+        """State of the database, and failed transactions since the process began."""
         yield GaugeMetricFamily("optpipe_database_works", "0 during an outage.", float(self.outage.error is None))
         faults = CounterMetricFamily("optpipe_database_faults", "Failed transactions.", labels=["kind"])
         for kind in FAULTS:

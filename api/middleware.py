@@ -297,7 +297,7 @@ LONGEST_SECRET = 200
 
 READING = frozenset({"GET", "HEAD"})
 READING_PATHS = frozenset({"/v1/analyze", "/v1/compare"})
-"""What a key that may only read can ask for: these methods, and these paths, which change nothing."""
+"""Methods and paths open to a key with the scope `read`: they change nothing."""
 
 
 class RequireKey:

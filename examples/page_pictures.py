@@ -121,7 +121,7 @@ def all_devices(service: Service, page: Page) -> None:
 
 
 def full_screen(service: Service, page: Page) -> None:
-    """The same in full screen, all devices in view."""
+    """Full screen, all devices in view."""
     all_devices(service, page)
     page.get_by_role("button", name="Full screen").click()
     page.locator("[data-part=fit]").click()

@@ -64,7 +64,7 @@ def _schedule(problem: Problem, compute: Sequence[Sequence[Op]], moved: Moved) -
 
 
 def _with_derived_waits(problem: Problem, orders: Orders) -> Orders:
-    """The same orders, and every op waits for offloads that had ended by its planned start: each may need memory."""
+    """Add waits to orders: every op waits for offloads that had ended by its planned start: each may need memory."""
     simulation = simulate(problem, orders)
     workspace = {"workspace_bytes": {"F": 1, "B": 1, "W": 1, "BW": 1}}
     data = problem.to_data()

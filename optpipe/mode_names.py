@@ -17,14 +17,14 @@ SELECTIVE = "selective"
 WITH_OFFLOAD = "+offload"
 
 BLOCKS = "blocks"
-"""What stands for `selective` with each number of blocks where modes are asked for."""
+"""Name that stands for `selective` with each number of blocks where modes are asked for."""
 
 EXAMPLES = "full, selective, selective-2 (the first two blocks), selective:mlp (a part of each block)"
 """Modes that recompute, for messages."""
 
 
 class Recomputed(NamedTuple):
-    """What a mode runs again.
+    """Modules that a mode runs again.
 
     `whole`: the stage from its input. Otherwise the first `blocks` blocks (None: all), each from its own input, or
     where `part` is given the submodule of that name in each of them.
@@ -42,7 +42,7 @@ def without_offload(name: str) -> str:
 
 
 def parse_recomputed(name: str) -> Recomputed | None:
-    """What the mode of this name runs again; None where the runtime knows no such mode."""
+    """Modules that the mode of this name runs again; None if the runtime has no such mode."""
     name = without_offload(name)
     if name == FULL:
         return Recomputed(whole=True)

@@ -78,7 +78,7 @@ def _levels(problem: Problem, ops: OpArray, modes: Ints | None) -> Ints:
 
 
 class UnitSort(NamedTuple):
-    """What the costs of a unit depend on: the factors of its microbatch as written, and the number of its slice."""
+    """Determinants of a unit's costs: the factors of its microbatch as written, and the number of its slice."""
 
     time: float = 1
     bytes: float = 1

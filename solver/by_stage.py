@@ -43,7 +43,7 @@ class ByStage:
         return self.plain_at([1.0] * len(self.chosen))
 
     def plain_at(self, shares: Sequence[float]) -> Problem:
-        """The same with backwards that take a share of their recomputation, by stage: what it takes on average."""
+        """The plain problem with backwards that take a share of their recomputation, by stage: its time on average."""
         data = self.problem.to_data()
         data["stages"] = [
             _plain_stage(entry, stage, variant, share)

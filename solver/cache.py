@@ -46,12 +46,12 @@ class Canonical:
 
     @property
     def key(self) -> str:
-        """The same for equal problems only."""
+        """Digest that only equal problems share."""
         return _digest(self.data)
 
     @property
     def family_key(self) -> str:
-        """The same for problems that differ in microbatches, budgets and objective alone."""
+        """Digest that problems share which differ in microbatches, budgets and objective alone."""
         same = ("stages", "forward_delay", "backward_delay", "channels", "slices", "classes", "free_order")
         return _digest({name: self.data[name] for name in same if name in self.data})
 

@@ -1,4 +1,4 @@
-"""What goes between searches, the shared incumbent, child processes and callers: `Solution`, `Progress`, `Feed`."""
+"""Records passed between searches, the shared incumbent, children and callers: `Solution`, `Progress`, `Feed`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def make_engine(url: str) -> AsyncEngine:
 
 
 def for_reading(engine: AsyncEngine) -> AsyncEngine:
-    """The same pool in autocommit mode: one round trip for each statement."""
+    """Use the pool in autocommit mode: one round trip for each statement."""
     return engine.execution_options(isolation_level="AUTOCOMMIT")
 
 

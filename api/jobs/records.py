@@ -55,8 +55,8 @@ class JobConfig(Document):
 
 
 Scope = Literal["read", "submit", "admin"]
-"""What a key may do, each also what those before it may: read jobs; submit and change them; list and cancel those of
-all keys."""
+"""Permissions of a key, each with those before it: read jobs; submit and change them; list and cancel those of all
+keys."""
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Reason = Literal["optimal", "feasible", "infeasible", "no_solution"]

@@ -314,7 +314,7 @@ class Segment:
         self._form, self._input, self._outputs, self._buffers = None, [], {}, ()
 
     def _unpack(self, number: int) -> Tensor:
-        """What autograd saved under this number; the first to be asked for makes all of them."""
+        """Tensor that autograd saved under this number; the first one that is asked for makes all of them."""
         if self._count is None:
             _not_saved(None)
         if self._saved is None:

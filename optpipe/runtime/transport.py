@@ -100,7 +100,7 @@ class Mailbox:
         assert not left, f"messages that nobody received: {left}"
 
     def close_step(self) -> None:
-        """The same as `finish`: a send has arrived when it returns."""
+        """Finish at once: a send has arrived when it returns."""
         self.finish()
 
     def finish_closed(self) -> None:
@@ -154,7 +154,7 @@ class LocalStreams:
             lane.synchronize()
 
     def close_step(self) -> None:
-        """The same as `finish`: nothing is left for later."""
+        """Finish at once: nothing is left for later."""
         self.finish()
 
     def finish_closed(self) -> None:

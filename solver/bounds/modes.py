@@ -165,7 +165,7 @@ class ModesOnDevice(OnDevice):
         return any(way.variant.moved_bytes for way in self._ways)
 
     def _add_byte_time(self, program: _Program, numbers: Mapping[Way, int], backward: Backward) -> None:
-        """What all microbatches use at the least is within the budget, integrated over the span."""
+        """Byte-time: the least use of all microbatches is within the budget, integrated over the span."""
         later_us = max(stage.backward_weight_us for stage in self.stages) if backward == "B" else 0.0
         sizes = [max(way.variant.backward_bytes for way in self._ways if way.s == s) for s in self.numbers]
         unused_us = unused_byte_us(self, sizes, backward) / self.budget
@@ -283,7 +283,7 @@ class ModesOnDevice(OnDevice):
 
     @property
     def _weights_that_do_not_fit_us(self) -> float:
-        """Of all W but the last of the first stage, those that are not pending when the last backward starts."""
+        """All W but the last of the first stage, less the most that can be pending when the last backward starts."""
         activation = min(way.variant.backward_bytes for way in self._ways if way.s == self.numbers[0])
         weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
         fitting_us = most_held_us(weights, self.problem.units, self.budget - activation)

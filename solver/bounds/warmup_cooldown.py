@@ -162,7 +162,7 @@ class _Windows(OnDevice):
         return min(most_us, self._most_staying_us(pending)) if moved_bytes else most_us
 
     def _most_staying_us(self, pending: Callable[[Stage, int], Held]) -> float:
-        """The same, if only what never leaves counts: as much as any cool-down has."""
+        """The most pending work if only bytes that never leave count: as much as any cool-down has."""
         staying = [pending(stage, _staying_bytes(stage)) for stage in self.stages]
         last_bytes = self.stages[-1].activation_bytes + sum(_staying_bytes(stage) for stage in self.stages[:-1])
         return most_held_us(staying, self.problem.units - 1, self._room_at_last_forward - last_bytes)

@@ -100,7 +100,7 @@ def error_message(raised: OptPipeError) -> Message:
 
 
 def read_error(message: Message) -> OptPipeError:
-    """The same error as it was raised in the child."""
+    """Rebuild the error that was raised in the child."""
     kind: type[OptPipeError] = getattr(errors, message["error"])
     # The constructors compose the message from the fields; here it is composed already.
     rebuilt = kind.__new__(kind, message["message"])

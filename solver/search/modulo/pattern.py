@@ -169,7 +169,7 @@ class Pattern:
         return np.array(peaks, np.int64)
 
     def stretched(self, at: int, rounds: int, over: int = 1) -> Pattern:
-        """The same rounds with a longer block: all passes of a microbatch from `at` on come some rounds later.
+        """Lengthen the block at the same places: all passes of a microbatch from `at` on come some rounds later.
 
         `at` counts F and B along the chain; W goes with its B, or alone where `at` is behind the last B. The rounds are
         spread evenly `over` so many passes up to there. It takes more memory, and gives more for the devices to do
@@ -185,7 +185,7 @@ class Pattern:
         return replace(self, start_us=self.start_us + later * self.round_us)
 
     def with_late_weights(self, budgets: Ints, most: int) -> Pattern:
-        """The same rounds with all W of a device up to `most` rounds later, as many as its budget (bytes) allows."""
+        """Move all W of a device up to `most` rounds later, as many as its budget (bytes) allows."""
         passes = self.passes
         weights = np.arange(2 * passes.stages, passes.size)
         bytes_per_round = np.bincount(passes.device[weights], passes.weight_bytes, passes.devices)
