@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -29,6 +30,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
+from optpipe.errors import InputError, Issue
 from optpipe.ops import (
     KINDS,
     STREAM_OF_KIND,
@@ -407,6 +409,28 @@ class Schedule(Displayed, Document):
             transfers = [op for device, stream in lists for op in getattr(self.devices[device], stream).ops]
             channels.append(sorted(transfers, key=lambda op: (*at[op], index.get(op, 0))))
         return Orders(devices, waits, [channel for channel in channels if channel], self.modes, self.microbatch_order)
+
+    def orders_in(self, problem: Problem) -> Orders:
+        """The orders for another problem with the same stages and microbatches; activation modes are those of one name.
+
+        Raises InputError where a stage there has no mode of that name.
+        """
+        if self.modes is None:
+            return self.orders
+        modes = self.modes.copy()
+        for s, (own, other) in enumerate(zip(self.problem.stages, problem.stages, strict=True)):
+            for number in np.unique(self.modes[s]).tolist():
+                name = own.choices[number].name
+                if name not in other.choice_numbers:
+                    detail = f"has no mode {name!r}, in which the schedule holds activations. Maybe leave it out there."
+                    raise InputError([Issue(f"stages[{s}].modes", "missing_mode", detail)])
+                modes[s][self.modes[s] == number] = other.choice_numbers[name]
+        return replace(self.orders, modes=modes)
+
+    @property
+    def mode_names(self) -> Sequence[str]:
+        """Names of the modes that the schedule uses, without those that a problem has by itself."""
+        return list(dict.fromkeys(name for device in self.devices for name in device.compute.modes.values() if name))
 
     @cached_property
     def modes(self) -> Ints | None:

@@ -202,7 +202,7 @@ class ChildSolver:
 
     def begin(self, problem: Problem, start: Schedule | None, time_limit_s: float, workers: int) -> ChildSolve:
         """Start a search by `auto` from the schedule in use."""
-        return ChildSolve(problem, Limits(time_limit_s, 0.0, workers), [start.orders] if start else [])
+        return ChildSolve(problem, Limits(time_limit_s, 0.0, workers), [start.orders_in(problem)] if start else [])
 
 
 @dataclass

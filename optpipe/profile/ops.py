@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from optpipe.errors import InputError, Issue
+from optpipe.mode_names import without_offload
 from optpipe.profile.subject import Chain
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.probe import Modes, SizeRange, StageSizes, measure_samples, size_range, until_alike
@@ -222,7 +223,14 @@ def _timing_event() -> torch.cuda.Event:
 
 def kinds_of_mode(mode: str) -> tuple[str, str, str]:
     """Kinds under which C, O and R are timed of a microbatch in a mode that recomputes."""
-    return f"C {mode}", f"O {mode}", f"R {mode}"
+    return timed_kind("C", mode), timed_kind("O", mode), timed_kind("R", mode)
+
+
+def timed_kind(kind: str, mode: str | None) -> str:
+    """Kind under which an op is timed of a microbatch in the mode of this name; None: it is kept or offloaded whole."""
+    if mode is None or kind not in ("C", "O", "R"):
+        return kind
+    return f"{kind} {without_offload(mode)}"
 
 
 WARM_UP_ROUNDS = 2

@@ -6,7 +6,7 @@ The docstring under a field is its text in `--help` and in docs/train.md; its li
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -35,7 +35,9 @@ from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
 
 from optpipe.document import read_toml, shown
 from optpipe.errors import InputError, Issue
+from optpipe.mode_names import parse_modes
 from optpipe.partition import devices_of_stages
+from optpipe.problem import OFFLOAD
 from optpipe.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -307,6 +309,9 @@ class OnlineConfig(Group):
     memory_margin: StrictFloat = Field(default=0.0, ge=0, le=0.9)
     """share of the memory left free, such as 0.1 or 10%, for sizes that depend on the data; so far a measured peak may
     exceed plan and budget"""
+    modes: StrictStr = OFFLOAD
+    """ways to hold an activation beside keeping it, by commas, as in 'optpipe profile': offload, full, selective, each
+    but the first also with +offload; those of a given schedule are always measured"""
     time_limit_s: StrictFloat = Field(default=30.0, gt=0, le=1e6)
     """time limit of each search in seconds"""
     workers: StrictInt = Field(default=1, ge=1, le=1024)
@@ -335,8 +340,17 @@ class OnlineConfig(Group):
         """The device of each stage, where no schedule says so. Raises InputError; fields are named after `prefix`."""
         return devices_of_stages(self.placement, self.devices, None, prefix)
 
+    @property
+    def mode_names(self) -> Sequence[str]:
+        """The names in `modes`."""
+        return parse_modes(self.modes, "modes")
+
     def conflicts(self) -> Iterator[Issue]:
-        """A new schedule is judged by steps that are not timed op by op."""
+        """Only modes that can be measured; and a new schedule is judged by steps that are not timed op by op."""
+        try:
+            parse_modes(self.modes, "modes")
+        except InputError as error:
+            yield from error.issues
         if self.every_steps <= self.record_steps:
             detail = (
                 f"is {self.every_steps} but must be above record_steps, which is {self.record_steps}. "

@@ -134,11 +134,6 @@ def _begun() -> Iterator[None]:
 
 def _compiled(config: TrainingConfig) -> Program:
     assert config.schedule is not None, "a schedule is given or was found"
-    if config.online.mode == "online" and config.schedule.modes is not None:
-        raise TrainingError(
-            "the schedule recomputes activations, but what is solved anew while training has no modes yet. Maybe leave "
-            "--online out, or give a schedule without them."
-        )
     return compile_schedule(config.schedule, reduce_gradients=config.sums_gradients)
 
 

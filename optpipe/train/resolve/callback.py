@@ -21,7 +21,7 @@ from typing import Any
 from optpipe.ops import KINDS
 from optpipe.problem import Problem
 from optpipe.profile.measured import Gather, Measured
-from optpipe.profile.ops import Spread, spread_of
+from optpipe.profile.ops import Spread, spread_of, timed_kind
 from optpipe.runtime.recorder import CudaRecorder, HostRecorder, Recorder, Timing
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
@@ -64,7 +64,7 @@ class Choice:
 
 def choose(problem: Problem, in_use: Schedule, found: Schedule, least_gain: float) -> Choice:
     """Simulate both schedules' orders with the costs of a problem."""
-    in_use_us, found_us = (simulate(problem, schedule.orders).value_us for schedule in (in_use, found))
+    in_use_us, found_us = (simulate(problem, schedule.orders_in(problem)).value_us for schedule in (in_use, found))
     return Choice(in_use_us, found_us, least_gain)
 
 
@@ -109,17 +109,19 @@ OpTimes = Mapping[int, Mapping[str, Spread]]
 """By stage and kind of op."""
 
 
-def op_times(timings: Iterable[Timing], gather: Gather) -> OpTimes:
+def op_times(timings: Iterable[Timing], gather: Gather, modes: Mapping[tuple[int, int], str] | None = None) -> OpTimes:
     """Spread of every kind of op of every stage over all microbatches of the timed steps.
 
-    The slowest replica counts, because the others wait for it. Called by all processes together.
+    `modes`: names by stage and microbatch, of those that are not kept or offloaded whole: their copies are of other
+    sizes. The slowest replica counts, because the others wait for it. Called by all processes together.
     """
     samples: dict[str, dict[str, list[float]]] = {}
     for timing in timings:
         action = timing.action
         if action.kind in KINDS:
             kinds = samples.setdefault(str(action.stage), {})
-            kinds.setdefault(action.kind, []).append((timing.end_ns - timing.start_ns) / 1000)
+            kind = timed_kind(action.kind, (modes or {}).get((action.stage, action.microbatch)))
+            kinds.setdefault(kind, []).append((timing.end_ns - timing.start_ns) / 1000)
     own = {s: {kind: asdict(spread_of(us)) for kind, us in kinds.items()} for s, kinds in samples.items()}
     slowest: dict[int, dict[str, Spread]] = {}
     for rank in gather(own):
@@ -161,6 +163,9 @@ def drift(before: Problem, after: Problem) -> float:
             for s in stages
             for kind in ("F", "B", "W", *(("O", "R") if before.stages[s].offload and after.stages[s].offload else ()))
         ]
+        for own, other in ((before.stages[s], after.stages[s]) for s in stages):
+            again = {mode.name: mode.recompute_us for mode in other.choices}
+            pairs += [(mode.recompute_us, again[mode.name]) for mode in own.choices if mode.name in again]
         total_us = sum(was for was, _ in pairs)
         drifts.append(sum(abs(now - was) for was, now in pairs) / total_us if total_us else 0.0)
     return max(drifts)
@@ -231,8 +236,8 @@ class ResolveCallback(Callback):
 
     def _learn(self, step: int, recorder: HostRecorder | CudaRecorder) -> None:
         """Put the timed ops into the problem, which is stale if it has drifted from the one that was solved."""
-        begin = perf_counter()
-        self._measured = retimed(self._measured, op_times(recorder.timings(), self._model.launch.gather))
+        begin, modes = perf_counter(), self._model.program.modes
+        self._measured = retimed(self._measured, op_times(recorder.timings(), self._model.launch.gather, modes))
         self._problem, before = self._setting.problem(self._measured), self._solved_for or self._problem
         changed = drift(before, self._problem)
         self._stale = self._solved_for is None or changed > self._config.drift
@@ -293,6 +298,7 @@ class ResolveCallback(Callback):
             new = self._before if data is None else Schedule.from_data(data)
             before = self._model.schedule
             self._model.swap(new)
+            self._recorder, self._recorded = None, {}  # what was timed is of other modes
             self._before = before
             self._trial = Trial(self._seconds) if decision["kind"] == "swapped" else None
             self._seconds.clear()

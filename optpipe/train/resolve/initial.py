@@ -11,8 +11,8 @@ from time import perf_counter, sleep
 
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
-from optpipe.errors import MethodError, NoSolutionError, RunFailedError, TrainingError
-from optpipe.problem import Objective, Problem
+from optpipe.errors import InputError, Issue, MethodError, NoSolutionError, RunFailedError, TrainingError
+from optpipe.problem import OFFLOAD, Objective, Problem
 from optpipe.profile.measured import Measured, measure, without_margin
 from optpipe.profile.ops import OnRound
 from optpipe.profile.subject import Subject, build_chain, sampled
@@ -98,8 +98,10 @@ def limited_to_peaks(setting: Setting, schedule: Schedule, measured: Measured) -
     """
     if setting.memory_bytes is not None:
         return setting
-    problem, orders = setting.problem(measured), schedule.orders
-    peaks = [worst_case_peak_bytes(problem, (d.compute, d.offload, d.reload), orders.waits) for d in orders.devices]
+    problem = setting.problem(measured)
+    orders = schedule.orders_in(problem)
+    streams = [(device.compute, device.offload, device.reload) for device in orders.devices]
+    peaks = [worst_case_peak_bytes(problem, own, orders.waits, orders.modes) for own in streams]
     with_messages = planned_peaks_bytes(compile_schedule(schedule), problem, measured.message_bytes)
     limits = [max(pair) for pair in zip(peaks, with_messages, strict=True)]
     return replace(setting, limits_bytes=limits, reserved_bytes=[a - b for a, b in zip(limits, peaks, strict=True)])
@@ -111,9 +113,13 @@ def measure_before(
     """Measure new copies of the task's stages as the config runs them; also returns the seconds that it took.
 
     Called by all processes together, with the same result except for the seconds. Raises InputError where stages do not
-    fit one another, TrainingError where training would begin with B and W apart on a compiled stage, and what
-    `on_round` raises.
+    fit one another, or modes are asked for that cannot be measured, TrainingError where training would begin with B and
+    W apart on a compiled stage, and what `on_round` raises.
     """
+    modes = [*dict.fromkeys([*config.online.mode_names, *(config.schedule.mode_names if config.schedule else ())])]
+    if launch.hardware.type == "cuda" and any(mode != OFFLOAD for mode in modes):
+        detail = f"has {modes}, but recomputation is measured on CPUs alone so far. Maybe leave --online out."
+        raise InputError([Issue("--modes", "not_measured", detail)])
     begin = perf_counter()
     batch, stages = list(zip(*task.batch(0), strict=True)), task.build_stages()
     for s, stage in enumerate(stages):  # before the first forward, at which torch.compile starts
@@ -137,6 +143,7 @@ def measure_before(
         config.online.rounds,
         gather=launch.gather,
         on_round=on_round,
+        modes=modes,
     )
     return measured, perf_counter() - begin
 

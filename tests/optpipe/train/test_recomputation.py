@@ -11,7 +11,7 @@ from instances.schedules import one_f_one_b
 from optpipe.errors import TrainingError
 from optpipe.runtime.stage import check_splits
 from optpipe.schedule import Schedule
-from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
+from optpipe.train import ModelConfig, TrainingConfig, train
 from optpipe.train.launch import Launch
 from optpipe.train.result import TrainingResult
 from solver.build import build_schedule
@@ -133,9 +133,3 @@ def test_recomputing_a_compiled_stage_is_refused_by_name() -> None:
     check_splits(1, module, {"F", "BW"})
     with pytest.raises(TrainingError, match=r"stages\[1\]: module is compiled .* recomputes .* Maybe"):
         check_splits(1, module, {"F", "C", "BW"})
-
-
-def test_solving_anew_while_training_is_refused_by_name() -> None:
-    online = OnlineConfig("online", rounds=1)
-    with pytest.raises(TrainingError, match=r"recomputes activations, but .* Maybe leave --online out"):
-        train(TrainingConfig(executable(0), ModelConfig("tiny"), online=online))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from instances import uniform
 from optpipe.compile.program import Action
 from optpipe.errors import InputError, NoSolutionError, TrainingError
+from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.profile.measured import Measured
 from optpipe.runtime.recorder import HostRecorder, Timing
@@ -33,9 +36,12 @@ from optpipe.train.resolve.initial import InitialSchedule, Setting
 from optpipe.train.result import Events
 from optpipe.train.tasks.base import Task
 from optpipe.train.update import StepOutcome
+from optpipe.worst_case_memory import worst_case_peak_bytes
+from solver.build import build_schedule
 from solver.solve import solve
 from tests.optpipe.train.resolve.measured import BEFORE, measured, spread
 from tests.optpipe.train.resolve.solvers import Scripted
+from tests.recomputing import recomputing
 
 MODEL = ModelConfig("tiny", dtype="float64", microbatch_size=1, sequence=8)
 STEPS = 14
@@ -74,6 +80,55 @@ def test_where_nobody_says_otherwise_the_budget_is_what_the_given_schedule_takes
     assert [device.memory_bytes for device in problem.devices] == [
         device.peak_bytes_any_timing for device in solve(problem, "1f1b").devices
     ]
+
+
+RECOMPUTING = replace(ONLINE, modes="full", memory_bytes=10**9)
+
+
+def _one_after_another() -> Schedule:
+    """One microbatch at a time, recomputed inside its backward: whatever ops take, any overlap is faster."""
+    problem = recomputing(2, 6)
+    orders = Orders(
+        [DeviceOrders([Op(kind, s, i) for i in range(6) for kind in ("F", "CBW")]) for s in range(2)],
+        modes=np.ones((2, 6), np.int64),
+    )
+    return build_schedule(problem, orders, 0.0, "by hand", 0.0)
+
+
+def test_schedules_that_recompute_are_left_and_taken_while_training(plain_losses: tuple[float, ...]) -> None:
+    """From one that recomputes to a faster one that does too; the mode `full` is of the measured stages."""
+    solver = Scripted(["1f1b-recompute"])
+    result = train(_config(_one_after_another(), RECOMPUTING), None, solver)
+    assert _kinds(result)[:4] == ["measured", "timed", "solving", "swapped"], result.events
+    assert result.schedule is not None
+    assert result.schedule.method == "1f1b-recompute"
+    assert result.schedule.mode_names == ["full"]
+    assert result.losses == pytest.approx(plain_losses, rel=1e-12)
+    [problem] = solver.problems
+    for stage in problem.stages:
+        assert [mode.name for mode in stage.modes] == ["full"]
+        assert stage.offload is None, "nobody asked for it"
+
+
+def test_the_budget_of_a_given_schedule_that_recomputes_is_what_it_takes() -> None:
+    solver = Scripted([None])
+    train(_config(_one_after_another(), replace(RECOMPUTING, memory_bytes=None)), None, solver)
+    [problem] = solver.problems
+    orders = _one_after_another().orders_in(problem)
+    peaks = [worst_case_peak_bytes(problem, device.streams(), orders.waits, orders.modes) for device in orders.devices]
+    assert [device.memory_bytes for device in problem.devices] == peaks
+
+
+def test_a_mode_that_the_measured_stages_lack_is_named() -> None:
+    problem = _one_after_another().problem
+    without = Problem.from_data(problem.to_data() | {"stages": [{**problem.stages[0].to_data(), "modes": []}] * 2})
+    with pytest.raises(InputError, match=r"stages\[0\]\.modes has no mode 'full', in which"):
+        _one_after_another().orders_in(without)
+
+
+def test_a_mode_that_nobody_can_measure_is_refused() -> None:
+    with pytest.raises(InputError, match=r"modes has 'ful', but must be offload, full, "):
+        replace(ONLINE, modes="offload,ful")
 
 
 def test_a_worse_schedule_is_not_taken(plain_losses: tuple[float, ...]) -> None:
@@ -249,6 +304,12 @@ def test_each_kind_of_a_stage_gets_its_median_from_when_it_could_begin() -> None
     assert found[1]["W"].median_us == 7.0
 
 
+def test_copies_of_what_a_recomputed_microbatch_keeps_are_timed_apart() -> None:
+    timings = [_timing(kind, 0, i, us) for kind, i, us in (("O", 0, 9.0), ("O", 1, 1.0), ("C", 1, 4.0))]
+    found = op_times(timings, _alone, {(0, 1): "full+offload"})[0]
+    assert {kind: spread.median_us for kind, spread in found.items()} == {"O": 9.0, "O full": 1.0, "C full": 4.0}
+
+
 def test_messages_are_not_ops() -> None:
     message = Timing(0, Action("SEND_F", 0, 0, peer=1), 0, 0, 9)
     assert op_times([message], _alone) == {}
@@ -311,6 +372,7 @@ class _Training:
     step_number: int = 0
     hardware: torch.device = field(default_factory=lambda: torch.device("cpu"))
     launch: _TwoProcesses = field(default_factory=_TwoProcesses)
+    program: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(modes={}))
     swaps: list[str] = field(default_factory=list)
 
     def swap(self, schedule: Schedule) -> None:
