@@ -26,13 +26,33 @@ Rate = Annotated[int | float, Field(gt=0, le=1e9)]
 """Bytes per microsecond, that is MB/s; at most 1e9 (1000 TB/s)."""
 
 
+class LayerRecomputation(Document):
+    """A layer run again from its own input, as the modes `selective` of a stage do it.
+
+    `kept_bytes` stay from F on, of which `offload_bytes` may be offloaded; `recompute_us` is the time of the second
+    forward, None: that of the first.
+    """
+
+    kept_bytes: Bytes
+    recompute_us: TimeUs | None = None
+    offload_bytes: Bytes = 0
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.offload_bytes > self.kept_bytes:
+            detail = f"has offload_bytes {self.offload_bytes} but kept_bytes is {self.kept_bytes}"
+            raise reject("offload_too_large", f"{detail}. Maybe what is recomputed is counted: it cannot leave")
+        return self
+
+
 class Layer(Document):
     """A layer, or `repeat` equal ones in a row.
 
     Memory is counted as for a stage: `activation_bytes` from F to B, `backward_weight_bytes` of it from B to
     W, of which `offload_bytes` may be offloaded. `parameter_bytes` stays on the device throughout: weights,
     gradients and the optimizer's state. `output_bytes` crosses to the next layer's device, and back as a gradient.
-    `fixed_us` is the part of each of the three times that does not grow with the microbatch.
+    `fixed_us` is the part of each of the three times that does not grow with the microbatch. `recomputation`: what it
+    keeps if it is recomputed by itself; None where it is no block that the runtime runs again (embedding, head).
     """
 
     name: str = Field(default="", max_length=200)
@@ -47,9 +67,16 @@ class Layer(Document):
     workspace_bytes: Workspace = Workspace()
     parameter_bytes: Bytes = 0
     output_bytes: Bytes = 0
+    recomputation: LayerRecomputation | None = None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        if self.recomputation and self.recomputation.kept_bytes > self.activation_bytes:
+            raise reject(
+                "recomputation_too_large",
+                f"has recomputation.kept_bytes {self.recomputation.kept_bytes} but activation_bytes is "
+                f"{self.activation_bytes}. Maybe one of them counts all microbatches",
+            )
         if self.offload_bytes > self.activation_bytes:
             raise reject(
                 "offload_too_large",

@@ -60,7 +60,8 @@ def without_shorthand(name: str, blocks: int) -> list[str]:
     if without_offload(name) != BLOCKS:
         return [name]
     ending = name.removeprefix(BLOCKS)
-    return [*(f"{SELECTIVE}-{count}{ending}" for count in range(1, blocks)), f"{SELECTIVE}{ending}"]
+    numbered = [f"{SELECTIVE}-{count}{ending}" for count in range(1, blocks)]
+    return [*numbered, f"{SELECTIVE}{ending}"] if blocks else []
 
 
 def parse_modes(text: str, field: str) -> list[str]:

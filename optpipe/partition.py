@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from optpipe.errors import InputError, Issue
-from optpipe.layers import Layer, LayerProfile
+from optpipe.layers import HostCopies, Layer, LayerProfile
+from optpipe.mode_names import WITH_OFFLOAD, parse_recomputed, without_shorthand
 from optpipe.problem import Objective, Problem
 
 Kind = Literal["linear", "interleaved", "v"]
@@ -126,13 +127,15 @@ def build_problem(
     batching: Batching,
     *,
     offload: bool = False,
+    modes: Sequence[str] = (),
     objective: Objective = "makespan",
     name: str = "",
 ) -> Problem | None:
     """Build the scheduling problem of a layout; None if parameters alone exceed the memory of a device.
 
     A stage's times and activations are the sums over its layers, its workspace is the maximum over them. It may offload
-    if `offload` is set, the profile has `copies`, and some of its layers can.
+    if `offload` is set, the profile has `copies`, and some of its layers can. `modes` names activation modes that
+    recompute (`check_layer_modes`); a stage has those by which it saves memory.
     """
     budgets = [
         None if profile.memory_bytes is None else profile.memory_bytes - held
@@ -143,6 +146,7 @@ def build_problem(
     scale = batching.microbatch_size / profile.microbatch_size
     link = profile.link
     stages = layout.cut(profile.each_layer)
+    befores = [None, *(layers[-1] for layers in stages[:-1])]
     data = {
         "format": "optpipe.problem/1",
         "name": name or profile.name,
@@ -157,8 +161,10 @@ def build_problem(
         or 0,
         "devices": [{"memory_bytes": budget} for budget in budgets],
         "stages": [
-            {"device": device} | _stage(profile, layers, scale, offload)
-            for device, layers in zip(layout.placement, stages, strict=True)
+            {"device": device}
+            | _stage(profile, layers, scale, offload)
+            | _modes(profile, layers, scale, received.output_bytes if received else 0, modes)
+            for device, layers, received in zip(layout.placement, stages, befores, strict=True)
         ],
         "source": profile.source,
     }
@@ -185,12 +191,105 @@ def _stage(profile: LayerProfile, layers: Sequence[Layer], scale: float, offload
     }
     moved = sum(_rounded_up(layer.offload_bytes * scale) for layer in layers)
     if offload and moved and profile.copies:
-        stage["offload"] = {
-            "bytes": moved,
-            "offload_us": moved / profile.copies.offload_bytes_per_us,
-            "reload_us": moved / profile.copies.reload_bytes_per_us,
-        }
+        stage["offload"] = _copies(profile.copies, moved)
     return stage
+
+
+def _copies(copies: HostCopies, moved_bytes: int) -> dict[str, float]:
+    out, back = copies.offload_bytes_per_us, copies.reload_bytes_per_us
+    return {"bytes": moved_bytes, "offload_us": moved_bytes / out, "reload_us": moved_bytes / back}
+
+
+def check_layer_modes(profile: LayerProfile, modes: Sequence[str], field: str) -> None:
+    """Raise InputError for a mode that does not follow from the costs of layers: parts of them, or of no layer."""
+    for name in modes:
+        recomputed = parse_recomputed(name)
+        if recomputed and recomputed.part:
+            detail = f"has {name!r}, but parts of layers have no costs of their own. Maybe selective."
+        elif (recomputed is None or not recomputed.whole) and not any(layer.recomputation for layer in profile.layers):
+            detail = (
+                f"has {name!r}, but no layer says what it keeps if it is recomputed (layers[].recomputation). Maybe "
+                "measure them: optpipe profile --format layers --modes selective."
+            )
+        elif name.endswith(WITH_OFFLOAD) and profile.copies is None:
+            detail = f"has {name!r}, but the profile has no rate of copies to the host. Maybe add copies."
+        else:
+            continue
+        raise InputError([Issue(field, "not_by_layers", detail)])
+
+
+def _modes(
+    profile: LayerProfile, layers: Sequence[Layer], scale: float, received_bytes: int, modes: Sequence[str]
+) -> dict[str, object]:
+    """Activation modes of a stage that receives so many bytes, in a dict unless it has none."""
+    blocks = sum(layer.recomputation is not None for layer in layers)
+    entries = []
+    for name in [name for asked in modes for name in without_shorthand(asked, blocks)]:
+        recomputed = parse_recomputed(name)
+        assert recomputed is not None, "checked before"
+        if recomputed.whole:
+            entry = _whole_stage(layers, scale, _rounded_up(received_bytes * scale))
+        elif blocks and blocks >= (recomputed.blocks or 0):
+            entry = _blocks(layers, scale, recomputed.blocks)
+        else:
+            continue
+        moved = entry.pop("moved_bytes")
+        if entry["kept_bytes"] >= sum(_rounded_up(layer.activation_bytes * scale) for layer in layers):
+            continue
+        if name.endswith(WITH_OFFLOAD):
+            if not moved or profile.copies is None:
+                continue
+            entry |= {"offload": _copies(profile.copies, moved)}
+        entries.append({"name": name} | entry)
+    return {"modes": entries} if entries else {}
+
+
+def _whole_stage(layers: Sequence[Layer], scale: float, received_bytes: int) -> dict[str, Any]:
+    """A mode that keeps what the stage receives alone, with the bytes that may leave."""
+    held = [_rounded_up(layer.activation_bytes * scale) for layer in layers]
+    kept = min(received_bytes, sum(held))
+    again = sum(held) - kept
+    return {
+        "kept_bytes": kept,
+        "recompute_us": sum(scaled_us(layer, layer.forward_us, scale) for layer in layers),
+        "forward_workspace_bytes": min(max(held), again),  # F drops what a layer has made when the next one runs
+        "segment_bytes": again,
+        "moved_bytes": kept,
+    }
+
+
+def _blocks(layers: Sequence[Layer], scale: float, count: int | None) -> dict[str, Any]:
+    """A mode in which the first `count` layers that can be (None: all) are recomputed one at a time.
+
+    While the backward is at a layer, those before it keep what the mode keeps, and of those behind it what W needs is
+    there, if B and W are apart.
+    """
+    kept, moved, recompute_us = [], 0, 0.0
+    for layer in layers:
+        again = layer.recomputation if count is None or count > 0 else None
+        if again is None:
+            kept.append(_rounded_up(layer.activation_bytes * scale))
+            moved += _rounded_up(layer.offload_bytes * scale)
+            continue
+        count = None if count is None else count - 1
+        kept.append(_rounded_up(again.kept_bytes * scale))
+        moved += _rounded_up(again.offload_bytes * scale)
+        own_us = layer.forward_us if again.recompute_us is None else again.recompute_us
+        recompute_us += scaled_us(layer, own_us, scale)
+    segment = workspace = behind_bytes = for_weights = 0
+    for layer, stays in zip(reversed(layers), reversed(kept), strict=True):
+        made = _rounded_up(layer.activation_bytes * scale) - stays
+        segment = max(segment, made - behind_bytes + for_weights)
+        workspace = max(workspace, made - behind_bytes)
+        behind_bytes += stays
+        for_weights += _rounded_up(layer.backward_weight_bytes * scale)
+    return {
+        "kept_bytes": sum(kept),
+        "recompute_us": recompute_us,
+        "forward_workspace_bytes": workspace,
+        "segment_bytes": segment,
+        "moved_bytes": min(moved, sum(kept)),
+    }
 
 
 def _rounded_up(size: float) -> int:

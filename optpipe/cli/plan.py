@@ -26,7 +26,9 @@ from optpipe.cli.solve import TimeLimit
 from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError
 from optpipe.files import check_writable, write_atomically
-from optpipe.partition import DEFAULT_PLACEMENTS, parse_placement
+from optpipe.mode_names import parse_modes
+from optpipe.partition import DEFAULT_PLACEMENTS, check_layer_modes, parse_placement
+from optpipe.problem import OFFLOAD
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
@@ -68,6 +70,15 @@ def command(
     offload: Annotated[OffloadChoice, typer.Option(help="Try layouts with offload, without, or both.")] = (
         OffloadChoice.BOTH
     ),
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="Activation modes that recompute, for every layout, by commas: full (a stage from its input), "
+            "selective (each layer from its own), selective-2 (the first two), blocks (selective with each number), "
+            "and +offload behind these. Default: none.",
+            metavar="a,b",
+        ),
+    ] = None,
     memory: Annotated[
         int | None,
         typer.Option(
@@ -110,7 +121,7 @@ def command(
             )
             raise InputError([Issue("--memory-margin", "meaningless", detail)])
         profile = profile.model_copy(update={"memory_bytes": int(profile.memory_bytes * (1 - memory_margin))})
-    search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective)
+    search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective, modes)
     compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
     what = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
@@ -141,6 +152,7 @@ def _search(
     placements: str | None,
     offload: OffloadChoice,
     objective: str,
+    modes: str | None,
 ) -> Search:
     """Build the search space from the options. Raises InputError with every issue found."""
     from solver.layout.candidates import Search
@@ -158,11 +170,16 @@ def _search(
     if offload is OffloadChoice.YES and not (profile.copies and any(layer.offload_bytes for layer in profile.layers)):
         detail = "is yes, but the profile lacks offload_bytes of its layers or the rate of copies. Maybe add them."
         issues.append(Issue("--offload", "impossible", detail))
+    recomputing = [] if modes is None else parse_modes(modes, "--modes")
+    if OFFLOAD in recomputing:
+        detail = "has 'offload', which --offload decides here. Maybe leave it out of the modes."
+        issues.append(Issue("--modes", "unknown_mode", detail))
     if issues:
         raise InputError(issues)
+    check_layer_modes(profile, recomputing, "--modes")
     choices = {OffloadChoice.BOTH: (False, True), OffloadChoice.YES: (True,), OffloadChoice.NO: (False,)}[offload]
     aim: Objective = "makespan" if objective == "makespan" else "device_span"
-    return Search(devices, global_batch, microbatch_sizes, names, choices, aim)
+    return Search(devices, global_batch, microbatch_sizes, names, choices, aim, recomputing)
 
 
 def _microbatch_sizes(text: str | None, devices: int, global_batch: int, issues: list[Issue]) -> list[int]:
@@ -210,6 +227,7 @@ def _document(one: Judged) -> dict[str, Any]:
         "bubble": schedule.bubble if schedule else None,
         "peak_bytes": schedule.largest_peak_bytes if schedule else None,
         "host_peak_bytes": one.host_peak_bytes,
+        "recomputed": one.recomputed,
         "method": schedule.method if schedule else None,
         "why_not": one.why_not,
     }
@@ -217,17 +235,19 @@ def _document(one: Judged) -> dict[str, Any]:
 
 def _print(judged: Sequence[Judged], output: Path | None) -> None:
     choices = ("placement", "cut", "microbatch", "offload")
-    rows = table(*choices, "step", "sequences / s", "bubble", "peak bytes", "host bytes", "")
+    again = ("recomputed",) if any(one.recomputed for one in judged) else ()
+    rows = table(*choices, "step", "sequences / s", "bubble", "peak bytes", "host bytes", *again, "")
     rows.columns[1].justify = rows.columns[-1].justify = "left"
     rows.columns[-1].no_wrap = False
     best = judged[0]
     for one in judged[:SHOWN]:
         candidate, schedule = one.candidate, one.schedule
         size = f"{candidate.batching.microbatches} x {candidate.batching.microbatch_size}"
-        figures, reason = ["-"] * 5, one.why_not
+        figures, reason = ["-"] * (5 + len(again)), one.why_not
         if schedule is not None:
             figures = [us_text(schedule.value_us), f"{one.sequences_per_s:,.2f}", share_text(schedule.bubble)]
             figures += [f"{schedule.largest_peak_bytes:,}", f"{one.host_peak_bytes:,}"]
+            figures += [f"{one.recomputed:,}" for _ in again]
             reason = one.why_not or f"{100 * (one.value_us / best.value_us - 1):.1f} % slower"
         offload = "yes" if candidate.offload else "no"
         rows.add_row(candidate.placement, candidate.cut, size, offload, *figures, "wins" if one is best else reason)

@@ -462,8 +462,10 @@ def command(
         names = None if modes is None else [name.strip() for name in modes.split(",")]
         return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, names, as_json)
     if from_table is not None:
-        _refuse("--from-table", "takes everything from its table", {"--model": model} | gpt | measuring)
-        return profile_table(from_table, output, form, devices, stages, placement, microbatches, as_json)
+        others = {"--model": model} | gpt | measuring | {"--modes": None}
+        _refuse("--from-table", "takes everything from its table", others)
+        names = None if modes is None else parse_modes(modes, "--modes")
+        return profile_table(from_table, output, form, devices, stages, placement, microbatches, names, as_json)
     if model is None:
         maybe = "Maybe --model small, --from-run FOLDER or --from-table TABLE.toml."
         raise InputError([Issue("--model", "missing", f"is missing. {maybe}")])
@@ -476,7 +478,12 @@ def command(
         _refuse("--model", f"is {model}, whose layers are spread evenly", {"--cut": cut})
     if form is Format.LAYERS:
         _refuse("--format", "is layers, which are not cut", {"--cut": cut if model.startswith("hf:") else None})
-        _refuse("--format", "is layers, which have no modes", {"--modes": modes})
+        if modes is not None and any(name not in ("offload", "selective") for name in parse_modes(modes, "--modes")):
+            detail = (
+                f"is {modes}, but of a layer only 'selective' is measured, from which 'optpipe plan --modes' makes the "
+                "modes of stages. Maybe --modes selective."
+            )
+            raise InputError([Issue("--modes", "not_by_layers", detail)])
         _refuse("--format", "is layers, which are not scheduled yet", {"--fused-backward": fused_backward or None})
     if memory is None:
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
@@ -569,6 +576,7 @@ def profile_table(
     stages: int | None,
     placement: str,
     microbatches: int | None,
+    modes: Sequence[str] | None,
     as_json: bool,
 ) -> int:
     """Write the layer profile of a table, or the problem of a placement, and print costs and assumptions."""
@@ -578,7 +586,9 @@ def profile_table(
     profile = build_profile(sizes)
     document: Problem | LayerProfile = profile
     if form == "problem" or (form is None and not (devices is None and stages is None)):
-        document = _problem(profile, devices, stages, placement, microbatches)
+        document = _problem(profile, devices, stages, placement, microbatches, modes)
+    elif modes is not None:
+        _refuse("--format", "is layers, which say what each keeps if it is recomputed", {"--modes": modes})
     write_atomically(output, document.to_json() + "\n")
     ratio = None if sizes.machine.copy_gb_per_s is None else copy_to_compute_ratio(sizes)
     if as_json:
@@ -610,22 +620,32 @@ def profile_table(
 
 
 def _problem(
-    profile: LayerProfile, devices: int | None, stages: int | None, placement_name: str, microbatches: int | None
+    profile: LayerProfile,
+    devices: int | None,
+    stages: int | None,
+    placement_name: str,
+    microbatches: int | None,
+    modes: Sequence[str] | None,
 ) -> Problem:
-    """Build the problem with the layers cut so that the busiest device has the least work, and offload allowed.
+    """Build the problem with the layers cut so that the busiest device has the least work.
+
+    `modes` are those allowed (`parse_modes`); None: offload alone.
 
     Falls back to an even cut if no balanced one is found. Raises InputError if the layers do not fit.
     """
-    from optpipe.partition import Batching, Partition, build_problem
+    from optpipe.partition import Batching, Partition, build_problem, check_layer_modes
     from solver.layout.candidates import balanced_sizes, even_sizes
 
     placed = devices_of_stages(placement_name, devices, stages)
     count, layers = max(placed) + 1, len(profile.each_layer)
+    recomputing = [name for name in modes or () if name != "offload"]
+    check_layer_modes(profile, recomputing, "--modes")
     problem = None
     if len(placed) <= layers:
         batching = Batching(profile.microbatch_size, microbatches or 2 * count)
         sizes = balanced_sizes(profile, placed) or even_sizes(layers, len(placed))
-        problem = build_problem(profile, Partition(sizes, placed), batching, offload=True)
+        offload = modes is None or "offload" in modes
+        problem = build_problem(profile, Partition(sizes, placed), batching, offload=offload, modes=recomputing)
     if problem is None:
         detail = (
             f"gives {len(placed)} stages on {count} devices, into which {layers} layers do not fit: each stage needs "

@@ -13,7 +13,8 @@ Memory for 16-bit activations (Zero Bubble, section 2; PipeOffload, section 3): 
 bs(32h) of it, or the same share of the rest after recomputing; 20bsh of it can be offloaded. Other element sizes scale
 these. The head keeps its input and the float32 logits, 4bsV bytes, until B, and the input and the gradient of the
 logits until W. Tensor parallelism with sequence parallelism divides all of this, including the bytes of messages. The
-message of a microbatch is its activation, bsh elements.
+message of a microbatch is its activation, bsh elements, and that is what a recomputed layer keeps; recomputing it takes
+as long as F.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def assumptions(table: SizeTable) -> list[str]:
         "Attention is counted in full: nothing is saved for a causal mask.",
         f"A layer keeps {units}, {scores}; norms and GeLU "
         f"{'are computed again in B' if kept.recomputed else 'are kept'}.",
+        "A layer that is recomputed keeps its input alone, and its second forward takes as long as the first.",
         f"A parameter takes {precision.weight_bytes} bytes for its weight, {precision.gradient_bytes} for its gradient "
         f"and {optimizer_bytes:g} for the optimizer.",
         f"All of a layer is divided by {parallel.tensor} (tensor and sequence parallelism), whose communication is "
@@ -134,6 +136,7 @@ class _Costs:
             self._bytes(self.elements * tokens * h * MOVED),
             4 * h * h + 2 * h * self.inner + 9 * h + self.inner,
             repeat=model.layers,
+            recomputed=True,
         )
 
     def head(self) -> Layer:
@@ -155,10 +158,14 @@ class _Costs:
         offload_bytes: int,
         parameters: int,
         repeat: int = 1,
+        *,
+        recomputed: bool = False,
     ) -> Layer:
         precision, parallel, launch_us = self.table.precision, self.table.parallel, self.table.machine.launch_us
         shared_by = parallel.data if parallel.sharded_optimizer else 1
         parameter_bytes = precision.weight_bytes + precision.gradient_bytes + precision.optimizer_bytes / shared_by
+        message = self._bytes(2 * self.elements * self.tokens * self.hidden)
+        again = {"recomputation": {"kept_bytes": message, "offload_bytes": message}} if recomputed else {}
         return Layer.from_data(
             {
                 "name": name,
@@ -171,8 +178,9 @@ class _Costs:
                 "backward_weight_bytes": backward_weight_bytes,
                 "offload_bytes": min(offload_bytes, activation_bytes),
                 "parameter_bytes": self._bytes(parameters * parameter_bytes),
-                "output_bytes": self._bytes(2 * self.elements * self.tokens * self.hidden),
-            },
+                "output_bytes": message,
+            }
+            | again,
             f"{name}, by formula from {self.table.name or 'the table'}",
         )
 

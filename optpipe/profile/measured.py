@@ -13,7 +13,7 @@ import torch
 
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
-from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, without_offload, without_shorthand
+from optpipe.mode_names import BLOCKS, SELECTIVE, WITH_OFFLOAD, without_offload, without_shorthand
 from optpipe.problem import OFFLOAD, Problem
 from optpipe.profile.ops import ClockName, OnRound, Spread, kinds_of_mode, measure_op_sizes, measure_op_times
 from optpipe.profile.subject import Chain, Subject
@@ -341,4 +341,10 @@ def _copies(figures: StageFigures, kinds: Sequence[str], moved_bytes: int) -> di
 def _layer(name: str, figures: StageFigures, output_bytes: int) -> dict[str, Any]:
     kept = {"offload_bytes": figures.sizes.offload_bytes, "parameter_bytes": figures.parameter_bytes}
     named = {"name": name[:200], "output_bytes": output_bytes}
-    return named | _times_us(figures) | _memory_bytes(figures) | kept
+    again = figures.sizes.recomputed.get(SELECTIVE)
+    recomputation: dict[str, Any] = {}
+    if again is not None and again.kept_bytes < figures.sizes.activation_bytes:
+        copied = {"kept_bytes": again.kept_bytes, "offload_bytes": again.offload_bytes}
+        recompute_us = _us(figures.times[kinds_of_mode(SELECTIVE)[0]])
+        recomputation = {"recomputation": copied | {"recompute_us": recompute_us}}
+    return named | _times_us(figures) | _memory_bytes(figures) | kept | recomputation

@@ -135,7 +135,8 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks of a stage, with their names, in order; the stage itself where it has no list of modules.
 
     Blocks are the modules with parameters in the stage's outermost nn.Sequential or nn.ModuleList that are of its most
-    frequent class: the layers of a transformer without embedding and head.
+    frequent class: the layers of a transformer without embedding and head. A list may have none, as that of the layers
+    in a stage that has the head alone.
     """
     level = [("", module)]
     while level:
@@ -143,10 +144,11 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
             if isinstance(part, nn.Sequential | nn.ModuleList):
                 children = [(f"{path}.{name}".lstrip("."), child) for name, child in part.named_children()]
                 children = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
-                if children:
-                    kinds = [type(child) for _, child in children]
-                    frequent = max(kinds, key=lambda kind: (kinds.count(kind), _parameters_of(kind, children)))
-                    return [(name, child) for name, child in children if type(child) is frequent]
+                kinds = [type(child) for _, child in children]
+                frequent = max(
+                    kinds, key=lambda kind: (kinds.count(kind), _parameters_of(kind, children)), default=None
+                )
+                return [(name, child) for name, child in children if type(child) is frequent]
         level = [(f"{path}.{name}".lstrip("."), child) for path, part in level for name, child in part.named_children()]
     return [("", module)]
 
@@ -161,6 +163,8 @@ def parts_of(module: nn.Module, recomputed: Recomputed) -> list[tuple[str, nn.Mo
     Raises TrainingError if the stage has no such blocks or parts.
     """
     blocks = blocks_of(module)
+    if not blocks:
+        raise TrainingError("has no blocks that could be recomputed one at a time. Maybe the mode 'full'.")
     if recomputed.blocks is not None and recomputed.blocks > len(blocks):
         names = ", ".join(name or "the whole stage" for name, _ in blocks[:4])
         raise TrainingError(

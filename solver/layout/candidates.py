@@ -149,7 +149,10 @@ class _CutModel:
 
 @dataclass(frozen=True)
 class Search:
-    """Search space of layouts. `microbatch_sizes` must divide `global_batch` (both in sequences)."""
+    """Search space of layouts. `microbatch_sizes` must divide `global_batch` (both in sequences).
+
+    `modes` names activation modes that recompute (`check_layer_modes`), which every layout may use.
+    """
 
     devices: int
     global_batch: int
@@ -157,6 +160,7 @@ class Search:
     placements: Sequence[str] = DEFAULT_PLACEMENTS
     offload: Sequence[bool] = (False, True)
     objective: Objective = "makespan"
+    modes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,14 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
                 for offload in offloads:
                     problem, reason = None, why_not
                     if layout is not None:
-                        problem = build_problem(profile, layout, batching, offload=offload, objective=search.objective)
+                        problem = build_problem(
+                            profile,
+                            layout,
+                            batching,
+                            offload=offload,
+                            modes=search.modes,
+                            objective=search.objective,
+                        )
                         reason = ""
                     if layout is not None and problem is None:
                         held = parameter_bytes(profile, layout)

@@ -50,6 +50,11 @@ class Judged:
         return 1e6 * self.candidate.sequences / self.value_us if self.value_us else inf
 
     @property
+    def recomputed(self) -> int:
+        """Activations of a step that the schedule recomputes."""
+        return sum(device.recomputed for device in self.schedule.devices) if self.schedule else 0
+
+    @property
     def host_peak_bytes(self) -> int:
         """Peak of the bytes offloaded to the host at one time."""
         schedule = self.schedule

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from optpipe.errors import InputError
 from optpipe.layers import LayerProfile
-from optpipe.partition import Batching, Partition, build_problem, parameter_bytes
+from optpipe.partition import Batching, Partition, build_problem, check_layer_modes, parameter_bytes
 from optpipe.problem import Problem
 from tests.layer_profiles import BLOCK, profile
 
@@ -28,6 +29,14 @@ def test_round_trip() -> None:
     [
         ({"offload_bytes": 101}, "layers[0] has offload_bytes 101 but activation_bytes is 100"),
         ({"forward_us": -1}, "layers[0].forward_us is -1 but must be at least 0"),
+        (
+            {"recomputation": {"kept_bytes": 101}},
+            "layers[0] has recomputation.kept_bytes 101 but activation_bytes is 100",
+        ),
+        (
+            {"recomputation": {"kept_bytes": 10, "offload_bytes": 11}},
+            "layers[0].recomputation has offload_bytes 11 but kept_bytes is 10",
+        ),
         ({"repeat": 3000}, "layers hold 3000 with repeats, but at most 2000"),
         ({"forward_ms": 1}, "layers[0].forward_ms is not a field. Maybe you meant forward_us"),
     ],
@@ -71,3 +80,79 @@ def test_parameters_come_off_the_budget_or_overfill_it() -> None:
     assert fits is not None
     assert [device.memory_bytes for device in fits.devices] == [500, 1500]
     assert build_problem(profile(5, memory_bytes=2999), layout, Batching(1, 2)) is None
+
+
+RECOMPUTED = {"recomputation": {"kept_bytes": 20, "offload_bytes": 20}}
+
+
+def recomputed() -> LayerProfile:
+    """An embedding, four blocks that can be recomputed, and a head; parameters aside."""
+    embedding, head = (BLOCK | {"name": name, "offload_bytes": 0} for name in ("embedding", "head"))
+    layers = [embedding, BLOCK | RECOMPUTED | {"repeat": 4}, head]
+    return LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers, "copies": COPIES})
+
+
+def test_modes_of_a_stage_follow_from_its_layers() -> None:
+    """Of 100 bytes a block keeps its input, 20; embedding and head keep all. W needs 50 of each layer."""
+    layout = Partition((3, 3), (0, 1))
+    asked = ("full", "blocks", "selective+offload")
+    problem = build_problem(recomputed(), layout, Batching(2, 4), offload=True, modes=asked)
+    assert problem is not None
+    first, second = problem.stages
+    assert [mode.name for mode in first.modes] == ["full", "selective-1", "selective", "selective+offload"]
+    modes = {mode.name: mode for mode in first.choices}
+    assert [modes[name].kept_bytes for name in ("full", "selective-1", "selective")] == [0, 440, 280]
+    assert [modes[name].recompute_us for name in ("full", "selective-1", "selective")] == [60, 20, 40]
+    # at the last block: its 160 bytes beyond its input; at the first: 160 - 40 behind it + 100 for the last block's W
+    assert modes["selective"].segment_bytes == 220
+    assert modes["selective"].forward_workspace_bytes == 160
+    assert modes["full"].segment_bytes == 600
+    leaves = modes["selective+offload"].offload
+    assert leaves is not None
+    assert (leaves.bytes, leaves.offload_us, leaves.reload_us) == (80, 2, 4)
+    assert second.choices[second.choice_numbers["full"]].kept_bytes == 40, "what the stage before sends"
+
+
+def test_a_stage_without_blocks_has_no_selective_mode() -> None:
+    problem = build_problem(recomputed(), Partition((5, 1), (0, 1)), Batching(1, 4), modes=("selective", "selective-4"))
+    assert problem is not None
+    assert [[mode.name for mode in stage.modes] for stage in problem.stages] == [["selective", "selective-4"], []]
+
+
+def test_memory_of_a_recomputed_stage_bounds_that_of_its_layers() -> None:
+    """CB, played layer by layer, takes no more than its segment; nor does F take more than its workspace."""
+    rng = Random(0)
+    for _ in range(200):
+        layers = []
+        for _ in range(rng.randint(1, 5)):
+            held = rng.randint(1, 9)
+            again = {"recomputation": {"kept_bytes": rng.randint(0, held)}} if rng.random() < 0.7 else {}
+            sizes = {"activation_bytes": held, "backward_weight_bytes": rng.randint(0, held), "offload_bytes": 0}
+            layers.append(BLOCK | sizes | again)
+        given = LayerProfile.from_data({"format": "optpipe.layers/1", "layers": layers})
+        problem = build_problem(given, Partition((len(layers),), (0,)), Batching(1, 1), modes=("selective",))
+        assert problem is not None
+        for mode in problem.stages[0].modes:
+            each = given.each_layer
+            kept = [layer.recomputation.kept_bytes if layer.recomputation else layer.activation_bytes for layer in each]
+            forward = [sum(kept[:n]) + layer.activation_bytes for n, layer in enumerate(each)]
+            behind = [sum(layer.backward_weight_bytes for layer in each[n + 1 :]) for n in range(len(each))]
+            backward = [of_layer + weights for of_layer, weights in zip(forward, behind, strict=True)]
+            choice = problem.stages[0].choices[problem.stages[0].choice_numbers[mode.name]]
+            assert choice.segment_bytes is not None
+            assert choice.kept_bytes + choice.forward_workspace_bytes == max(sum(kept), *forward)
+            assert choice.kept_bytes + choice.segment_bytes == max(sum(kept), *backward)
+
+
+@pytest.mark.parametrize(
+    ("layers", "mode", "message"),
+    [
+        (recomputed(), "selective:mlp", "--modes has 'selective:mlp', but parts of layers have no costs"),
+        (profile(4), "blocks", "--modes has 'blocks', but no layer says what it keeps"),
+        (profile(4), "full+offload", "--modes has 'full+offload', but the profile has no rate of copies"),
+    ],
+)
+def test_modes_that_do_not_follow_from_layers_are_refused(layers: LayerProfile, mode: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_layer_modes(layers, [mode], "--modes")
+    assert message in str(caught.value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
-from tests.layer_profiles import profile
+from tests.layer_profiles import BLOCK, profile
 from tests.optpipe.cli.conftest import Cli
 
 
@@ -42,9 +43,29 @@ def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
     assert "layers of each stage: 5 3" in run.out
 
 
+def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> None:
+    """Too little memory for a stage's four layers of 100 bytes at once, unless they are recomputed."""
+    path, out = tmp_path / "layers.json", tmp_path / "best.json"
+    layers = [BLOCK | {"repeat": 8, "recomputation": {"kept_bytes": 20}, "parameter_bytes": 0}]
+    path.write_text(json.dumps({"format": "optpipe.layers/1", "layers": layers, "memory_bytes": 390}))
+    options = ("--devices", "2", "--global-batch", "2", "--microbatch-sizes", "1", "--placements", "linear")
+    assert cli("plan", path, *options, "--time-limit", "5").code == 4
+    run = cli("plan", path, *options, "--time-limit", "20", "--modes", "full,blocks", "-o", out, "--json")
+    assert run.code == 0
+    schedule = Schedule.load(out)
+    assert verify(schedule).ok
+    assert [mode.name for mode in schedule.problem.stages[1].modes] == [
+        *("full", "selective-1", "selective-2", "selective-3", "selective")
+    ]
+    assert run.document["layouts"][0]["recomputed"] == sum(device.recomputed for device in schedule.devices) > 0
+    assert "recomputed" in cli("plan", path, *options, "--time-limit", "5", "--modes", "selective").out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--modes", "offload"), "--modes has 'offload', which --offload decides here."),
+        (("--modes", "selective"), "--modes has 'selective', but no layer says what it keeps if it is recomputed"),
         (("--microbatch-sizes", "9" * 5000), "does not divide --global-batch 8."),
         (("--microbatch-sizes", "3"), "--microbatch-sizes holds '3', which does not divide --global-batch 8."),
         (("--placements", "zigzag"), "--placements is wrong: 'zigzag' is not a placement. Maybe one of linear"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from optpipe.layers import LayerProfile
+from optpipe.mode_names import parse_modes
+from optpipe.partition import Batching, Partition, build_problem
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
@@ -53,6 +55,25 @@ def test_a_table_with_stages_becomes_a_problem(cli: Cli, tmp_path: Path) -> None
     )
     moved = sum(stage.offload.bytes for stage in problem.stages if stage.offload)
     assert moved == 100 * block["offload_bytes"] > 0
+    assert not any(stage.modes for stage in problem.stages)
+
+
+def test_a_table_gives_modes_that_keep_the_inputs_of_layers(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "problem.json"
+    options = ("--stages", 20, "--modes", "full,selective,selective-2+offload", "--json")
+    run = cli("profile", "--from-table", TABLE, *options, "-o", out)
+    assert run.code == 0
+    _, block, _ = run.document["layers"]
+    stage = Problem.load(out).stages[1]
+    assert stage.offload is None, "it was not asked for"
+    assert [mode.name for mode in stage.modes] == ["full", "selective", "selective-2+offload"]
+    layers = round(stage.forward_us / block["forward_us"])
+    message = block["recomputation"]["kept_bytes"]
+    assert message == block["output_bytes"] < block["activation_bytes"] / 5
+    assert [mode.kept_bytes for mode in stage.choices[1:]] == [
+        *(message, layers * message, 2 * message + (layers - 2) * block["activation_bytes"])
+    ]
+    assert stage.choices[1].recompute_us == stage.choices[2].recompute_us == pytest.approx(stage.forward_us)
 
 
 def test_a_model_becomes_a_problem_that_is_solved(cli: Cli, tmp_path: Path) -> None:
@@ -96,6 +117,25 @@ def test_layers_of_a_model(cli: Cli, tmp_path: Path) -> None:
     assert (len(profile.layers), profile.microbatch_size) == (3, 1)
     assert profile.copies is not None
     assert all(layer.output_bytes == 4 * 8 * 32 for layer in profile.layers[:-1])
+    assert not any(layer.recomputation for layer in profile.layers)
+
+
+def test_modes_of_stages_from_measured_layers_are_those_of_measured_stages(cli: Cli, tmp_path: Path) -> None:
+    layers, whole = tmp_path / "layers.json", tmp_path / "problem.json"
+    options = (*QUICK, "--layers", 4, "--modes")
+    assert cli("profile", *options, "selective", "--format", "layers", "-o", layers).code == 0
+    assert cli("profile", *options, "full,blocks", "--devices", 2, "-o", whole).code == 0
+    asked = parse_modes("full,blocks", "modes")
+    summed = build_problem(LayerProfile.load(layers), Partition((2, 2), (0, 1)), Batching(1, 4), modes=asked)
+    assert summed is not None
+    for by_layers, measured in zip(summed.stages, Problem.load(whole).stages, strict=True):
+        assert [mode.name for mode in by_layers.modes] == ["full", "selective-1", "selective"]
+        assert by_layers.choice_numbers == measured.choice_numbers
+        for one, other in zip(by_layers.modes, measured.modes, strict=True):
+            assert one.kept_bytes == other.kept_bytes
+            assert one.segment_bytes is not None
+            assert other.segment_bytes is not None
+            assert one.segment_bytes / 3 < other.segment_bytes <= one.segment_bytes, "a bound, but no loose one"
 
 
 BAD = [
@@ -123,7 +163,8 @@ BAD = [
         ("--model", "tiny", "--devices", 2, "--modes", "selective-9"),
         "--modes has 'selective-9', which no stage of tiny",
     ),
-    (("--model", "tiny", "--format", "layers", "--modes", "full"), "--modes has no meaning here: --format is layers"),
+    (("--model", "tiny", "--format", "layers", "--modes", "full"), "--modes is full, but of a layer only 'selective'"),
+    (("--from-table", TABLE, "--modes", "full"), "--modes has no meaning here: --format is layers"),
     (("--model", "tiny", "--devices", 2, "--sequence", 33), "--sequence is 33, but the tiny model takes at most 32"),
     (("--model", "tiny", "--stages", 3, "--placement", "v"), "--stages is 3, but placement v puts 2 on each device"),
     (("--model", "tiny", "--stages", 3, "--devices", 2), "--stages is 3, but placement linear puts 1 on each of 2 dev"),
