@@ -88,8 +88,8 @@ METHODS: dict[str, Method] = {
         Method(
             "search",
             "search",
-            "simulated annealing over orders, offloads and waits",
-            f"{_ANY}, modes by stage",
+            "simulated annealing over orders, offloads, activation modes and waits",
+            _ANY,
             search=searches.annealing,
             modes=True,
         ),

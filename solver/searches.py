@@ -33,7 +33,7 @@ def annealing(problem: Problem, limits: Limits, start: Solution, on_solution: On
     """Simulated annealing over orders, offloads and waits."""
     from solver.search.annealing.search import local_search
 
-    return _by_stage(local_search, problem, limits, start, on_solution)
+    return local_search(problem, limits, start, on_solution)
 
 
 def modulo(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:

@@ -222,9 +222,13 @@ def delay_us(problem: Problem, before: oracle.Key, op: oracle.Key) -> float:
     return problem.forward_delay_us[before[1]] if before[1] < op[1] else problem.backward_delay_us[op[1]]
 
 
-def random_recomputing(rng: Random) -> tuple[Problem, Orders]:
-    """A random problem with modes, and random orders of it, with the waits that bound their memory."""
+def random_recomputing(rng: Random, **stage: Any) -> tuple[Problem, Orders]:
+    """A random problem with modes, and random orders of it, with the waits that bound their memory.
+
+    `stage` replaces fields of the stages.
+    """
     data = random_problem(rng)
+    data["stages"] = [entry | stage for entry in data["stages"]]
     problem = Problem.from_data(data)
     modes, costs = random_case(data, rng)
     return problem, orders_from_times(problem, random_plan(problem, costs, rng), modes=modes)

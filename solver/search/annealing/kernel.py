@@ -22,13 +22,13 @@ import numpy as np
 from numba import njit
 
 from optpipe.ops import Floats, Ints
-from solver.search.annealing.sequence import MARKS, NONE, Codes, Merged, O, R, Table, W, copy, equal, fill, size
+from solver.search.annealing.sequence import KINDS, MARKS, NONE, Codes, Merged, O, R, Table, W, copy, equal, fill, size
 
 NEVER_US = 1e300
 
 
 class Times(NamedTuple):
-    """A sweep: `end_us[op]`, the `order` of ops and the `position` of each in it, and the state at each mark.
+    """A sweep: `end_us[op]`, the `order` of codes and the `position` of each op in it, and the state at each mark.
 
     The state: when each stream is free; by device, the end of the last release on compute, then on offload; each
     group's pointer. The row after the last mark is the end of the sweep.
@@ -53,10 +53,11 @@ class Latest(NamedTuple):
 
 def empty_times(table: Table) -> Times:
     """Allocate the times of any sequences of a problem."""
-    ops = len(table.classes) << table.shift
+    keys = len(KINDS) * table.stages
+    ops = keys << table.shift
     return Times(
         end_us=np.zeros(ops),
-        order=np.full(len(table.classes) * table.microbatches, NONE, np.int32),
+        order=np.full(keys * table.microbatches, NONE, np.int32),
         position=np.full(ops, NONE, np.int32),
         marks=np.zeros((MARKS + 2, table.streams + 2 * table.devices + len(table.first))),
     )
@@ -65,7 +66,7 @@ def empty_times(table: Table) -> Times:
 def empty_latest(table: Table) -> Latest:
     """Allocate latest starts; no op has one yet."""
     return Latest(
-        np.full(len(table.classes) << table.shift, NEVER_US),
+        np.full(len(KINDS) * table.stages << table.shift, NEVER_US),
         np.full((MARKS + 2, table.streams + 2 * table.devices), NEVER_US),
     )
 
@@ -94,7 +95,7 @@ def sweep(
     """
     shift, step, offloads = table.shift, table.step, O * table.stages
     compute, copies, groups = table.streams, table.streams + table.devices, table.streams + 2 * table.devices
-    mask = (1 << shift) - 1
+    mask, keys = (1 << shift) - 1, table.key_mask
     clock = np.empty(groups + len(table.first))
     copy(times.marks[mark], clock)
     done, total = mark * step, size(merged)
@@ -107,8 +108,9 @@ def sweep(
             q = begin = int(clock[groups + g])
             stop = table.first[g] + merged.length[g]
             while q < stop:
-                x = merged.ops[q]
-                record = table.classes[x >> shift]
+                code = merged.ops[q]
+                record = table.classes[code >> shift]
+                x = code & keys
                 i = x & mask
                 at = clock[record.stream]
                 if record.before >= 0:
@@ -141,7 +143,7 @@ def sweep(
                 clock[record.stream] = at
                 if record.releases:
                     clock[(copies if x >> shift >= offloads else compute) + record.device] = at
-                times.order[done] = x
+                times.order[done] = code
                 done += 1
                 q += 1
                 if done % step == 0 and done < total:
@@ -177,14 +179,15 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
     """
     shift, step, offloads, reloads = table.shift, table.step, O * table.stages, R * table.stages
     acquired, reloaded = table.streams, table.streams + table.devices
-    mask = (1 << shift) - 1
+    mask, keys = (1 << shift) - 1, table.key_mask
     clock = np.empty(latest.marks.shape[1])
     copy(latest.marks[row], clock)
     begin = size(merged) if row > MARKS else row * step
     reach = begin
     for k in range(begin - 1, -1, -1):
-        x = times.order[k]
-        record = table.classes[x >> shift]
+        code = times.order[k]
+        record = table.classes[code >> shift]
+        x = code & keys
         i = x & mask
         end = clock[record.stream]
         if record.after >= 0:
@@ -271,5 +274,5 @@ def _sweep_all(table: Table, merged: Merged, times: Times, latest: Latest) -> bo
         touched[1, g] = len(times.order)  # everything is new: nowhere is it as before
     row = sweep(table, merged, times, times, 0, latest, 0.0, touched)[1]
     for k in range(size(merged)):
-        times.position[times.order[k]] = k
+        times.position[times.order[k] & table.key_mask] = k
     return row != NONE

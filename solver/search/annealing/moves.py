@@ -17,7 +17,21 @@ from numba import njit
 
 from optpipe.ops import Floats, Ints
 from solver.search.annealing.kernel import Latest, Times
-from solver.search.annealing.sequence import NONE, B, Merged, O, R, Table, W, Word, below, fill, size, unit
+from solver.search.annealing.sequence import (
+    NONE,
+    B,
+    C,
+    Merged,
+    O,
+    R,
+    Table,
+    W,
+    Word,
+    below,
+    fill,
+    size,
+    unit,
+)
 
 UNTOUCHED = 1 << 40
 
@@ -38,10 +52,10 @@ def copy_touched(table: Table, source: Merged, target: Merged, touched: Ints) ->
             continue
         begin = table.first[g]
         for q in range(touched[0, g], min(touched[1, g] + 1, begin + target.length[g])):
-            target.place[target.ops[q]] = NONE
+            target.place[target.ops[q] & table.key_mask] = NONE
         for q in range(touched[0, g], min(touched[1, g] + 1, begin + source.length[g])):
             target.ops[q] = source.ops[q]
-            target.place[source.ops[q]] = q
+            target.place[source.ops[q] & table.key_mask] = q
         target.length[g] = source.length[g]
 
 
@@ -72,8 +86,13 @@ def earliest(table: Table, merged: Merged, x: int) -> int:
         place = max(place, merged.place[(c - stages) << table.shift | i] + 1)
         if table.classes[c].returns >= 0:
             place = max(place, merged.place[table.classes[c].returns << table.shift | i] + 1)
-    elif W * stages <= c < O * stages:  # W after its B
+        place = max(place, merged.place[(c + (C - B) * stages) << table.shift | i] + 1)
+    elif W * stages <= c < C * stages:  # W after its B
         place = max(place, merged.place[(c - stages) << table.shift | i] + 1)
+    elif C * stages <= c < O * stages:  # C after its F and after its reload
+        place = max(place, merged.place[(c - C * stages) << table.shift | i] + 1)
+        if table.classes[c].returns >= 0:
+            place = max(place, merged.place[table.classes[c].returns << table.shift | i] + 1)
     return int(place)
 
 
@@ -90,10 +109,15 @@ def last(table: Table, merged: Merged, x: int) -> int:
     after = table.classes[c].after
     if after >= 0 and table.classes[after].group == g:
         place = min(place, merged.place[after << table.shift | i] - 1)
-    if c < W * stages:  # F before its B, B before its W; F before its offload
+    if c < W * stages:  # F before its B, B before its W
         place = min(place, merged.place[(c + stages) << table.shift | i] - 1)
-        if table.classes[c].leaves >= 0 and merged.place[table.classes[c].leaves << table.shift | i] >= 0:
-            place = min(place, merged.place[table.classes[c].leaves << table.shift | i] - 1)
+    elif C * stages <= c < O * stages:  # C before its B
+        place = min(place, merged.place[(c - (C - B) * stages) << table.shift | i] - 1)
+    if c < stages and merged.place[(C * stages + c) << table.shift | i] >= 0:  # F before its C
+        place = min(place, merged.place[(C * stages + c) << table.shift | i] - 1)
+    if table.classes[c].leaves >= 0 and merged.place[table.classes[c].leaves << table.shift | i] >= 0:
+        # F before its offload, R before its C
+        place = min(place, merged.place[table.classes[c].leaves << table.shift | i] - 1)
     return int(place)
 
 
@@ -101,13 +125,14 @@ def last(table: Table, merged: Merged, x: int) -> int:
 def shift(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> None:
     """Move `x` to place `target`; the ops between move up by one place."""
     at = merged.place[x]
+    code = merged.ops[at]
     step = 1 if target > at else -1
     g = table.classes[x >> table.shift].group
     for q in range(at, target, step):
         y = merged.ops[q + step]
         merged.ops[q] = y
-        merged.place[y] = q
-    merged.ops[target] = x
+        merged.place[y & table.key_mask] = q
+    merged.ops[target] = code
     merged.place[x] = target
     touched[0, g] = min(touched[0, g], at, target)
     touched[1, g] = max(touched[1, g], at, target)
@@ -130,11 +155,11 @@ def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int)
 
 
 @njit(cache=True)
-def insert(table: Table, merged: Merged, touched: Ints, x: int, target: int) -> None:
-    """Add an absent op at place `target`."""
+def insert(table: Table, merged: Merged, touched: Ints, x: int, way: int, target: int) -> None:
+    """Add an absent op at place `target`, of an activation that is held in a way."""
     g = table.classes[x >> table.shift].group
     end = table.first[g] + merged.length[g]
-    merged.ops[end] = x
+    merged.ops[end] = way << table.way_shift | x
     merged.place[x] = end
     merged.length[g] += 1
     shift(table, merged, touched, x, target)
@@ -151,7 +176,9 @@ def remove(table: Table, merged: Merged, touched: Ints, x: int) -> None:
 
 
 @njit(cache=True)
-def add_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int, after: int, ahead: int) -> bool:
+def add_offload(
+    table: Table, merged: Merged, touched: Ints, s: int, i: int, after: int, ahead: int, way: int = 0
+) -> bool:
     """Offload the activation of F(s, i): O `after` places behind F, R `ahead` places before B, if it stays now.
 
     Both are moved to keep the order of microbatches among the stage's offloads and reloads. False where no place does.
@@ -174,8 +201,8 @@ def add_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int, aft
         out = min(out, next_offload)
     if out > back or out <= max(last_offload, forward):
         return False
-    insert(table, merged, touched, returns, back)  # first, since it stands behind: `out` stays the place of O
-    insert(table, merged, touched, leaves, out)
+    insert(table, merged, touched, returns, way, back)  # first, since it stands behind: `out` stays the place of O
+    insert(table, merged, touched, leaves, way, out)
     return True
 
 
@@ -190,16 +217,61 @@ def drop_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int) ->
     return True
 
 
-SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY = range(7)
-"""The kinds of moves; the last two need offloads."""
-MOVES = 7
+@njit(cache=True)
+def way_of(table: Table, merged: Merged, s: int, i: int) -> int:
+    """The way in which the activation of F(s, i) is held."""
+    return int(merged.ops[merged.place[s << table.shift | i]] >> table.way_shift)
+
+
+@njit(cache=True)
+def set_way(table: Table, merged: Merged, touched: Ints, random: Word, s: int, i: int, way: int) -> bool:
+    """Hold the activation of F(s, i) in another way: its copies and C at random distances from F and B.
+
+    False where one of these finds no place; then the sequence is not possible, and the move must be reverted.
+    """
+    for kind in (C, O, R):
+        x = (kind * table.stages + s) << table.shift | i
+        if merged.place[x] >= 0:
+            remove(table, merged, touched, x)
+    for kind in (0, B):
+        x = (kind * table.stages + s) << table.shift | i
+        q = int(merged.place[x])
+        g = table.classes[x >> table.shift].group
+        merged.ops[q] = way << table.way_shift | x
+        touched[0, g] = min(touched[0, g], q)
+        touched[1, g] = max(touched[1, g], q)
+    record = table.classes[way << (table.way_shift - table.shift) | s]
+    if record.copies:
+        after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
+        if not add_offload(table, merged, touched, s, i, after, ahead, way):
+            return False
+    if record.again:
+        again = (C * table.stages + s) << table.shift | i
+        following = neighbour(table, merged, again, 1)
+        lowest = earliest(table, merged, again)
+        highest = int(merged.place[(B * table.stages + s) << table.shift | i])
+        if following >= 0:
+            highest = min(highest, following)
+        if lowest > highest:
+            return False
+        distance = below(random, 1 << below(random, 6))
+        insert(table, merged, touched, again, way, max(lowest, highest - distance))
+    return True
+
+
+SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY, WAY, EXCHANGE = range(9)
+"""The kinds of moves; OFFLOAD and RELAY need offloads, WAY and EXCHANGE activation modes."""
+MOVES = 9
 
 
 @njit(cache=True)
 def propose(
     table: Table, merged: Merged, times: Times, latest: Latest, touched: Ints, weights: Floats, random: Word
-) -> None:
-    """Make a random move of a random kind, or none where there is no room for it."""
+) -> bool:
+    """Make a random move of a random kind, or none where there is no room for it.
+
+    False where what is left of the sequence is not possible: the move must be reverted.
+    """
     total = 0.0
     for weight in weights:
         total += weight
@@ -208,18 +280,22 @@ def propose(
     while move < MOVES - 1 and pick >= weights[move]:
         pick -= weights[move]
         move += 1
-    if move >= OFFLOAD and len(table.offloadable) == 0:
-        return  # by rounding alone, its weight being 0
+    if move >= OFFLOAD and len(table.choosing) == 0:
+        return True  # by rounding alone, its weight being 0
+    if move == WAY:
+        return _change_ways(table, merged, touched, random)
+    if move == EXCHANGE:
+        return _exchange_ways(table, merged, touched, random)
     if move == OFFLOAD:
         _toggle_offload(table, merged, touched, random)
-        return
+        return True
     if move == RELAY:
         _relay(table, merged, touched, random)
-        return
+        return True
     x = _random_op(table, merged, times, latest, random)
     if move == FILL:
         _fill(table, merged, touched, random, x)
-        return
+        return True
     # Up to a random power of two, so that all scales occur and short shifts, which are accepted most, most often.
     distance = 1 + below(random, 1 << below(random, 7))
     distance = -distance if below(random, 2) else distance
@@ -231,6 +307,7 @@ def propose(
         _diagonal(table, merged, touched, random, x, distance)
     else:
         _grid(table, merged, touched, random, x, distance)
+    return True
 
 
 @njit(cache=True)
@@ -240,15 +317,16 @@ def _random_op(table: Table, merged: Merged, times: Times, latest: Latest, rando
     Only ops without slack lie on a critical path; the others are needed too, to make room for them.
     """
     total = size(merged)
-    x = times.order[below(random, total)]
+    code = times.order[below(random, total)]
     if below(random, 3) == 0:
-        return int(x)
+        return int(code & table.key_mask)
     for _ in range(8):
-        start = times.end_us[x] - table.classes[x >> table.shift].duration_us
+        x = code & table.key_mask
+        start = times.end_us[x] - table.classes[code >> table.shift].duration_us
         if latest.start_us[x] - start <= 1e-9 * start:
             break
-        x = times.order[below(random, total)]
-    return int(x)
+        code = times.order[below(random, total)]
+    return int(code & table.key_mask)
 
 
 @njit(cache=True)
@@ -261,7 +339,7 @@ def _fill(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> 
         return
     reach = min(room, 1 << (1 + below(random, 7)))
     for _ in range(4):
-        y = int(merged.ops[place + 1 + below(random, reach)])
+        y = int(merged.ops[place + 1 + below(random, reach)] & table.key_mask)
         if earliest(table, merged, y) <= place:
             shift(table, merged, touched, y, place)
             return
@@ -304,12 +382,12 @@ def _stages_from(table: Table, random: Word, x: int) -> int:
 @njit(cache=True)
 def _relay(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
     """Offload another activation of a device in the place of one that is offloaded now: the traffic stays the same."""
-    s = int(table.offloadable[below(random, len(table.offloadable))])
+    s = int(table.choosing[below(random, len(table.choosing))])
     i = below(random, table.microbatches)
     if not drop_offload(table, merged, touched, s, i):
         return
     for _ in range(8):
-        other = int(table.offloadable[below(random, len(table.offloadable))])
+        other = int(table.choosing[below(random, len(table.choosing))])
         j = max(0, min(table.microbatches - 1, i - 3 + below(random, 7)))
         if table.classes[other].device == table.classes[s].device and (other != s or j != i):
             after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
@@ -320,13 +398,43 @@ def _relay(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
 @njit(cache=True)
 def _toggle_offload(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
     """Add or drop the offload of some activation."""
-    s = int(table.offloadable[below(random, len(table.offloadable))])
+    s = int(table.choosing[below(random, len(table.choosing))])
     i = below(random, table.microbatches)
     if merged.place[(O * table.stages + s) << table.shift | i] >= 0:
         drop_offload(table, merged, touched, s, i)
     else:
         after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
         add_offload(table, merged, touched, s, i, after, ahead)
+
+
+@njit(cache=True)
+def _change_ways(table: Table, merged: Merged, touched: Ints, random: Word) -> bool:
+    """Hold some activation of a stage, now and then those of the next microbatches too, in another way."""
+    s = int(table.choosing[below(random, len(table.choosing))])
+    i = below(random, table.microbatches)
+    way = below(random, table.classes[s].drawn - 1)
+    way += way >= way_of(table, merged, s, i)
+    count = 1 if below(random, 4) else 1 + below(random, 1 << (1 + below(random, 4)))
+    for j in range(i, min(i + count, table.microbatches)):
+        if way_of(table, merged, s, j) != way and not set_way(table, merged, touched, random, s, j, way):
+            return False
+    return True
+
+
+@njit(cache=True)
+def _exchange_ways(table: Table, merged: Merged, touched: Ints, random: Word) -> bool:
+    """Let two activations of a stage, of near microbatches, change ways: how many there are of each stays the same."""
+    s = int(table.choosing[below(random, len(table.choosing))])
+    i = below(random, table.microbatches)
+    way = way_of(table, merged, s, i)
+    for _ in range(8):
+        j = max(0, min(table.microbatches - 1, i - 8 + below(random, 17)))
+        other = way_of(table, merged, s, j)
+        if other != way:
+            return set_way(table, merged, touched, random, s, i, other) and set_way(
+                table, merged, touched, random, s, j, way
+            )
+    return True
 
 
 REACH = 200
@@ -388,11 +496,11 @@ def keeps_budgets(table: Table, merged: Merged, levels: Ints, touched: Ints, g: 
 @njit(cache=True)
 def _repair(table: Table, merged: Merged, touched: Ints, q: int, pull: bool) -> bool:
     """Exchange the op at place `q`, which has no room, and the next release of its device that can be exchanged."""
-    x = merged.ops[q]
-    short = table.classes[x >> table.shift]
+    code = merged.ops[q]
+    x, short = int(code & table.key_mask), table.classes[code >> table.shift]
     for place in range(q + 1, min(q + REACH, table.first[short.group] + merged.length[short.group])):
-        y = merged.ops[place]
-        record = table.classes[y >> table.shift]
+        code = merged.ops[place]
+        y, record = int(code & table.key_mask), table.classes[code >> table.shift]
         if record.device != short.device or record.change_bytes >= 0:
             continue
         if not pull:

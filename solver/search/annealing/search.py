@@ -36,6 +36,7 @@ from solver.search.annealing.moves import (
     MOVES,
     OFFLOAD,
     UNTOUCHED,
+    WAY,
     clear,
     copy_touched,
     keeps_budgets,
@@ -43,6 +44,7 @@ from solver.search.annealing.moves import (
     propose,
 )
 from solver.search.annealing.sequence import (
+    KINDS,
     MARKS,
     NONE,
     Merged,
@@ -61,8 +63,8 @@ from solver.search.annealing.sequence import (
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 
-WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5])
-"""Relative frequency of each kind of move."""
+WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0])
+"""Relative frequency of each kind of move; those without an object in a problem have none there."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
 """Indices into `State.numbers`."""
@@ -124,10 +126,18 @@ def build_state(table: Table, merged: Merged, seed: int, weights: Floats = WEIGH
         numbers=np.full(4, NEVER_US),
         work=np.zeros(1, np.int64),
         random=np.array([2 * seed + 1], np.uint64),
-        weights=weights if len(table.offloadable) else weights * (np.arange(MOVES) < OFFLOAD),
+        weights=weights * _possible_moves(table),
         energy_weights=np.array([1.0, 0.005]),
     )
     return state if begin_annealing(state, merged) else None
+
+
+def _possible_moves(table: Table) -> Ints:
+    """1 for each kind of move that a problem has an object for, else 0."""
+    kinds = np.arange(MOVES)
+    has_ways = len(table.classes) > len(KINDS) * table.stages
+    choices = (kinds >= WAY) if has_ways else (kinds >= OFFLOAD) & (kinds < WAY)
+    return ((kinds < OFFLOAD) | (choices & (len(table.choosing) > 0))).astype(np.int64)
 
 
 @njit(cache=True)
@@ -162,7 +172,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
         # The Metropolis rule, accept with probability exp(-rise / temperature), with its random number drawn first: so
         # the rise that would still be accepted is known before timing, and a sweep can stop as soon as it exceeds that.
         threshold = state.numbers[ENERGY] - temperature_us * np.log(1.0 - unit(state.random))
-        propose(
+        possible = propose(
             table,
             state.tried,
             state.kept_times,
@@ -172,7 +182,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
             state.random,
         )
         state.work[0] += PROPOSAL_WORK
-        mark = _first_mark(state)
+        mark = _first_mark(state) if possible else NONE
         if mark == NONE:
             _revert(state, 0, 0)
             continue
@@ -222,8 +232,8 @@ def _accept(state: State, mark: int, done: int, row: int, value: float, mean: fl
     note_levels(table, state.kept, state.levels, state.touched)
     clear(state.touched)
     for k in range(mark * table.step, done):
-        x = state.times.order[k]
-        state.kept_times.order[k] = x
+        state.kept_times.order[k] = state.times.order[k]
+        x = state.times.order[k] & table.key_mask
         state.kept_times.position[x] = k
         state.kept_times.end_us[x] = state.times.end_us[x]
     for r in range(mark + 1, done // table.step + 1):
@@ -243,7 +253,7 @@ def _revert(state: State, mark: int, done: int) -> None:
     copy_touched(table, state.kept, state.tried, state.touched)
     clear(state.touched)
     for k in range(mark * table.step, done):
-        x = state.times.order[k]
+        x = state.times.order[k] & table.key_mask
         state.times.end_us[x] = state.kept_times.end_us[x]
     for k in range(mark * table.step, done):
         state.times.order[k] = state.kept_times.order[k]
@@ -265,7 +275,7 @@ def _first_mark(state: State) -> int:
             return NONE
         state.work[0] += (touched[1, g] - touched[0, g]) // PLACES_AN_OP
         end = table.first[g] + state.kept.length[g] - 1
-        first = min(first, state.kept_times.position[state.kept.ops[min(touched[0, g], end)]])
+        first = min(first, state.kept_times.position[state.kept.ops[min(touched[0, g], end)] & table.key_mask])
     return int(first // table.step) if first < UNTOUCHED else NONE
 
 

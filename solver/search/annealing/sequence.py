@@ -9,6 +9,11 @@ with the place in the sequence as the planned time). So a budget is kept if ever
 An op is ``class << shift | microbatch`` with ``class = kind * stages + stage``, kinds in the order of KINDS. A fused
 backward is a B with its W right behind it. A *group* is the devices that share copy channels, usually one device.
 
+Where stages have activation modes, each activation is held in a *way*: a mode, and ahead or inside where it recomputes.
+In sequences an op carries the number of that way above its class, so that the record at ``code >> shift`` has what it
+costs in that way; all else knows ops by ``code & key_mask``, which has none. W costs the same in every way and carries
+none. Without modes there is one way, and codes are ops.
+
 Random numbers are xorshift (Marsaglia 2003), since numba's own generator belongs to a thread: this one belongs to a
 search, so that a seed gives one run.
 """
@@ -23,19 +28,20 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from optpipe.costs import device_effect
+from optpipe.costs import device_effect, duration_us
 from optpipe.ops import KINDS as ORDER_KINDS
 from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Floats, Ints, Op, OpArray, Orders
-from optpipe.problem import Problem
+from optpipe.problem import OFFLOAD, Problem, Stage
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
+from solver.variants import Variant, variants
 
 Codes = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 Records = NDArray[Any]
 
-KINDS = "FBWOR"
-F, B, W, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
+KINDS = "FBWCOR"
+F, B, W, C, O, R = range(len(KINDS))  # noqa: E741 (the field's names for ops)
 NONE = -1
 """No class, or the place of an op that is in no sequence."""
 
@@ -53,23 +59,27 @@ _CLASS = np.dtype(
         ("acquires", np.int32),
         ("releases", np.int32),
         ("before", np.int32),  # the class whose op of the same microbatch must end `delay_us` before, on another stream
-        ("returns", np.int32),  # for B: the class of its R
-        ("after", np.int32),  # whose `before` or `returns` this is, O aside
-        ("leaves", np.int32),  # for F: the class of its O
+        ("returns", np.int32),  # for B and C: the class of their R
+        ("after", np.int32),  # whose `before` or `returns` this is, O and C aside
+        ("leaves", np.int32),  # for F: the class of its O, for R: of its C
         ("duration_us", np.float64),
         ("delay_us", np.float64),
         ("after_us", np.float64),  # the delay to `after`
         ("need_bytes", np.int64),  # the most that it adds while it runs or at its end
         ("change_bytes", np.int64),  # what it leaves behind
+        ("drawn", np.int32),  # for F: the number of ways among which moves choose, the first ones
+        ("copies", np.int32),  # for F: 1 if its way has O and R
+        ("again", np.int32),  # for F: 1 if its way has C
     ]
 )
 
 
 class Table(NamedTuple):
-    """Constants of a problem. `classes`: one record a class.
+    """Constants of a problem. `classes`: one record a class, from ``n << (way_shift - shift)`` on those of way n.
 
     `first`: by group, where its part of the sequence array begins. `alone`: by group, its device if it has one only.
-    `step`: ops from one mark of a sweep to the next. `offloadable`: the stages that may offload.
+    `step`: ops from one mark of a sweep to the next. `choosing`: the stages that may offload, or with several ways.
+    `key_mask`: the lowest `way_shift` bits of a code. All functions are given the table by value, so it is kept small.
     """
 
     shift: int
@@ -83,29 +93,49 @@ class Table(NamedTuple):
     first: Ints
     alone: Ints
     budget_bytes: Ints
-    offloadable: Ints
+    choosing: Ints
+    way_shift: int
+    key_mask: int
 
 
 def build_table(problem: Problem) -> Table:
     """Build the constants of a problem."""
     count, m = len(problem.stages), problem.units
-    classes = _classes(problem)
-    capacity = np.bincount(classes["group"], minlength=len(problem.channel_groups)) * m
-    offloadable = [s for s, stage in enumerate(problem.stages) if stage.offload]
+    keys, shift = len(KINDS) * count, max(m - 1, 1).bit_length()
+    ways = [stage_ways(problem, s) for s in range(count)]
+    classes = _classes(problem, ways, 1 << keys.bit_length())
+    capacity = np.bincount(classes["group"][:keys], minlength=len(problem.channel_groups)) * m
+    copying = [s for s, stage in enumerate(problem.stages) if any(mode.offload for mode in stage.choices)]
+    recomputing = sum(any(mode.recomputes for mode in stage.choices) for stage in problem.stages)
     return Table(
-        shift=max(m - 1, 1).bit_length(),
+        shift=shift,
         stages=count,
         microbatches=m,
         devices=len(problem.devices),
         streams=len(problem.devices) + 2 * len(problem.channel_groups),
-        step=(3 * count + 2 * len(offloadable)) * m // MARKS + 1,
+        step=(3 * count + 2 * len(copying) + recomputing) * m // MARKS + 1,
         spans=problem.objective == "device_span",
         classes=classes,
         first=np.concatenate([[0], np.cumsum(capacity)[:-1]]).astype(np.int64),
         alone=np.array([g[0] if len(g) == 1 else NONE for g in problem.channel_groups], np.int64),
         budget_bytes=budgets_bytes(problem),
-        offloadable=np.array(offloadable, np.int64),
+        choosing=np.flatnonzero(classes["drawn"][:count] > 1) if problem.has_modes else np.array(copying, np.int64),
+        way_shift=shift + keys.bit_length(),
+        key_mask=(1 << (shift + keys.bit_length())) - 1,
     )
+
+
+def stage_ways(problem: Problem, s: int) -> Sequence[Variant]:
+    """The ways of a stage: its variants, then the modes that these leave out, since a start may have them.
+
+    Without modes there is one, which is kept; there an activation leaves if its O is in the sequence.
+    """
+    stage = problem.stages[s]
+    found = list(variants(stage))
+    if not problem.has_modes:
+        return found[:1]
+    others = set(range(len(stage.choices))) - {way.choice for way in found}
+    return found + [Variant(choice, stage.choices[choice]) for choice in sorted(others)]
 
 
 def budgets_bytes(problem: Problem) -> Ints:
@@ -113,45 +143,71 @@ def budgets_bytes(problem: Problem) -> Ints:
     return np.array([NO_BUDGET if d.memory_bytes is None else d.memory_bytes for d in problem.devices], np.int64)
 
 
-def _classes(problem: Problem) -> Records:
+def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -> Records:
+    """Records of all classes, those of way n from ``n * stride`` on; costs of classes that a way lacks are 0."""
     stages, count, devices = problem.stages, len(problem.stages), len(problem.devices)
     group_of = {d: g for g, members in enumerate(problem.channel_groups) for d in members}
-    classes = np.zeros(len(KINDS) * count, _CLASS)
-    for c, record in enumerate(classes):
+    keys = len(KINDS) * count
+    classes = np.zeros((max(map(len, ways)) - 1) * stride + keys, _CLASS)
+    first = classes[:keys]
+    for c, record in enumerate(first):
         kind, stage = KINDS[c // count], stages[c % count]
-        effect = device_effect(stage, kind)
         group = group_of[stage.device]
         channel = devices + 2 * group + int(kind == "R" and problem.copy_channels.duplex)
         record["device"], record["group"] = stage.device, group
-        record["stream"] = stage.device if kind in "FBW" else channel
-        record["acquires"], record["releases"] = effect.acquires, effect.releases
-        record["duration_us"] = 0.0 if kind in "OR" and stage.offload is None else stage.duration_us(kind)
-        record["need_bytes"] = max(effect.at_start, sum(effect))
-        record["change_bytes"] = sum(effect)
+        record["stream"] = channel if kind in "OR" else stage.device
     for name in ("before", "returns", "after", "leaves"):
-        classes[name] = NONE
+        first[name] = NONE
 
     def follow(after: int, before: int, delays_us: Sequence[float]) -> None:
         """Relate neighbouring stages, from two first classes on."""
         for k, delay_us in enumerate(delays_us):
-            classes["before"][after + k], classes["after"][before + k] = before + k, after + k
-            classes["delay_us"][after + k] = classes["after_us"][before + k] = delay_us
+            first["before"][after + k], first["after"][before + k] = before + k, after + k
+            first["delay_us"][after + k] = first["after_us"][before + k] = delay_us
 
     follow(F * count + 1, F * count, problem.forward_delay_us)
     follow(B * count, B * count + 1, problem.backward_delay_us)
-    for s, stage in enumerate(problem.stages):
-        out, back = O * count + s, R * count + s
-        classes["before"][out], classes["before"][back], classes["after"][out] = s, out, back
-        if stage.offload:
-            classes["leaves"][s] = out
-            classes["returns"][B * count + s], classes["after"][back] = back, B * count + s
+    for s, stage in enumerate(stages):
+        out, back, again = O * count + s, R * count + s, C * count + s
+        first["before"][out], first["before"][back], first["after"][out] = s, out, back
+        if any(mode.offload for mode in stage.choices):
+            first["leaves"][s] = out
+            first["returns"][B * count + s], first["after"][back] = back, B * count + s
+            if stage.modes:
+                first["returns"][again], first["leaves"][back] = back, again
+    for n in range(1, max(map(len, ways))):
+        classes[n * stride : n * stride + keys] = first
+    for s, stage in enumerate(stages):
+        for n, way in enumerate(ways[s]):
+            for k, kind in enumerate(KINDS):
+                _set_costs(classes[n * stride + k * count + s], stage, kind, way if problem.has_modes else None)
+            record = classes[n * stride + s]
+            record["drawn"] = len(variants(stage))
+            record["copies"], record["again"] = way.mode.offload is not None, way.ahead
     return classes
 
 
-FUSED = ORDER_KINDS.index("BW")
+def _set_costs(record: Any, stage: Stage, kind: str, way: Variant | None) -> None:
+    """Set what an op costs in a way (None: without modes, where only what leaves has copies)."""
+    mode = way.mode if way else None
+    if kind in "OR" and not (mode.offload if mode else stage.offload):
+        return
+    if kind == "C" and not (way and way.ahead):
+        return
+    kind = "CB" if kind == "B" and way and way.inside else kind
+    effect = device_effect(stage, kind, mode)
+    record["acquires"], record["releases"] = effect.acquires, effect.releases
+    record["duration_us"] = duration_us(stage, kind, mode)
+    record["need_bytes"] = max(effect.at_start, sum(effect))
+    record["change_bytes"] = sum(effect)
 
-KIND_OF_PART = np.array([KINDS.find("B" if kind == "BW" else kind) for kind in ORDER_KINDS])
-"""For each kind of orders its kind in sequences, for a fused backward that of its first part; -1 for recomputation."""
+
+FUSED = [ORDER_KINDS.index(kind) for kind in ("BW", "CBW")]
+
+BACKWARD_INSIDE = ORDER_KINDS.index("CB")
+
+KIND_OF_PART = np.array([KINDS.find("B" if "B" in kind else kind) for kind in ORDER_KINDS])
+"""For each kind of orders its kind in sequences, for a fused backward that of its first part."""
 
 KIND_OF_ORDERS = np.array([ORDER_KINDS.index(kind) for kind in KINDS])
 """For each kind of sequences its index among those of orders."""
@@ -195,15 +251,17 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     a W (docs/adr/0006), the W of that stage, which are all alike, change places to be in order.
     """
     ops = simulation.ops
-    fused = ops.kind == FUSED
+    fused = np.isin(ops.kind, FUSED)
     part = np.repeat(np.arange(len(ops)), 1 + fused)  # a fused backward twice: B, then W
     second = np.diff(part, prepend=-1) == 0
     kind, stage, first = KIND_OF_PART[ops.kind[part]], ops.stage[part], fused[part] & ~second
     kind[second] = W
-    of_class = kind * table.stages + stage
+    way = np.where(kind == W, 0, _ways_taken(simulation)[stage, ops.microbatch[part]])
+    above = way << (table.way_shift - table.shift)
+    of_class = above | kind * table.stages + stage
     start_us, end_us = simulation.start_us[part], simulation.end_us[part]
-    between_us = start_us + table.classes["duration_us"][B * table.stages + stage]
-    start_us[second], end_us[first] = between_us[second], between_us[first]
+    between_us = start_us + table.classes["duration_us"][np.where(first, of_class, 0)]
+    start_us[second] = end_us[first] = between_us[first]
     releases_only = table.classes["releases"] > table.classes["acquires"]
     key_us = np.where(releases_only[of_class], end_us, start_us)
     lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
@@ -215,18 +273,37 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     return _merge(table, codes, key_us, lanes)
 
 
+def _ways_taken(simulation: Simulation) -> Ints:
+    """The way of each activation, of shape (stages, microbatches)."""
+    problem, ops = simulation.problem, simulation.ops
+    size = len(problem.stages), problem.units
+    taken = np.zeros(size, np.int64)
+    if not problem.has_modes:
+        return taken
+    present = np.zeros((len(ORDER_KINDS), *size), bool)
+    present[ops.kind, ops.stage, ops.microbatch] = True
+    inside = present[BACKWARD_INSIDE] | present[ORDER_KINDS.index("CBW")]
+    for s, stage in enumerate(problem.stages):
+        copied = present[ORDER_KINDS.index("O"), s] * stage.choice_numbers.get(OFFLOAD, 0)
+        modes = copied if simulation.modes is None else simulation.modes[s]
+        for n, way in enumerate(stage_ways(problem, s)):
+            taken[s, (modes == way.choice) & (inside[s] == way.inside)] = n
+    return taken
+
+
 @njit(cache=True, nogil=True)
 def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
     """Merge lanes (the streams of devices): take the earliest op at the head of one that depends on nothing to come.
 
     At one time releases go before ops that take memory.
     """
-    ops = np.full(len(table.classes) * table.microbatches, NONE, np.int32)
+    keys = len(KINDS) * table.stages
+    ops = np.full(keys * table.microbatches, NONE, np.int32)
     length = np.zeros(len(table.first), np.int64)
-    place = np.full(len(table.classes) << table.shift, NONE, np.int32)
+    place = np.full(keys << table.shift, NONE, np.int32)
     present = np.zeros(len(place), np.bool_)
-    for x in waiting:
-        present[x] = True
+    for code in waiting:
+        present[code & table.key_mask] = True
     head = lanes[:-1].copy()
     for _ in range(len(waiting)):
         best = NONE
@@ -239,13 +316,14 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
                 takes = table.classes[waiting[k] >> table.shift].acquires
                 if late > 0 or (late == 0 and takes >= table.classes[waiting[head[best]] >> table.shift].acquires):
                     continue
-            if _ready(table, present, place, waiting[k]):
+            if _ready(table, present, place, waiting[k] & table.key_mask):
                 best = lane
-        x = waiting[head[best]]
+        code = waiting[head[best]]
         head[best] += 1
-        g = table.classes[x >> table.shift].group
-        place[x] = table.first[g] + length[g]
-        ops[place[x]] = x
+        g = table.classes[code >> table.shift].group
+        q = table.first[g] + length[g]
+        place[code & table.key_mask] = q
+        ops[q] = code
         length[g] += 1
     return Merged(ops, length, place)
 
@@ -266,8 +344,18 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     groups = zip(table.first.tolist(), merged.length.tolist(), strict=True)
     codes = np.concatenate([merged.ops[first : first + length] for first, length in groups])
     of_class = codes >> table.shift
-    kind, stage = np.divmod(of_class, table.stages)
-    ops = OpArray(KIND_OF_ORDERS[kind], stage, codes & ((1 << table.shift) - 1))
+    kind, stage = np.divmod((codes & table.key_mask) >> table.shift, table.stages)
+    microbatch, way = codes & ((1 << table.shift) - 1), codes >> table.way_shift
+    inside, modes = np.zeros(len(codes), bool), None
+    if problem.has_modes:
+        modes = np.zeros((table.stages, table.microbatches), np.int64)
+        for s in range(table.stages):
+            of_stage = stage == s
+            ways = stage_ways(problem, s)
+            inside |= of_stage & (kind == B) & np.array([entry.inside for entry in ways])[way * of_stage]
+            forwards = of_stage & (kind == F)
+            modes[s, microbatch[forwards]] = np.array([entry.choice for entry in ways])[way[forwards]]
+    ops = OpArray(np.where(inside, BACKWARD_INSIDE, KIND_OF_ORDERS[kind]), stage, microbatch)
     stream = np.asarray(STREAM_OF_KIND)[ops.kind]
     lane = len(STREAMS) * table.classes["device"][of_class] + stream
     lanes = len(STREAMS) * len(problem.devices)
@@ -278,7 +366,7 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     for served in shared_channels(problem):
         on_channel = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
         channels.append(ops[np.flatnonzero(on_channel)])
-    return Orders(devices, _waits(table, ops, of_class, lane), [channel for channel in channels if channel])
+    return Orders(devices, _waits(table, ops, of_class, lane), [channel for channel in channels if channel], modes)
 
 
 def _waits(table: Table, ops: OpArray, of_class: Ints, lane: Ints) -> dict[Op, list[Op]]:
