@@ -10,7 +10,7 @@ import asyncio
 import select
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -143,13 +143,32 @@ OUTAGE = Outage()
 
 
 @asynccontextmanager
+async def _checked_out(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """A connection of the pool, which comes back to it whenever this is cancelled.
+
+    SQLAlchemy loses one to the garbage collector where it is cancelled while it opens the connection or sets its
+    isolation level. So that happens in a task of its own, which is waited for.
+    """
+    checking_out = asyncio.ensure_future(engine.connect().start())
+    try:
+        connection = await asyncio.shield(checking_out)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            await (await checking_out).close()
+        raise
+    async with AsyncExitStack() as stack:
+        stack.push_async_exit(connection)
+        yield connection
+
+
+@asynccontextmanager
 async def transaction(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """One transaction: committed at the end, undone by an error. Raises DatabaseGoneError where no answer comes.
 
     What was done when that is raised is unknown: it may have been committed just before.
     """
     try:
-        async with engine.connect() as connection, asyncio.timeout(ANSWER_S), connection.begin():
+        async with _checked_out(engine) as connection, asyncio.timeout(ANSWER_S), connection.begin():
             yield connection
         OUTAGE.end(written=engine.get_execution_options().get("isolation_level") != "AUTOCOMMIT")
     except (

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import psycopg
 import pytest
 
 from api.app import create_app
-from api.jobs.database import end_tasks
+from api.jobs.database import end_tasks, for_reading, make_engine, transaction
 from api.settings import Settings
 from tests.api.harness import body, listening
 
@@ -61,3 +63,45 @@ async def test_a_lost_cancel_is_not_the_last() -> None:
     await end_tasks(*tasks)
     assert all(task.cancelled() for task in tasks)
     await end_tasks(*tasks)
+
+
+@pytest.mark.parametrize("reading", [True, False], ids=["reading", "writing"])
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "new"])
+async def test_a_cancel_loses_no_connection(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, *, reading: bool, pooled: bool
+) -> None:
+    """Also where it comes while the connection is opened, or its isolation level set."""
+    engine = make_engine(database_url)
+    if pooled:
+        async with transaction(engine):
+            pass
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def use() -> None:
+        async with transaction(for_reading(engine) if reading else engine):
+            reached.set()
+            await asyncio.sleep(60)
+
+    def slowly(name: str) -> None:
+        real = getattr(psycopg.AsyncConnection, name)
+
+        async def slow(*arguments: Any, **keywords: Any) -> Any:
+            result = await real(*arguments, **keywords)
+            reached.set()
+            await go_on.wait()
+            return result
+
+        monkeypatch.setattr(psycopg.AsyncConnection, name, slow)
+
+    slowly("set_autocommit")
+    slowly("commit")
+    task = asyncio.create_task(use())
+    await asyncio.wait_for(reached.wait(), 60)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+    await engine.dispose()
+    gc.collect()  # a connection that is lost is a warning, and warnings are errors
