@@ -8,6 +8,7 @@ browser send requests there, under a name of its own that it has resolve to 127.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from contextlib import suppress
@@ -105,8 +106,13 @@ def _route(scope: Scope) -> str:
     return str(getattr(scope.get("route"), "path", UNKNOWN_ROUTE))
 
 
+BODY_S = 30.0
+BODY_BYTES_A_SECOND = 16 * 2**10
+"""A body may take `BODY_S`, and beyond that as long as so many bytes a second come on average."""
+
+
 class BodyLimit:
-    """ASGI middleware: 413 for a body above `max_bytes`.
+    """ASGI middleware: 413 for a body above `max_bytes`, 408 for one that comes too slowly.
 
     An announced length is checked before anything is read; a chunked body is cut off at the limit.
     """
@@ -123,11 +129,19 @@ class BodyLimit:
         if announced.isdigit() and int(announced) > self.max_bytes:
             await problem_response(self._too_large(), scope["optpipe.request_id"])(scope, receive, send)
             return
-        read = 0
+        read, began_s, is_complete = 0, time.monotonic(), False
 
         async def receive_bounded() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_complete
+            if is_complete:  # what is still to come is that the client has gone
+                return await receive()
+            left_s = began_s + BODY_S + read / BODY_BYTES_A_SECOND - time.monotonic()
+            try:
+                async with asyncio.timeout(left_s):
+                    message = await receive()
+            except TimeoutError:
+                raise _too_slow(read) from None
+            is_complete = not message.get("more_body", False)
             read += len(message.get("body", b""))
             if read > self.max_bytes:
                 raise self._too_large()
@@ -139,6 +153,11 @@ class BodyLimit:
         detail = f"the body has more than {self.max_bytes:,} bytes (max_body_bytes). Maybe it is another file."
         status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         return http_error(status, "too_large", detail, headers={"Connection": "close"})
+
+
+def _too_slow(read: int) -> HttpError:
+    detail = f"after {BODY_S:g} s only {read:,} bytes of the body had come. Maybe the connection is too slow."
+    return http_error(HTTPStatus.REQUEST_TIMEOUT, "too_slow_body", detail, headers={"Connection": "close"})
 
 
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"

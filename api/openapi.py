@@ -65,6 +65,7 @@ _WHY = {
     403: "The key's scope does not allow it, or a page of another origin asked for a change.",
     404: "There is no such job, or it is somebody else's.",
     405: "The path does not take this method.",
+    408: "The body came too slowly.",
     409: "The job's status does not allow it.",
     413: "The body has more bytes than the server takes.",
     415: "The body is not application/json.",
@@ -77,7 +78,7 @@ _WHY = {
 
 ANYWHERE = (401, 403, 405, 413, 421, 429, 500, 503)
 """Error statuses of every route."""
-WITH_BODY = (400, 415, 422)
+WITH_BODY = (400, 408, 415, 422)
 """Further error statuses of routes that read a body."""
 
 

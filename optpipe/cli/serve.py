@@ -28,9 +28,6 @@ DatabaseUrl = Annotated[
     typer.Option(help="Address of a PostgreSQL database; default: OPTPIPE_DATABASE_URL.", metavar="URL"),
 ]
 
-SHUTDOWN_TIMEOUT_S = 3
-"""Time that open event streams have to end when the service stops; their clients reconnect to the next one."""
-
 
 def command(
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
@@ -65,6 +62,7 @@ def command(
             from api.jobs.migrate import migrate
             from api.jobs.worker_process import kept_worker
             from api.logging import configure_logging
+            from api.server import server_config
 
         configure_logging(settings.log_json)
         log = structlog.get_logger("optpipe.serve")
@@ -78,10 +76,7 @@ def command(
             log.info("every client needs a key; 'optpipe keys create NAME' creates one")
         if settings.serve_worker:
             parts.enter_context(kept_worker(url))
-        config = uvicorn.Config(
-            create_app(settings), log_config=None, server_header=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(server_config(create_app(settings)))
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         log.info("serving", url=f"http://{name}:{sockets[0].getsockname()[1]}")
         server.run(sockets)

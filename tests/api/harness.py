@@ -35,6 +35,7 @@ from api.app import create_app
 from api.jobs.run import OnEvent, Solve, SolveRequest
 from api.jobs.store import Store
 from api.jobs.worker import Worker
+from api.server import server_config
 from api.settings import Settings
 from instances import uniform
 from optpipe.errors import InfeasibleError, MethodError, NoSolutionError
@@ -114,7 +115,8 @@ log_through_pytest()
 @contextmanager
 def listening(app: FastAPI, port: int = 0) -> Iterator[str]:
     """The address of a server that runs in a thread of this process."""
-    config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1)
+    config = server_config(app)
+    config.port, config.timeout_graceful_shutdown = port, 1
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
