@@ -201,8 +201,8 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
-    if problem.has_factors or problem.slice_count > 1:  # no search knows them
-        return []
+    if problem.has_factors or problem.slice_count > 1:  # the others take microbatches to be alike and whole
+        return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
     if not all(stage.split_backward for stage in problem.stages):  # the others split them
         return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
     if problem.has_modes:

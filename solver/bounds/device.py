@@ -210,13 +210,22 @@ def fusing_may_help(problem: Problem, s: int) -> bool:
 
     On the other stages all may be split. Beside what a backward holds of the activation, B needs its workspace, or what
     it leaves for W, and W its own beside that; BW needs its own workspace. A backward that recomputes within itself
-    holds less than the activation, and maybe less than what B leaves.
+    holds less than the activation, and maybe less than what B leaves. Where W of units differ, it matters which is
+    first: B(i) BW(j) W(i) runs W of j before that of i, as no B and W in order do.
     """
-    stage = problem.stages[s]
-    if not stage.split_backward:
+    if not problem.stages[s].split_backward:
         return True
-    if problem.devices[stage.device].memory_bytes is None:
+    weights = {
+        (stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W)
+        for stage in problem.unit_stages[s]
+    }
+    if len(weights) > 1:  # a fused backward may overtake a W that is longer, or frees less, than its own
+        return True
+    if problem.devices[problem.stages[s].device].memory_bytes is None:
         return False
-    work, left = stage.workspace_bytes, stage.backward_weight_bytes
-    held = {variant.backward_bytes for variant in variants(stage)}
-    return any(max(size + work.B, left, left + work.W) > size + work.BW for size in held)
+    for stage in problem.unit_stages[s]:
+        work, left = stage.workspace_bytes, stage.backward_weight_bytes
+        held = {variant.backward_bytes for variant in variants(stage)}
+        if any(max(size + work.B, left, left + work.W) > size + work.BW for size in held):
+            return True
+    return False

@@ -218,8 +218,12 @@ def like_weights(problem: Problem, fusing: Collection[int] = ()) -> Iterator[Seq
     for stages in problem.stages_of:
         groups = defaultdict(list)
         for s in (s for s in stages if s not in fusing):
-            stage = problem.stages[s]
-            groups[stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W].append(s)
+            costs = {
+                (stage.backward_weight_us, stage.backward_weight_bytes, stage.workspace_bytes.W)
+                for stage in problem.unit_stages[s]
+            }
+            if len(costs) == 1:  # else those of one stage differ already
+                groups[costs.pop()].append(s)
         yield from groups.values()
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 
+import numpy as np
+
 from optpipe.problem import Problem
 from solver.scale import MAX_STEPS, stage_times_us, time_unit_us
 
@@ -117,5 +119,9 @@ class TimeGrid:
 
 def _instant_ops(problem: Problem, below_us: float) -> int:
     """Most ops that take `below_us` or less, whatever the modes."""
-    times_us = (time_us for stage in problem.stages for time_us in stage_times_us(stage))
-    return problem.units * sum(time_us <= below_us for time_us in times_us)
+    counts = np.bincount(problem.unit_class).tolist()
+    return sum(
+        count * sum(time_us <= below_us for time_us in stage_times_us(stage))
+        for of_classes in problem.unit_stages
+        for count, stage in zip(counts, of_classes, strict=True)
+    )

@@ -8,13 +8,13 @@ Nuijten, *Constraint-Based Scheduling*, 2001): unlike the mixed-integer program 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.problem import Stage
+from optpipe.problem import Stage, UnitStage
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.exact.rules import least_work_around, like_pairs
 from solver.variants import Variant
@@ -39,7 +39,7 @@ def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
     fused, ways = variables.fused.get((s, i)), variables.ways_of(s, i)
     backwards = {None: None, "split": None if fused is None else ~fused, "fused": fused}
     sizes = [
-        {piece[:3]: piece.size for piece in _pieces(variables.problem.stages[s], way.variant) if piece.size > 0}
+        {piece[:3]: piece.size for piece in _pieces(variables.problem.stage_of(s, i), way.variant) if piece.size > 0}
         for way in ways
     ]
     common = {
@@ -56,7 +56,34 @@ def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
                 continue
             presence = variables.both(None if own is common or len(ways) == 1 else way.literal, backwards[backward])
             begin, end = (_moment(variables, s, i, way, name) for name in (first, last))
-            yield Held(size, begin, end, presence, _least_ticks(variables, s, way, first[:-1], last[:-1]))
+            yield Held(size, begin, end, presence, _least_ticks(variables, s, i, way, first[:-1], last[:-1]))
+    yield from _gradients_held(variables, s, i)
+
+
+def _gradients_held(variables: Variables, s: int, i: int) -> Iterator[Held]:
+    """Gradients of the keys and values of a slice, from the backward of its microbatch's last slice to its own.
+
+    A recomputation inside that backward counts to it. A fused backward frees them at the end of W.
+    """
+    stage, count = variables.problem.stage_of(s, i), variables.problem.slice_count
+    size = stage.gradients_freed_bytes if isinstance(stage, UnitStage) else 0
+    if not size:
+        return
+    last = i - i % count + count - 1
+    inside = [way for way in variables.ways.get((s, last), ()) if "CB" in way.tasks]
+    begins: list[tuple[IntervalTask, cp_model.BoolVarT | None]] = [(way.tasks["CB"], way.literal) for way in inside]
+    if inside:
+        others = (way.literal for way in variables.ways[s, last] if way not in inside)
+        begins += [(variables.task("B", s, last), literal) for literal in others]
+    else:
+        begins.append((variables.task("B", s, last), None))
+    fused = variables.fused.get((s, i))
+    ends = [("B", None)] if fused is None else [("B", ~fused), ("W", fused)]
+    least = sum(variables.length("B", s, unit) for unit in range(i, last + 1))
+    for begin, begins_so in begins:
+        for kind, ends_so in ends:
+            presence = variables.both(begins_so, ends_so)
+            yield Held(size, hold_start(begin), hold_end(variables.task(kind, s, i)), presence, least)
 
 
 class _Piece(NamedTuple):
@@ -112,15 +139,16 @@ def _moment(variables: Variables, s: int, i: int, way: Way, name: str) -> Moment
     return Moment(task, is_end=name.endswith(">"))
 
 
-def _least_ticks(variables: Variables, s: int, way: Way, first: str, last: str) -> int:
+def _least_ticks(variables: Variables, s: int, i: int, way: Way, first: str, last: str) -> int:
     """The least time between the start of one op of a microbatch and the end of another.
 
     No activation lives for less than the round trip through the stages behind and its backward: with this least length
     the cumulative constraint can reason about energy (bytes times ticks) before any start is fixed.
     """
-    ticks = {kind: variables.length(kind, s) for kind in "FBW"} | {kind: task.ticks for kind, task in way.tasks.items()}
+    ticks = {kind: variables.length(kind, s, i) for kind in "FBW"}
+    ticks |= {kind: task.ticks for kind, task in way.tasks.items()}
     if first == "F" and last in "BW":
-        return variables.round_trips[s] + sum(ticks[kind] for kind in "BW"[: "BW".index(last) + 1])
+        return variables.round_trips[s][i] + sum(ticks[kind] for kind in "BW"[: "BW".index(last) + 1])
     chain = [str(kind) for kind in ("F", "O", "R", "C", "CB", "B", "W") if kind in ticks]
     return sum(ticks[kind] for kind in chain[chain.index(first) : chain.index(last) + 1])
 
@@ -159,6 +187,8 @@ class Constraints:
     def dataflow(self) -> None:
         """F and B wait for the neighbouring stage and its transfer, B for F, W for B (Zero Bubble, appendix G)."""
         ticks = self.variables.grid.ticks
+        delays_us = self.problem.unit_delays_us
+        forward_us, backward_us = (delays_us[way].tolist() for way in ("forward", "backward"))
         last = len(self.problem.stages) - 1
         for s in range(last + 1):
             for i in range(self.problem.units):
@@ -166,8 +196,8 @@ class Constraints:
                 self._after(backward, forward)
                 self._after(weight, backward)
                 if s < last:
-                    self._after(self.task("F", s + 1, i), forward, ticks(self.problem.forward_delay_us[s]))
-                    gradient = self.task("B", s + 1, i).end + ticks(self.problem.backward_delay_us[s])
+                    self._after(self.task("F", s + 1, i), forward, ticks(forward_us[s][i]))
+                    gradient = self.task("B", s + 1, i).end + ticks(backward_us[s][i])
                     self.model.add(self._backward_start(s, i) >= gradient)
 
     def _after(self, task: IntervalTask, before: IntervalTask, delay: int = 0) -> None:
@@ -179,33 +209,69 @@ class Constraints:
         return self.task("B", s, i).start - sum(way.tasks["CB"].ticks * way.literal for way in inside)
 
     def microbatch_order(self) -> None:
-        """Microbatches keep their order within one op type of one stage (absent transfers take no time in it)."""
+        """Units keep their order within one op type of one stage (absent transfers take no time in it)."""
         for s in range(len(self.problem.stages)):
-            for i in range(1, self.problem.units):
-                for kind in "FB" if (s, i) in self.variables.fused else "FBW":
-                    self._after(self.task(kind, s, i), self.task(kind, s, i - 1))
-                if (s, i) in self.variables.leaves:
-                    # The start of an absent copy stays a variable, so the chain holds through it: were it skipped,
-                    # copies on its two sides would need a rule of their own for each pair.
-                    for kind in "OR":
-                        before = self.task(kind, s, i - 1)
-                        length = before.ticks * self.variables.leaves[s, i - 1]
-                        self.model.add(self.task(kind, s, i).start >= before.start + length)
+            for kind in "FBWOR":
+                for before, i, literals in self.consecutive(kind):
+                    if kind in "FB" or (kind == "W" and (s, i) not in self.variables.fused):
+                        after = self.model.add(self.task(kind, s, i).start >= self.task(kind, s, before).end)
+                    elif kind in "OR" and (s, i) in self.variables.leaves:
+                        # The start of an absent copy stays a variable, so the chain holds through it: were it skipped,
+                        # copies on its two sides would need a rule of their own for each pair.
+                        earlier = self.task(kind, s, before)
+                        length = earlier.ticks * self.variables.leaves[s, before]
+                        after = self.model.add(self.task(kind, s, i).start >= earlier.start + length)
+                    else:
+                        continue
+                    if literals:
+                        after.only_enforce_if(literals)
+
+    def consecutive(self, kind: str) -> Iterator[tuple[int, int, list[cp_model.BoolVarT]]]:
+        """Pairs of units of which the first is before the second in the order of a kind, if the literals hold.
+
+        Where the order of microbatches is given these are the pairs without a unit between them; where it is free also
+        those of every two microbatches, as the literal says which of them is first.
+        """
+        count = self.problem.slice_count
+        if not self.problem.has_free_order:
+            yield from ((a, b, []) for a, b in pairwise(self.problem.units_in_order(kind).tolist()))
+            return
+        for i in range(self.problem.microbatches):
+            yield from ((a, b, []) for a, b in pairwise(self.problem.units_in_order(kind, [i]).tolist()))
+            for j in range(self.problem.microbatches):
+                literals = self.variables.is_first(i, j) if i != j else None
+                if literals is not None:
+                    before, after = (self.problem.units_in_order(kind, [one]).tolist() for one in (i, j))
+                    yield before[count - 1], after[0], literals
+
+    def earlier(self, kind: str, unit: int) -> Iterator[tuple[int, list[cp_model.BoolVarT]]]:
+        """The units that are or may be before one in the order of a kind, each with the literals by which it is."""
+        count, own = self.problem.slice_count, unit // self.problem.slice_count
+        units = self.problem.units_in_order(kind).tolist()
+        own_place = units.index(unit)
+        for place, other in enumerate(units):
+            literals: list[cp_model.BoolVarT] | None
+            if other // count == own or not self.problem.has_free_order:
+                literals = [] if place < own_place else None
+            else:
+                literals = self.variables.is_first(other // count, own)
+            if literals is not None:
+                yield other, literals
 
     def fused_backwards(self) -> None:
         """A fused backward is W right behind B and hands its gradient over at the end of W.
 
         It is one op, BW, and so not part of the order of W (docs/adr/0006).
         """
-        delays_us = self.problem.backward_delay_us
+        delays_us = self.problem.unit_delays_us["backward"].tolist()
         for (s, i), fused in self.variables.fused.items():
             backward, weight = self.task("B", s, i), self.task("W", s, i)
             self.model.add(weight.start == backward.end).only_enforce_if(fused)
             if s > 0:
-                handed_over = weight.end + self.variables.grid.ticks(delays_us[s - 1])
+                handed_over = weight.end + self.variables.grid.ticks(delays_us[s - 1][i])
                 self.model.add(self._backward_start(s - 1, i) >= handed_over).only_enforce_if(fused)
-            for j in range(i):
-                both_split = (~fused, ~self.variables.fused[s, j])
+            for j, earlier in self.earlier("W", i):
+                both_split = [~fused, ~self.variables.fused[s, j], *earlier]
                 self.model.add(weight.start >= self.task("W", s, j).end).only_enforce_if(both_split)
 
     def offload_round_trip(self) -> None:
@@ -224,14 +290,15 @@ class Constraints:
                 chain = [self.task("F", s, i), *way.tasks.values(), self.task("B", s, i)]
                 for before, after in pairwise(chain):
                     self.model.add(after.start >= before.end).only_enforce_if(way.literal)
-            if i == 0:
-                continue
-            for kind in ("O", "R", "C"):
-                now = [way.tasks[kind] for way in ways if kind in way.tasks]
-                earlier = [way for way in self.variables.ways[s, i - 1] if kind in way.tasks]
+        for s, kind in product(range(len(self.problem.stages)), ("O", "R", "C")):
+            for unit, i, literals in self.consecutive(kind):
+                now = [way.tasks[kind] for way in self.variables.ways.get((s, i), ()) if kind in way.tasks]
+                earlier = [way for way in self.variables.ways.get((s, unit), ()) if kind in way.tasks]
                 if now:
                     length = sum(way.tasks[kind].ticks * way.literal for way in earlier)
-                    self.model.add(now[0].start >= earlier[0].tasks[kind].start + length)
+                    rule = self.model.add(now[0].start >= earlier[0].tasks[kind].start + length)
+                    if literals:
+                        rule.only_enforce_if(literals)
 
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time."""

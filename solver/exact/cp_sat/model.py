@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ortools.sat.python import cp_model
 
 from optpipe.ops import Op, Orders
 from optpipe.problem import KEPT, OFFLOAD, Problem
-from optpipe.simulate import simulate
+from optpipe.simulate import Simulation, simulate
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import SLACK, Constraints, add_weight_order, add_work_that_memory_holds_back
 from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences
@@ -28,19 +29,26 @@ from solver.solution import INFEASIBLE, OnSolution, Solution
 def add_objective(variables: Variables, bound_ticks: int) -> None:
     """Minimise the makespan or the largest device span; `bound_ticks` is a lower bound proved outside the model."""
     problem, model = variables.problem, variables.model
-    last = problem.units - 1
     model.add(variables.objective >= bound_ticks)
+    order = problem.units_in_order("F"), problem.units_in_order("B")
+    first_units, last_units = [int(order[0][0])], [int(order[1][-1])]
+    if problem.has_free_order:
+        count = problem.slice_count
+        first_units, last_units = list(range(0, problem.units, count)), list(range(0, problem.units, count))
     for stages in problem.stages_of:
         for s in stages:
             # A device's first op is the first F of its lowest stage. Each stage's last W is its last op, or any W if
             # some may be part of fused backwards and so overtake others.
-            first = variables.task("F", stages[0] if problem.objective == "device_span" else 0, 0)
-            for i in range(problem.units) if s in variables.fusing_stages else (last,):
+            low = stages[0] if problem.objective == "device_span" else 0
+            for i in range(problem.units) if s in variables.fusing_stages else last_units:
                 weight = Moment(variables.task("W", s, i), is_end=True)
-                variables.measured.append((Moment(first, is_end=False), weight))
+                for first in first_units:
+                    begin = Moment(variables.task("F", low, first), is_end=False)
+                    variables.measured.append((begin, weight))
     for begin, end in variables.measured:
         model.add(variables.objective >= end.expression - begin.expression)
-    model.add(variables.task("F", 0, 0).start == 0)  # every op follows it
+    if not problem.has_free_order:
+        model.add(variables.task("F", 0, first_units[0]).start == 0)  # every op follows it
     model.minimize(variables.objective)
 
 
@@ -75,11 +83,12 @@ def build_model(
     variables.add_all()
     Constraints(variables).add_all()
     add_objective(variables, grid.bound_ticks(bound_us))
-    if options.work:
+    alike = not problem.has_factors and problem.slice_count == 1  # what the cuts are proved for
+    if options.work and alike:
         add_work_that_memory_holds_back(variables)
     if options.weight_order and count_like_pairs(problem) <= options.most_weight_pairs:
         add_weight_order(variables)
-    if options.precedences:
+    if options.precedences and alike:
         add_memory_precedences(variables)
     if _has_memory_order(problem, options):
         add_memory_order(variables)
@@ -87,6 +96,8 @@ def build_model(
 
 
 def _has_memory_order(problem: Problem, options: Options) -> bool:
+    if problem.has_factors or problem.slice_count > 1:
+        return False
     return options.memory_order and is_ordered_by_memory(problem, options.most_order_literals)
 
 
@@ -168,7 +179,7 @@ class _Search(Incumbent):
         data = self.problem.to_data() | {"transfer_us": 0, "objective": "makespan"}
         for stage in data["stages"]:
             _retime(stage, lambda _: 1)
-        timeless = Problem.from_data(data)
+        timeless = Problem.from_data(_without_time_factors(data))
         horizon = horizon_us(timeless, float("inf"))
         variables = build_model(timeless, TimeGrid.of(timeless, horizon), horizon, 0.0, self.options)
         variables.model.clear_objective()  # type: ignore[no-untyped-call]
@@ -260,6 +271,8 @@ def add_hint(variables: Variables, orders: Orders) -> None:
     The hint names every variable: CP-SAT takes a complete hint as its first solution, a partial one it must search to
     complete.
     """
+    if variables.problem.has_factors and not (variables.grid.exact and variables.grid.step == 1):
+        return  # true times are not those of the model
     model, ops = variables.model, set(orders.ops())
     taken = {(s, i): _way_taken(variables, orders, ops, s, i) for s, i in variables.ways}
     starts = _hinted_starts(variables, orders, taken)
@@ -268,11 +281,13 @@ def add_hint(variables: Variables, orders: Orders) -> None:
         for way in ways:
             model.add_hint(way.literal, way is taken[s, i])
             tasks |= {task.op: task for task in way.tasks.values() if task.op not in tasks or way is taken[s, i]}
-    for op in sorted(tasks, key=lambda op: op.microbatch):
-        if op not in starts:  # an absent op: after that of the microbatch before, in no time
-            before = op._replace(microbatch=op.microbatch - 1)
-            length = tasks[before].ticks if before in starts else 0
-            all_starts[op] = all_starts[before] + length if before in all_starts else 0
+    for kind in ("O", "R", "C", "CB"):
+        units = variables.problem.units_in_order(kind, orders.microbatch_order).tolist()
+        for s, (before, unit) in product(range(len(variables.problem.stages)), pairwise([None, *units])):
+            op, earlier = Op(kind, s, unit), Op(kind, s, -1 if before is None else before)
+            if op in tasks and op not in starts:  # an absent op: after that of the unit before, in no time
+                length = tasks[earlier].ticks if earlier in starts else 0
+                all_starts[op] = all_starts[earlier] + length if earlier in all_starts else 0
 
     def ticks_between(first: Moment, last: Moment) -> int:
         return last.at(all_starts[last.task.op]) - first.at(all_starts[first.task.op])
@@ -288,6 +303,9 @@ def add_hint(variables: Variables, orders: Orders) -> None:
         if not variables.problem.stages[s].split_backward:
             continue  # a constant, and a variable that is named twice makes a hint invalid
         model.add_hint(fused, Op("BW", s, i) in ops or Op("CBW", s, i) in ops)
+    microbatch_order = list(orders.microbatch_order or range(variables.problem.microbatches))
+    for (i, j), literal in variables.before.items():
+        model.add_hint(literal, microbatch_order.index(i) < microbatch_order.index(j))
     for literal, one, other in variables.firsts:
         model.add_hint(literal, all_starts[one] < all_starts[other])
     for literal, forward, s, i in variables.aways:
@@ -318,20 +336,12 @@ def _hinted_starts(variables: Variables, orders: Orders, taken: Mapping[tuple[in
 
     A fused backward is split, a recomputation inside comes before its backward, like W that never are fused are sorted.
     """
-    # Timed with the durations of the model, where nothing takes less than a tick: true times rounded to ticks could
-    # let ops of a device overlap, and CP-SAT would drop the hint.
-    problem, grid_ticks = variables.problem, variables.grid.ticks
-    data = problem.to_data()
-    delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
-    data["transfer_us"] = [
-        {"forward": TICK_US * grid_ticks(forward_us), "backward": TICK_US * grid_ticks(backward_us)}
-        for forward_us, backward_us in delays_us
-    ]
-    for stage in data["stages"]:
-        _retime(stage, lambda time_us: TICK_US * variables.grid.length(time_us))
-    simulation = simulate(Problem.from_data(data), orders)
+    if variables.problem.has_factors:  # the grid is exact, and no op without length
+        simulation, tick_us = simulate(variables.problem, orders), float(1 / variables.grid.ticks_per_us)
+    else:
+        simulation, tick_us = _timed_in_ticks(variables, orders), TICK_US
     starts_us = simulation.start_us - simulation.start_us.min()
-    ticks = np.ceil(starts_us / TICK_US - SLACK).astype(np.int64)  # the least span may have begins between two ticks
+    ticks = np.ceil(starts_us / tick_us - SLACK).astype(np.int64)  # the least span may have begins between two ticks
     starts = {}
     for (kind, s, i), at in zip(simulation.ops, ticks.tolist(), strict=True):
         if kind not in ("BW", "CB", "CBW"):
@@ -347,6 +357,23 @@ def _hinted_starts(variables: Variables, orders: Orders, taken: Mapping[tuple[in
     return in_weight_order(variables.problem, starts, variables.fusing_stages)
 
 
+def _timed_in_ticks(variables: Variables, orders: Orders) -> Simulation:
+    """Known orders with the durations of the model, where nothing takes less than a tick.
+
+    True times rounded to ticks could let ops of a device overlap, and CP-SAT would drop the hint.
+    """
+    problem, grid_ticks = variables.problem, variables.grid.ticks
+    data = problem.to_data()
+    delays_us = zip(problem.forward_delay_us, problem.backward_delay_us, strict=True)
+    data["transfer_us"] = [
+        {"forward": TICK_US * grid_ticks(forward_us), "backward": TICK_US * grid_ticks(backward_us)}
+        for forward_us, backward_us in delays_us
+    ]
+    for stage in data["stages"]:
+        _retime(stage, lambda time_us: TICK_US * variables.grid.length(time_us))
+    return simulate(Problem.from_data(data), orders)
+
+
 _STAGE_US = ("forward_us", "backward_input_us", "backward_weight_us")
 _COPY_US = ("offload_us", "reload_us")
 
@@ -360,6 +387,17 @@ def _retime(stage: dict[str, Any], length: Callable[[float], float]) -> None:
     for mode in modes:
         if mode.get("kept_bytes") not in (None, stage["activation_bytes"]):
             mode["recompute_us"] = length(mode["recompute_us"])
+
+
+def _without_time_factors(data: dict[str, Any]) -> dict[str, Any]:
+    """Data of a problem whose units differ in bytes alone."""
+    if data.get("microbatch_factors"):
+        data["microbatch_factors"] = [{"bytes": one.get("bytes", 1)} for one in data["microbatch_factors"]]
+    holders = [(data["slices"], "factors")] if data.get("slices") else []
+    for holder, name in [*holders, *((stage, "slice_factors") for stage in data["stages"])]:
+        if holder.get(name):
+            holder[name] = {"bytes": holder[name].get("bytes")}
+    return data
 
 
 class _Callback(cp_model.CpSolverSolutionCallback):
@@ -391,7 +429,13 @@ class _Callback(cp_model.CpSolverSolutionCallback):
                 inside = "C" if Op("CB", s, i) in planned else ""
                 (begin, _), (_, end) = (planned.pop(Op(kind, s, i)) for kind in (f"{inside}B", "W"))
                 planned[Op(f"{inside}BW", s, i)] = (begin, end)
-        orders = orders_from_times(problem, planned, modes=modes if problem.has_modes else None)
+        microbatch_order = None
+        if problem.has_free_order:
+            firsts = range(0, problem.units, problem.slice_count)
+            microbatch_order = np.argsort([planned[Op("F", 0, unit)][0] for unit in firsts]).tolist()
+        orders = orders_from_times(
+            problem, planned, modes=modes if problem.has_modes else None, microbatch_order=microbatch_order
+        )
         minimises = variables.model.has_objective()  # without one the "best bound" of CP-SAT says nothing
         self.search.offer(orders, variables.grid.proved_us(self.best_objective_bound) if minimises else 0.0)
 

@@ -68,7 +68,8 @@ class Variables:
     only on stages where that can save memory or has to be. `lengths`: the time between two moments for which bytes are
     held, and its least value. `firsts`: literals for which of two ops is first. `aways`: literals of offloads that
     leave room when an F starts, each with that F, stage and microbatch. `objective`: the value in ticks, at least the
-    time between the two moments of each pair in `measured`.
+    time between the two moments of each pair in `measured`. `before`: where the order of microbatches is free, the
+    literal of each two that differ, of which the first is true if the lower number runs first.
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid, horizon: int) -> None:
@@ -84,10 +85,11 @@ class Variables:
         self.firsts: list[tuple[cp_model.IntVar, Op, Op]] = []
         self.aways: list[tuple[cp_model.IntVar, Op, int, int]] = []
         self.measured: list[tuple[Moment, Moment]] = []
+        self.before: dict[tuple[int, int], cp_model.IntVar] = {}
         self._both: dict[tuple[int, ...], cp_model.IntVar] = {}
         self.objective = self.model.new_int_var(0, horizon, "objective")
-        self.length = cache(lambda kind, s: grid.length(problem.stages[s].duration_us(kind)))
-        """Ticks of an op, by kind and stage."""
+        self.length = cache(lambda kind, s, i=0: grid.length(problem.stage_of(s, i).duration_us(kind)))
+        """Ticks of an op, by kind, stage and unit."""
 
     def add_all(self) -> None:
         """Every op of the problem."""
@@ -109,7 +111,9 @@ class Variables:
         """A literal for each variant of a stage with modes, and the ops that a microbatch has in it alone."""
         ways: list[Way] = []
         starts: dict[str, cp_model.IntVar] = {}
-        for n, variant in enumerate(variants(self.problem.stages[s])):
+        choices = self.problem.stage_of(s, i).choices
+        for n, of_stage in enumerate(variants(self.problem.stages[s])):
+            variant = of_stage._replace(mode=choices[of_stage.choice])
             literal, copy = self.model.new_bool_var(f"variant{s}.{i}.{n}"), variant.mode.offload
             times_us = {"O": copy.offload_us, "R": copy.reload_us} if copy else {}
             if variant.mode.recomputes:
@@ -132,7 +136,7 @@ class Variables:
         self, op: Op, presence: cp_model.IntVar | None, earliest: int = 0, latest_end: int | None = None
     ) -> None:
         """An op that runs if `presence` (None: always), from `earliest` on and until `latest_end` (None: horizon)."""
-        ticks = self.length(op.kind, op.stage)
+        ticks = self.length(*op)
         last_start = (self.horizon if latest_end is None else latest_end) - ticks
         start = self.model.new_int_var(earliest, max(last_start, earliest), str(op))
         if presence is None:
@@ -143,7 +147,7 @@ class Variables:
 
     def place(self, op: Op, start: int) -> None:
         """An op whose start is fixed."""
-        ticks, constant = self.length(op.kind, op.stage), self.model.new_constant(start)
+        ticks, constant = self.length(*op), self.model.new_constant(start)
         interval = self.model.new_fixed_size_interval_var(constant, ticks, f"{op}.")
         self.tasks[op] = IntervalTask(op, constant, ticks, interval)
 
@@ -170,6 +174,20 @@ class Variables:
             self.model.add_bool_or([literal, *(~other for other in given)])
         return self._both[key]
 
+    def is_first(self, i: int, j: int) -> list[cp_model.BoolVarT] | None:
+        """The literal that microbatch i runs before microbatch j where that is free.
+
+        Of equal ones the lower runs first: then there is none, or None where i never does.
+        """
+        count = self.problem.slice_count
+        a, b = (self.problem.unit_class[one * count : (one + 1) * count].tolist() for one in (i, j))
+        if a == b:
+            return [] if i < j else None
+        key = min(i, j), max(i, j)
+        if key not in self.before:
+            self.before[key] = self.model.new_bool_var(f"microbatch{key[0]}before{key[1]}")
+        return [self.before[key] if i < j else ~self.before[key]]
+
     @cached_property
     def _always(self) -> cp_model.IntVar:
         return self.model.new_constant(1)
@@ -180,14 +198,36 @@ class Variables:
         return {s for s, _ in self.fused}
 
     @cached_property
-    def round_trips(self) -> Sequence[int]:
-        """For each stage the ticks from the start of F to the earliest start of B: on to the last stage and back."""
-        ticks, last = self.grid.ticks, len(self.problem.stages) - 1
-        from_last = [self.length("F", last)]
-        for s in reversed(range(last)):
-            delays = ticks(self.problem.forward_delay_us[s]) + ticks(self.problem.backward_delay_us[s])
-            from_last.append(self.length("F", s) + delays + from_last[-1] + self.length("B", s + 1))
-        return from_last[::-1]
+    def round_trips(self) -> Sequence[Sequence[int]]:
+        """For each stage and unit the ticks from the start of F to the earliest start of B.
+
+        That is on to the last stage and back; or first the F of the next slice, its round trip, and its B.
+        """
+        ticks, stages = self.grid.ticks, range(len(self.problem.stages))
+        delays_us = self.problem.unit_delays_us
+        forward_us, backward_us = (delays_us[way].tolist() for way in ("forward", "backward"))
+        trips = [[0] * self.problem.units for _ in stages]
+        of_class: dict[tuple[int, ...], list[int]] = {}
+        count = self.problem.slice_count
+        for first in range(0, self.problem.units, count):
+            classes = tuple(self.problem.unit_class[first : first + count].tolist())
+            if classes not in of_class:
+                columns: list[int] = []
+                for i in reversed(range(first, first + count)):
+                    trip = self.length("F", stages[-1], i)
+                    for s in reversed(stages):
+                        if s + 1 < len(stages):
+                            delay = ticks(forward_us[s][i]) + ticks(backward_us[s][i])
+                            trip += self.length("F", s, i) + delay + self.length("B", s + 1, i)
+                        if i + 1 < first + count:
+                            behind = columns[-len(stages)] + self.length("B", s, i + 1)
+                            trip = max(trip, self.length("F", s, i) + behind)
+                        columns.append(trip)
+                of_class[classes] = columns
+            for n, trip in enumerate(of_class[classes]):
+                slices, place = divmod(n, len(stages))
+                trips[len(stages) - 1 - place][first + count - 1 - slices] = trip
+        return trips
 
     def task(self, kind: str, stage: int, microbatch: int) -> IntervalTask:
         """The task of an op that the model has."""
@@ -198,7 +238,7 @@ class Variables:
         at = stage, microbatch
         if at in self.ways:
             return self.ways[at]
-        kept, *offload = (Variant(n, mode) for n, mode in enumerate(self.problem.stages[stage].choices))
+        kept, *offload = (Variant(n, mode) for n, mode in enumerate(self.problem.stage_of(stage, microbatch).choices))
         if at not in self.leaves:
             return [Way(kept, self._always, {})]
         copies = {kind: self.task(kind, *at) for kind in "OR"}

@@ -48,7 +48,8 @@ def test_round_trips_of_a_thousand_stages() -> None:
     problem = uniform(1200, 1, budget=4)
     round_trips = Variables(problem, TimeGrid.of(problem, 1e6), 10**6).round_trips
     turnaround_us = Paths.of(problem).turnaround_us
-    assert round_trips == [stage.forward_us + turnaround_us(s, s) for s, stage in enumerate(problem.stages)]
+    expected = [stage.forward_us + turnaround_us(s, s) for s, stage in enumerate(problem.stages)]
+    assert round_trips == [[trip] * problem.units for trip in expected]
 
 
 def test_proves_a_reference_optimum() -> None:
