@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from optpipe.errors import InputError, Issue
 from optpipe.layers import HostCopies, Layer, LayerProfile
 from optpipe.mode_names import WITH_OFFLOAD, parse_recomputed, without_shorthand
-from optpipe.problem import Objective, Problem
+from optpipe.problem import MAX_NAME, Objective, Problem
 
 Kind = Literal["linear", "interleaved", "v"]
 
@@ -119,6 +120,21 @@ def parameter_bytes(profile: LayerProfile, layout: Partition) -> list[int]:
     for device, layers in zip(layout.placement, layout.cut(profile.each_layer), strict=True):
         held[device] += sum(layer.parameter_bytes for layer in layers)
     return held
+
+
+_CUT = re.compile(r", cut (\d+(?:,\d+)*)$")
+
+
+def name_with_cut(name: str, layout: Partition) -> str:
+    """Name of the problem of a model that is cut so; the name alone where it would be too long for a problem."""
+    full = f"{name}, cut {','.join(map(str, layout.sizes))}"
+    return full if name and len(full) <= MAX_NAME else name
+
+
+def cut_in_name(name: str) -> str | None:
+    """The cut in the name of a planned problem, such as "2,3"; None where it has none."""
+    found = _CUT.search(name)
+    return found[1] if found else None
 
 
 def build_problem(

@@ -32,6 +32,8 @@ MAX_BYTES = 2**53 - 1
 """Largest integer that every JSON reader represents exactly."""
 MAX_NUMBER = 1e30
 """Far above any sum of times, far below float overflow."""
+MAX_NAME = 200
+"""Longest name of a problem or a device."""
 MAX_COUNT = 10**6
 """Most microbatches, slices of all of them, devices or stages."""
 MAX_FACTOR = 10**9
@@ -177,7 +179,7 @@ class Device(Document):
     """One accelerator. `memory_bytes` is its budget for activations; None: no limit."""
 
     memory_bytes: Bytes | None
-    name: str = Field(default="", max_length=200)
+    name: str = Field(default="", max_length=MAX_NAME)
 
 
 class Offload(Document):
@@ -496,7 +498,7 @@ class Problem(Displayed, Document):
     """A scheduling problem. Frozen; unknown fields are rejected; `to_json` reproduces the input."""
 
     format: Literal["optpipe.problem/1"]
-    name: str = Field(default="", max_length=200)
+    name: str = Field(default="", max_length=MAX_NAME)
     microbatches: Count
     objective: Objective = "makespan"
     transfer_us: _Transfer = 0

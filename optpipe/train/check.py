@@ -17,6 +17,7 @@ from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_
 from optpipe.compile.program import RECOMPUTATIONS, Program
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.mode_names import without_offload
+from optpipe.partition import cut_in_name
 from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
@@ -196,9 +197,12 @@ def scheduled_memory(model: Model) -> list[PlannedMemory] | None:
     """Plan and budget of each device with the schedule's own sizes; None if these are another model's.
 
     A schedule may be run with any model of as many stages. It is this model's if its problem has the name that a
-    profile of this model gives it, with or without more behind a comma.
+    profile of this model gives it, with or without more behind a comma; a cut there must be that of the model.
     """
     if not f"{model.problem.name},".startswith(f"{model.task.name},"):
+        return None
+    planned = cut_in_name(model.problem.name)
+    if planned is not None and planned != ",".join(map(str, model.task.identity().get("cut") or ())):
         return None
     return planned_memory(model.program, model.problem, model.message_bytes)
 

@@ -136,7 +136,8 @@ class ModelConfig(Group):
     """GPT of a size (tiny, small, medium), hf: with a folder or configuration of transformers, or
     package.module:callable"""
     cut: Annotated[StrictStr | None, BeforeValidator(_cut_from_folder_of_file)] = None
-    """layers of each stage, such as 5,6,6,5, or a JSON file with the names of its modules; default: spread evenly"""
+    """layers of each stage, such as 5,6,6,5, or a JSON file with the names of its modules; default:
+    that of the plan, else spread evenly"""
     layers: StrictInt | None = Field(default=None, ge=1, le=2000)
     """blocks of the GPT; default: one per stage"""
     sequence: StrictInt | None = Field(default=None, ge=1, le=MAX_NUMBER)

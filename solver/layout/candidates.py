@@ -21,6 +21,7 @@ from optpipe.partition import (
     Batching,
     Partition,
     build_problem,
+    name_with_cut,
     parameter_bytes,
     parse_placement,
     placement,
@@ -212,6 +213,7 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
                             offload=offload,
                             modes=search.modes,
                             objective=search.objective,
+                            name=name_with_cut(profile.name, layout),
                         )
                         reason = ""
                     if layout is not None and problem is None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from optpipe.partition import cut_in_name
 from optpipe.train.config import TrainingConfig
 from optpipe.train.tasks.base import Task
 from optpipe.train.tasks.custom import OwnStages
 from optpipe.train.tasks.gpt import GPTTask
-from optpipe.train.tasks.hugging_face import HuggingFaceTask
+from optpipe.train.tasks.hugging_face import HuggingFaceTask, folder_name
 
 
 def build_task(config: TrainingConfig, stages: int, microbatches: int) -> Task:
     """The task of a run whose schedule has so many stages and, in each run of each replica, microbatches.
 
-    Raises InputError where a user's own stages or model cannot be loaded or do not fit.
+    Without a cut in the configuration a schedule that is planned for the model gives it. Raises InputError where a
+    user's own stages or model cannot be loaded or do not fit.
     """
+    model, problem = config.model, config.schedule.problem.name if config.schedule else ""
+    planned = cut_in_name(problem)
+    if model.cut is None and planned is not None and planned.count(",") + 1 == stages:
+        hugging_face = model.hugging_face and f" of {folder_name(model.name)}," in problem
+        if hugging_face or (model.own and problem.startswith(f"{model.name},")):
+            config = replace(config, model=replace(model, cut=planned))
     kind = OwnStages if config.model.own else HuggingFaceTask if config.model.hugging_face else GPTTask
     return kind(config, stages, microbatches * config.data_parallel * config.accumulate)

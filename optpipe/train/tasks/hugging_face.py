@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.models.hugging_face import PART, HuggingFace
+from optpipe.models.hugging_face import PART, PREFIX, HuggingFace
 from optpipe.models.loss import PerToken
 from optpipe.profile.subject import DATA_RETURNS, Named, batch_of
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
@@ -24,6 +24,11 @@ LOG = logging.getLogger("optpipe.train")
 
 LONGEST = 512
 """Tokens of a sequence where neither the user nor the configuration says fewer."""
+
+
+def folder_name(model: str) -> str:
+    """Last part of the path in the name of a model."""
+    return model.rstrip("/").rpartition("/")[2].removeprefix(PREFIX)
 
 
 class HuggingFaceTask:
@@ -87,8 +92,7 @@ class HuggingFaceBatches:
         self._text: Batches | None = None
         self._like: tuple[Tree, Tree] | None = None
         self._identity: dict[str, Any] = {"data": config.data}
-        folder = model.name.rstrip("/").rpartition("/")[2].removeprefix("hf:")
-        name = f"{model.kind.__name__} of {folder}"
+        name = f"{model.kind.__name__} of {folder_name(model.name)}"
         if self._data is not None:
             self._like = self._first_of_data(self._data)
             self.name = f"{name}, {spec_text(message_spec(self._like[0]))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, LlamaForCausalLM, T5Config
 
+from optpipe.compile import compile_schedule
 from optpipe.errors import InputError
 from optpipe.models.hugging_face import HuggingFace
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.train import ModelConfig, train
+from optpipe.train.check import scheduled_memory
+from optpipe.train.launch import Launch
+from optpipe.train.model import Model
+from optpipe.train.tasks import build_task
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.cases import config_of
 from tests.optpipe.models.tiny_models import CONFIGS, TRAINED, plain_losses, plain_model, saved
@@ -123,6 +129,31 @@ def test_training_in_four_processes(found: list[Any], case: str) -> None:
         assert rank[case]["losses"] == pytest.approx(plain_losses(name), rel=0, abs=1e-5)
         assert rank[case]["parameters"] == plain_model(name).num_parameters()
         assert rank[case]["on meta"]
+
+
+def test_the_cut_is_that_of_the_plan_for_this_model() -> None:
+    """In the name of its problem; of another cut the plan has other sizes, against which no memory is held."""
+    config = config_of("llama, in 2")
+    assert config.schedule is not None
+    folder, problem = saved("llama").rpartition("/")[2], config.schedule.problem
+    name = build_task(config, 2, 4).name
+    assert name.startswith(f"LlamaForCausalLM of {folder}, ")
+
+    def model(name: str, cut: str | None = None) -> Model:
+        schedule = config.schedule.model_copy(update={"problem": problem.model_copy(update={"name": name})})  # type: ignore[union-attr]
+        named = replace(config, schedule=schedule, model=replace(config.model, cut=cut))
+        return Model(named, compile_schedule(schedule), Launch(2))
+
+    for problem_name, given, cut, memory in (
+        (f"{name}, cut 1,4", None, [1, 4], True),
+        (f"{name}, cut 1,4", "2,3", [2, 3], False),
+        (f"{name}, cut 1,2,2", None, [2, 3], False),
+        (name, None, [2, 3], True),
+        (name.replace(folder, "other") + ", cut 1,4", None, [2, 3], False),
+    ):
+        made = model(problem_name, given)
+        assert made.task.identity()["cut"] == cut
+        assert (scheduled_memory(made) is not None) == memory
 
 
 def test_layers_that_are_alike_are_measured_once() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optpipe.layers import LayerProfile
 from optpipe.ops import Orders
-from optpipe.partition import parse_placement, placement, work_us
+from optpipe.partition import cut_in_name, parse_placement, placement, work_us
 from optpipe.problem import Problem
 from solver.build import build_schedule
 from solver.layout import ranking
@@ -86,6 +86,18 @@ def test_a_balance_that_breaks_the_memory_limit_is_searched_again_within_it() ->
         assert sizes == balanced_sizes(given, places, scale)
         assert sizes is not None
         assert max(sizes) * (1000 + scale * 100) <= 6600
+
+
+def test_the_name_of_a_problem_ends_with_its_cut() -> None:
+    """Training reads it there; a name that would be too long stays what it is."""
+    search = Search(2, 4, [1], ["linear", "v"])
+    for name, named in (("toy", True), ("", False), ("t" * 195, False)):
+        for candidate in candidates(profile(5, head=3, name=name), search):
+            assert candidate.layout is not None
+            assert candidate.problem is not None
+            cut = ",".join(map(str, candidate.layout.sizes)) if named else None
+            assert cut_in_name(candidate.problem.name) == cut
+            assert candidate.problem.name == (f"{name}, cut {cut}" if named else name)
 
 
 def test_no_time_no_cut() -> None:
