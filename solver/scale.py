@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from fractions import Fraction
 from math import ceil, gcd, lcm
 
@@ -93,7 +92,10 @@ def time_unit_us(problem: Problem) -> Fraction:
         times |= {time for delays_us in problem.unit_delays_us.values() for time in delays_us.ravel().tolist()}
     else:
         times |= {*problem.forward_delay_us, *problem.backward_delay_us}
-    return _common_divisor(Fraction(str(time)) for time in times)
+    lengths = [Fraction(str(time)) for time in times if time]
+    if not lengths:
+        return Fraction(1)
+    return Fraction(gcd(*(length.numerator for length in lengths)), lcm(*(length.denominator for length in lengths)))
 
 
 def stage_times_us(stage: Stage) -> list[float]:
@@ -101,13 +103,6 @@ def stage_times_us(stage: Stage) -> list[float]:
     moves = [time for mode in stage.choices if (copy := mode.offload) for time in (copy.offload_us, copy.reload_us)]
     again = [mode.recompute_us for mode in stage.choices if mode.recomputes]
     return [stage.forward_us, stage.backward_input_us, stage.backward_weight_us, *moves, *again]
-
-
-def _common_divisor(times: Iterable[Fraction]) -> Fraction:
-    lengths = [time for time in times if time]
-    if not lengths:
-        return Fraction(1)
-    return Fraction(gcd(*(time.numerator for time in lengths)), lcm(*(time.denominator for time in lengths)))
 
 
 MOST_MILP_OPS = 3000

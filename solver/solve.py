@@ -67,7 +67,11 @@ def search(
         return Solution(orders, value_us, bound_us, chosen.name)
     refuse_unsupported(chosen, problem)
     chosen.refuse(problem)
-    _refuse_impossible(problem)
+    short = impossible_budgets(problem)
+    if short:
+        device, needed, budget = short[0]
+        text = f"devices[{device}].memory_bytes is {budget}, but one microbatch alone needs {needed}."
+        raise InfeasibleError(text, known_budgets_bytes(problem))
     shared = SharedIncumbent(problem, limits, on_progress)
     with limits.cancel.calling(shared.stop.request), (feed or Feed()).into(shared.offer):
         offer_published(problem, shared)
@@ -84,16 +88,6 @@ def search(
     if best.orders is None:
         raise _no_solution(problem, limits, best.infeasible)
     return best if chosen.search is None else replace(best, method=chosen.name)
-
-
-def _refuse_impossible(problem: Problem) -> None:
-    short = impossible_budgets(problem)
-    if short:
-        device, needed, budget = short[0]
-        raise InfeasibleError(
-            f"devices[{device}].memory_bytes is {budget}, but one microbatch alone needs {needed}.",
-            known_budgets_bytes(problem),
-        )
 
 
 def _no_solution(problem: Problem, limits: Limits, proved: bool) -> InfeasibleError | NoSolutionError:

@@ -129,7 +129,17 @@ class Child:
         self.folder = tempfile.mkdtemp(prefix="optpipe-solve-")
         self._errors = Path(self.folder) / "stderr.txt"
         try:
-            self._process = self._started(module)
+            with self._errors.open("wb") as errors:
+                self._process = subprocess.Popen(
+                    module_command(module, str(os.getpid())),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    bufsize=0,
+                    cwd=self.folder,
+                    env=child_environment(TMPDIR=self.folder),
+                    start_new_session=True,
+                )
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
@@ -139,19 +149,6 @@ class Child:
         self._to_say = bytearray()
         self._heard = bytearray()
         self.silent = False
-
-    def _started(self, module: str) -> subprocess.Popen[bytes]:
-        with self._errors.open("wb") as errors:
-            return subprocess.Popen(
-                module_command(module, str(os.getpid())),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                cwd=self.folder,
-                env=child_environment(TMPDIR=self.folder),
-                start_new_session=True,
-            )
 
     @staticmethod
     def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -53,7 +53,8 @@ def main() -> None:
     problem, method, given, starts = channel.read_request(json.loads(request))
     if not compiled:
         load_uncompiled(problem, "solver.solve")
-    limits = _with_time_left(given)
+    least_s = given.seconds + min(LEAST_SEARCH_S, given.time_limit_s)
+    limits = replace(given, time_limit_s=max(given.time_limit_s, least_s))
     feed = Feed()
     Thread(target=_obey, args=(limits, feed), name="obey", daemon=True).start()
     # Ended at once, whatever happens: at a usual end Python aborts, since `_obey` still holds the lock of stdin, and a
@@ -104,11 +105,6 @@ def _limit(solution: Solution, method: str, limits: Limits) -> Limit | None:
     if METHODS[method].kind == "published":
         return None
     return "time" if limits.deterministic_limit is not None or limits.seconds >= EARLY * limits.time_limit_s else None
-
-
-def _with_time_left(given: Limits) -> Limits:
-    least = given.seconds + min(LEAST_SEARCH_S, given.time_limit_s)
-    return replace(given, time_limit_s=max(given.time_limit_s, least))
 
 
 class Outbox:
