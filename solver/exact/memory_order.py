@@ -13,19 +13,37 @@ from itertools import accumulate
 from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
 from solver.bounds.device import fusing_may_help, usable_bytes
+from solver.variants import variants
 
 
 def least_held_bytes(stage: Stage) -> int:
-    """Bytes of an activation that never leave the device, whatever is offloaded."""
-    return stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
+    """Bytes of an activation that are on the device between F and B in any variant, whatever leaves it."""
+    return min(way.waiting_bytes for way in variants(stage))
+
+
+def least_started_bytes(stage: Stage, kind: str) -> int:
+    """Bytes of an activation and beside it that are there at the least when F or B of a microbatch has started."""
+    work, ways = stage.workspace_bytes, variants(stage)
+    if kind == "F":
+        return min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways) + work.F
+    return max(min(way.backward_bytes for way in ways) + work.B, stage.backward_weight_bytes)
 
 
 def devices_with_budgets(problem: Problem) -> Iterator[tuple[Sequence[int], int]]:
-    """Stages and usable bytes of each device that has a budget, and no activation modes beside `kept` and `offload`."""
+    """Stages and usable bytes of each device that has a budget."""
     for d, numbers in enumerate(problem.stages_of):
-        stages = [problem.stages[s] for s in numbers]
-        if stages and problem.devices[d].memory_bytes is not None and not any(stage.modes for stage in stages):
+        if numbers and problem.devices[d].memory_bytes is not None:
             yield numbers, int(usable_bytes(problem, d))
+
+
+def devices_with_order_literals(problem: Problem) -> Iterator[tuple[Sequence[int], int]]:
+    """The same without devices with activation modes.
+
+    Measured, literals for what waits to be recomputed slow proofs down more often than not.
+    """
+    for numbers, budget in devices_with_budgets(problem):
+        if not any(problem.stages[s].modes for s in numbers):
+            yield numbers, budget
 
 
 MOST_ORDER_LITERALS = 50_000
@@ -34,7 +52,7 @@ MOST_ORDER_LITERALS = 50_000
 
 def count_memory_literals(problem: Problem) -> int:
     """Estimate from above of the literals that say how memory orders ops (`cp_sat.memory_order`)."""
-    per_pair = sum(len(numbers) ** 2 * 5 for numbers, _ in devices_with_budgets(problem))
+    per_pair = sum(len(numbers) ** 2 * 5 for numbers, _ in devices_with_order_literals(problem))
     return per_pair * problem.units**2 // 2
 
 
@@ -47,9 +65,9 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
     """Pairs of ops of one device without which no budget is kept: the first ends before the second starts.
 
     Proof. Let stage t be s or before it on the device, and `held` what a microbatch between F and B of t holds at the
-    least: what never leaves of t and of all earlier stages of the device. When op x, F or B of (s, j), starts, j holds
-    what never leaves of the stages before s and the activation of s is there, or begins to be. In the `room` left,
-    n = room // held other microbatches can be between F and B of t.
+    least: what every variant leaves there of t and of all earlier stages of the device. When op x, F or B of (s, j),
+    starts, j holds that of the stages before s, and of s what x needs at the least has begun to be there. In the `room`
+    left, n = room // held other microbatches can be between F and B of t.
     Those before j whose B of t has not ended are all between the two, since F of s, which comes after F of t, was in
     order: so B(t, j - n - 1) has ended when F(s, j) starts, or all from it on would be n + 1. The same if x is a B,
     and t before s. Those after j are not beyond B of t, which comes after x: so F(t, j + n + 1) has not started when x
@@ -61,10 +79,8 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
         held = list(accumulate(map(least_held_bytes, stages)))
         for k, (s, stage) in enumerate(zip(numbers, stages, strict=True)):
             before = held[k] - least_held_bytes(stage)
-            grows = max(stage.workspace_bytes.B, stage.backward_weight_bytes - stage.activation_bytes)
-            rooms = {"F": budget - before - stage.activation_bytes - stage.workspace_bytes.F}
-            if not fusing_may_help(problem, s):
-                rooms["B"] = budget - before - stage.activation_bytes - grows
+            kinds = "F" if fusing_may_help(problem, s) else "FB"
+            rooms = {kind: budget - before - least_started_bytes(stage, kind) for kind in kinds}
             for kind, room in rooms.items():
                 for t, held_bytes in zip(numbers[: k + 1], held, strict=False):
                     yield from _apart(problem, Op(kind, s, 0), t, room, held_bytes)

@@ -9,7 +9,7 @@ from ortools.sat.python import cp_model
 
 from optpipe.ops import Op
 from solver.exact.cp_sat.variables import Variables
-from solver.exact.memory_order import devices_with_budgets, memory_precedences
+from solver.exact.memory_order import devices_with_order_literals, memory_precedences
 
 
 def add_memory_precedences(variables: Variables) -> None:
@@ -27,7 +27,7 @@ def add_memory_order(variables: Variables) -> None:
     the resource is still needed.
     """
     order = _Order(variables)
-    for numbers, budget in devices_with_budgets(variables.problem):
+    for numbers, budget in devices_with_order_literals(variables.problem):
         for s, j in product(numbers, range(variables.problem.units)):
             order.add_room(Op("F", s, j), numbers, budget)
 

@@ -15,6 +15,7 @@ from optpipe.ops import Op
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
+from solver.build import peak_budgets
 from solver.exact.cp_sat.model import Options, build_model, configured_solver, solve_cp_sat
 from solver.exact.memory_order import memory_precedences
 from solver.exact.ticks import TimeGrid
@@ -24,6 +25,7 @@ from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import problems
 from tests.random_plans import random_plan
+from tests.recomputing import random_recomputing, recomputing
 from tests.solver.exact.test_rules import within_its_peaks
 
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow]
@@ -85,6 +87,37 @@ def test_a_stage_waits_for_the_later_ones_of_its_device() -> None:
     assert (Op("B", 3, 0), Op("F", 3, 1)) in pairs
     assert (Op("F", 3, 0), Op("F", 0, 2)) in pairs
     assert (Op("F", 3, 0), Op("F", 0, 1)) not in pairs
+
+
+def test_what_modes_leave_takes_room() -> None:
+    """Two microbatches of 10 bytes; three where each waits with 6, and the next takes 8 while its F runs."""
+    mode = {"name": "part", "kept_bytes": 6, "recompute_us": 1, "forward_workspace_bytes": 2}
+    pairs = set(memory_precedences(recomputing(2, 6, [mode], 20, backward_weight_bytes=10)))
+    assert (Op("B", 0, 0), Op("F", 0, 3)) in pairs
+    assert (Op("B", 0, 1), Op("F", 0, 3)) not in pairs
+    assert (Op("W", 0, 0), Op("F", 0, 3)) in pairs
+
+
+@pytest.mark.parametrize("first", range(0, 200, 100))
+def test_random_schedules_with_modes_keep_them(first: int) -> None:
+    for seed in range(first, first + 100):
+        problem, orders = random_recomputing(Random(seed))
+        budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+        simulation = simulate(problem, orders)
+        ends = dict(zip(simulation.ops, zip(simulation.start_us, simulation.end_us, strict=True), strict=True))
+        times = {}  # a backward in another form has its B, and W, at its end
+        for (kind, s, i), (start_us, end_us) in ends.items():
+            stage = problem.stages[s]
+            backward_us = stage.backward_input_us + (stage.backward_weight_us if kind.endswith("BW") else 0)
+            if "B" in kind:
+                begins_us = end_us - backward_us
+                times[Op("B", s, i)] = begins_us, begins_us + stage.backward_input_us
+                if kind.endswith("BW"):
+                    times[Op("W", s, i)] = end_us - stage.backward_weight_us, end_us
+            else:
+                times[Op(kind, s, i)] = start_us, end_us
+        for before, after in memory_precedences(problem.from_data(problem.to_data() | {"devices": budgets})):
+            assert times[before][1] <= times[after][0] + 1e-9, (seed, before, after)
 
 
 PROVED_US = {"a-p16-m32-c0-b1o2-linear-make": 155_000, "a-p8-m16-c0-b1o3-linear-span": 145_000}
