@@ -159,6 +159,8 @@ def test_nothing_is_made_that_nobody_waits_for() -> None:
 
 def test_a_child_that_never_begins() -> None:
     problem = uniform(8, 64, budget=7)
+    shared = SharedIncumbent(problem, Limits(LIMIT_S), None)
+    offer_published(problem, shared)  # first, so that all of it is loaded when the fallback needs it
     limits, clock = Limits(LIMIT_S, workers=1), Clock()
     with Child("tests.solver.process.asleep") as child:
         result = solve_in_child(problem, "auto", limits, child=child)
@@ -166,7 +168,5 @@ def test_a_child_that_never_begins() -> None:
     assert (result.reason, result.limit) == ("feasible", "time")
     assert result.schedule is not None
     assert verify(result.schedule).ok
-    shared = SharedIncumbent(problem, Limits(LIMIT_S), None)
-    offer_published(problem, shared)
     assert result.schedule.method == shared.best.method
     assert result.schedule.value_us == shared.best.value_us < floor_us(problem) / 2
