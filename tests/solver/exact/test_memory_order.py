@@ -90,12 +90,17 @@ def test_a_stage_waits_for_the_later_ones_of_its_device() -> None:
 
 
 def test_what_modes_leave_takes_room() -> None:
-    """Two microbatches of 10 bytes; three where each waits with 6, and the next takes 8 while its F runs."""
+    """In 20 bytes there are three that wait with 6, the last with 8 during its F; or one beside a whole one."""
     mode = {"name": "part", "kept_bytes": 6, "recompute_us": 1, "forward_workspace_bytes": 2}
-    pairs = set(memory_precedences(recomputing(2, 6, [mode], 20, backward_weight_bytes=10)))
-    assert (Op("B", 0, 0), Op("F", 0, 3)) in pairs
-    assert (Op("B", 0, 1), Op("F", 0, 3)) not in pairs
-    assert (Op("W", 0, 0), Op("F", 0, 3)) in pairs
+    ahead, inside = (
+        set(memory_precedences(recomputing(2, 6, [mode | form], 20, backward_weight_bytes=10)))
+        for form in ({}, {"segment_bytes": 1})
+    )
+    for pairs in (ahead, inside):
+        assert (Op("B", 0, 0), Op("F", 0, 3)) in pairs
+    assert (Op("W", 0, 0), Op("F", 0, 3)) in ahead
+    assert (Op("B", 0, 0), Op("F", 0, 2)) in ahead, "while that B runs, its activation is whole"
+    assert (Op("B", 0, 0), Op("F", 0, 2)) not in inside
 
 
 @pytest.mark.parametrize("first", range(0, 200, 100))
