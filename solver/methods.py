@@ -17,6 +17,7 @@ from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.passes import general_methods
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
 from solver.published.recompute import one_f_one_b_recompute, one_f_one_b_recompute_ahead
+from solver.published.seq1f1b import seq1f1b
 from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
@@ -133,6 +134,17 @@ METHODS: dict[str, Method] = {
             orders=interleaved_1f1b,
             unsplit=True,
             factors=True,
+            free_order=True,
+        ),
+        Method(
+            "seq1f1b",
+            "published",
+            "1F1B over slices of sequences",
+            "one stage a device or interleaved, slices, no offload",
+            orders=seq1f1b,
+            unsplit=True,
+            factors=True,
+            slices=True,
             free_order=True,
         ),
         Method(
