@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,82 +17,117 @@ from rich.console import Console
 from rich.table import Table
 
 SHORT_FILE_LINES = 40
+LONG_BODY_LINES = 12
 PACKAGES = ("optpipe", "solver", "api")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class UsedOnce:
+    """A function that is named in exactly one place, and how: what decides whether it can be inlined."""
+
+    location: str
+    how: str
 
 
 @dataclass(frozen=True)
 class CodeSize:
     """Figures of a group of packages.
 
-    `lines` are all lines of all files. A file that is only a package's `__init__` counts as neither file nor short
-    file. `functions` are functions and methods that code calls by name: no decorated ones, which a framework calls, and
-    no special methods; `used_once` of them are named in exactly one place, their definition aside.
+    `lines` are all lines of all files, `code_lines` those that are not blank, a comment or in a docstring. A file that
+    is only a package's `__init__` counts as neither file nor short file. `functions` are functions and methods that
+    code calls by name: no decorated ones, which a framework calls, and no special methods; `used_once` of them are
+    named in exactly one place, their definition aside.
     """
 
     lines: int
+    code_lines: int
     files: int
     short_files: int
     median_lines: float
     functions: int
-    used_once: tuple[str, ...]
+    used_once: tuple[UsedOnce, ...]
 
 
 def measure(folders: Iterable[Path]) -> CodeSize:
     """Measure all Python files below the folders."""
     sources = {path: path.read_text() for folder in folders for path in sorted(folder.rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in sources.items()}
     lengths = [len(text.splitlines()) for path, text in sources.items() if path.name != "__init__.py"]
-    uses: Counter[str] = Counter()
-    functions: list[tuple[str, str]] = []
-    for path, text in sources.items():
-        tree = ast.parse(text)
-        uses.update(_names(tree))
-        functions += [(node.name, f"{path}:{node.lineno} {node.name}") for node in _called_by_name(tree)]
+    uses: defaultdict[str, list[tuple[Path, bool]]] = defaultdict(list)
+    for path, tree in trees.items():
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name | ast.Attribute):
+                uses[node.id if isinstance(node, ast.Name) else node.attr].append((path, id(node) in called))
+    functions = [(path, node) for path, tree in trees.items() for node in _called_by_name(tree)]
     return CodeSize(
         lines=sum(len(text.splitlines()) for text in sources.values()),
+        code_lines=sum(_count_code(text, trees[path]) for path, text in sources.items()),
         files=len(lengths),
         short_files=sum(length < SHORT_FILE_LINES for length in lengths),
         median_lines=median(lengths),
         functions=len(functions),
-        used_once=tuple(location for name, location in functions if uses[name] == 1),
+        used_once=tuple(
+            UsedOnce(f"{path}:{node.lineno} {node.name}", _how(node, path, *uses[node.name][0]))
+            for path, node in functions
+            if len(uses[node.name]) == 1
+        ),
     )
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def _called_by_name(tree: ast.AST) -> Iterator[Function]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-
-
-def _called_by_name(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if not node.decorator_list and not node.name.startswith("__"):
+        if isinstance(node, Function) and not node.decorator_list and not node.name.startswith("__"):
             yield node
+
+
+def _how(function: Function, defined: Path, used: Path, is_called: bool) -> str:
+    body = function.body[ast.get_docstring(function) is not None :]
+    lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+    if not is_called:
+        return "passed as a value"
+    if used != defined:
+        return "called from another file"
+    return f"{LONG_BODY_LINES} lines or more" if lines >= LONG_BODY_LINES else f"fewer than {LONG_BODY_LINES} lines"
+
+
+def _count_code(text: str, tree: ast.AST) -> int:
+    docstrings = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(bool(line) and not line.startswith("#") and number not in docstrings for number, line in lines)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help=f"default: {', '.join(PACKAGES)}, and all three")
-    parser.add_argument("--list", action="store_true", help="name every function that is used exactly once")
+    parser.add_argument("--list", action="store_true", help="name every function that is used exactly once, and how")
     options = parser.parse_args()
     each = [[folder] for folder in options.folders or map(Path, PACKAGES)]
     groups = each if len(each) == 1 else [*each, [folder for [folder] in each]]
-    table = Table("", "lines", "files", "median lines", f"under {SHORT_FILE_LINES} lines", "functions", "used once")
+    columns = ("lines", "of code", "files", "median lines", f"under {SHORT_FILE_LINES} lines", "functions", "used once")
+    table = Table("", *columns)
     for group in groups:
         size = measure(group)
         short, once = size.short_files / size.files, len(size.used_once) / size.functions
         names = ", ".join(folder.name for folder in group)
         table.add_row(
-            names, f"{size.lines:,}", f"{size.files}", f"{size.median_lines:g}", f"{size.short_files} ({short:.1%})",
-            f"{size.functions:,}", f"{len(size.used_once)} ({once:.1%})",
+            names, f"{size.lines:,}", f"{size.code_lines:,}", f"{size.files}", f"{size.median_lines:g}",
+            f"{size.short_files} ({short:.1%})", f"{size.functions:,}", f"{len(size.used_once)} ({once:.1%})",
         )  # fmt: skip
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    kinds = Counter(one.how for one in size.used_once)
+    console.print("used once: " + ", ".join(f"{count} {how}" for how, count in kinds.most_common()))
     if options.list:
-        print(*size.used_once, sep="\n")
+        print(*(f"{one.location}  {one.how}" for one in size.used_once), sep="\n")
 
 
 if __name__ == "__main__":
