@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, compile_once, doing, print_json, stderr, stdout
+from optpipe.cli.console import AsJson, compile_once, doing, print_json, stderr, stdout, table
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
+from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
     from optpipe.trace import Trace
+    from solver.trainer_settings import Trainer
 
 
 class Format(StrEnum):
@@ -25,6 +29,8 @@ class Format(StrEnum):
 
     CHROME_TRACE = "chrome-trace"
     TORCH_CSV = "torch-csv"
+    MEGATRON = "megatron"
+    TORCHTITAN = "torchtitan"
     LP = "lp"
     MPS = "mps"
 
@@ -44,6 +50,7 @@ def command(
             "--to",
             help="chrome-trace: for Perfetto and chrome://tracing. "
             "torch-csv: for torch's own pipelining runtime, torchtitan and NeMo AutoModel. "
+            "megatron, torchtitan: the settings for activations that come nearest, as flags, and what they lose. "
             "lp, mps: the problem as a mixed-integer model, for other solvers.",
         ),
     ],
@@ -84,15 +91,13 @@ def command(
         loaded = _load(document)
         events = measured_chrome_trace(loaded) if isinstance(loaded, Trace) else chrome_trace(loaded)
         write_atomically(output, json.dumps(events, allow_nan=False))
+    elif to is Format.MEGATRON or to is Format.TORCHTITAN:
+        trainer: Trainer = "megatron" if to is Format.MEGATRON else "torchtitan"
+        return _export_settings(_load_schedule(document, to), trainer, output, as_json)
     else:
         from optpipe.export.torch_csv import checkpointed_stages, torch_csv
 
-        loaded = _load(document)
-        if isinstance(loaded, Trace):
-            detail = (
-                "is torch-csv, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
-            )
-            raise InputError([Issue("--to", "not_a_schedule", detail)], str(document))
+        loaded = _load_schedule(document, to)
         write_atomically(output, torch_csv(loaded, drop_offload=drop_offload))
         if modes := checkpointed_stages(loaded):
             result["checkpoint"] = [{"stage": s, "mode": mode} for s, mode in modes.items()]
@@ -102,6 +107,51 @@ def command(
             result["devices"] = _report_memory_without_offload(loaded)
     print_json(result) if as_json else stdout().print(summary)
     return 0
+
+
+def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json: bool) -> int:
+    """Write the flags that come nearest to a schedule, and print what all that were tried lose against it."""
+    from solver.trainer_settings import nearest_settings
+
+    problem = schedule.problem
+    compile_once()
+    with doing("simulating settings"):
+        found = nearest_settings(schedule, trainer)
+    best = found[0]
+    write_atomically(output, "".join(f"{flag}\n" for flag in best.settings))
+    bubble = 1 - max(problem.work_us) / schedule.value_us
+    peaks = [device.peak_bytes_any_timing for device in schedule.devices]
+    if as_json:
+        plan = {"value_us": schedule.value_us, "bubble": bubble, "peak_bytes": peaks}
+        print_json({"output": str(output), "to": trainer, "plan": plan, "settings": [asdict(one) for one in found]})
+    else:
+        columns = ("step", "against the plan", "bubble", "largest peak bytes", "beyond the budget", "flags")
+        rows = table("activations", *columns)
+        rows.columns[-1].justify, rows.columns[-1].no_wrap = "left", False
+        rows.add_row("the plan", us_text(schedule.value_us), "", share_text(bubble), f"{max(peaks):,}", "", "")
+        for one in found:
+            slower = f"{one.value_us / schedule.value_us - 1:+.1%}"
+            figures = [us_text(one.value_us), slower, share_text(one.bubble), f"{max(one.peak_bytes):,}"]
+            rows.add_row(one.mode, *figures, f"{one.short_bytes:,}", " ".join(one.settings))
+        stdout().print(rows)
+        stdout().print(f"wrote {output}: {' '.join(best.settings) or 'no flags'}")
+    if best.short_bytes:
+        print(
+            f"error: no setting keeps the budgets: with the nearest one a device lacks {best.short_bytes:,} bytes.",
+            file=sys.stderr,
+        )
+    return 1 if best.short_bytes else 0
+
+
+def _load_schedule(path: Path, to: Format) -> Schedule:
+    """Load a schedule. Raises InputError, also for a measured step."""
+    from optpipe.trace import Trace
+
+    loaded = _load(path)
+    if isinstance(loaded, Trace):
+        detail = f"is {to}, but this is a measured step. Maybe export the schedule that it ran, or use chrome-trace."
+        raise InputError([Issue("--to", "not_a_schedule", detail)], str(path))
+    return loaded
 
 
 def _load(path: Path) -> Schedule | Trace:

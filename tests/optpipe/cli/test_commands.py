@@ -16,12 +16,13 @@ from instances import INSTANCES, uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
+from solver.build import build_schedule
 from solver.limits import Limits
 from solver.methods import METHODS
 from solver.process import ChildResult, SolverDiedError
 from solver.solve import solve
 from tests.optpipe.cli.conftest import Cli
-from tests.recomputing import COPY, FULL, recomputing
+from tests.recomputing import COPY, FULL, one_f_one_b, recomputing
 
 
 def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: Path, tmp_path: Path) -> None:
@@ -277,6 +278,24 @@ def test_export_of_the_model_of_a_problem_and_of_a_schedule(
     assert cli("export", schedule_file, "--to", form, "-o", of_schedule).code == 0
     assert of_problem.read_text() == of_schedule.read_text()
     assert "memory_F0_1" in of_problem.read_text()
+
+
+def test_export_of_the_nearest_settings_of_other_trainers(cli: Cli, tmp_path: Path) -> None:
+    """Half of 1F1B's memory, of which a microbatch keeps a tenth if it is recomputed."""
+    flags, schedule = tmp_path / "flags.txt", tmp_path / "schedule.json"
+    problem = recomputing(4, 8, budget=20)
+    backwards = one_f_one_b(problem, lambda _s, _i: "CBW")
+    schedule.write_text(build_schedule(problem, backwards, 0.0, "by hand", 0.0).to_json())
+    run = cli("export", schedule, "--to", "megatron", "-o", flags)
+    assert run.code == 0
+    assert flags.read_text().splitlines()[0] == "--recompute-granularity full"
+    assert run.out.index("the plan") < run.out.index("full") < run.out.index("kept")
+    run = cli("export", schedule, "--to", "torchtitan", "-o", flags, "--json")
+    assert run.code == 1
+    assert "no setting keeps the budgets: with the nearest one a device lacks 20 bytes" in run.err
+    assert flags.read_text().splitlines()[-1] == "--activation_checkpoint.mode none"
+    assert run.document["settings"][0]["short_bytes"] == 20
+    assert run.document["plan"]["value_us"] == 44
 
 
 def test_export_refuses_models_that_would_be_too_large(cli: Cli, tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""Activation settings of other trainers that come nearest to a schedule, and what is lost by them.
+
+Megatron-LM and torchtitan hold the activations of all microbatches on all stages in one way. Each way that their
+settings have and the problem has a mode for is simulated in the order of 1F1B or interleaved 1F1B; for torchtitan,
+which takes an order as a file, in that of the schedule too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from optpipe.errors import DeadlockError, InputError, Issue, MethodError
+from optpipe.mode_names import SELECTIVE, parse_recomputed
+from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.problem import KEPT, OFFLOAD, Problem
+from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from solver.build import peak_budgets
+from solver.by_stage import ByStage
+from solver.published.interleaved import interleaved_1f1b
+from solver.published.one_stage import one_f_one_b
+from solver.published.transfers import TransferPlanner, TransferRequest
+from solver.variants import Variant, variants
+
+Trainer = Literal["megatron", "torchtitan"]
+
+MEGATRON_MODULES = {
+    "mlp": "mlp",
+    "core_attention": "core_attn",
+    "core_attn": "core_attn",
+    "moe": "moe",
+    "shared_experts": "shared_experts",
+}
+"""Parts of a block whose recomputation Megatron-LM can switch on, by the names that modes give them."""
+
+MEGATRON_OFFLOAD = "attn_norm qkv_linear core_attn attn_proj mlp_norm"
+"""Modules of a dense layer whose inputs Megatron-LM can offload: together nearly all of an activation."""
+
+LEAD = 1.0
+"""Reload times before its backward at which an activation comes back: Megatron-LM fetches one layer ahead."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A trainer's settings, the mode in which they hold all activations, and what a step then takes.
+
+    `settings`: flags of the command line. `peak_bytes` of each device, under any timing. `short_bytes`: the most by
+    which a device exceeds its budget, 0 where all keep theirs.
+    """
+
+    settings: Sequence[str]
+    mode: str
+    value_us: float
+    bubble: float
+    peak_bytes: Sequence[int]
+    short_bytes: int
+
+
+def nearest_settings(schedule: Schedule, trainer: Trainer) -> list[Setting]:
+    """All settings of the trainer that can be simulated, best first: those within the budgets, then the fastest.
+
+    Raises InputError where the trainer has no pipeline of this placement.
+    """
+    problem, found = schedule.problem, []
+    for settings, mode in _megatron(problem) if trainer == "megatron" else _torchtitan(problem):
+        chosen = _chosen(problem, mode)
+        if chosen is None:
+            continue
+        by_stage = ByStage(problem, chosen)
+        for flags, compute in _compute_orders(schedule, trainer):
+            with suppress(DeadlockError):
+                plain = _with_copies(by_stage, compute) if mode == OFFLOAD else Orders.of_compute(compute)
+                orders = plain and by_stage.with_modes(plain)
+                if orders is not None:
+                    found.append(_simulated(problem, orders, [*flags, *settings], mode))
+    return sorted(found, key=lambda setting: (setting.short_bytes, setting.value_us))
+
+
+def _megatron(problem: Problem) -> Iterator[tuple[list[str], str]]:
+    """Flags of Megatron-LM, each with the mode that holds activations so."""
+    full = "--recompute-granularity full"
+    yield [], KEPT
+    yield ["--fine-grained-activation-offloading", f"--offload-modules {MEGATRON_OFFLOAD}"], OFFLOAD
+    for name in _common_modes(problem):
+        recomputed = parse_recomputed(name)
+        if recomputed is None or name.endswith("+offload"):
+            continue
+        if recomputed.whole:
+            layers = _blocks(problem)
+            count = str(layers) if layers else "<layers of a stage>"
+            yield [full, "--recompute-method uniform", f"--recompute-num-layers {count}"], name
+        elif recomputed.blocks is not None:
+            yield [full, "--recompute-method block", f"--recompute-num-layers {recomputed.blocks}"], name
+        elif not recomputed.part:
+            yield [full, "--recompute-method uniform", "--recompute-num-layers 1"], name
+        elif module := MEGATRON_MODULES.get(recomputed.part.rpartition(".")[2]):
+            yield ["--recompute-granularity selective", f"--recompute-modules {module}"], name
+
+
+def _torchtitan(problem: Problem) -> Iterator[tuple[list[str], str]]:
+    """Settings of torchtitan: it has every k-th layer run again, or every one, which it calls full."""
+    mode, names, blocks = "--activation_checkpoint.mode", _common_modes(problem), _blocks(problem)
+    yield [f"{mode} none"], KEPT
+    if SELECTIVE in names:
+        yield [f"{mode} full"], SELECTIVE
+    seen = set()
+    for frequency in range(2, (blocks or 1) + 1):
+        name = f"{SELECTIVE}-{(blocks or 1) // frequency}"
+        if name in names and name not in seen:
+            seen.add(name)
+            yield [f"{mode} selective", f"--activation_checkpoint.selective_ac_option {frequency}"], name
+
+
+def _common_modes(problem: Problem) -> list[str]:
+    """Names of modes that every stage has."""
+    first, *others = problem.stages
+    return [mode.name for mode in first.modes if all(mode.name in stage.choice_numbers for stage in others)]
+
+
+def _blocks(problem: Problem) -> int | None:
+    """Blocks of a stage, where all have equally many and modes for each number of them."""
+    counts = set()
+    for stage in problem.stages:
+        numbers = [found.blocks for mode in stage.modes if (found := parse_recomputed(mode.name)) and found.blocks]
+        counts.add(max(numbers, default=0) + 1 if SELECTIVE in stage.choice_numbers and numbers else None)
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _chosen(problem: Problem, mode: str) -> list[Variant] | None:
+    """The variant of each stage in this mode, recomputed inside the backward; None where a stage has none."""
+    chosen = []
+    for stage in problem.stages:
+        number = stage.choice_numbers.get(mode)
+        ways = [way for way in variants(stage) if way.choice == number and not way.ahead]
+        if not ways:
+            return None
+        chosen.append(ways[0])
+    return chosen
+
+
+def _compute_orders(schedule: Schedule, trainer: Trainer) -> Iterator[tuple[list[str], list[list[Op]]]]:
+    """The compute ops of each device, without recomputation, in each order that a trainer runs, with flags for it."""
+    problem, titan = schedule.problem, "--parallelism.pipeline_parallel_schedule"
+    built_in = None
+    for make, name in ((one_f_one_b, "1F1B"), (interleaved_1f1b, "Interleaved1F1B")):
+        with suppress(MethodError):
+            built_in = name, [list(device.compute) for device in make(problem).devices]
+            break
+    if trainer == "torchtitan":
+        own = [
+            [op._replace(kind=op.kind.removeprefix("C")) for op in device.compute.ops if op.kind != "C"]
+            for device in schedule.devices
+        ]
+        yield [f"{titan}_csv schedule.csv"], own
+        if built_in is not None:
+            yield [f"{titan} {built_in[0]}"], built_in[1]
+    elif built_in is not None:
+        yield [], built_in[1]
+    else:
+        detail = (
+            "is placed as Megatron-LM does not: it runs one stage a device, or chunks in a loop. Maybe use "
+            "--to torchtitan."
+        )
+        raise InputError([Issue(("problem", "stages"), "placement", detail)])
+
+
+def _with_copies(by_stage: ByStage, compute: Sequence[Sequence[Op]]) -> Orders | None:
+    """Orders in which every activation leaves and comes back; None where a device has no room for that."""
+    plain = by_stage.plain
+    split = [
+        [op._replace(kind=kind) for op in ops for kind in (("B", "W") if op.kind == "BW" else (op.kind,))]
+        for ops in compute
+    ]
+    leaving = {(op.stage, op.microbatch) for ops in split for op in ops if plain.stages[op.stage].offload}
+    budgets = [device.memory_bytes for device in plain.devices]
+    orders = TransferPlanner(plain, split).plan(TransferRequest(leaving, LEAD), budgets)
+    if orders is None:
+        return None
+    fused = {(op.stage, op.microbatch) for ops in compute for op in ops if op.kind == "BW"}
+
+    def as_given(op: Op) -> Op:
+        return op._replace(kind="BW") if op.kind in ("B", "W") and op[1:] in fused else op
+
+    devices = [
+        DeviceOrders(list(dict.fromkeys(map(as_given, device.compute))), device.offload, device.reload)
+        for device in orders.devices
+    ]
+    waits = {as_given(op): list(map(as_given, others)) for op, others in orders.waits.items()}
+    return Orders(devices, waits, orders.channels)
+
+
+def _simulated(problem: Problem, orders: Orders, settings: Sequence[str], mode: str) -> Setting:
+    value_us = simulate(problem, orders).value_us
+    peaks = peak_budgets(problem, orders)
+    budgets = [device.memory_bytes for device in problem.devices]
+    short = [peak - budget for peak, budget in zip(peaks, budgets, strict=True) if budget is not None]
+    bubble = 1 - max(problem.work_us) / value_us if value_us else 0.0
+    return Setting(settings, mode, value_us, bubble, peaks, max([0, *short]))

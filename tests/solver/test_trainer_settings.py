@@ -1,0 +1,113 @@
+"""Settings of Megatron-LM and torchtitan that come nearest to a schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from instances.schedules import v_wave
+from optpipe.errors import InputError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from solver.build import build_schedule
+from solver.trainer_settings import Setting, Trainer, nearest_settings
+from tests.recomputing import one_f_one_b, recomputing
+
+P, M = 4, 8
+BLOCKS = [
+    {"name": f"selective-{n}", "kept_bytes": 10 - 2 * n, "recompute_us": n / 4, "segment_bytes": 2} for n in (1, 2, 3)
+]
+MODES = [
+    {"name": "full", "kept_bytes": 1, "recompute_us": 1, "segment_bytes": 9},
+    *BLOCKS,
+    {"name": "selective", "kept_bytes": 2, "recompute_us": 1, "segment_bytes": 3},
+    {"name": "selective:mlp", "kept_bytes": 6, "recompute_us": 0.5, "segment_bytes": 1},
+    {"name": "ahead", "kept_bytes": 1, "recompute_us": 1},
+]
+OFFLOAD = {"bytes": 8, "offload_us": 0.5, "reload_us": 0.5}
+
+
+def schedule(budget: int | None, **stage: Any) -> Schedule:
+    """1F1B that recomputes ahead, on blocks of four layers a stage, in which every op takes 1 us."""
+    problem = recomputing(P, M, MODES, budget, **stage)
+    return build_schedule(problem, one_f_one_b(problem, lambda _s, _i: "C BW"), 0.0, "by hand", 0.0)
+
+
+def by_mode(found: list[Setting]) -> dict[str, Setting]:
+    return {one.mode: one for one in found}
+
+
+def test_flags_of_megatron_and_what_a_step_takes_by_them() -> None:
+    """Closed forms of 1F1B: (m + p - 1)(F + C + BW), and p - i microbatches on stage i."""
+    found = by_mode(nearest_settings(schedule(None, offload=OFFLOAD), "megatron"))
+    assert found["kept"].settings == []
+    assert (found["kept"].value_us, found["kept"].peak_bytes) == ((M + P - 1) * 3, [40, 30, 20, 10])
+    assert found["full"].settings == [
+        *("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 4")
+    ]
+    assert (found["full"].value_us, found["full"].peak_bytes) == ((M + P - 1) * 4, [13, 12, 11, 10])
+    assert found["full"].bubble == pytest.approx(1 - 3 * M / ((M + P - 1) * 4))
+    assert found["selective"].settings[1:] == ["--recompute-method uniform", "--recompute-num-layers 1"]
+    assert found["selective"].peak_bytes[0] == P * 2 + 8, "at the start of F a whole activation is there"
+    assert found["selective-3"].settings[1:] == ["--recompute-method block", "--recompute-num-layers 3"]
+    assert found["selective-3"].value_us == (M + P - 1) * 3.75
+    assert found["selective:mlp"].settings == ["--recompute-granularity selective", "--recompute-modules mlp"]
+    assert found["offload"].settings[0] == "--fine-grained-activation-offloading"
+    assert "ahead" not in found
+
+
+def test_the_fastest_setting_within_the_budgets_comes_first() -> None:
+    unlimited = nearest_settings(schedule(None), "megatron")
+    assert unlimited[0].mode == "kept"
+    first, *others = nearest_settings(schedule(28), "megatron")
+    assert (first.mode, first.short_bytes) == ("selective-2", 0)
+    assert [one.short_bytes for one in others] == sorted(one.short_bytes for one in others)
+    assert by_mode(others)["kept"].short_bytes == 40 - 28
+
+
+def test_an_offload_keeps_the_budget_by_copies() -> None:
+    found = by_mode(nearest_settings(schedule(30, offload=OFFLOAD), "megatron"))
+    assert max(found["offload"].peak_bytes) <= 30
+    assert found["offload"].value_us >= (M + P - 1) * 3
+
+
+def test_settings_of_torchtitan_with_the_schedules_order_or_its_own() -> None:
+    found = nearest_settings(schedule(None), "torchtitan")
+    csv, built_in = (
+        "--parallelism.pipeline_parallel_schedule_csv schedule.csv",
+        "--parallelism.pipeline_parallel_schedule 1F1B",
+    )
+    activations = {tuple(one.settings[1:]) for one in found}
+    frequency = "--activation_checkpoint.selective_ac_option"
+    assert {one.settings[0] for one in found} == {csv, built_in}
+    assert activations == {
+        ("--activation_checkpoint.mode none",),
+        ("--activation_checkpoint.mode full",),
+        ("--activation_checkpoint.mode selective", f"{frequency} 2"),
+        ("--activation_checkpoint.mode selective", f"{frequency} 3"),
+    }
+    assert {one.mode for one in found} == {"kept", "selective", "selective-2", "selective-1"}
+    own = [one.value_us for one in found if one.settings[0] == csv]
+    assert sorted(own) == sorted(one.value_us for one in found if one.settings[0] == built_in), "the order is 1F1B"
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "torchtitan"])
+def test_a_stage_without_the_mode_of_others_leaves_it_out(trainer: Trainer) -> None:
+    data = recomputing(2, 4, MODES).to_data()
+    data["stages"][1]["modes"] = [mode for mode in MODES if mode["name"] != "selective"]
+    problem = Problem.from_data(data)
+    given = build_schedule(problem, one_f_one_b(problem, lambda _s, _i: "BW"), 0.0, "by hand", 0.0)
+    modes = {one.mode for one in nearest_settings(given, trainer)}
+    assert "selective" not in modes
+    if trainer == "megatron":
+        full = by_mode(nearest_settings(given, trainer))["full"]
+        assert full.settings[-1] == "--recompute-num-layers <layers of a stage>"
+
+
+def test_megatron_has_no_v() -> None:
+    with pytest.raises(InputError, match=r"is placed as Megatron-LM does not.* Maybe use --to torchtitan"):
+        nearest_settings(v_wave(2, 4), "megatron")
+    assert {one.settings[0] for one in nearest_settings(v_wave(2, 4), "torchtitan")} == {
+        "--parallelism.pipeline_parallel_schedule_csv schedule.csv"
+    }
