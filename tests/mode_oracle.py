@@ -218,3 +218,66 @@ def _sequences(ops: frozenset[Key], last: int) -> tuple[tuple[Key, ...], ...]:
                 yield from grown((*done, op))
 
     return tuple(grown(()))
+
+
+def least_makespan(problem: Data) -> float | None:
+    """The least makespan of all schedules of whole times, copies among them; None where none keeps the budgets.
+
+    Tick by tick: every compute stream and copy channel begins an op that may run, or nothing. Times are whole and not
+    0, stages without transfers between them, one a device, and nothing holds more at its end than before.
+    """
+    stages, microbatches = problem["stages"], range(problem["microbatches"])
+    choices = [[(name, way) for name in mode_names(stage) for way in ways(stage, name)] for stage in stages]
+    best: float | None = None
+    for chosen in product(*(of_stage for of_stage in choices for _ in microbatches)):
+        costs = {}
+        for (s, i), (name, way) in zip(product(range(len(stages)), microbatches), chosen, strict=True):
+            costs |= {(kind, s, i): cost(stages[s], name, kind) for kind in ("F", *way)}
+        ticks = _least_ticks(problem, costs, best)
+        best = ticks if ticks is not None else best
+    return best
+
+
+def _least_ticks(problem: Data, costs: Mapping[Key, Cost], below: float | None) -> int | None:
+    """The least ticks in which ops of these costs can end, if that is below a limit."""
+    ops, last = sorted(costs), len(problem["stages"]) - 1
+    place = {op: n for n, op in enumerate(ops)}
+    before = [
+        [place[other] for other in needs(op, set(ops), last)]
+        + [n for n, other in enumerate(ops) if alike(other) == alike(op) and other[2] < op[2]]
+        for op in ops
+    ]
+    duplex = problem.get("copy_channels", {}).get("duplex", True)
+    resources: dict[tuple[int, str], list[int]] = {}
+    for n, (kind, s, _) in enumerate(ops):
+        resources.setdefault((s, (kind if duplex else "copy") if kind in "OR" else "compute"), []).append(n)
+
+    def started(left: tuple[int | None, ...]) -> Iterator[tuple[int | None, ...]]:
+        """All that may be running once ops have been started; None: not begun, else ticks left."""
+        states = [left]
+        for members in resources.values():
+            if any(left[n] for n in members):
+                continue
+            ready = [n for n in members if left[n] is None and all(left[other] == 0 for other in before[n])]
+            states += [(*state[:n], int(costs[ops[n]].us), *state[n + 1 :]) for state in states for n in ready]
+        return (state for state in states if _fits(problem, costs, ops, state))
+
+    layer, ticks = {(None,) * len(ops)}, 0
+    while layer and (below is None or ticks < below):
+        if any(not any(state) and None not in state for state in layer):
+            return ticks
+        layer = {tuple(n and n - 1 for n in state) for left in layer for state in started(left)}
+        ticks += 1
+    return None
+
+
+def _fits(problem: Data, costs: Mapping[Key, Cost], ops: Sequence[Key], state: Sequence[int | None]) -> bool:
+    """True if what has begun and ended holds no more than each budget."""
+    level = [0] * len(problem["devices"])
+    for op, left in zip(ops, state, strict=True):
+        if left is not None:
+            level[op[1]] += costs[op].start + (costs[op].end if left == 0 else 0)
+    return all(
+        device["memory_bytes"] is None or size <= device["memory_bytes"]
+        for size, device in zip(level, problem["devices"], strict=True)
+    )

@@ -83,6 +83,31 @@ def test_optima_are_those_of_every_schedule(name: str) -> None:
         assert used & {"C", "CBW"}, "no budget asked for recomputation"
 
 
+HALF = {"name": "half", "kept_bytes": 6, "recompute_us": 1, "segment_bytes": 2}
+HALF |= {"offload": {"bytes": 4, "offload_us": 2, "reload_us": 1}}
+
+COPIES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "of what is kept": ([HALF], {}),
+    "of the whole": ([LIGHT], {"offload": {"bytes": 7, "offload_us": 1, "reload_us": 1}}),
+}
+
+
+@pytest.mark.parametrize("duplex", [True, False])
+@pytest.mark.parametrize("name", COPIES)
+def test_optima_with_copies_are_those_of_every_schedule(name: str, duplex: bool) -> None:
+    """Copies in time: what is there beside an op depends on when they run."""
+    modes, fields = COPIES[name]
+    used = set()
+    for budget in (11, 14, 16, 18):
+        problem = recomputing(2, 2, modes, budget, split_backward=False, **fields)
+        problem = problem.from_data(problem.to_data() | {"copy_channels": {"duplex": duplex}})
+        schedule = optimum(problem)
+        assert (schedule and schedule.value_us) == oracle.least_makespan(problem.to_data()), budget
+        if schedule:
+            used |= {op.op for device in schedule.devices for op in (*device.compute, *device.offload)}
+    assert used & {"O", "C", "CBW"}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_model_has_every_schedule(seed: int) -> None:
     """Random orders within their own peaks are a point of the model: with the hint fixed it is feasible."""
