@@ -143,7 +143,7 @@ def _play(
 ) -> float:
     """Run the plan in the order of time; returns the objective, infinity where the plan cannot be run.
 
-    That is so only where passes without length at one instant are planned in a circle.
+    That is so only where passes without length at one instant are planned in a cycle.
 
     ``where[p, i]`` is the place in `planned` of pass p of microbatch i, ``local[begin[d]:begin[d + 1]]`` are the passes
     of device d, `forwards` says how many each device has. Writes to `order` the places in `planned` of the passes run,

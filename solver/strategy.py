@@ -62,8 +62,9 @@ _THREAD_NAME = "subsolver"
 def run_subsolvers(problem: Problem, shared: SharedIncumbent, subsolvers: Sequence[Subsolver]) -> None:
     """Search until the shared incumbent says stop, the limits are reached, or every subsolver has nothing more to do.
 
-    A search that prepares or ends for long on a large problem is not waited for: the board is closed at the limit, and
-    what still runs is told to stop and heard no more. An exception in a subsolver stops the others and is raised here.
+    A search that prepares or ends for long on a large problem is not waited for: the shared incumbent is closed at the
+    limit, and what still runs is stopped and its solutions are dropped. An exception in a subsolver stops the others
+    and is raised here.
     """
     failures: list[BaseException] = []
 

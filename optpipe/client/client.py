@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
-from optpipe.client.connection import MOST_WAIT_S, SILENCE_S, Connection, Event, Pauses, read_events
+from optpipe.client.connection import MOST_WAIT_S, READ_TIMEOUT_S, Connection, Event, Pauses, read_events
 from optpipe.errors import InfeasibleError, NoSolutionError, OptPipeError, ServiceError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, relative_gap
@@ -93,9 +93,11 @@ class Client:
         seen = ""
         pauses = Pauses(self._connection.patience_s)
         while True:
-            silence_s = SILENCE_S if until is None else max(0.0, min(SILENCE_S, until - time.monotonic()))
+            read_timeout_s = (
+                READ_TIMEOUT_S if until is None else max(0.0, min(READ_TIMEOUT_S, until - time.monotonic()))
+            )
             try:
-                with self._connection.lines(f"/v1/schedules/{job_id}/events", seen, silence_s) as lines:
+                with self._connection.lines(f"/v1/schedules/{job_id}/events", seen, read_timeout_s) as lines:
                     pauses.reset()
                     for event in read_events(_until(lines, until)):
                         seen = event.id
@@ -122,7 +124,7 @@ class Client:
         pauses = Pauses(self._connection.patience_s)
         while True:
             try:
-                with self._connection.lines("/v1/events", "", SILENCE_S) as lines:
+                with self._connection.lines("/v1/events", "", READ_TIMEOUT_S) as lines:
                     for line in lines:
                         if line.startswith("id: "):
                             return line.removeprefix("id: ")
@@ -139,9 +141,11 @@ class Client:
 
         pauses = Pauses(self._connection.patience_s)
         while True:
-            silence_s = SILENCE_S if until is None else max(0.0, min(SILENCE_S, until - time.monotonic()))
+            read_timeout_s = (
+                READ_TIMEOUT_S if until is None else max(0.0, min(READ_TIMEOUT_S, until - time.monotonic()))
+            )
             try:
-                with self._connection.lines("/v1/events", place, silence_s) as lines:
+                with self._connection.lines("/v1/events", place, read_timeout_s) as lines:
                     pauses.reset()
                     yield from read_events(_until(lines, until), remember)
             except ServiceError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 """Exponential back-off between attempts, with random jitter so that clients do not retry in step."""
 
-SILENCE_S = 30.0
+READ_TIMEOUT_S = 30.0
 """Read timeout: a connection without data for this long is broken. Streams send something at least twice as often."""
 
 MOST_WAIT_S = 60.0
@@ -61,7 +61,7 @@ class Connection:
             self._http = httpx.Client(
                 base_url=self.url,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(SILENCE_S, read=SILENCE_S + MOST_WAIT_S),
+                timeout=httpx.Timeout(READ_TIMEOUT_S, read=READ_TIMEOUT_S + MOST_WAIT_S),
             )
             self._http.build_request("GET", "/").url.host.encode("idna")
         except (httpx.InvalidURL, UnicodeError) as error:
@@ -95,13 +95,13 @@ class Connection:
         raise ServiceError(_foreign_answer(answer), status=answer.status_code)
 
     @contextmanager
-    def lines(self, path: str, after: str, silence_s: float) -> Iterator[Iterator[str]]:
+    def lines(self, path: str, after: str, read_timeout_s: float) -> Iterator[Iterator[str]]:
         """Yield the lines of an event stream that follow event `after`. There is no retry: the caller resumes.
 
-        Raises as `request`, and after `silence_s` seconds without data.
+        Raises as `request`, and after `read_timeout_s` seconds without data.
         """
         headers = {"Last-Event-ID": after} if after else {}
-        with self._errors(), self._http.stream("GET", path, headers=headers, timeout=silence_s) as answer:
+        with self._errors(), self._http.stream("GET", path, headers=headers, timeout=read_timeout_s) as answer:
             if not answer.is_success:
                 answer.read()
             _raise_for_problem(answer)

@@ -130,7 +130,7 @@ class _Solve:
         self.feed = feed
         self.best = Solution()
         self.last: Message | None = None
-        self.ended_for: Limit | None = None
+        self.stop_reason: Limit | None = None
         self.verify_s = 3 * len(problem.stages) * problem.units * VERIFY_S_PER_OP
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
@@ -145,7 +145,7 @@ class _Solve:
         limits = replace(self.limits, time_limit_s=self.search_s)
         self.child.say(channel.request_message(self.problem, method, limits, starts))
         self._watch()
-        if self.ended_for == "time" and self.best.orders is None:
+        if self.stop_reason == "time" and self.best.orders is None:
             self._wait_for_fallback()
         self.fallback.stop()
         kind = self.last["type"] if self.last else ""
@@ -153,7 +153,7 @@ class _Solve:
             return self._answered()
         if kind == "error":
             return self._failed()
-        limit: Limit | None = "memory" if kind == "out_of_memory" else self.ended_for
+        limit: Limit | None = "memory" if kind == "out_of_memory" else self.stop_reason
         best = self._schedule_of_best()
         if limit is None:
             raise SolverDiedError(self.child.how_it_ended(), best)
@@ -203,7 +203,7 @@ class _Solve:
         self.on_event(progress)
 
     def _hold_to_limits(self) -> None:
-        if self.ended_for or self.last:
+        if self.stop_reason or self.last:
             return
         if self.limits.cancel.requested and not self.cancelled:
             self.cancelled = True
@@ -228,7 +228,7 @@ class _Solve:
         return self.limits.seconds - (0.0 if self.cancelled else self.waited_s)
 
     def _end(self, limit: Limit) -> None:
-        self.ended_for = limit
+        self.stop_reason = limit
         self.child.kill()
 
     def _answered(self) -> ChildResult:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from optpipe.errors import TrainingError
 
 
-class Task(Protocol):
+class GradientTask(Protocol):
     """Adds the weight gradients of one call of one layer to `.grad` of `parameters`."""
 
     parameters: tuple[nn.Parameter, ...]
@@ -49,10 +49,10 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.splitting = Splitting.NONE
-        self._kept: dict[int, deque[Task]] = {}
-        self._put: Callable[[Task], None] = _refuse
+        self._kept: dict[int, deque[GradientTask]] = {}
+        self._put: Callable[[GradientTask], None] = _refuse
         self._lost = False
-        self.observer: Callable[[Task], None] | None = None
+        self.observer: Callable[[GradientTask], None] | None = None
 
     @contextmanager
     def forward(self, splitting: Splitting = Splitting.ALL) -> Iterator[None]:
@@ -77,14 +77,14 @@ class WeightGradients:
         return self._backward(self._run, splitting)
 
     @contextmanager
-    def _backward(self, put: Callable[[Task], None], splitting: Splitting) -> Iterator[None]:
+    def _backward(self, put: Callable[[GradientTask], None], splitting: Splitting) -> Iterator[None]:
         self._put, self.splitting = put, splitting
         try:
             yield
         finally:
             self._put, self.splitting = _refuse, Splitting.NONE
 
-    def add(self, task: Task) -> None:
+    def add(self, task: GradientTask) -> None:
         """Add a task; called by a layer's backward."""
         self._put(task)
 
@@ -95,7 +95,7 @@ class WeightGradients:
             while tasks:
                 self._run(tasks.popleft())
 
-    def _run(self, task: Task) -> None:
+    def _run(self, task: GradientTask) -> None:
         task()
         if self.observer is not None:
             self.observer(task)
@@ -109,7 +109,7 @@ class WeightGradients:
         self._lost = True
 
 
-def _refuse(_: Task) -> None:
+def _refuse(_: GradientTask) -> None:
     raise TrainingError(
         "a layer's weight gradient was asked for within F: a stage that differentiates in its forward cannot split "
         "its backward. Maybe give that part of the module a forward of its own, without nn.Linear and the like."

@@ -285,8 +285,8 @@ class _Statement:
         for three in combinations(self._kinds("FBW", device), 3):
             if not any(self._known(order, a, b) for a, b in permutations(three, 2)):
                 for a, b, c in (three, three[::-1]):
-                    circle = self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a)
-                    self._add(circle >= 1, "triangle", a, b, c)
+                    cycle = self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a)
+                    self._add(cycle >= 1, "triangle", a, b, c)
 
     def _work_that_memory_holds_back(self) -> None:
         lengths = {(op.kind, op.stage): self.length[k] for k, op in enumerate(self.variables.ops)}
