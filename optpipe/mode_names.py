@@ -2,7 +2,8 @@
 
 `full` keeps the input of the stage and runs all of it again. `selective` keeps the input of every block (a layer of a
 transformer) and runs the blocks again one at a time; `selective-3` does so with the first three blocks alone, and
-`selective:mlp` with the part `mlp` of every block. With `+offload` what is kept leaves to the host.
+`selective:mlp` with the part `mlp` of every block. With `+offload` what is kept leaves to the host. `offload-bf16` and
+`offload-fp8` run nothing again: the activation leaves, and comes back with the precision of its copy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from optpipe.errors import InputError, Issue
 FULL = "full"
 SELECTIVE = "selective"
 WITH_OFFLOAD = "+offload"
+
+IN_LOW_PRECISION = {"offload-bf16": "bf16", "offload-fp8": "fp8"}
+"""Modes that offload the activation in low precision, with the precision of the copies on the host."""
 
 BLOCKS = "blocks"
 """Name that stands for `selective` with each number of blocks where modes are asked for."""
@@ -68,10 +72,11 @@ def parse_modes(text: str, field: str) -> list[str]:
     """Names of activation modes between commas, `offload` among them. Raises InputError that names the field."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name != "offload" and without_offload(name) != BLOCKS and parse_recomputed(name) is None:
+        copied = name in ("offload", *IN_LOW_PRECISION)
+        if not copied and without_offload(name) != BLOCKS and parse_recomputed(name) is None:
             detail = (
-                f"has {name!r}, but must be offload, {EXAMPLES}, or {BLOCKS} (selective with each number of blocks), "
-                f"those behind offload also with {WITH_OFFLOAD}. Maybe {field} full,offload."
+                f"has {name!r}, but must be offload, {', '.join(IN_LOW_PRECISION)}, {EXAMPLES}, or {BLOCKS} (selective "
+                f"with each number of blocks), those from full on also with {WITH_OFFLOAD}. Maybe {field} full,offload."
             )
             raise InputError([Issue(field, "unknown_mode", detail)])
     return names

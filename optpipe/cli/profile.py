@@ -26,7 +26,7 @@ from optpipe.cli.console import (
 )
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
 from optpipe.files import check_writable, write_atomically
-from optpipe.mode_names import parse_modes
+from optpipe.mode_names import IN_LOW_PRECISION, parse_modes
 from optpipe.partition import devices_of_stages
 from optpipe.units import share_text, us_text
 
@@ -82,7 +82,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
     import torch
 
     device = torch.device("cpu")
-    if torch.cuda.is_available() and any(mode != "offload" for mode in options.modes):
+    if torch.cuda.is_available() and any(mode not in ("offload", *IN_LOW_PRECISION) for mode in options.modes):
         detail = "measures recomputation on CPUs alone so far. Maybe write stages[].modes into the problem."
         raise InputError([Issue("--modes", "not_measured", detail)])
     if torch.cuda.is_available():
@@ -407,10 +407,10 @@ def command(
     modes: Annotated[
         str | None,
         typer.Option(
-            help="Ways to hold an activation beside keeping it, by commas: offload, full (recompute the stage "
-            "from its input), selective (each block from its own input), selective-2 (the first two), selective:mlp "
-            "(a part of each), blocks (selective with each number), and +offload behind these (what stays leaves). "
-            "Default: offload."
+            help="Ways to hold an activation beside keeping it, by commas: offload, offload-bf16 and offload-fp8 "
+            "(copies in low precision, which change gradients), full (recompute the stage from its input), selective "
+            "(each block from its own input), selective-2 (the first two), selective:mlp (a part of each), blocks "
+            "(selective with each number), and +offload behind full and these (what stays leaves). Default: offload."
         ),
     ] = None,
     fused_backward: Annotated[

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from optpipe.compile.program import Action
 from optpipe.errors import InputError, Issue, TrainingError
 from optpipe.files import write_atomically
+from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.schedule import PlannedSchedule
@@ -30,7 +31,7 @@ from optpipe.runtime.trace_step import Clock, align_clocks
 from optpipe.runtime.weight_gradients import compiled_part, is_distributed
 from optpipe.schedule import Schedule
 from optpipe.trace.observed import observed_schedule
-from optpipe.trace.record import WITH_OFFLOAD, Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
+from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam."""
@@ -296,25 +297,31 @@ def recording_schedule(
     """A schedule to measure by, for stages on these devices: one microbatch after the other, in all ways in turns.
 
     The ways are BW; B and W; BW after O and R, if `offload`; and for each of `modes`, names of activation modes, BW
-    after C, CB and W, and CBW. A name with "+offload" behind it adds one more: its copies before C. So every op is
-    alone on its device and no step needs more memory than one microbatch; it is as slow as one device. Raises
-    InputError for an empty placement, no microbatch, or fewer microbatches than ways where there are `modes`.
+    after C, CB and W, and CBW. A name with "+offload" behind it adds one more, its copies before C; copies in low
+    precision are one, BW after O and R. So every op is alone on its device and no step needs more memory than one
+    microbatch; it is as slow as one device. Raises InputError for an empty placement, no microbatch, or fewer
+    microbatches than ways where there are `modes`.
     """
     ways: list[tuple[str, str]] = [("", "BW"), ("", "B W")]
     ways += [("", "O R BW")] if offload else []
-    for name in dict.fromkeys(name.removesuffix(WITH_OFFLOAD) for name in modes):
+    ways += [(name, "O R BW") for name in modes if name in IN_LOW_PRECISION]
+    modes = [name for name in modes if name not in IN_LOW_PRECISION]
+    for name in dict.fromkeys(map(without_offload, modes)):
         ways += [(name, "C BW"), (name, "CB W"), (name, "CBW")]
     ways += [(name, "O R C BW") for name in modes if name.endswith(WITH_OFFLOAD)]
-    if modes and microbatches < len(ways):
+    names = list(dict.fromkeys(name for name, _ in ways if name))
+    if names and microbatches < len(ways):
         detail = f"is {microbatches}, but {len(ways)} ways are to be recorded. Maybe name fewer modes at once."
         raise InputError([Issue("microbatches", "too_few", detail)])
     copy: dict[str, Any] = {"bytes": 1, "offload_us": 1, "reload_us": 1}
     stage: dict[str, Any] = {"forward_us": 1, "backward_input_us": 1, "backward_weight_us": 1}
     stage |= {"activation_bytes": 2, "backward_weight_bytes": 1} | ({"offload": copy} if offload else {})
-    names = list(dict.fromkeys(name for name, _ in ways if name))
     recomputed = {"kept_bytes": 1, "recompute_us": 1, "segment_bytes": 1}
     entries = [
-        {"name": name} | recomputed | ({"offload": copy} if name.endswith(WITH_OFFLOAD) else {}) for name in names
+        {"name": name}
+        | ({} if name in IN_LOW_PRECISION else recomputed)
+        | ({"offload": copy} if name in IN_LOW_PRECISION or name.endswith(WITH_OFFLOAD) else {})
+        for name in names
     ]
     problem = Problem.from_data(
         {
@@ -340,5 +347,5 @@ def recording_schedule(
             numbers[s, i] = choices[name or (OFFLOAD if "O" in kinds else KEPT)]
         for s, device in reversed([*enumerate(placement)]):
             lists[device][0].extend(Op(kind, s, i) for kind in kinds if kind not in ("O", "R"))
-    orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists], modes=numbers if modes else None)
+    orders = Orders([DeviceOrders(*map(OpArray.of, streams)) for streams in lists], modes=numbers if names else None)
     return observed_schedule(problem, orders, "recording")

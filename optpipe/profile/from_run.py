@@ -15,9 +15,10 @@ from typing import Any
 from optpipe.compile.memory import ReplicaMemory
 from optpipe.costs import BACKWARD_OF
 from optpipe.errors import InputError, Issue
+from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
 from optpipe.ops import KINDS, Op
 from optpipe.problem import OFFLOAD, Problem
-from optpipe.trace.record import WITH_OFFLOAD, Held, RankRecord, RecordedStage, Timed
+from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
 
 _BEGIN = {"B", "BW", "CB", "CBW"}
 _ADD = {"BW", "CBW", "W"}
@@ -299,14 +300,20 @@ class _Names:
         mode = self._mode.get(key.microbatch)
         if mode is None or key.kind in ("B", "BW", "W"):
             return key.kind
-        return f"{key.kind} {mode if key.kind in COPYING else mode.removesuffix(WITH_OFFLOAD)}"
+        return f"{key.kind} {mode if key.kind in COPYING else without_offload(mode)}"
 
 
 def _mode(
     name: str, activation: int, times: Mapping[str, float], held: _Samples, work: _Samples
 ) -> dict[str, Any] | None:
     """Entry of `stages[].modes`, without its name; None where the mode saves nothing, or nobody leaves in it."""
-    again = name.removesuffix(WITH_OFFLOAD)
+    moved = -held.median(f"RELEASE {name}")
+    copies = None
+    if moved > 0 and {f"O {name}", f"R {name}"} <= times.keys():
+        copies = {"bytes": moved, "offload_us": times[f"O {name}"], "reload_us": times[f"R {name}"]}
+    if name in IN_LOW_PRECISION:
+        return copies and {"offload": copies | {"bytes": min(moved, activation)}}
+    again = without_offload(name)
     kept = max(held.median(f"F {again}"), 0)
     recompute_us = times.get(f"C {again}")
     if recompute_us is None:
@@ -330,10 +337,7 @@ def _mode(
         entry["segment_bytes"] = max(*inside, 0)
     if not name.endswith(WITH_OFFLOAD):
         return entry
-    moved = min(max(-held.median(f"RELEASE {name}"), 0), kept)
-    if not moved or not {f"O {name}", f"R {name}"} <= times.keys():
-        return None
-    return entry | {"offload": {"bytes": moved, "offload_us": times[f"O {name}"], "reload_us": times[f"R {name}"]}}
+    return copies and entry | {"offload": copies | {"bytes": min(moved, kept)}}
 
 
 def _replica(by_kind: Mapping[str, Held], gathered_bytes: int, gradient_bytes: int) -> ReplicaMemory:

@@ -13,7 +13,7 @@ import torch
 
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
-from optpipe.mode_names import BLOCKS, SELECTIVE, WITH_OFFLOAD, without_offload, without_shorthand
+from optpipe.mode_names import BLOCKS, IN_LOW_PRECISION, SELECTIVE, WITH_OFFLOAD, without_offload, without_shorthand
 from optpipe.problem import OFFLOAD, Problem
 from optpipe.profile.ops import ClockName, OnRound, Spread, kinds_of_mode, measure_op_sizes, measure_op_times
 from optpipe.profile.subject import Chain, Subject
@@ -229,7 +229,9 @@ def measure(
         detail = f"has {unknown!r}, which no stage of {subject.name} has. Maybe other blocks or parts of them."
         raise InputError([Issue("--modes", "not_there", detail)])
     sizes = measure_op_sizes(chain, device, recomputing)
-    times = measure_op_times(chain, device, rounds, clock, on_round, recomputing)
+    lossy = [name for name in modes if name in IN_LOW_PRECISION]
+    timed = {s: [*names, *lossy] for s, names in recomputing.items()}
+    times = measure_op_times(chain, device, rounds, clock, on_round, timed)
     held = _held_bytes(chain, placement)
     own_figures = {}
     for s, stage in chain.stages.items():
@@ -260,13 +262,14 @@ def measure(
 def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:
     """Names, without "+offload", of those modes that recompute which a stage has; a compiled one has none."""
     names = [without_offload(name) for asked in modes for name in without_shorthand(asked, blocks)]
-    return [name for name in dict.fromkeys(names) if name != OFFLOAD and stage.splits and stage.has_mode(name)]
+    again = [name for name in dict.fromkeys(names) if name not in (OFFLOAD, *IN_LOW_PRECISION)]
+    return [name for name in again if stage.splits and stage.has_mode(name)]
 
 
 def _of_no_stage(modes: Sequence[str], of_stages: Sequence[Sequence[str]]) -> str | None:
     """The first of the modes asked for that none of the stages has; None also if there are no stages."""
     found = {name for names in of_stages for name in names}
-    wanted = [name for name in modes if name != OFFLOAD and without_offload(name) != BLOCKS]
+    wanted = [name for name in modes if name not in (OFFLOAD, *IN_LOW_PRECISION) and without_offload(name) != BLOCKS]
     return next((name for name in wanted if of_stages and without_offload(name) not in found), None)
 
 
@@ -316,7 +319,12 @@ def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
 def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
     offload = _copies(figures, ("O", "R"), figures.sizes.offload_bytes) if OFFLOAD in modes else None
     stage = _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
-    entries = []
+    lossy = {name: kinds_of_mode(name)[1:] for name in modes if name in IN_LOW_PRECISION}
+    entries: list[dict[str, Any]] = [
+        {"name": name, "offload": copies}
+        for name, kinds in lossy.items()
+        if (copies := _copies(figures, kinds, figures.sizes.offload_bytes))
+    ]
     for name in [name for asked in modes for name in without_shorthand(asked, figures.blocks)]:
         again = figures.sizes.recomputed.get(without_offload(name))
         if again is None or again.kept_bytes >= figures.sizes.activation_bytes:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from optpipe.errors import InputError, Issue
-from optpipe.mode_names import without_offload
+from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.profile.subject import Chain
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.probe import Modes, SizeRange, StageSizes, measure_samples, size_range, until_alike
@@ -250,7 +250,8 @@ def measure_op_times(
 ) -> Mapping[int, Mapping[str, Spread]]:
     """Measure the times of each kind of op in each stage of this process.
 
-    A compiled stage has no B and W. For each of a stage's `modes` there are C, O and R under its `kinds_of_mode`.
+    A compiled stage has no B and W. For each of a stage's `modes` there are C, O and R under its `kinds_of_mode`; no C
+    for copies in low precision.
     Changes the gradients of the stages.
     """
     measuring = _Rounds(chain, device, clock, modes or {})
@@ -299,7 +300,8 @@ class _Rounds:
             stage = self._chain.stages[s]
             for mode in modes:
                 self._forward_and_copies(s, mode)
-                self.watch.time(Key(kinds_of_mode(mode)[0], s), partial(stage.recompute, 0))
+                if mode not in IN_LOW_PRECISION:
+                    self.watch.time(Key(kinds_of_mode(mode)[0], s), partial(stage.recompute, 0))
                 stage.backward(0, self._chain.gradient(s, self._device))
         self._sample = (self._sample + 1) % len(self._chain.batch)
 
@@ -310,11 +312,13 @@ class _Rounds:
 
     def _forward_and_copies(self, s: int, mode: str | None = None) -> None:
         stage, slab = self._chain.stages[s], self._slabs[s]
-        forward, copies = stage.forward_of(mode), kinds_of_mode(mode)[1:] if mode else ("O", "R")
+        precision = IN_LOW_PRECISION.get(mode or "")
+        forward = stage.forward_of(None if precision else mode)
+        copies = kinds_of_mode(mode)[1:] if mode else ("O", "R")
         received, target = self._chain.received(s, self._device, self._sample), self._chain.target(s, self._sample)
         forward(0, received, target, offloads=True, fused=True)
         del received
-        self.watch.time(Key(copies[0], s), partial(stage.copy_out, 0, slab))
+        self.watch.time(Key(copies[0], s), partial(stage.copy_out, 0, slab, precision))
         stage.free(0)
         stage.allocate(0)
         self.watch.time(Key(copies[1], s), partial(stage.copy_in, 0))

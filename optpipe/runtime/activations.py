@@ -6,7 +6,8 @@ storage, which is held and copied once.
 
 An offload has four steps, one for each action of a program: `copy_out` (O), `free` (RELEASE), `allocate` (PREPARE) and
 `copy_in` (R). Each works on the current stream without waiting: the executor runs the copies on streams of their own,
-allocates and frees on the compute stream, and orders them by events. Activations return bit for bit.
+allocates and frees on the compute stream, and orders them by events. Activations return bit for bit, unless their
+copies are of low precision.
 
 A slab never grows within a step, because pinning memory synchronises the whole device. If it is too small (in the first
 step, unless its size was given), the copy goes to pageable memory, and the slab grows to that size after the step: from
@@ -32,14 +33,74 @@ from optpipe.runtime.weight_gradients import is_distributed
 ALIGNMENT_BYTES = 64
 """Alignment of torch's CPU allocator: kernels may sum in another order on another alignment."""
 
+LOW_PRECISIONS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+"""Precisions of copies on the host, by the names that modes have for them."""
+
+_WIDER = {"bf16": (torch.float32, torch.float64), "fp8": (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+SMALL_SHARE = 16
+"""Storages smaller than this part of the largest keep their precision: statistics, on each of which much depends."""
+
+CHUNK = 2**20
+"""Entries that are converted at once, so that little memory is needed beside the activation."""
+
 
 class _Slot:
-    """One storage as flat bytes; None while it is on the host."""
+    """One storage as flat bytes; None while it is on the host. `dtype`: of its tensors; None if they differ."""
 
-    def __init__(self, flat: Tensor) -> None:
+    def __init__(self, flat: Tensor, dtype: torch.dtype) -> None:
         self.flat: Tensor | None = flat
+        self.dtype: torch.dtype | None = dtype
         self.size_bytes = len(flat)
         self.device = flat.device
+
+
+class _Copy:
+    """A storage and its copy on the host: byte for byte, or in low precision.
+
+    In bf16 each entry is rounded to 8 bits: an error of at most 2^-8 of it. In fp8 (e4m3) entries are scaled so that
+    the largest is 448, the largest number there, and rounded to 4 bits: 2^-4 of the entry, or, below 2^-14 of the
+    largest, at most 2^-18 of the largest.
+    """
+
+    def __init__(self, slot: _Slot, precision: str | None) -> None:
+        self.slot = slot
+        self._narrow = None if precision is None else LOW_PRECISIONS[precision]
+        self._scale: Tensor | None = None
+        self._host = torch.empty(0)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on the host."""
+        if self._narrow is None or self.slot.dtype is None:
+            return self.slot.size_bytes
+        return self.slot.size_bytes // self.slot.dtype.itemsize * self._narrow.itemsize
+
+    def out(self, host: Tensor) -> None:
+        """Copy to these bytes of the host."""
+        assert self.slot.flat is not None, "offloaded twice"
+        if self._narrow is None or self.slot.dtype is None:
+            self._host = host
+            host.copy_(self.slot.flat, non_blocking=True)
+            return
+        values, self._host = self.slot.flat.view(self.slot.dtype), host.view(self._narrow)
+        if self._narrow is torch.float8_e4m3fn:
+            low, high = values.aminmax()
+            self._scale = (torch.maximum(-low, high) / torch.finfo(self._narrow).max).clamp_min_(1e-30)
+        for part, to in zip(torch.split(values, CHUNK), torch.split(self._host, CHUNK), strict=True):
+            to.copy_(part if self._scale is None else part / self._scale, non_blocking=True)
+
+    def back(self) -> None:
+        """Copy back to memory of the device that is there again."""
+        assert self.slot.flat is not None, "reloaded before memory was prepared"
+        if self._narrow is None or self.slot.dtype is None:
+            self.slot.flat.copy_(self._host, non_blocking=True)
+            return
+        values = self.slot.flat.view(self.slot.dtype)
+        for part, source in zip(torch.split(values, CHUNK), torch.split(self._host, CHUNK), strict=True):
+            part.copy_(source, non_blocking=True)
+        if self._scale is not None:
+            values.mul_(self._scale)
 
 
 @dataclass(frozen=True)
@@ -90,7 +151,7 @@ class ActivationStore:
     def __init__(self, resident: Collection[int]) -> None:
         self._resident = resident
         self._slots: dict[int, _Slot] = {}
-        self._parts: list[tuple[_Slot, Tensor]] = []
+        self._copies: list[_Copy] = []
         self._slab: HostSlab | None = None
 
     @contextmanager
@@ -118,35 +179,40 @@ class ActivationStore:
         """Bytes of the storages held, on device or host, each counted once."""
         return sum(slot.size_bytes for slot in self._slots.values())
 
-    def copy_out(self, slab: HostSlab) -> None:
-        """O: copy the storages to the host; they stay on the device until `free`."""
-        host = slab.take(sum(_aligned(slot.size_bytes) for slot in self._slots.values()))
+    def copy_out(self, slab: HostSlab, precision: str | None = None) -> None:
+        """O: copy the storages to the host; they stay on the device until `free`.
+
+        With a `precision` of `LOW_PRECISIONS` those of wider numbers come back rounded, but for small ones.
+        """
+        slots = list(self._slots.values())
+        least_bytes = max((slot.size_bytes for slot in slots), default=0) / SMALL_SHARE
+        wider = _WIDER[precision] if precision is not None else ()
+        self._copies = [
+            _Copy(slot, precision if slot.dtype in wider and slot.size_bytes >= least_bytes else None) for slot in slots
+        ]
+        host = slab.take(sum(_aligned(copy.size_bytes) for copy in self._copies))
         self._slab = slab
         offset = 0
-        for slot in self._slots.values():
-            assert slot.flat is not None, "offloaded twice"
-            part = host[offset : offset + slot.size_bytes]
-            part.copy_(slot.flat, non_blocking=True)
-            self._parts.append((slot, part))
-            offset += _aligned(slot.size_bytes)
+        for copy in self._copies:
+            copy.out(host[offset : offset + copy.size_bytes])
+            offset += _aligned(copy.size_bytes)
 
     def free(self) -> None:
         """RELEASE: free the storages on the device. The copy must have ended."""
         assert self._slab is not None, "freed before it was offloaded"
-        for slot, _ in self._parts:
-            slot.flat = None
+        for copy in self._copies:
+            copy.slot.flat = None
 
     def allocate(self) -> None:
         """PREPARE: allocate the device memory for `copy_in`."""
-        for slot, _ in self._parts:
+        for slot in (copy.slot for copy in self._copies):
             slot.flat = torch.empty(slot.size_bytes, dtype=torch.uint8, device=slot.device)
 
     def copy_in(self) -> None:
         """R: copy the storages back. The slab is free for another copy that waits for this one."""
         assert self._slab is not None, "reloaded before it was offloaded"
-        for slot, part in self._parts:
-            assert slot.flat is not None, "reloaded before memory was prepared"
-            slot.flat.copy_(part, non_blocking=True)
+        for copy in self._copies:
+            copy.back()
         self._return_slab()
 
     def hand_over(self) -> None:
@@ -155,7 +221,7 @@ class ActivationStore:
         self._return_slab()
 
     def _return_slab(self) -> None:
-        self._parts.clear()
+        self._copies.clear()
         if self._slab is not None:
             self._slab.give_back()
             self._slab = None
@@ -172,7 +238,9 @@ class ActivationStore:
             return tensor.detach()
         if key not in self._slots:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._slots[key] = _Slot(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
+            self._slots[key] = _Slot(flat.set_(storage, 0, (storage.nbytes(),), (1,)), tensor.dtype)
+        elif self._slots[key].dtype is not tensor.dtype:
+            self._slots[key].dtype = None
         return _Saved(
             self._slots[key],
             tensor.dtype,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optpipe.compile.program import BACKWARDS, Action, Message, Program, excerpt
 from optpipe.errors import TrainingError
+from optpipe.mode_names import IN_LOW_PRECISION
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.channel import Channel, Direction, TreeReceipt, open_channel
 from optpipe.runtime.messages import Spec, Tree
@@ -203,7 +204,9 @@ class ActionBinder:
 
     def _offload(self, action: Action) -> Work:
         assert action.slab is not None, "an offload has a slab"
-        return partial(self._stage(action).copy_out, action.microbatch, self._parts.slabs[action.slab])
+        mode = self._parts.program.modes.get((action.stage, action.microbatch), "")
+        slab, precision = self._parts.slabs[action.slab], IN_LOW_PRECISION.get(mode)
+        return partial(self._stage(action).copy_out, action.microbatch, slab, precision)
 
     def _reduce(self, action: Action) -> Work:
         if action.stage not in self._parts.reducers:

@@ -17,7 +17,7 @@ from torch import Tensor
 from optpipe.compile import Program, compile_forward
 from optpipe.compile.validation_point import validation_points
 from optpipe.errors import TrainingError
-from optpipe.mode_names import EXAMPLES, WITH_OFFLOAD, parse_recomputed
+from optpipe.mode_names import EXAMPLES, IN_LOW_PRECISION, WITH_OFFLOAD, parse_recomputed
 from optpipe.runtime.activations import HostSlabs
 from optpipe.runtime.executor import Batch, DeviceExecutor, DeviceParts, Reducer
 from optpipe.runtime.gradient_sync import GradientReduction
@@ -208,10 +208,13 @@ class Pipeline:
 def check_modes(program: Program) -> None:
     """Raise TrainingError if the program holds an activation in a mode that the executor does not have."""
     for (stage, microbatch), name in program.modes.items():
-        if (stage, microbatch) not in program.recomputed or parse_recomputed(name) is None:
+        recomputes = (stage, microbatch) in program.recomputed
+        known = parse_recomputed(name) is not None if recomputes else name in IN_LOW_PRECISION
+        if not known:
             raise TrainingError(
                 f"stages[{stage}] has the mode {name!r}, which the executor does not know: beside 'kept' and 'offload' "
-                f"it has {EXAMPLES}, each also with '{WITH_OFFLOAD}' behind it. Maybe solve with these modes alone."
+                f"it has {', '.join(IN_LOW_PRECISION)}, {EXAMPLES}, each from full on also with '{WITH_OFFLOAD}' "
+                "behind it. Maybe solve with these modes alone."
             )
 
 

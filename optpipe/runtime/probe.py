@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optpipe.costs import BACKWARD_OF
 from optpipe.errors import TrainingError
-from optpipe.mode_names import without_offload
+from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
@@ -275,8 +275,8 @@ class _Probe:
 def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
     """Replace the sizes of a problem by measured ones; a stage without offload stays without.
 
-    Modes that recompute get the sizes measured for what they recompute; others are left out. Raises TrainingError where
-    what they keep is no less than the whole activation.
+    Modes that recompute get the sizes measured for what they recompute, copies in low precision those of an offload;
+    others are left out. Raises TrainingError where what they keep is no less than the whole activation.
     """
     stages = []
     for s, (stage, size) in enumerate(zip(problem.stages, sizes, strict=True)):
@@ -285,6 +285,8 @@ def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
         offload = stage.offload.to_data() | {"bytes": moved} if stage.offload else None
         data = stage.to_data() | measured | {"offload": offload, "modes": []}
         for mode in stage.modes:
+            if mode.name in IN_LOW_PRECISION and mode.offload:
+                data["modes"].append({"name": mode.name, "offload": mode.offload.to_data() | {"bytes": moved}})
             again = recomputed.get(without_offload(mode.name))
             if again is None or mode.recompute_us is None:
                 continue

@@ -465,9 +465,9 @@ class Stage:
         finally:
             self._heard = None
 
-    def copy_out(self, microbatch: int, slab: HostSlab) -> None:
-        """O: copy the activations of a microbatch to the host."""
-        self._activations(microbatch).copy_out(slab)
+    def copy_out(self, microbatch: int, slab: HostSlab, precision: str | None = None) -> None:
+        """O: copy the activations of a microbatch to the host, if asked for in low precision (`LOW_PRECISIONS`)."""
+        self._activations(microbatch).copy_out(slab, precision)
 
     def free(self, microbatch: int) -> None:
         """RELEASE: free them on the device, after the copy."""

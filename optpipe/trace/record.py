@@ -21,10 +21,6 @@ from optpipe.trace.document import MAX_TRACE_BYTES
 Kind = Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
 
 
-WITH_OFFLOAD = "+offload"
-"""Ending of the names of activation modes of which what stays leaves to the host."""
-
-
 class Timed(NamedTuple):
     """A recorded action: it was next at `turn_ns`, its waits were over at `start_ns`, its work at `end_ns`."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from optpipe.compile.memory import PlannedMemory, planned_memory, planned_peaks_bytes
 from optpipe.compile.program import RECOMPUTATIONS, Program
 from optpipe.errors import OptPipeError, TrainingError
-from optpipe.mode_names import without_offload
+from optpipe.mode_names import IN_LOW_PRECISION, without_offload
 from optpipe.partition import cut_in_name
 from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
@@ -43,6 +43,9 @@ GRADIENT_LIMITS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-7}
 
 Under autocast on a GPU that is two roundings to bfloat16, of 2^-8 each, where it sums in another order before them.
 """
+
+LIMITS_OF_COPIES = {"bf16": 2.0**-8, "fp8": 2.0**-4}
+"""Limits where activations come back in low precision: the rounding of one entry. Sums of many differ by less."""
 
 AUTOCAST_LIMIT_ON_CPU = 1e-5
 """There the order is the same: the error was below 1e-6, and a step that left autocast out is 0.006 away."""
@@ -229,6 +232,8 @@ def _gradient_failures(check: CheckResult, model: Model) -> Iterator[str]:
     limit = GRADIENT_LIMITS[config.autocast or config.dtype]
     if config.autocast and model.hardware.type == "cpu":
         limit = AUTOCAST_LIMIT_ON_CPU
+    copies = {IN_LOW_PRECISION[name] for name in model.program.modes.values() if name in IN_LOW_PRECISION}
+    limit = max(limit, *(LIMITS_OF_COPIES[precision] for precision in copies), 0.0)
     if not check.max_gradient_error <= limit:
         yield (
             f"the gradient of {check.worst_parameter} differs from the plain step's by {check.max_gradient_error:.2e} "

@@ -12,6 +12,7 @@ from time import perf_counter, sleep
 from optpipe.compile import compile_schedule
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError, Issue, MethodError, NoSolutionError, RunFailedError, TrainingError
+from optpipe.mode_names import IN_LOW_PRECISION
 from optpipe.problem import OFFLOAD, Objective, Problem
 from optpipe.profile.measured import Measured, measure, without_margin
 from optpipe.profile.ops import OnRound
@@ -117,7 +118,7 @@ def measure_before(
     W apart on a compiled stage, and what `on_round` raises.
     """
     modes = [*dict.fromkeys([*config.online.mode_names, *(config.schedule.mode_names if config.schedule else ())])]
-    if launch.hardware.type == "cuda" and any(mode != OFFLOAD for mode in modes):
+    if launch.hardware.type == "cuda" and any(mode not in (OFFLOAD, *IN_LOW_PRECISION) for mode in modes):
         detail = f"has {modes}, but recomputation is measured on CPUs alone so far. Maybe leave --online out."
         raise InputError([Issue("--modes", "not_measured", detail)])
     begin = perf_counter()

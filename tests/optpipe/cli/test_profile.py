@@ -157,7 +157,7 @@ BAD = [
     ),
     (
         ("--model", "tiny", "--devices", 2, "--modes", "offload,sparse"),
-        "--modes has 'sparse', but must be offload, full",
+        "--modes has 'sparse', but must be offload, offload-bf16, offload-fp8, full",
     ),
     (
         ("--model", "tiny", "--devices", 2, "--modes", "selective-9"),

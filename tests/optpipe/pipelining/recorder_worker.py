@@ -133,6 +133,7 @@ def run(
         "error": error,
         "planned_bytes": peaks[rank],
         "measured_bytes": counting.meter.peak_bytes[rank],
+        "modes": sorted(set(planned.program.modes.values())),
         "offloads": len(planned.program.offloaded),
         "kinds": sorted({action.kind for action in planned.program.actions()}),
         "gradient_bytes": sum(replica.gradient_bytes for replica in recorded.replicas),

@@ -225,6 +225,19 @@ def test_modes_are_measured_where_they_are_asked_for() -> None:
     assert not any(stage.modes for stage in measured(subject, [0, 1, 2])[0].problem(6).stages)
 
 
+def test_copies_in_low_precision_are_measured_where_they_are_asked_for() -> None:
+    subject = perceptron((WIDTH, 64, 32, WIDTH))
+    chain = build_chain(subject, CPU, 6, [0, 1, 2])
+    found = measure(subject, chain, [0, 1, 2], CPU, 1, modes=["offload", "offload-bf16", "offload-fp8"])
+    for stage in found.problem(6).stages:
+        assert stage.offload is not None
+        assert [mode.name for mode in stage.modes] == ["offload-bf16", "offload-fp8"]
+        for mode in stage.choices[2:]:
+            assert mode.offload is not None
+            assert mode.offload.bytes == stage.offload.bytes, "as much is free on the device"
+            assert not mode.recomputes
+
+
 def layered() -> Subject:
     """Two stages of three and of two blocks, with a layer before and one behind them."""
     torch.manual_seed(0)

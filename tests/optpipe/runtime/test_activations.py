@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optpipe.runtime.activations import ActivationStore, HostSlab, HostSlabs, storage_key
+from optpipe.runtime.activations import ActivationStore, HeldBytes, HostSlab, HostSlabs, storage_key
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.stage import Stage
 
@@ -39,6 +39,44 @@ def test_offload_frees_and_reload_brings_back_the_same_bits() -> None:
     torch.autograd.backward(loss)
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * x.sin() * x.cos())
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("bf16", 8), ("fp8", 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_copies_in_low_precision_round_each_entry(precision: str, bits: int, dtype: torch.dtype) -> None:
+    """To so many bits; in fp8 entries far below the largest to a share of that. What is small or no float is exact."""
+    large = torch.randn(3 * 2**19, dtype=dtype, generator=torch.Generator().manual_seed(0)).mul_(1000)
+    large[:4] = torch.tensor([0.0, 1e-9, -1e-3, 3e4])
+    statistic, mask = torch.randn(64, dtype=dtype), torch.randint(2, (2**20,)).bool()
+    copied = HeldBytes()
+    store, slab = ActivationStore(()), HostSlab(held=copied)
+    held = [store.hold(tensor.clone()) for tensor in (large, statistic, mask)]
+    store.copy_out(slab, precision)
+    assert copied.now == large.numel() * (2 if precision == "bf16" else 1) + statistic.nbytes + mask.nbytes
+    store.free()
+    store.allocate()
+    store.copy_in()
+    found = [store.held(description) for description in held]
+    assert found[0].dtype is dtype
+    error, entry = (found[0] - large).abs(), large.abs()
+    smallest = float(entry.max()) * 2.0**-18 if precision == "fp8" else 0.0
+    assert bool((error <= (entry * 2.0**-bits).clamp_min(smallest)).all())
+    assert float((error / entry.clamp_min(1e-30)).max()) > 2.0 ** -(bits + 1), "it is rounded"
+    assert torch.equal(found[1], statistic)
+    assert torch.equal(found[2], mask)
+
+
+def test_what_is_all_zeros_or_has_two_types_returns_as_it_left() -> None:
+    zeros, shared = torch.zeros(32), torch.randn(32)
+    store, slab = ActivationStore(()), HostSlab()
+    held = [store.hold(tensor) for tensor in (zeros, shared, shared.view(torch.int32))]
+    before = shared.clone()
+    store.copy_out(slab, "fp8")
+    store.free()
+    store.allocate()
+    store.copy_in()
+    assert torch.equal(store.held(held[0]), zeros)
+    assert torch.equal(store.held(held[1]), before)
 
 
 def test_a_backward_without_reload_is_refused() -> None:

@@ -127,7 +127,7 @@ def test_a_mode_that_the_measured_stages_lack_is_named() -> None:
 
 
 def test_a_mode_that_nobody_can_measure_is_refused() -> None:
-    with pytest.raises(InputError, match=r"modes has 'ful', but must be offload, full, "):
+    with pytest.raises(InputError, match=r"modes has 'ful', but must be offload, offload-bf16, "):
         replace(ONLINE, modes="offload,ful")
 
 
