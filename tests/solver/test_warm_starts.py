@@ -25,11 +25,14 @@ from solver.solve import search
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import WITH_KERNELS, WITHOUT_KERNELS, lengthened, offer_published, repeated_published
 from tests.problems import problems
+from tests.unequal import unequal
 
 RECOMPUTING = {"1f1b-recompute", "1f1b-recompute-ahead"}
 """1F1B with one choice of mode for each stage, as it is tried with every other such choice (`solver.by_stage`)."""
-PUBLISHED = {method.name for method in METHODS.values() if method.orders} - RECOMPUTING
-IN_ORDER = [name for name in (*WITHOUT_KERNELS, *WITH_KERNELS) if "repeated" not in name]
+OF_SLICES = {"seq1f1b"}
+"""Tried where there are slices; without them it is 1F1B once more."""
+PUBLISHED = {method.name for method in METHODS.values() if method.orders} - RECOMPUTING - OF_SLICES
+IN_ORDER = [name for name in (*WITHOUT_KERNELS, *WITH_KERNELS) if "repeated" not in name and name not in OF_SLICES]
 PROBLEM = uniform(4, 8, budget=6)
 
 
@@ -189,6 +192,14 @@ def test_is_as_good_as_the_published_schedule_for_all_microbatches(name: str, pr
 def test_few_microbatches_are_left_to_the_schedules_themselves() -> None:
     with pytest.raises(MethodError, match="31 microbatches are too few"):
         repeated("zb-auto", uniform(4, 31, budget=8))
+
+
+def test_slices_begin_with_what_knows_them() -> None:
+    """In the memory of n + p - 1 slices, which is less than GPipe takes."""
+    problem = unequal(2, 4, budget=3 * 4, slices={"count": 2})
+    shared = offered(problem, Limits(5))
+    assert shared.best.method == "seq1f1b"
+    assert shared.best.value_us == (4 + 1 / 2) * 6
 
 
 def test_every_published_schedule_still_comes() -> None:
