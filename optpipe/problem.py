@@ -643,7 +643,12 @@ class Problem(Displayed, Document):
             return False
         if self.slice_count > 1 and any(stage.slice_gradient_bytes for stage in self.stages):
             return True
-        return any(factor != 1 for entries in self._slice_factors for entry in entries for factor in entry)
+        # The lists as they stand: a count of a million slices without lists builds nothing.
+        used = {
+            id(factors): factors for factors in (stage.slice_factors or self.slices.factors for stage in self.stages)
+        }
+        lists = [getattr(factors, name) or () for factors in used.values() for name in SliceFactors.model_fields]
+        return any(factor != 1 for entries in lists for factor in entries)
 
     @cached_property
     def has_free_order(self) -> bool:

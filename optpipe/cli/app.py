@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optpipe.cli import bench, checkpoint, compare, export, plan, profile, serve, solve, trace, train, verify
+from optpipe.cli import bench, checkpoint, compare, database, export, plan, profile, serve, solve, trace, train, verify
 from optpipe.cli.console import print_json
 from optpipe.document import shown
 from optpipe.errors import InfeasibleError, InputError, MissingExtraError, NoSolutionError, OptPipeError, TrainingError
@@ -171,4 +171,5 @@ for name, command in (
 ):
     app.command(name=name, help=_help(command))(command)
 app.add_typer(serve.keys, name="keys")
+app.add_typer(database.database, name="database")
 app.add_typer(checkpoint.checkpoint, name="checkpoint")

@@ -42,6 +42,14 @@ def test_too_many_ops(idle: Client, idle_settings: Settings) -> None:
     assert idle.get("/v1/schedules").json()["jobs"] == []
 
 
+def test_a_million_slices_build_no_factors(idle: Client) -> None:
+    sliced = Problem.from_data(uniform(2, 1).to_data() | {"slices": {"count": 999_999}})
+    assert not sliced.has_factors
+    assert not any(isinstance(value, list) and len(value) > 1000 for value in vars(sliced).values())
+    assert "_slice_factors" not in vars(sliced)
+    assert refusal(idle, "/v1/schedules", body(sliced))["code"] == "too_many_ops"
+
+
 def test_validate_says_so_too(idle: Client) -> None:
     assert refusal(idle, "/v1/schedules?operation=validate", body(huge()))["code"] == "too_many_ops"
 
