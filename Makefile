@@ -55,7 +55,7 @@ SECTIONS ?= all
 bench-tables: $(READY)
 	$(BIN)/python -m benchmarks.document $(SECTIONS) --size $(SIZE)
 
-# What a GPU does with offload; says so and ends with 2 where there is none.
+# What a GPU does with offload; exits with 2 where there is none.
 gpu-check: $(READY)
 	$(BIN)/python -m benchmarks.gpu_check
 

@@ -1,6 +1,6 @@
 """Checks that need a GPU, as a table: `python -m benchmarks.gpu_check`, or `make gpu-check`.
 
-Virtual devices share one GPU, each with three streams of its own. Without a GPU it says so and ends with code 2; with
+Virtual devices share one GPU, each with three streams of its own. Without a GPU it exits with code 2; with
 one it ends with 0 where every check passed, and with 1 otherwise.
 """
 

@@ -193,7 +193,7 @@ def rebuild_schedule(
 ) -> Schedule | None:
     """Schedule of stored orders (JSON data, or its text), timed and verified for this problem.
 
-    None where the orders are damaged or not valid for the problem: whoever stored them may have had other rules.
+    None where the orders are damaged or not valid for the problem: an older version had other rules.
     """
     from solver.build import build_schedule
 

@@ -1,6 +1,6 @@
-"""The tables. What they promise is held by their constraints, whoever writes; `api/migrations` makes them.
+"""Tables of the service. Their constraints hold the promises for every writer; `api/migrations` creates them.
 
-    jobs             one row a job: what was asked, how it stands
+    jobs             one row a job: its request and its state
     incumbents       the orders of each job's best schedule so far: where a lost job begins again
     schedules        which document is the final schedule of each job that has one
     documents        schedules as callers read them, each text once, under its digest; verified before they are written

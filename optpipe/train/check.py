@@ -243,7 +243,7 @@ def _gradient_failures(check: CheckResult, model: Model) -> Iterator[str]:
 
 
 def _memory_failures(check: CheckResult, model: Model) -> Iterator[str]:
-    """A sentence about each device whose memory is not as it should be."""
+    """A sentence about each device whose memory exceeds the plan, or is not freed after a step."""
     for d, device in enumerate(check.devices):
         planned_bytes = device.planned_peak_bytes
         if device.schedule_peak_bytes is not None:

@@ -1,4 +1,4 @@
-"""A run as one picture: loss, tokens a second and step time over the steps, with what happened on the way."""
+"""A run as one picture: loss, tokens a second and step time over the steps, with the events of the run."""
 
 from __future__ import annotations
 
