@@ -84,9 +84,9 @@ def random_problem(seed: int) -> Problem:
 
 @cache
 def problems() -> dict[str, Problem]:
-    """The instances without activation modes and the random problems, by name."""
+    """The instances without activation modes or slices, and the random problems, by name."""
     loaded = {path.stem: Problem.load(path) for path in sorted(INSTANCES.glob("*-*.json"))}
-    plain = {name: p for name, p in loaded.items() if not p.has_modes}
+    plain = {name: p for name, p in loaded.items() if not p.has_modes and not p.has_factors and p.slice_count == 1}
     small = {name: p for name, p in plain.items() if 3 * len(p.stages) * p.microbatches <= MOST_OPS}
     return small | {f"random-{seed}": random_problem(seed) for seed in range(RANDOM_PROBLEMS)}
 
@@ -110,8 +110,12 @@ def serial(problem: Problem) -> Orders | None:
 
 
 SCHEDULERS = {
-    # 1F1B that recomputes has orders where stages have modes; the problems recorded have none.
-    **{name: method.orders for name, method in METHODS.items() if method.orders and "recompute" not in name},
+    # 1F1B that recomputes is for stages with modes, and that of slices for these; the problems recorded have none.
+    **{
+        name: method.orders
+        for name, method in METHODS.items()
+        if method.orders and "recompute" not in name and name != "seq1f1b"
+    },
     "serial": serial,
     "modulo": modulo_orders,
 }
