@@ -96,7 +96,8 @@ def _print_differences(comparison: Comparison) -> None:
     rows = table("medians", "ops", "planned", "measured", "measured / planned")
     for kind in comparison.kinds:
         times = (_us(kind.planned_us), _us(kind.median_us), _ratio_text(kind.median_us, kind.planned_us))
-        rows.add_row(f"{kind.kind} of stage {kind.stage}", str(kind.ops), *times)
+        mode = f", {kind.mode}" if kind.mode else ""
+        rows.add_row(f"{kind.kind} of stage {kind.stage}{mode}", str(kind.ops), *times)
     console.print(rows)
     if not any(transfer.timed for transfer in comparison.transfers):
         return  # a transfer can be timed only if its receiver waits for it

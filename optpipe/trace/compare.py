@@ -2,8 +2,8 @@
 
 If each device had a process of its own, the measured times are compared directly. Devices that share a process
 alternate, so their times do not show a pipeline; then the schedule is *re-timed*: its orders, waits and transfer
-delays, each op with the median measured duration of its kind on its stage. Medians, because devices that alternate on
-one processor share it with everything else on the machine.
+delays, each op with the median measured duration of its kind on its stage in its activation mode. Medians, because
+devices that alternate on one processor share it with everything else on the machine.
 
 `optpipe.simulate` has one duration for each kind and stage; here every op has its own.
 """
@@ -11,8 +11,9 @@ one processor share it with everything else on the machine.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from statistics import median
@@ -146,10 +147,13 @@ def compare(trace: Trace) -> Comparison:
     """Compare a trace with the schedule that it contains."""
     needs, planned = find_precedences(trace.schedule), planned_spans(trace.schedule)
     measured = {op: Span(action.start_us, action.end_us) for op, action in trace.ops.items()}
-    kinds = tuple(_kinds(planned, measured))
+    mode_of = partial(_mode_of, trace.schedule)
+    kinds = tuple(_kinds(planned, measured, mode_of))
     at_once = trace.devices_ran_at_once
-    medians = {(kind.kind, kind.stage): kind.median_us for kind in kinds}
-    spans = measured if at_once else retimed(needs, {op: medians[op.kind, op.stage] for op in measured})
+    medians = {(kind.kind, kind.stage, kind.mode): kind.median_us for kind in kinds}
+    spans = measured
+    if not at_once:
+        spans = retimed(needs, {op: medians[op.kind, op.stage, mode_of(op)] for op in measured})
     path = deciding_path(needs, spans)
     path_ops = frozenset(step.op for step in path)
     ops_us = sum(spans[step.op].duration_us - planned[step.op].duration_us for step in path)
@@ -239,13 +243,25 @@ def _differences(trace: Trace, planned: Spans, measured: Spans, on_path: Set[Op]
     return sorted(differences, key=lambda difference: -abs(difference.difference_us))[:MOST_DIFFERENCES]
 
 
-def _kinds(planned: Spans, measured: Spans) -> Iterator[KindFigures]:
-    groups: dict[tuple[int, int], list[Op]] = defaultdict(list)
+def _kinds(planned: Spans, measured: Spans, mode_of: Callable[[Op], str | None]) -> Iterator[KindFigures]:
+    groups: dict[tuple[int, int, str], list[Op]] = defaultdict(list)
     for op in measured:
-        groups[op.stage, KINDS.index(op.kind)].append(op)
-    for (stage, kind), ops in sorted(groups.items()):
+        groups[op.stage, KINDS.index(op.kind), mode_of(op) or ""].append(op)
+    for (stage, kind, mode), ops in sorted(groups.items()):
         before, after = (median(spans[op].duration_us for op in ops) for spans in (planned, measured))
-        yield KindFigures(KINDS[kind], stage, len(ops), before, after)
+        yield KindFigures(KINDS[kind], stage, len(ops), before, after, mode or None)
+
+
+OF_EVERY_MODE = ("B", "BW", "W")
+"""Kinds that take as long whatever mode the activation was in before."""
+
+
+def _mode_of(schedule: Schedule, op: Op) -> str | None:
+    """Name of the activation mode on which the time of an op depends; None where the schedule names none."""
+    if schedule.modes is None or op.kind in OF_EVERY_MODE:
+        return None
+    number: int = schedule.modes[op.stage, op.microbatch]
+    return schedule.problem.stages[op.stage].choices[number].name
 
 
 def _transfers(trace: Trace) -> Iterator[TransferFigures]:
@@ -293,13 +309,18 @@ class DeviceFigures:
 
 @dataclass(frozen=True)
 class KindFigures:
-    """Ops of one kind on one stage: planned duration and median of the measured ones."""
+    """Ops of one kind on one stage: median planned duration and median of the measured ones.
+
+    `mode`: the activation mode of their microbatches, where their time depends on that; None in a schedule that names
+    no modes.
+    """
 
     kind: str
     stage: int
     ops: int
     planned_us: float
     median_us: float
+    mode: str | None = None
 
 
 @dataclass(frozen=True)

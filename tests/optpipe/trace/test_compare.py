@@ -22,6 +22,7 @@ from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.trace.traces import trace_data, trace_of
 from tests.problems import problems
 from tests.random_plans import execute, random_orders
+from tests.recomputing import FULL, FULL_AND_OFFLOAD, SELECTIVE, SELECTIVE_AND_OFFLOAD, random_executable
 
 
 def slower(schedule: Schedule, by_us: dict[Op, float]) -> dict[Op, Span]:
@@ -151,6 +152,38 @@ def test_medians_by_kind_and_stage() -> None:
     ]
     assert (kinds["BW", 1].ops, kinds["BW", 1].planned_us, kinds["BW", 1].median_us) == (4, 20.0, 22.0)
     assert kinds["R", 0].ops == 2
+
+
+def in_modes(seed: int) -> Schedule:
+    """Random, of one device's stages; copies and recomputations take another time in each mode."""
+    modes = [
+        FULL | {"recompute_us": 5},
+        FULL_AND_OFFLOAD | {"recompute_us": 6},
+        SELECTIVE | {"recompute_us": 2},
+        SELECTIVE_AND_OFFLOAD | {"recompute_us": 3},
+    ]
+    return random_executable([0, 1], 8, seed, modes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_recomputations_and_copies_are_compared_mode_by_mode(seed: int) -> None:
+    """A median over modes would be of none of them, and re-timed by it a step as planned would differ."""
+    schedule = in_modes(seed)
+    found = compare(trace_of(schedule, processes=False))
+    assert (found.basis, found.step_us) == ("re-timed", schedule.value_us)
+    assert all(kind.median_us == kind.planned_us for kind in found.kinds)
+    recomputing = {kind.mode: kind for kind in found.kinds if kind.kind == "CBW" and kind.stage == 0}
+    assert {mode: kind.planned_us for mode, kind in recomputing.items()}.items() <= {
+        ("full", 7),
+        ("full+offload", 8),
+        ("selective", 4),
+        ("selective+offload", 5),
+    }
+    assert {kind.mode for kind in found.kinds if kind.kind in ("B", "BW", "W")} <= {None}
+    assert {kind.mode for kind in found.kinds if kind.kind == "O"} > {"offload"}
+    simulation = simulate(schedule.problem, schedule.orders)
+    again = retimed(find_precedences(schedule), {op: s.duration_us for op, s in planned_spans(schedule).items()})
+    assert again == {op: Span(simulation.start_us[k], simulation.end_us[k]) for op, k in simulation.index.items()}
 
 
 def test_only_a_message_that_was_waited_for_shows_its_time() -> None:
