@@ -88,7 +88,7 @@ METHODS: dict[str, Method] = {
             slices=True,
             free_order=True,
         ),
-        Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large),
+        Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large, modes=True),
         Method(
             "search",
             "search",

@@ -8,7 +8,7 @@ from solver.bounds.device import split_backward_suffices
 from solver.exact.milp.statement import Statement, state_in_us
 from solver.limits import Limits
 from solver.methods import METHODS, refuse_unsupported
-from solver.scale import count_ops
+from solver.scale import count_milp_ops
 from solver.solution import Solution
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
@@ -25,11 +25,11 @@ def export_model(problem: Problem) -> Statement:
     where the model would be too large, MethodError where it does not cover what stages may do.
     """
     refuse_unsupported(METHODS["milp"], problem)
-    ops = count_ops(problem)
+    ops = count_milp_ops(problem)
     if ops > MOST_OPS:
         detail = (
-            f"are {ops} ops of F, B, W, O and R together, but a model is written for at most {MOST_OPS}: it has rows "
-            "for every pair of a device's ops. Maybe take fewer microbatches, or stages with more layers."
+            f"are {ops} ops of F, B, W, O, R and C together, but a model is written for at most {MOST_OPS}: it has "
+            "rows for every pair of a device's ops. Maybe take fewer microbatches, or stages with more layers."
         )
         raise InputError([Issue("stages times microbatches", "too_large", detail)])
     shared = SharedIncumbent(problem, Limits(workers=1), None)

@@ -9,6 +9,7 @@ import numpy as np
 
 from optpipe.errors import MethodError
 from optpipe.problem import Mode, Problem, Stage
+from solver.variants import variants
 
 
 def horizon_us(problem: Problem, value_us: float) -> float:
@@ -109,9 +110,21 @@ MOST_MILP_OPS = 3000
 """The largest model that is built: tables of all pairs of ops take 168 bytes a pair, 1.5 GB at this size."""
 
 
+def count_milp_ops(problem: Problem) -> int:
+    """Ops of the mixed-integer program: those of `count_ops`, but O, R and C for each variant of a stage with modes."""
+    own = sum(
+        2 * (way.mode.offload is not None) + way.ahead
+        for stage in problem.stages
+        if stage.modes
+        for way in variants(stage)
+    )
+    offloading = sum(stage.offload is not None for stage in problem.stages if not stage.modes)
+    return problem.units * (3 * len(problem.stages) + 2 * offloading + own)
+
+
 def refuse_too_large(problem: Problem) -> None:
     """Raise MethodError with the size and the limit where the model would be too large."""
-    ops = count_ops(problem)
+    ops = count_milp_ops(problem)
     if ops > MOST_MILP_OPS:
         raise MethodError(
             f"milp would build a model of {ops} ops, and its limit is {MOST_MILP_OPS}: it decides on every pair of "

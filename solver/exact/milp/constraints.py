@@ -34,10 +34,12 @@ class Constraints:
     def add_all(self) -> None:
         """All families."""
         self.precedences()
+        self.ways()
         self.one_op_at_a_time()
         self.channels()
         self.reload_order()
         self.away()
+        self.gone()
         for d, device in enumerate(self.problem.devices):
             if device.memory_bytes is not None:
                 self.level_at_compute(d, device.memory_bytes)
@@ -54,19 +56,36 @@ class Constraints:
         """Rules of the problem and orders that the windows imply; an absent transfer takes no time."""
         edges = self.variables.windows.edges
         before, after = (np.array([edge[k] for edge in edges], np.int64) for k in range(2))
-        moves = ~self.computes[before]
         delay = np.array([edge.delay for edge in edges])
-        block = self.rows.block(delay + np.where(moves, 0.0, self.length[before]))
-        block.term(after, 1.0).term(before, -1.0)
-        block.term(self.variables.leaves[before], -self.length[before], moves)
+        block = self.rows.block(delay + self.variables.windows.surely[before]).term(after, 1.0).term(before, -1.0)
+        add_length_terms(block, self.variables, before, -1.0)
 
-    def _after(self, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats) -> None:
-        """`after` starts `gap` later than `before` where the decision of `pair` is yes."""
+    def ways(self) -> None:
+        """An activation is held in one way; where it is reloaded and recomputed, in this order."""
+        variables = self.variables
+        for ways in variables.ways.values():
+            block = self.rows.block(np.full(1, -1.0))
+            for way in ways:
+                block.term(way.column, -1.0)
+        again = [way.end for way in variables.recomputing if way.variant.ahead and way.variant.mode.offload]
+        x = np.array(again, np.int64)
+        r = variables.partners(x, "R")
+        big = np.maximum(self.length[r] + self.widest[r, x], 0.0)
+        self.rows.block(self.length[r] - big).term(x, 1.0).term(r, -1.0).term(variables.leaves[x], -big)
+
+    def _after(
+        self, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats | None = None
+    ) -> None:
+        """`after` starts `gap` later than `before` (None: when that ends) where the decision of `pair` is yes."""
         # Without the decision the row must hold for any starts: `before` is at most `widest` later than `after`.
-        big = gap + self.widest[before, after]
+        surely = self.variables.windows.surely[before] if gap is None else gap
+        most = self.length[before] + self.variables.most_longer[before] if gap is None else gap
+        big = most + self.widest[before, after]
         needed = big > 0  # else the windows imply the row
-        a, b, before, after, big = (array[needed] for array in (*pair, before, after, big))
-        self.rows.block(gap[needed] - big).term(after, 1.0).term(before, -1.0).choice(table, a, b, -big)
+        a, b, before, after, big, surely = (array[needed] for array in (*pair, before, after, big, surely))
+        block = self.rows.block(surely - big).term(after, 1.0).term(before, -1.0).choice(table, a, b, -big)
+        if gap is None:
+            add_length_terms(block, self.variables, before, -1.0)
 
     def _both_ways(self, compute: bool) -> tuple[Ints, Ints]:
         a, b = self.variables.order.open_pairs()
@@ -77,7 +96,7 @@ class Constraints:
     def one_op_at_a_time(self) -> None:
         """A device runs one compute op at a time (Zero Bubble, appendix G)."""
         a, b = self._both_ways(compute=True)
-        self._after(self.variables.order, (a, b), a, b, self.length[a])
+        self._after(self.variables.order, (a, b), a, b)
 
     def channels(self) -> None:
         """A channel carries one transfer at a time (OptPipe, section 4); an absent one constrains no other."""
@@ -96,13 +115,13 @@ class Constraints:
         x, r = started.open_pairs()
         self.rows.block(np.zeros(len(x))).term(x, 1.0).term(r, -1.0).choice(started, x, r, self.widest[r, x])
         x, r = ended.open_pairs()
-        self._after(ended, (x, r), x, r, self.length[x])
+        self._after(ended, (x, r), x, r)
 
     def away(self) -> None:
         """Activations away at x: each left before x starts and returns no earlier (OptPipe, section 4)."""
         variables, away = self.variables, self.variables.away
         o, x = away.open_pairs()
-        reload, forward, backward = (np.array([variables.partner(k, kind) for k in o], np.int64) for kind in "RFB")
+        reload, forward, backward = (variables.partners(o, kind) for kind in "RFB")
         self.rows.block(np.zeros(len(o))).term(variables.leaves[o], 1.0).choice(away, o, x, -1.0)
         self._after(away, (o, x), o, x, self.length[o])
         self._after(away, (o, x), x, reload, np.zeros(len(o)))
@@ -115,6 +134,39 @@ class Constraints:
         # The times imply these where ops have a length; the linear relaxation needs them to keep `away` within F to B.
         self._at_most(away, at_compute, variables.order, forward[compute], x[compute])
         self._at_most(away, at_compute, variables.order, x[compute], backward[compute])
+
+    def gone(self) -> None:
+        """What recomputation saves is gone at x after F and before C, or B where it recomputes inside.
+
+        These columns follow from binaries, and need not be any themselves. A reload runs beside compute: F, C or B of
+        the activation may run when it starts, with what they take then.
+        """
+        variables = self.variables
+        n, x = np.nonzero(variables.gone >= 0)
+        gone = variables.gone[n, x]
+        column, forward, end = (
+            np.array([getattr(way, name) for way in variables.recomputing], np.int64)[n]
+            for name in ("column", "forward", "end")
+        )
+        self.rows.block(np.zeros(len(n))).term(column, 1.0).term(gone, -1.0)
+        compute = self.computes[x]
+        inside = np.array([way.variant.inside for way in variables.recomputing], bool)[n]
+        for chosen, table, a, b in (
+            (compute, variables.order, forward, x),
+            (compute, variables.order, x, end),
+            (~compute, variables.started, forward, x),
+        ):
+            block = self.rows.block(np.zeros(int(chosen.sum())))
+            block.choice(table, a[chosen], b[chosen], 1.0).term(gone[chosen], -1.0)
+        for chosen, table in ((~compute & ~inside, variables.started), (~compute & inside, variables.ended)):
+            block = self.rows.block(np.full(int(chosen.sum()), -1.0))
+            block.choice(table, end[chosen], x[chosen], -1.0).term(gone[chosen], -1.0)
+        beside = [(variables.recomputing[n], kind, r, c) for (n, kind, r), c in variables.beside.items()]
+        y = np.array([way.column for way, _, _, _ in beside], np.int64)
+        k = np.array([variables.running(way, kind) for way, kind, _, _ in beside], np.int64)
+        r = np.array([r for _, _, r, _ in beside], np.int64)
+        block = self.rows.block(np.full(len(beside), -1.0)).term(np.array([c for *_, c in beside], np.int64), 1.0)
+        block.term(y, -1.0).choice(variables.started, k, r, -1.0).choice(variables.ended, k, r, 1.0)
 
     def _at_most(self, table: Table, pair: tuple[Ints, Ints], limit: Table, a: Ints, b: Ints) -> None:
         """``table[pair] <= limit[a, b]``, where that is not fixed to 1; an op compared with itself is left out."""
@@ -129,13 +181,25 @@ class Constraints:
         Levels rise only where an op starts that takes memory, so no other time needs a row.
         """
         variables = self.variables
-        compute, offloads = variables.of("FBW", device), variables.of("O", device)
-        takers = compute[variables.take[compute] > 0]
+        compute, offloads = variables.of("FBWC", device), variables.of("O", device)
+        takers = compute[variables.rises[compute]]
         unit = variables.bytes_unit(device)
         kept = (variables.take - variables.free) / unit
         block = self.rows.block((variables.take[takers] - budget) / unit)
         block.choices(variables.order, compute, takers, -kept[compute])
         block.choices(variables.away, offloads, takers, variables.moved[offloads] / unit)
+        self._add_gone(block, takers, unit)
+        for way in variables.recomputing:
+            for kind, beside in way.beside_bytes.items():
+                # F begins without what is saved, and a backward that recomputes inside is the end of that.
+                less = 0 if kind == "C" else way.saved_bytes
+                block.term(way.column, (less - beside) / unit, takers == variables.running(way, kind))
+
+    def _add_gone(self, block: Block, ops: Ints, unit: float) -> None:
+        """Subtract from the level at each op what recomputation saves then."""
+        for n, way in enumerate(self.variables.recomputing):
+            columns = self.variables.gone[n, ops]
+            block.term(columns, way.saved_bytes / unit, columns >= 0)
 
     def level_at_reload(self, device: int, budget: int) -> None:
         """Memory when a reload starts: what has started, less what has ended and what else is away, fits.
@@ -143,13 +207,16 @@ class Constraints:
         A reload runs beside compute, so the op that runs counts with what it takes and not yet with what it frees.
         """
         variables = self.variables
-        compute, offloads, reloads = (variables.of(kinds, device) for kinds in ("FBW", "O", "R"))
+        compute, offloads, reloads = (variables.of(kinds, device) for kinds in ("FBWC", "O", "R"))
         unit = variables.bytes_unit(device)
         take, free, moved = (values / unit for values in (variables.take, variables.free, variables.moved))
         block = self.rows.block(np.full(len(reloads), -budget / unit))
         block.choices(variables.started, compute, reloads, -take[compute])
         block.choices(variables.ended, compute, reloads, free[compute])
         block.choices(variables.away, offloads, reloads, moved[offloads])
+        self._add_gone(block, reloads, unit)
+        for (n, kind, r), column in variables.beside.items():
+            block.term(column, -variables.recomputing[n].beside_bytes[kind] / unit, reloads == r)
 
     def host_memory(self) -> None:
         """Host memory when an offload starts: what left before it and has not come back fits."""
@@ -198,11 +265,11 @@ class Constraints:
         for device, stages in enumerate(self.problem.stages_of):
             if stages:
                 first = self.variables.first_of(device)
-                compute = self.variables.of("FBW", device)
+                compute = self.variables.of("FBWC", device)
                 others = compute[compute != first]
                 block = self.rows.block(np.full(len(others), self.length[first]))
                 block.term(others, 1.0).term(first, -1.0)
-                block.choices(self.variables.order, others, others, -self.length[others])
+                block.choices(self.variables.order, others, others, -self.variables.windows.surely[others])
 
     def triangles(self) -> None:
         """The orders of three ops of a device form no cycle, in either direction.
@@ -212,7 +279,7 @@ class Constraints:
         """
         order = self.variables.order
         for device in range(len(self.problem.devices)):
-            ops = self.variables.of("FBW", device)
+            ops = self.variables.of("FBWC", device)
             a, b, c = ops[np.array(list(combinations(range(len(ops)), 3)), np.int64).reshape(-1, 3).T]
             undecided = order.is_open(a, b) & order.is_open(b, c) & order.is_open(a, c)
             a, b, c = a[undecided], b[undecided], c[undecided]
@@ -220,6 +287,15 @@ class Constraints:
                 self.rows.block(np.ones(len(a))).choice(order, x, y, 1.0).choice(order, y, z, 1.0).choice(
                     order, z, x, 1.0
                 )
+
+
+def add_length_terms(block: Block, variables: Variables, ops: Ints, sign: float, only: Bools | bool = True) -> None:
+    """Add to each row the part of its op's length that is decided: what is absent, or recomputes inside B."""
+    block.term(variables.leaves[ops], sign * variables.windows.length[ops], (variables.leaves[ops] >= 0) & only)
+    for n in range(max(map(len, variables.longer.values()), default=0)):
+        terms = [variables.longer.get(int(k), [])[n : n + 1] or [(-1, 0.0)] for k in ops]
+        columns, times = (np.array([term[0][part] for term in terms]) for part in range(2))
+        block.term(columns, sign * times, (columns >= 0) & only)
 
 
 def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:

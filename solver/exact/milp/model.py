@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
 from math import isfinite
@@ -11,13 +12,19 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from optpipe.ops import Bools, Floats, Ints, Op, Orders
-from optpipe.problem import Problem
+from optpipe.problem import OFFLOAD, Problem
 from optpipe.simulate import simulate
 from solver.bounds.device import split_backward_suffices
 from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
-from solver.exact.milp.constraints import Constraints, Rows, add_weight_order, add_work_that_memory_holds_back
-from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables
+from solver.exact.milp.constraints import (
+    Constraints,
+    Rows,
+    add_length_terms,
+    add_weight_order,
+    add_work_that_memory_holds_back,
+)
+from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables, Way
 from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
@@ -85,19 +92,22 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
     An op ends no later than the objective less all work ordered after it. Where `workloads` is off that work is left
     out, and the last W of each stage is enough, since it ends after all other ops of the stage.
     """
-    length, spans = variables.windows.length, variables.problem.objective == "device_span"
+    length, spans = variables.windows.surely, variables.problem.objective == "device_span"
     for device, stages in enumerate(variables.problem.stages_of):
         if not stages:
             continue
-        first, compute = variables.first_of(device), variables.of("FBW", device)
+        first, compute = variables.first_of(device), variables.of("FBWC", device)
         last = variables.problem.units - 1
         ends = compute if options.workloads else np.array([variables.index[Op("W", s, last)] for s in stages])
         block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
         if spans:
             block.term(first, 1.0)
+        add_length_terms(block, variables, ends, -1.0)
         if options.workloads:
             for k in compute:
                 block.choice(variables.order, ends, np.full(len(ends), k), -length[k])
+                if k != first:  # behind which a device does all that is decided
+                    add_length_terms(block, variables, np.full(len(ends), k), -1.0, ends == first)
 
 
 def point_from_orders(variables: Variables, orders: Orders) -> Floats:
@@ -107,41 +117,93 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     values[variables.objective] = simulation.value_us / variables.unit_us
     start, present = values[: variables.objective], np.zeros(len(variables.ops), bool)
     begin, length = float(simulation.start_us.min()), variables.windows.length
+    taken = _ways_taken(variables, orders)
     slots: dict[Op, tuple[float, float, int]] = {}
     """Start, end and place of each op among those of its device: ops without length may share an instant."""
     place = count()
+    longer = np.zeros(len(variables.ops))
     for op in orders.ops():
         at = (float(simulation.start_us[simulation.index[op]]) - begin) / variables.unit_us
-        for part in (op,) if op.kind != "BW" else (Op("B", *op[1:]), Op("W", *op[1:])):
+        way = taken.get(op[1:])
+        names = (
+            [op.kind + str(way.number)]
+            if way and op.kind in "ORC"
+            else ["B", "W"]
+            if "BW" in op.kind
+            else [op.kind[-1]]
+        )
+        for part in (Op(name, *op[1:]) for name in names):
             if part in variables.index:
-                end = at + float(length[variables.index[part]])
+                k = variables.index[part]
+                if "CB" in op.kind and part.kind == "B" and way:
+                    longer[k] = way.variant.mode.recompute_us / variables.unit_us
+                end = at + float(length[k]) + float(longer[k])
                 slots[part] = at, end, next(place)
                 at = end
     places = np.zeros(len(variables.ops), np.int64)
     for op, (at, _, number) in in_weight_order(variables.problem, slots).items():
         k = variables.index[op]
         start[k], present[k], places[k] = at, True, number
-    for k, op in enumerate(variables.ops):
-        if op.kind in "OR" and not present[k]:
-            # An absent transfer follows F, or O, and the one of the microbatch before at once.
-            before = [variables.partner(k, "F" if op.kind == "O" else "O")] + [k - 1] * (op.microbatch > 0)
-            start[k] = max(start[b] + length[b] * present[b] for b in before)
+    _place_absent(variables, start, present, places)
     moves = variables.leaves >= 0
     values[variables.leaves[moves]] = present[moves]
-    _set_binaries(variables, values, present, places)
+    for ways in variables.ways.values():
+        values[[way.column for way in ways]] = [way in taken.values() for way in ways]
+    _set_binaries(variables, values, present, places, longer)
     return values
 
 
-def _set_binaries(variables: Variables, values: Floats, present: Bools, places: Ints) -> None:
-    """Set the binaries that say what is before what, from the starts in `values` and, at one instant, from `places`."""
+def _ways_taken(variables: Variables, orders: Orders) -> dict[tuple[int, int], Way]:
+    """The way of each activation of known orders that has one of its own and is not kept."""
+    there = {op for op in orders.ops() if op.kind in ("O", "CB", "CBW")}
+    taken = {}
+    for (s, i), ways in variables.ways.items():
+        implied = variables.problem.stages[s].choice_numbers.get(OFFLOAD, 0) if Op("O", s, i) in there else 0
+        choice = implied if orders.modes is None else int(orders.modes[s, i])
+        inside = Op("CB", s, i) in there or Op("CBW", s, i) in there
+        for way in ways:
+            if (way.variant.choice, way.variant.inside) == (choice, inside):
+                taken[s, i] = way
+    return taken
+
+
+def _place_absent(variables: Variables, start: Floats, present: Bools, places: Ints) -> None:
+    """Times of absent ops, which have no length.
+
+    A copy follows F, or O, and those of the microbatch before at once. A recomputation comes as late as it can: right
+    before its backward, or before one of a later microbatch.
+    """
+    length, index = variables.windows.length, variables.index
+    kinds: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for kind, s, _ in variables.ops:
+        kinds[kind[0], s].add(kind)
+    for k, (kind, s, i) in enumerate(variables.ops):
+        if kind[0] in "OR" and not present[k]:
+            before = [variables.partner(k, "F" if kind[0] == "O" else "O")]
+            before += [index[Op(other, s, i - 1)] for other in kinds[kind[0], s] if i]
+            start[k] = max(start[b] + length[b] * present[b] for b in before)
+    for s in range(len(variables.problem.stages)):
+        latest = np.inf
+        for i in reversed(range(variables.problem.units)):
+            again = [index[Op(kind, s, i)] for kind in kinds["C", s]]
+            latest = min(latest, start[index[Op("B", s, i)]], *(start[k] for k in again if present[k]), np.inf)
+            for k in again:
+                if not present[k]:
+                    start[k], places[k] = latest, i - variables.problem.units
+
+
+def _set_binaries(variables: Variables, values: Floats, present: Bools, places: Ints, longer: Floats) -> None:
+    """Set the binaries that say what is before what, from the starts in `values` and, at one instant, from `places`.
+
+    `longer`: what each op takes beyond its own length, where a backward recomputes inside.
+    """
     start = values[: variables.objective]
-    end = start + variables.windows.length * present
+    end = start + variables.windows.length * present + longer
     rank = np.empty(len(start), np.int64)
     # Of ops at one instant those without length come first, in the order of their device.
     rank[np.lexsort((places, end, start))] = np.arange(len(start))
 
-    def partners(ops: Ints, kind: str) -> Ints:
-        return np.array([variables.partner(k, kind) for k in ops], np.int64)
+    partners = variables.partners
 
     def set_values(table: Table, a: Ints, b: Ints, yes: Bools) -> None:
         values[table.column[a, b]] = yes
@@ -171,6 +233,18 @@ def _set_binaries(variables: Variables, values: Floats, present: Bools, places: 
     o, q = variables.counted.open_pairs()
     ahead, returned = value(variables.ahead, o, q), value(variables.returned, o, q)
     set_values(variables.counted, o, q, present[o] & (ahead > returned))
+    for n, way in enumerate(variables.recomputing):
+        x = np.flatnonzero(variables.gone[n] >= 0)
+        compute, forward, last = variables.windows.computes[x], np.full(len(x), way.forward), np.full(len(x), way.end)
+        over = value(variables.ended if way.variant.inside else variables.started, last, x)
+        begun = np.where(compute, value(variables.order, forward, x), value(variables.started, forward, x))
+        before = np.where(compute, value(variables.order, x, last), 1 - over)
+        values[variables.gone[n, x]] = values[way.column] * begun * before
+    for (n, kind, reload_), column in variables.beside.items():
+        way = variables.recomputing[n]
+        k, r = np.array([variables.running(way, kind)]), np.array([reload_])
+        running = value(variables.started, k, r) - value(variables.ended, k, r)
+        values[column] = max(0.0, values[way.column] + float(running[0]) - 1)
 
 
 class Timing:
@@ -205,10 +279,23 @@ class Timing:
             if (later <= start + TOLERANCE / len(start)).all():
                 break
             start = later
-        end = start + variables.windows.length
         present = [k for k in range(len(start)) if variables.leaves[k] < 0 or decided[variables.leaves[k]]]
-        planned = {variables.ops[k]: (float(start[k]), float(end[k])) for k in present}
-        return orders_from_times(variables.problem, planned, TOLERANCE)
+        planned: dict[Op, tuple[float, float]] = {}
+        for k in present:
+            kind, s, i = variables.ops[k]
+            inside = sum(time for column, time in variables.longer.get(k, ()) if decided[column])
+            is_inside = any(decided[column] for column, _ in variables.longer.get(k, ()))
+            op = Op("CB" if is_inside else kind[0], s, i)
+            planned[op] = (float(start[k]), float(start[k] + variables.windows.length[k] + inside))
+        problem, modes = variables.problem, None
+        if problem.has_modes:
+            modes = np.zeros((len(problem.stages), problem.units), np.int64)
+            for kind, s, i in planned:
+                if kind == "O":
+                    modes[s, i] = problem.stages[s].choice_numbers.get(OFFLOAD, 0)
+            for (s, i), ways in variables.ways.items():
+                modes[s, i] = sum(way.variant.choice for way in ways if decided[way.column])
+        return orders_from_times(problem, planned, TOLERANCE, modes)
 
 
 BOUND_SLACK = 1e-5

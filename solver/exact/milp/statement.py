@@ -82,6 +82,7 @@ class _Statement:
         self.problem, self.options = variables.problem, options
         self.ops = range(len(variables.ops))
         self.length = self.windows.length.tolist()
+        self.surely = self.windows.surely.tolist()
         self.program = pulp.LpProblem("schedule", pulp.LpMinimize)
         self._op_names = [name.removeprefix("start_") for name in variables.names[: variables.objective]]
         self._rows: Counter[str] = Counter()
@@ -105,10 +106,12 @@ class _Statement:
     def _state_rules(self) -> None:
         self.program.setObjective(self.value)
         self._precedences()
+        self._ways()
         self._one_op_at_a_time()
         self._channels()
         self._reloads()
         self._away()
+        self._gone()
         for d, device in enumerate(self.problem.devices):
             if device.memory_bytes is not None:
                 self._device_memory(d, device.memory_bytes)
@@ -156,7 +159,14 @@ class _Statement:
         return self.variables.partner(op, kind)
 
     def _moves(self, op: int) -> bool:
-        return self.variables.ops[op].kind in "OR"
+        return self.variables.ops[op].kind[0] in "OR"
+
+    def _own_length(self, op: int) -> Expression:
+        """The part of an op's length that is decided: all of one that may be absent, a recomputation inside B."""
+        terms = [time * self.columns[column] for column, time in self.variables.longer.get(op, ())]
+        if self.variables.leaves[op] >= 0:
+            terms.append(self.length[op] * self._leaves(op))
+        return pulp.lpSum(terms)
 
     def _kinds(self, kinds: str, device: int) -> list[int]:
         return [int(k) for k in self.variables.of(kinds, device)]
@@ -169,8 +179,18 @@ class _Statement:
 
     def _precedences(self) -> None:
         for before, after, delay in self.windows.edges:
-            took = self.length[before] * (self._leaves(before) if self._moves(before) else 1)
+            took = self.surely[before] + self._own_length(before)
             self._add(self.start[after] - self.start[before] - took >= delay, "precedence", before, after)
+
+    def _ways(self) -> None:
+        for ways in self.variables.ways.values():
+            self._add(pulp.lpSum(self.columns[way.column] for way in ways) <= 1, "one_way", ways[0].forward)
+        for way in self.variables.recomputing:
+            if way.variant.ahead and way.variant.mode.offload:
+                x, r = way.end, self._partner(way.end, "R")
+                big = max(0.0, self.length[r] + self._latest_lead(r, x))
+                apart = self.start[x] - self.start[r]
+                self._add(apart >= self.length[r] - big * (1 - self._leaves(x)), "reloaded_before", r, x)
 
     def _if_then_after(self, decision: Expression, before: int, after: int, gap: float, family: str) -> None:
         """Make `after` start at least `gap` later than `before` if `decision` is 1."""
@@ -178,10 +198,17 @@ class _Statement:
         if big > 0:
             self._add(self.start[after] - self.start[before] >= gap - big * (1 - decision), family, before, after)
 
+    def _if_then_behind(self, decision: Expression, before: int, after: int, family: str) -> None:
+        """Make `after` start when `before` has ended if `decision` is 1."""
+        big = self.length[before] + float(self.variables.most_longer[before]) + self._latest_lead(before, after)
+        if big > 0:
+            apart = self.start[after] - self.start[before] - self._own_length(before)
+            self._add(apart >= self.surely[before] - big * (1 - decision), family, before, after)
+
     def _one_op_at_a_time(self) -> None:
         for a, b in self._pairs(self.variables.order):
             if not self._moves(a):
-                self._if_then_after(self._is(self.variables.order, a, b), a, b, self.length[a], "one_op_at_a_time")
+                self._if_then_behind(self._is(self.variables.order, a, b), a, b, "one_op_at_a_time")
 
     def _channels(self) -> None:
         for a, b in self._pairs(self.variables.order):
@@ -197,7 +224,7 @@ class _Statement:
             lead = self._latest_lead(r, x) * self._is(started, x, r)
             self._add(self.start[x] >= self.start[r] - lead, "not_started", x, r)
         for x, r in self._pairs(ended):
-            self._if_then_after(self._is(ended, x, r), x, r, self.length[x], "ended_before")
+            self._if_then_behind(self._is(ended, x, r), x, r, "ended_before")
 
     def _away(self) -> None:
         variables = self.variables
@@ -213,32 +240,76 @@ class _Statement:
                 self._at_most(away, variables.order, self._partner(o, "F"), x, "away_after_forward", o, x)
                 self._at_most(away, variables.order, x, self._partner(o, "B"), "away_before_backward", o, x)
 
+    def _gone(self) -> None:
+        variables = self.variables
+        started, ended, order = variables.started, variables.ended, variables.order
+        for n, way in enumerate(variables.recomputing):
+            taken, own = self.columns[way.column], str(way.number)
+            for x in self.ops:
+                if variables.gone[n, x] < 0:
+                    continue
+                gone = self.columns[int(variables.gone[n, x])]
+                self._add(gone <= taken, "gone_if_recomputed_" + own, way.forward, x)
+                if self._moves(x):
+                    over = ended if way.variant.inside else started
+                    self._add(gone <= self._is(started, way.forward, x), "gone_after_forward_" + own, way.forward, x)
+                    self._add(gone + self._is(over, way.end, x) <= 1, "gone_until_" + own, way.end, x)
+                else:
+                    self._add(gone <= self._is(order, way.forward, x), "gone_after_forward_" + own, way.forward, x)
+                    self._add(gone <= self._is(order, x, way.end), "gone_until_" + own, x, way.end)
+            for (number, kind, r), column in variables.beside.items():
+                if number == n:
+                    k = variables.running(way, kind)
+                    runs = self._is(started, k, r) - self._is(ended, k, r)
+                    self._add(self.columns[column] >= taken + runs - 1, "beside_" + own, k, r)
+
     def _at_most(self, decision: Expression, table: Table, a: int, b: int, family: str, *ops: int) -> None:
         if a != b and not (self._known(table, a, b) and table.constant[a, b] == 1):
             self._add(decision <= self._is(table, a, b), family, *ops)
 
     def _device_memory(self, device: int, budget: int) -> None:
         variables, unit = self.variables, self.variables.bytes_unit(device)
-        compute = self._kinds("FBW", device)
+        compute = self._kinds("FBWC", device)
         take, free = ([float(size) for size in sizes] for sizes in (variables.take, variables.free))
         for x in compute:
-            if take[x]:
+            if variables.rises[x]:
                 before = [(take[c] - free[c]) / unit * self._is(variables.order, c, x) for c in compute if c != x]
-                self._add(take[x] / unit + pulp.lpSum(before) - self._gone(device, x) <= budget / unit, "memory", x)
+                level = take[x] / unit + pulp.lpSum(before) - self._not_there(device, x) + self._own_bytes(x, unit)
+                self._add(level <= budget / unit, "memory", x)
         for r in self._kinds("R", device):
             taken = [take[c] / unit * self._is(variables.started, c, r) for c in compute]
             freed = [free[c] / unit * self._is(variables.ended, c, r) for c in compute]
-            self._add(pulp.lpSum(taken) - pulp.lpSum(freed) - self._gone(device, r) <= budget / unit, "memory", r)
+            beside = [
+                variables.recomputing[n].beside_bytes[kind] / unit * self.columns[column]
+                for (n, kind, reload), column in variables.beside.items()
+                if reload == r
+            ]
+            level = pulp.lpSum(taken) - pulp.lpSum(freed) - self._not_there(device, r) + pulp.lpSum(beside)
+            self._add(level <= budget / unit, "memory", r)
 
-    def _gone(self, device: int, x: int) -> Expression:
-        """Bytes that are away when x starts."""
+    def _not_there(self, device: int, x: int) -> Expression:
+        """Bytes that are away, or to be recomputed, when x starts."""
         variables, unit = self.variables, self.variables.bytes_unit(device)
-        offloads = self._kinds("O", device)
-        return pulp.lpSum(variables.moved[o] / unit * self._is(variables.away, o, x) for o in offloads)
+        away = [variables.moved[o] / unit * self._is(variables.away, o, x) for o in self._kinds("O", device)]
+        gone = [
+            way.saved_bytes / unit * self.columns[int(variables.gone[n, x])]
+            for n, way in enumerate(variables.recomputing)
+            if variables.gone[n, x] >= 0
+        ]
+        return pulp.lpSum(away + gone)
+
+    def _own_bytes(self, x: int, unit: float) -> Expression:
+        """What F, C and B take beside what they would if their own activation were kept."""
+        return pulp.lpSum(
+            (beside - (0 if kind == "C" else way.saved_bytes)) / unit * self.columns[way.column]
+            for way in self.variables.recomputing
+            for kind, beside in way.beside_bytes.items()
+            if self.variables.running(way, kind) == x
+        )
 
     def _host_memory(self, limit: int) -> None:
         variables, unit = self.variables, self.variables.bytes_unit(None)
-        offloads = [k for k in self.ops if variables.ops[k].kind == "O"]
+        offloads = [k for k in self.ops if variables.ops[k].kind[0] == "O"]
         for o, q in self._pairs(variables.counted):
             counted, ahead = self._is(variables.counted, o, q), self._is(variables.ahead, o, q)
             returned, reload = self._is(variables.returned, o, q), self._partner(o, "R")
@@ -254,13 +325,16 @@ class _Statement:
             self._add(others + moved[q] * self._leaves(q) <= limit / unit, "host_memory", q)
 
     def _objective(self, device: int) -> None:
-        compute, first = self._kinds("FBW", device), self.variables.first_of(device)
+        compute, first = self._kinds("FBWC", device), self.variables.first_of(device)
         begin = self.start[first] if self.problem.objective == "device_span" else 0
         last = [Op("W", s, self.problem.units - 1) for s in self.problem.stages_of[device]]
         for x in compute if self.options.workloads else [self.variables.index[op] for op in last]:
             others = compute if self.options.workloads else []
-            after = pulp.lpSum(self.length[k] * self._is(self.variables.order, x, k) for k in others)
-            self._add(self.value + begin - self.start[x] - after >= self.length[x], "objective", x)
+            after = pulp.lpSum(self.surely[k] * self._is(self.variables.order, x, k) for k in others)
+            if x == first:
+                after += pulp.lpSum(self._own_length(k) for k in others if k != x)
+            ended = self.start[x] + self._own_length(x)
+            self._add(self.value + begin - ended - after >= self.surely[x], "objective", x)
 
     def _chains(self) -> None:
         variables = self.variables
@@ -275,14 +349,14 @@ class _Statement:
 
     def _work_before(self, device: int) -> None:
         first = self.variables.first_of(device)
-        others = [k for k in self._kinds("FBW", device) if k != first]
+        others = [k for k in self._kinds("FBWC", device) if k != first]
         for x in others:
-            before = pulp.lpSum(self.length[a] * self._is(self.variables.order, a, x) for a in others)
+            before = pulp.lpSum(self.surely[a] * self._is(self.variables.order, a, x) for a in others)
             self._add(self.start[x] - self.start[first] - before >= self.length[first], "work_before", x)
 
     def _triangles(self, device: int) -> None:
         order = self.variables.order
-        for three in combinations(self._kinds("FBW", device), 3):
+        for three in combinations(self._kinds("FBWC", device), 3):
             if not any(self._known(order, a, b) for a, b in permutations(three, 2)):
                 for a, b, c in (three, three[::-1]):
                     cycle = self._is(order, a, b) + self._is(order, b, c) + self._is(order, c, a)

@@ -1,7 +1,9 @@
 """Variables of the mixed-integer program, and the time windows that bound its big-M.
 
 Columns: one start a op (an absent transfer is an op without length somewhere between F and B), the objective, then
-binaries. Times are in `unit_us`, a power of ten that puts the horizon between 1e3 and 1e4, where HiGHS's absolute
+binaries. On stages with activation modes each variant that is not kept has a binary of its own, and copies and a
+recomputation of its own, with its number behind the kind (`O2`); a recomputation inside the backward makes B longer.
+Times are in `unit_us`, a power of ten that puts the horizon between 1e3 and 1e4, where HiGHS's absolute
 tolerances are fit.
 """
 
@@ -11,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import floor, log10
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Op
 from optpipe.problem import Problem, Stage
 from solver.exact.rules import Edge, rule_edges
+from solver.variants import Variant, variants
 
 LARGEST_SIZE = 10_000
 """Largest coefficient of a row on memory, in units of bytes."""
@@ -46,6 +50,22 @@ class Table:
         return a, b
 
 
+class Way(NamedTuple):
+    """A variant of an activation beside kept, `number` among those of its stage, and its column.
+
+    `saved_bytes` are not on the device from F, the op `forward`, to its `end`: its C, or B where it recomputes inside.
+    `beside_bytes`: what F, C and B (by kind) take while they run beside what the activation would take if it were kept.
+    """
+
+    number: int
+    variant: Variant
+    column: int
+    forward: int
+    end: int
+    saved_bytes: int
+    beside_bytes: dict[str, int]
+
+
 class Variables:
     """Columns for a problem; no op ends later than `horizon_us`, no value of interest exceeds `value_us`.
 
@@ -53,6 +73,10 @@ class Variables:
     `ended[x, r]`: compute op x counts as started (ended) when reload r starts. `away[o, x]`: what offload o moved is
     not on the device when x starts. `ahead[o, q]`, `returned[o, q]`, `counted[o, q]`: when offload q starts, o counts
     as started, its reload has ended, its bytes are on the host.
+
+    `ways`: of every stage and microbatch the variants that are decided on, by those columns (`leaves` has the column of
+    a variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
+    of that kind runs when reload r starts. `longer`: for each B the columns and times of what recomputes inside it.
     """
 
     def __init__(self, problem: Problem, horizon_us: float, value_us: float, options: Options) -> None:
@@ -63,7 +87,9 @@ class Variables:
         for s, stage in enumerate(problem.stages):
             # Without a budget an activation that leaves saves nothing.
             limited = problem.devices[stage.device].memory_bytes is not None
-            kinds = "FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW"
+            kinds = list("FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW")
+            if limited and stage.modes:
+                kinds = ["F", "B", "W", *(kind + str(n) for n, way in enumerate(variants(stage)) for kind in _own(way))]
             self.ops += [Op(kind, s, i) for kind in kinds for i in range(problem.units)]
         self.index = {op: k for k, op in enumerate(self.ops)}
         size = len(self.ops)
@@ -77,10 +103,28 @@ class Variables:
         self.ahead, self.returned, self.counted = (Table(size) for _ in range(3))
         sizes = [_sizes_bytes(problem.stages[op.stage], op.kind) for op in self.ops]
         self.take, self.free, self.moved = np.array(sizes, np.int64).T.copy()
+        self.rises, self.falls = self.take > 0, self.free > 0
         for k, op in enumerate(self.ops):
             if op.kind == "O":
                 self.leaves[[k, self.partner(k, "R")]] = len(self.names)
                 self.names.append(f"leaves_{op.stage}_{op.microbatch}")
+        self.ways: dict[tuple[int, int], list[Way]] = {}
+        for s, stage in enumerate(problem.stages):
+            if stage.modes and problem.devices[stage.device].memory_bytes is not None:
+                for i in range(problem.units):
+                    self._add_ways(s, i)
+        self.recomputing = [way for ways in self.ways.values() for way in ways if way.variant.mode.recomputes]
+        self.gone = np.full((len(self.recomputing), size), -1, np.int64)
+        self.beside: dict[tuple[int, str, int], int] = {}
+        self.longer = {
+            self.index[Op("B", s, i)]: [
+                (way.column, way.variant.mode.recompute_us / self.unit_us) for way in ways if way.variant.inside
+            ]
+            for (s, i), ways in self.ways.items()
+        }
+        self.most_longer = np.zeros(size)
+        for k, terms in self.longer.items():
+            self.most_longer[k] = max((time for _, time in terms), default=0.0)
         self._add_orders()
         for d in range(len(problem.devices)):
             self._add_memory(d)
@@ -94,12 +138,17 @@ class Variables:
     def of(self, kinds: str, device: int) -> Ints:
         """The ops of some kinds on a device, by index."""
         stages = self.problem.stages
-        chosen = [k for k, op in enumerate(self.ops) if op.kind in kinds and stages[op.stage].device == device]
+        chosen = [k for k, op in enumerate(self.ops) if op.kind[0] in kinds and stages[op.stage].device == device]
         return np.array(chosen, np.int64)
 
     def partner(self, k: int, kind: str) -> int:
-        """The op of another kind of the same stage and microbatch."""
-        return self.index[Op(kind, self.ops[k].stage, self.ops[k].microbatch)]
+        """The op of another kind of the same stage and microbatch, and of the same variant."""
+        own, s, i = self.ops[k]
+        return self.index[Op(kind + own[1:] if kind in "ORC" else kind, s, i)]
+
+    def partners(self, ops: Ints, kind: str) -> Ints:
+        """The partner of each op."""
+        return np.array([self.partner(k, kind) for k in ops], np.int64)
 
     def first_of(self, device: int) -> int:
         """The op that begins a device: the first F of its lowest stage."""
@@ -112,7 +161,11 @@ class Variables:
         sizes up to 10 GB, and not so few that a row's numbers are far from those of the others.
         """
         ops = [k for k, op in enumerate(self.ops) if device in (None, self.problem.stages[op.stage].device)]
-        sizes = np.concatenate([self.take[ops], self.free[ops], self.moved[ops], [1]])
+        ways = [
+            way for way in self.recomputing if device in (None, self.problem.stages[self.ops[way.forward].stage].device)
+        ]
+        more = [size for way in ways for size in (way.saved_bytes, *way.beside_bytes.values())]
+        sizes = np.abs(np.concatenate([self.take[ops], self.free[ops], self.moved[ops], more, [1]]).astype(np.int64))
         divisor, largest = int(np.gcd.reduce(sizes[:-1])) or 1, int(sizes.max())
         return float(divisor) if largest <= LARGEST_SIZE * divisor else largest / LARGEST_SIZE
 
@@ -126,7 +179,7 @@ class Variables:
     def _add_orders(self) -> None:
         """One binary for each pair whose order the windows leave open."""
         for d in range(len(self.problem.devices)):
-            self._order_all(self.of("FBW", d))
+            self._order_all(self.of("FBWC", d))
         for group in self.problem.channel_groups:
             for kinds in ("O", "R") if self.problem.copy_channels.duplex else ("OR",):
                 self._order_all(np.concatenate([self.of(kinds, d) for d in group]))
@@ -145,18 +198,71 @@ class Variables:
     def _add_memory(self, device: int) -> None:
         """Terms of a device's level at each reload and at each op that takes memory."""
         windows, length = self.windows, self.windows.length
-        reloads, compute = self.of("R", device), self.of("FBW", device)
-        takers, releasers = compute[self.take[compute] > 0], compute[self.free[compute] > 0]
+        reloads, compute = self.of("R", device), self.of("FBWC", device)
+        takers, releasers = compute[self.rises[compute]], compute[self.falls[compute]]
         self._relate(self.started, "started", takers, reloads, np.zeros(len(takers)))
-        self._relate(self.ended, "ended", releasers, reloads, length[releasers])
+        self._relate(self.ended, "ended", releasers, reloads, windows.surely[releasers])
         offloads = self.of("O", device)
         o, x = (grid.ravel() for grid in np.meshgrid(offloads, np.append(takers, reloads), indexing="ij"))
-        forward, reload, backward = (np.array([self.partner(k, kind) for k in o], np.int64) for kind in "FRB")
+        forward, reload, backward = (self.partners(o, kind) for kind in "FRB")
         # No decision where there is no time to offload before x, or none to reload after it.
         can_leave = windows.widest[x, forward] >= length[forward] + length[o] - TOLERANCE
         can_return = windows.widest[backward, x] >= length[reload] - TOLERANCE
         possible = can_leave & can_return & (x != reload) & ~windows.implies(reload, x) & ~windows.implies(x, o)
         self._open(self.away, "away", o[possible], x[possible])
+        for n, way in enumerate(self.recomputing):
+            if self.problem.stages[self.ops[way.forward].stage].device != device:
+                continue
+            for x_ in np.append(takers, reloads).tolist():
+                known = windows.implies(x_, way.forward) or windows.implies(way.end, x_)
+                if not known and x_ not in (way.forward, way.end):
+                    self.gone[n, x_] = len(self.names)
+                    self.names.append(f"gone_{self._way_name(way)}_{_name(self.ops[x_])}")
+            for kind, beside in way.beside_bytes.items():
+                if beside == 0:
+                    continue
+                for r in reloads.tolist():
+                    k = self.running(way, kind)
+                    if not (self.started.may_be(k, r, 1) and self.ended.may_be(k, r, 0)):
+                        continue
+                    self.beside[n, kind, r] = len(self.names)
+                    self.names.append(f"beside_{kind}_{self._way_name(way)}_{_name(self.ops[r])}")
+
+    def running(self, way: Way, kind: str) -> int:
+        """The op of a kind (F, C, B) of an activation in a way."""
+        return way.forward if kind == "F" else way.end
+
+    def _way_name(self, way: Way) -> str:
+        return f"{self.ops[way.forward].stage}_{self.ops[way.forward].microbatch}_{way.number}"
+
+    def _add_ways(self, s: int, i: int) -> None:
+        """One column for each variant but kept."""
+        stage, work = self.problem.stages[s], self.problem.stages[s].workspace_bytes
+        forward, backward = self.index[Op("F", s, i)], self.index[Op("B", s, i)]
+        ways = self.ways[s, i] = []
+        for n, variant in enumerate(variants(stage)):
+            if n == 0:
+                continue
+            mode, end, column = variant.mode, backward, len(self.names)
+            self.names.append(f"way_{s}_{i}_{n}")
+            beside = {}
+            for kind in _own(variant):
+                self.leaves[self.index[Op(f"{kind}{n}", s, i)]] = column
+            if mode.recomputes:
+                beside["F"] = mode.forward_workspace_bytes
+                if variant.ahead:
+                    end = self.index[Op(f"C{n}", s, i)]
+                    beside["C"] = mode.workspace_bytes
+                else:
+                    # Growth counts from the start of B, as for `take`.
+                    inside = max(
+                        variant.backward_bytes - mode.kept_bytes + work.B, stage.backward_weight_bytes - mode.kept_bytes
+                    )
+                    beside["B"] = inside - int(self.take[backward])
+            ways.append(Way(n, variant, column, forward, end, mode.recomputed_bytes, beside))
+        self.falls[[forward, backward]] = True
+        for way in ways:
+            self.rises[way.end] = self.falls[way.end] = True
 
     def _relate(self, table: Table, prefix: str, ops: Ints, reloads: Ints, gap: Floats) -> None:
         """True if op x comes before reload r: known where a precedence or the windows say so."""
@@ -169,7 +275,7 @@ class Variables:
         self._open(table, prefix, x[undecided], r[undecided])
 
     def _add_host(self) -> None:
-        offloads = np.flatnonzero(np.array([op.kind == "O" for op in self.ops]))
+        offloads = np.flatnonzero(np.array([op.kind[0] == "O" for op in self.ops]))
         if self.problem.host_memory_bytes is None or not len(offloads):
             return
         windows = self.windows
@@ -196,11 +302,19 @@ class Variables:
         """Mask of the binary columns; `counted` follows from others and need not be."""
         binary = np.arange(self.size) > self.objective
         binary[self.counted.column[self.counted.column >= 0]] = False
+        binary[self.gone[self.gone >= 0]] = False
+        binary[list(self.beside.values())] = False
         return binary
 
 
 def _name(op: Op) -> str:
-    return f"{op.kind}{op.stage}_{op.microbatch}"
+    """The name of an op in columns and rows: that of a variant's ops ends with the variant's number."""
+    return "_".join([f"{op.kind[0]}{op.stage}", str(op.microbatch), *filter(None, [op.kind[1:]])])
+
+
+def _own(variant: Variant) -> str:
+    """Kinds of the ops that a variant has beside F, B and W."""
+    return "OR" * (variant.mode.offload is not None) + "C" * variant.ahead
 
 
 def _sizes_bytes(stage: Stage, kind: str) -> tuple[int, int, int]:
@@ -210,12 +324,28 @@ def _sizes_bytes(stage: Stage, kind: str) -> tuple[int, int, int]:
     has freed memory.
     """
     held, kept, work = stage.activation_bytes, stage.backward_weight_bytes, stage.workspace_bytes
-    if kind in "OR":
-        assert stage.offload is not None
-        return 0, 0, stage.offload.bytes
+    if kind[0] == "C":
+        return 0, 0, 0  # in `Way.beside_bytes`, since the activation may be held in another way
+    if kind[0] in "OR":
+        return 0, 0, _variant(stage, kind).moved_bytes
     take = {"F": held + work.F, "B": max(kept - held, work.B), "W": work.W}[kind]
     free = {"F": work.F, "B": take - kept + held, "W": kept + work.W}[kind]
     return take, free, 0
+
+
+def _variant(stage: Stage, kind: str) -> Variant:
+    """The variant whose op this is, by its number; of stages without modes the one that leaves."""
+    return variants(stage)[int(kind[1:] or 1)]
+
+
+def _duration_us(stage: Stage, kind: str) -> float:
+    if kind in "FBW":
+        return stage.duration_us(kind)
+    mode = _variant(stage, kind).mode
+    if kind[0] == "C":
+        return mode.recompute_us
+    assert mode.offload is not None
+    return mode.offload.offload_us if kind[0] == "O" else mode.offload.reload_us
 
 
 TOLERANCE = 1e-6
@@ -241,11 +371,12 @@ class TimeWindows:
         self.ops = ops
         self.index = {op: k for k, op in enumerate(ops)}
         self.horizon, self.value = horizon, min(value, horizon)
-        self.length = np.array([problem.stages[op.stage].duration_us(op.kind) / unit_us for op in ops])
-        self.surely = np.array([0.0 if op.kind in "OR" else 1.0 for op in ops]) * self.length
+        self.length = np.array([_duration_us(problem.stages[op.stage], op.kind) / unit_us for op in ops])
+        self.surely = np.array([0.0 if op.kind[0] in "ORC" else 1.0 for op in ops]) * self.length
         self.device = np.array([problem.stages[op.stage].device for op in ops])
-        self.computes = np.array([op.kind not in "OR" for op in ops])
+        self.computes = np.array([op.kind[0] not in "OR" for op in ops])
         self.edges = [edge._replace(delay=edge.delay / unit_us) for edge in rule_edges(problem, self.index)]
+        self.edges += [Edge(*edge, 0.0) for edge in _variant_edges(problem, self.index)]
         if fix:
             self.edges += [Edge(*edge, 0.0) for edge in _budget_edges(problem, self.index)]
         self._measure(())
@@ -264,7 +395,7 @@ class TimeWindows:
         np.fill_diagonal(pairs, False)
         ordered = self.distance > -np.inf
         free = pairs & ~ordered & ~ordered.T
-        first = free & (self.widest < self.length[None, :] - TOLERANCE)  # b cannot come before a
+        first = free & (self.widest < self.surely[None, :] - TOLERANCE)  # b cannot come before a
         if not first.any() or (first & first.T).any():
             return False
         # An edge is redundant where two others lead from a to b: only the transitive reduction is stated.
@@ -323,6 +454,24 @@ class TimeWindows:
         self.widest = np.minimum(self.widest, -np.where(reaches, self.distance, -np.inf))
 
 
+def _variant_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int, int]]:
+    """Precedences of the ops of variants; absent ones, without length, keep them too.
+
+    R before C is not among these: where both are absent, C may have to come before a reload of an earlier microbatch.
+    """
+    for (kind, s, i), k in index.items():
+        if not kind[1:]:
+            continue
+        yield index[Op("O" + kind[1:] if kind[0] == "R" else "F", s, i)], k
+        if kind[0] in "RC":
+            yield k, index[Op("B", s, i)]
+        if i:
+            for n in range(len(variants(problem.stages[s]))):
+                before = Op(f"{kind[0]}{n}", s, i - 1)
+                if before in index and before.kind != kind:
+                    yield index[before], k
+
+
 def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int, int]]:
     """B(s,j) and W(s,j) that must come before F(s,i), because j and all later ones would not fit beside it."""
     for s, stage in enumerate(problem.stages):
@@ -330,9 +479,11 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
         if budget is None:
             continue
         # The least that a microbatch holds from the start of F to the end of B, and to the end of W.
-        stays = stage.activation_bytes - (stage.offload.bytes if stage.offload else 0)
+        ways = variants(stage)
+        stays = min(way.waiting_bytes for way in ways)
+        taken = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways)
         for kind, least in (("B", stays), ("W", min(stays, stage.backward_weight_bytes))):
-            room = budget - stage.activation_bytes - stage.workspace_bytes.F
+            room = budget - taken - stage.workspace_bytes.F
             behind = room // least + 1 if least and room >= 0 else problem.units
             for i in range(behind, problem.units):
                 yield index[Op(kind, s, i - behind)], index[Op("F", s, i)]

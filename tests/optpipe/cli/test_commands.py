@@ -303,7 +303,7 @@ def test_export_refuses_models_that_would_be_too_large(cli: Cli, tmp_path: Path)
     large.write_text(uniform(8, 64).to_json())
     run = cli("export", large, "--to", "lp", "-o", out)
     assert run.code == 2
-    assert "are 1536 ops of F, B, W, O and R together, but a model is written for at most 1000" in run.err
+    assert "are 1536 ops of F, B, W, O, R and C together, but a model is written for at most 1000" in run.err
     assert not out.exists()
 
 

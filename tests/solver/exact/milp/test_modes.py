@@ -1,0 +1,115 @@
+"""The mixed-integer program decides on activation modes: optima of CP-SAT and of every schedule there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import highspy
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.errors import InfeasibleError, NoSolutionError
+from optpipe.ops import Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds.device import split_backward_suffices
+from solver.build import build_schedule, peak_budgets
+from solver.exact.milp.model import Timing, build_program, point_from_orders, solve_milp
+from solver.exact.milp.variables import Options
+from solver.limits import Limits
+from solver.model_export import export_model
+from solver.scale import horizon_us
+from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
+from solver.solution import Solution
+from solver.solve import solve
+from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
+from tests.solver.exact.cp_sat.test_modes import FAMILIES, schedules
+from tests.solver.exact.milp.test_statement import OPTIONS, assert_same_model
+
+
+def tight(seed: int) -> tuple[Problem, Orders]:
+    """A random problem, and orders of it with split backwards that need all of its budgets."""
+    problem, orders = random_recomputing(Random(seed), split_backward=True)
+    table = build_table(problem)
+    orders = orders_from_sequences(problem, table, merge(table, simulate(problem, orders)))
+    budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+    return problem.from_data(problem.to_data() | {"devices": budgets}), orders
+
+
+@pytest.mark.parametrize("first", range(0, 120, 20))
+def test_the_model_has_every_schedule(first: int) -> None:
+    """Random orders within their own peaks are a point of the model, and come back from its binaries."""
+    for seed in range(first, first + 20):
+        problem, orders = tight(seed)
+        value_us = simulate(problem, orders).value_us
+        program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
+        point = point_from_orders(program.variables, orders)
+        short = program.row_lower - program.matrix @ point
+        assert short.max(initial=0.0) <= 1e-6, (seed, int(np.argmax(short)))
+        assert (point >= program.lower - 1e-6).all()
+        assert (point <= program.upper + 1e-6).all()
+        again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
+        assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+        assert problem.has_modes is (again.modes is not None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_optima_are_those_of_every_schedule(name: str) -> None:
+    devices, microbatches, modes, fields = FAMILIES[name]
+    fields = {key: value for key, value in fields.items() if key != "split_backward"}
+    values = schedules(recomputing(devices, microbatches, modes, **fields)) if devices == 1 else {}
+    for budget in (12, 15, 18, 23):
+        problem = recomputing(devices, microbatches, modes, budget, **fields)
+        if not split_backward_suffices(problem):
+            continue
+        optimum = min((value for peaks, value in values.items() if max(peaks) <= budget), default=float("inf"))
+        if not values:
+            optimum = solve(problem, "cp-sat", Limits(60, workers=1)).value_us
+        answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda _: None)
+        assert answer.value_us == answer.bound_us == optimum
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_agrees_with_cp_sat(seed: int) -> None:
+    """Neither proves what the other refutes, with every kind of copy, and from no schedule at all."""
+    problem, _ = tight(seed)
+    try:
+        other = solve(problem, "cp-sat", Limits(20, workers=1))
+    except (InfeasibleError, NoSolutionError):
+        return
+    answer = solve_milp(problem, Limits(5, workers=1), Solution(), lambda _: None)
+    assert answer.bound_us <= other.value_us * (1 + 1e-9)
+    assert other.bound_us <= answer.value_us * (1 + 1e-9)
+    if answer.orders is not None:
+        build_schedule(problem, answer.orders, answer.bound_us, "milp", 0.0)  # which verifies it
+
+
+EVERYTHING = recomputing(2, 3, [FULL, LEAVES], 22, offload={"bytes": 8, "offload_us": 1, "reload_us": 2})
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
+    host = EVERYTHING.from_data(EVERYTHING.to_data() | {"host_memory_bytes": 9})
+    for problem in (EVERYTHING, host, *(tight(seed)[0] for seed in range(12))):
+        assert_same_model(problem, 60.0, float("inf"), options)
+
+
+@pytest.mark.parametrize("form", ["lp", "mps"])
+def test_another_solver_finds_the_optimum_in_the_written_model(form: str, tmp_path: Path) -> None:
+    problem = recomputing(2, 3, [FULL, LEAVES], 13)
+    path = tmp_path / f"model.{form}"
+    path.write_text(export_model(problem).to_text(form))
+    highs = highspy.Highs()
+    highs.silent()
+    assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
+    highs.run()
+    optimum = solve(problem, "cp-sat", Limits(60, workers=1))
+    assert optimum.status == "optimal"
+    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+    text = path.read_text()
+    for name in ("way_0_1_2", "gone_0_0_1_F0_2", "start_C0_1_1"):
+        assert name in text
