@@ -160,7 +160,9 @@ async def _find_leader(connection: AsyncConnection, job: AnyRow) -> UUID | None:
     await connection.execute(select(func.pg_advisory_xact_lock(LEADER_LOCK)))
     config = job.config
     same = [_leaders.c.config[name] == cast(config[name], JSONB) for name in ("method", "seed", "workers")]
-    left_s = _limit_s(_leaders) - cast(func.extract("epoch", func.now() - _leaders.c.started_at), Double)
+    # Not `now`, the start of this transaction: the other one may have begun its job while this one waited for the lock.
+    passed_s = cast(func.extract("epoch", func.clock_timestamp() - _leaders.c.started_at), Double)
+    left_s = _limit_s(_leaders) - passed_s
     leader = select(_leaders.c.id).where(
         _leaders.c.equality == job.equality,
         _leaders.c.status == "running",
@@ -280,7 +282,7 @@ async def _improve(connection: AsyncConnection, lease: Lease, known: AnyRow, fou
     """Record a better value, or else a better bound; a schedule that is neither changes nothing."""
     bound_us = max(found.bound_us, known.bound_us or 0.0)
     if known.value_us is None or found.value_us < known.value_us:
-        values = {"value_us": found.value_us, "bound_us": min(bound_us, found.value_us)}
+        values = {"value_us": found.value_us, "bound_us": min(bound_us, found.value_us), "bubble": found.bubble}
         row = await change_job(connection, lease.job_id, "incumbent", found, **values)
         await results.keep_orders(connection, row, found)
     elif bound_us > known.bound_us:
@@ -304,7 +306,7 @@ async def end(engine: AsyncEngine, lease: Lease, result: JobResult, heartbeats: 
         row = await _locked_row(connection, lease)
         if schedule is not None:
             await _improve(connection, lease, row, schedule)
-            values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us}
+            values |= {"value_us": schedule.value_us, "bound_us": schedule.bound_us, "bubble": schedule.bubble}
         ended = await change_job(connection, lease.job_id, "status", schedule, **values)
         if schedule is not None:
             await results.keep_orders(connection, ended, schedule)
