@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from optpipe.errors import InputError, Issue
 from optpipe.layers import HostCopies, Layer, LayerProfile
-from optpipe.mode_names import WITH_OFFLOAD, parse_recomputed, without_shorthand
+from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, parse_recomputed, without_offload, without_shorthand
 from optpipe.problem import MAX_NAME, Objective, Problem
 
 Kind = Literal["linear", "interleaved", "v"]
@@ -220,7 +220,9 @@ def check_layer_modes(profile: LayerProfile, modes: Sequence[str], field: str) -
     """Raise InputError for a mode that does not follow from the costs of layers: parts of them, or of no layer."""
     for name in modes:
         recomputed = parse_recomputed(name)
-        if recomputed and recomputed.part:
+        if recomputed is None and without_offload(name) != BLOCKS:
+            detail = f"has {name!r}, but how layers leave in low precision is not known by layer. Maybe offload."
+        elif recomputed and recomputed.part:
             detail = f"has {name!r}, but parts of layers have no costs of their own. Maybe selective."
         elif (recomputed is None or not recomputed.whole) and not any(layer.recomputation for layer in profile.layers):
             detail = (

@@ -148,6 +148,11 @@ def test_memory_of_a_recomputed_stage_bounds_that_of_its_layers() -> None:
     ("layers", "mode", "message"),
     [
         (recomputed(), "selective:mlp", "--modes has 'selective:mlp', but parts of layers have no costs"),
+        (
+            recomputed(),
+            "offload-bf16",
+            "--modes has 'offload-bf16', but how layers leave in low precision is not known",
+        ),
         (profile(4), "blocks", "--modes has 'blocks', but no layer says what it keeps"),
         (profile(4), "full+offload", "--modes has 'full+offload', but the profile has no rate of copies"),
     ],
