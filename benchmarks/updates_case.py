@@ -81,6 +81,7 @@ class SleepyTask:
 
     name = "asleep"
     tokens = WIDTH
+    loader = None
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -46,10 +46,14 @@ class PerToken:
         """The loss of a microbatch."""
         return self.loss(output, *target)
 
-    def with_tokens(self, targets: Sequence[Tree]) -> list[Tree]:
-        """The targets of a whole batch, each with the mean number of tokens of a microbatch, at least one in all."""
-        total = max(1, sum(self.loss.count(target) for target in targets))
-        return [(target, torch.tensor(total / len(targets))) for target in targets]
+    def with_tokens(self, targets: Sequence[Tree], whole: Callable[[int], int] = int) -> list[Tree]:
+        """The targets of a whole batch, each with the mean number of tokens of a microbatch, at least one in all.
+
+        Targets that are None are those of other processes: `whole` makes the tokens of the batch of the others'.
+        """
+        own = [target for target in targets if target is not None]
+        total = max(1, whole(sum(map(self.loss.count, own)))) if own else 1
+        return [target if target is None else (target, torch.tensor(total / len(targets))) for target in targets]
 
 
 class LabelLoss:

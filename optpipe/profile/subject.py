@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,22 @@ def load_subject(name: str) -> Subject:
     return _checked(build, build())
 
 
+class Data(Protocol):
+    """A data callable, or what reads loaders in its place."""
+
+    name: str
+
+    def __call__(self, step: int, /) -> Any:
+        """The batch of a step."""
+        ...
+
+    def refuse(self, code: str, detail: str) -> NoReturn:
+        """Raise InputError naming it."""
+        ...
+
+
 def batch_of(
-    data: Named, step: int, model: str, like: tuple[Tree, Tree], microbatches: int | None = None
+    data: Data, step: int, model: str, like: tuple[Tree, Tree], microbatches: int | None = None
 ) -> tuple[list[Tree], list[Tree]]:
     """Call the data callable for a step: inputs and targets, one entry per microbatch, each shaped as in `like`.
 
@@ -87,6 +101,8 @@ def batch_of(
             detail = f"returns {len(entries)} {field} for step {step}, but a step has {expected} microbatches."
             data.refuse("wrong_count", detail)
         for i, entry in enumerate(entries):
+            if entry is None and not isinstance(data, Named):  # a loader's, that other processes read
+                continue
             check_tensors(data.name, f"{field}[{i}]", entry, "data")
             shape, wanted = spec_text(message_spec(entry)), spec_text(message_spec(tree))
             if shape != wanted:

@@ -152,6 +152,10 @@ class ModelConfig(Group):
     """the output head of the GPT uses the embedding's weights, on whichever devices the two are"""
     data: StrictStr | None = None
     """package.module:callable that returns the batch of a step, for stages of your own"""
+    loader: StrictStr | None = None
+    """package.module:callable that returns, for a replica, a loader of its microbatches, such as a DataLoader"""
+    evaluation_loader: StrictStr | None = None
+    """the same for the batches to evaluate"""
 
     @property
     def own(self) -> bool:
@@ -203,14 +207,17 @@ class ModelConfig(Group):
             longest = SIZES[self.name].sequence
             if self.sequence is not None and self.sequence > longest:
                 yield Issue("sequence", "out_of_range", f"is {self.sequence} but must be from 1 to {longest}.")
-            if self.data is not None:
-                detail = (
-                    f"is {self.data!r}, but the GPT is trained on text. Maybe name stages of your own in model.name."
-                )
-                yield Issue("data", "meaningless", detail)
+            for name in ("data", "loader"):
+                if (value := getattr(self, name)) is not None:
+                    detail = (
+                        f"is {value!r}, but the GPT is trained on text. Maybe name stages of your own in model.name."
+                    )
+                    yield Issue(name, "meaningless", detail)
             if self.cut is not None:
                 detail = f"is {self.cut!r}, but the layers of the GPT are spread evenly. Maybe leave it out."
                 yield Issue("cut", "meaningless", detail)
+        if self.data is not None and self.loader is not None:
+            yield Issue("loader", "conflict", f"is {self.loader!r}, but data is {self.data!r}. Maybe leave one out.")
         if self.autocast and self.dtype != "float32":
             detail = (
                 f"is {self.dtype!r} with autocast to {self.autocast}, but autocast leaves all but float32 alone. "
@@ -470,6 +477,9 @@ class TrainingConfig(Group):
         if trace_step is not None and trace_step >= self.steps:
             detail = f"is {trace_step} but must be from 0 to {self.steps - 1}: the run has {self.steps} steps."
             yield Issue(("output", "trace_step"), "out_of_range", detail)
+        if self.evaluate and self.model.loader is not None and self.model.evaluation_loader is None:
+            detail = f"is {self.evaluate}, but a loader has no batches beyond the run. Maybe add --evaluation-loader."
+            yield Issue("evaluate", "no_loader", detail)
         if self.evaluate_every is not None and not self.evaluate:
             detail = f"is {self.evaluate_every}, but evaluate is 0. Maybe --evaluate 4: the batches to evaluate."
             yield Issue("evaluate_every", "no_batches", detail)

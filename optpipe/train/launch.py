@@ -144,6 +144,15 @@ class Launch:
         """Sum of equally shaped tensors over all processes, on the CPU."""
         return self.start_sum(values.cpu()).wait()
 
+    def sum_over_replicas(self, value: int) -> int:
+        """Sum over the processes that run this device in each replica, which call this together."""
+        if self.same_device is None:
+            return value
+        total = torch.tensor([value])
+        with peer_errors("the tokens of all replicas"):
+            dist.all_reduce(total, group=self.same_device)
+        return int(total)
+
     def start_sum(self, values: torch.Tensor) -> PendingSum:
         """Start an asynchronous sum of equally shaped tensors over all processes, in place in `values`.
 

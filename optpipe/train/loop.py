@@ -85,6 +85,8 @@ def _trained(
         )
     warn_undeferred(model, first.measured if first else None)
     checkpoints = CheckpointCallback(config, model, interrupts, on_written=observers.checkpoint)
+    if model.task.loader is not None:
+        model.task.loader.read_for(model.stages, len(model.program.placement))
     begin = checkpoints.resume()
     watch = Watch(model, config.steps, events, observers.step)
     peaks = Peaks(model, config.online.memory_margin, events, check)

@@ -59,7 +59,7 @@ class Model:
         assert config.schedule is not None, "a program has been compiled from it"
         self.config, self.program, self.launch = config, program, launch
         self.schedule: Schedule = config.schedule
-        self.task = task or build_task(config, len(program.placement), program.microbatches)
+        self.task = task or build_task(config, len(program.placement), program.microbatches, launch)
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.stages = self._build_stages()
         self.messages = self._learn_messages()
@@ -361,5 +361,8 @@ def _digest(tensor: Tensor) -> str | None:
 
 def moved(batch: Batch, hardware: torch.device) -> Batch:
     """The batch on a device; nothing is copied where it is there."""
-    inputs, targets = ([map_leaves(lambda leaf: leaf.to(hardware), part) for part in parts] for parts in batch)
+    inputs, targets = (
+        [part if part is None else map_leaves(lambda leaf: leaf.to(hardware), part) for part in parts]
+        for parts in batch
+    )
     return inputs, targets

@@ -127,6 +127,11 @@ def buffers_file(stage: int, replica: int) -> str:
     return f"stage-{stage:04d}.replica-{replica}.safetensors"
 
 
+def loader_file(replica: int) -> str:
+    """The name of the file that holds the state of a replica's loader."""
+    return f"loader.replica-{replica}.json"
+
+
 class SavedFile(Document):
     """Size and SHA-256 of a file."""
 

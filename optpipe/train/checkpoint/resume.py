@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from optpipe.train.checkpoint.files import (
     buffers_file,
     check_files,
     final_path,
+    loader_file,
     read_manifest,
     read_tensors,
     stage_file,
@@ -113,6 +115,8 @@ def _check_whole(path: Path, model: Model) -> None:
     document = read_manifest(path)
     index = _index(path, document, model)
     own = {file for s in model.stages for file, _ in _tensors_of(index, document, s, model).values()}
+    if (state := loader_file(model.launch.replica)) in document.files:
+        own.add(state)
     check_files(path, document, own if document.weights_alone else {SCHEDULE, GENERATORS, *own})
 
 
@@ -140,6 +144,11 @@ def _load(path: Path, model: Model, known: Collection[str]) -> bool:
         borrowed = borrowed or (not own and bool(buffer_names(model, s, 0)))
     if document.launched.processes == launch.world:  # a rank of another number of processes has other stages
         restore_generators(read_tensors(path / GENERATORS), launch.rank, model.hardware)
+    if model.task.loader is not None:
+        state = path / loader_file(launch.replica)
+        found = json.loads(state.read_text()) if state.name in document.files else None
+        if not document.weights_alone:
+            model.task.loader.load(found, document.step)
     model.step_number = document.step
     return borrowed and not document.weights_alone
 

@@ -11,6 +11,7 @@ process or the machine fails, readers find either what was there before or the w
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -34,6 +35,7 @@ from optpipe.train.checkpoint.files import (
     buffers_file,
     clear_leftovers,
     final_path,
+    loader_file,
     partial_path,
     stage_file,
     versions_now,
@@ -216,6 +218,8 @@ class CheckpointWriter:
             "versions": versions_now(),
         }
         self._schedule, self._generators = model.schedule, generator_states(model.hardware)
+        self._texts: dict[str, str] = {}
+        self._loader = model.task.loader if 0 in model.stages else None
         # Every phase ends with a gather: no process writes into a folder that is not there, and the folder is published
         # only when the files of all of them are on the disk.
         try:
@@ -255,6 +259,8 @@ class CheckpointWriter:
         if self._launch.rank == 0:
             clear_leftovers(self._folder, self._disk)
             self._disk.make_folder(self._partial)
+        if self._loader is not None:
+            self._texts[loader_file(self._launch.replica)] = json.dumps(self._loader.state()) + "\n"
 
     def _undo(self) -> None:
         if self._launch.rank == 0:
@@ -263,6 +269,9 @@ class CheckpointWriter:
 
     def _write(self, files: Iterable[tuple[str, dict[str, Tensor]]]) -> dict[str, Any]:
         """Write this process's files; returns what the manifest says of them."""
+        while self._texts:
+            name, text = self._texts.popitem()
+            self._files[name] = self._disk.write_text(self._partial / name, text).to_data()
         for name, tensors in files:
             self._files[name] = self._disk.write_tensors(self._partial / name, tensors).to_data()
             self._tensors |= dict.fromkeys(tensors, name)

@@ -172,7 +172,7 @@ def initial_schedule(
     # longest span of a device is what a step costs (Zero Bubble, section 4).
     optimistic = config.optimizer.optimistic and launch.distributed
     setting = build_setting(online, given, "device_span" if optimistic else "makespan")
-    task = build_task(config, len(setting.placement), setting.microbatches)
+    task = build_task(config, len(setting.placement), setting.microbatches, launch)
     measured, seconds = measure_before(config, task, setting, launch, _ending_on_interrupt(interrupted, launch))
     if any(launch.gather(interrupted())):
         raise KeyboardInterrupt

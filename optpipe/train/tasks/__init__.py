@@ -6,13 +6,17 @@ from dataclasses import replace
 
 from optpipe.partition import cut_in_name
 from optpipe.train.config import TrainingConfig
+from optpipe.train.launch import Launch
 from optpipe.train.tasks.base import Task
 from optpipe.train.tasks.custom import OwnStages
 from optpipe.train.tasks.gpt import GPTTask
 from optpipe.train.tasks.hugging_face import HuggingFaceTask, folder_name
+from optpipe.train.tasks.loader import LoadedBatches
+
+ALONE = Launch(1)
 
 
-def build_task(config: TrainingConfig, stages: int, microbatches: int) -> Task:
+def build_task(config: TrainingConfig, stages: int, microbatches: int, launch: Launch = ALONE) -> Task:
     """The task of a run whose schedule has so many stages and, in each run of each replica, microbatches.
 
     Without a cut in the configuration a schedule that is planned for the model gives it. Raises InputError where a
@@ -24,5 +28,8 @@ def build_task(config: TrainingConfig, stages: int, microbatches: int) -> Task:
         hugging_face = model.hugging_face and f" of {folder_name(model.name)}," in problem
         if hugging_face or (model.own and problem.startswith(f"{model.name},")):
             config = replace(config, model=replace(model, cut=planned))
-    kind = OwnStages if config.model.own else HuggingFaceTask if config.model.hugging_face else GPTTask
-    return kind(config, stages, microbatches * config.data_parallel * config.accumulate)
+    all_microbatches = microbatches * config.data_parallel * config.accumulate
+    loader = LoadedBatches(config, all_microbatches, launch) if model.loader else None
+    if model.own or model.hugging_face:
+        return (OwnStages if model.own else HuggingFaceTask)(config, stages, all_microbatches, loader)
+    return GPTTask(config, stages, all_microbatches)

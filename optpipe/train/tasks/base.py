@@ -9,6 +9,7 @@ from torch import nn
 
 from optpipe.runtime.messages import Tree
 from optpipe.runtime.stage import Loss
+from optpipe.train.tasks.loader import LoadedBatches
 
 Batch = tuple[list[Tree], list[Tree]]
 """Inputs and targets by microbatch."""
@@ -16,6 +17,11 @@ Batch = tuple[list[Tree], list[Tree]]
 
 class Task(Protocol):
     """Given by its config and seed alone, so that every process builds the same."""
+
+    @property
+    def loader(self) -> LoadedBatches | None:
+        """Reads the batches where they are a loader's, which has a position; None: they depend on the step alone."""
+        ...
 
     @property
     def name(self) -> str:
@@ -40,7 +46,11 @@ class Task(Protocol):
         ...
 
     def batch(self, step: int) -> Batch:
-        """Inputs and targets of a step, by microbatch, of all replicas: a function of the step alone."""
+        """Inputs and targets of a step, by microbatch, of all replicas.
+
+        A function of the step alone, except for a loader's: those are asked for in their order, and are None where this
+        process does not need them.
+        """
         ...
 
     def model_name(self, stage: int, name: str, /) -> str:

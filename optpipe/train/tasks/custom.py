@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from optpipe.errors import InputError, Issue
 from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
-from optpipe.profile.subject import Named, Subject, batch_of, load_subject
+from optpipe.profile.subject import Data, Named, Subject, batch_of, load_subject
 from optpipe.runtime.messages import leaves, message_spec, spec_text
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
 from optpipe.train.tasks.base import Batch
+from optpipe.train.tasks.loader import LoadedBatches
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -32,7 +33,8 @@ class OwnStages:
     one.
     """
 
-    def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
+    def __init__(self, config: TrainingConfig, stages: int, microbatches: int, loader: LoadedBatches | None) -> None:
+        self.loader = loader
         self._model, self._seed, self._microbatches = config.model, config.seed, microbatches
         self._stages = stages
         first = self._load()
@@ -61,7 +63,7 @@ class OwnStages:
         self._shapes = [{n: list(p.shape) for n, p in stage.named_parameters()} for stage in blocks]
         self._shared = [[list(place) for place in shared.places] for shared in shared_parameters(blocks)]
         self._unused: list[nn.Module] | None = self._joined(blocks)
-        self._data = Named("data", config.model.data) if config.model.data else None
+        self._data: Data | None = loader or (Named("data", config.model.data) if config.model.data else None)
         if self._data is not None:
             self.batch(0)  # refuses batches that do not fit before a step is run
         elif leads():
@@ -96,7 +98,9 @@ class OwnStages:
         if self._data is not None:
             like = (self._inputs, self._targets)
             inputs, targets = batch_of(self._data, step, self._model.name, like, self._microbatches)
-        return inputs, self._loss.with_tokens(targets) if isinstance(self._loss, PerToken) else targets
+        if isinstance(self._loss, PerToken):
+            targets = self._loss.with_tokens(targets, self.loader.tokens if self.loader else int)
+        return inputs, targets
 
     def model_name(self, stage: int, name: str) -> str:
         """Name in a sequence of all blocks that the callable returns: the number of its block, and its name there."""
@@ -110,6 +114,7 @@ class OwnStages:
         identity = {
             "model": self._model.name,
             "data": self._model.data,
+            **({"loader": self.loader.name} if self.loader else {}),
             "seed": self._seed,
             "microbatch": spec_text(message_spec(self._inputs)),
             "parameters": self._shapes,

@@ -162,6 +162,8 @@ class Batches:
 class GPTTask:
     """A GPT of `stages` stages, with batches of `microbatches` microbatches, those of all replicas."""
 
+    loader = None
+
     def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
         model = config.model
         self._model, self._seed, self._stages = model, config.seed, stages

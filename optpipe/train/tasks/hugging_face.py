@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from optpipe.errors import InputError, Issue
 from optpipe.models.hugging_face import PART, PREFIX, HuggingFace
 from optpipe.models.loss import PerToken
-from optpipe.profile.subject import DATA_RETURNS, Named, batch_of
+from optpipe.profile.subject import DATA_RETURNS, Data, Named, batch_of
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
 from optpipe.runtime.stage import Loss
 from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.launch import leads
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
+from optpipe.train.tasks.loader import LoadedBatches
 
 LOG = logging.getLogger("optpipe.train")
 
@@ -38,8 +39,8 @@ class HuggingFaceTask:
     cut or data do not fit.
     """
 
-    def __init__(self, config: TrainingConfig, stages: int, microbatches: int) -> None:
-        model = config.model
+    def __init__(self, config: TrainingConfig, stages: int, microbatches: int, loader: LoadedBatches | None) -> None:
+        model, self.loader = config.model, loader
         self._seed = config.seed
         self.model = HuggingFace(
             model.name, stages, model.cut, dtype=model.torch_dtype, seed=config.seed, cut_field="model.cut"
@@ -47,7 +48,7 @@ class HuggingFaceTask:
         if not self.model.weights and leads():
             LOG.info("%s has no weights: they are drawn from the seed", model.name)
         self._loss = PerToken(self.model.loss)
-        self.batches = HuggingFaceBatches(self.model, model, microbatches, config.seed)
+        self.batches = HuggingFaceBatches(self.model, model, microbatches, config.seed, loader)
         self._first = self.batches.batch(0)
 
     @property
@@ -72,8 +73,8 @@ class HuggingFaceTask:
 
     def batch(self, step: int) -> Batch:
         """Inputs, and labels with the number of tokens of the batch."""
-        inputs, labels = self._first if step == 0 else self.batches.batch(step)
-        return inputs, self._loss.with_tokens(labels)
+        inputs, labels = self._first if step == 0 and self.loader is None else self.batches.batch(step)
+        return inputs, self._loss.with_tokens(labels, self.loader.tokens if self.loader else int)
 
     def model_name(self, _stage: int, name: str) -> str:
         """Name that transformers gives it."""
@@ -87,11 +88,21 @@ class HuggingFaceTask:
 class HuggingFaceBatches:
     """Batches for a model of transformers, those of all replicas: inputs, and labels as transformers takes them."""
 
-    def __init__(self, model: HuggingFace, config: ModelConfig, microbatches: int | None, seed: int) -> None:
-        self._data, self._microbatches = Named("data", config.data) if config.data else None, microbatches
+    def __init__(
+        self,
+        model: HuggingFace,
+        config: ModelConfig,
+        microbatches: int | None,
+        seed: int,
+        loader: LoadedBatches | None = None,
+    ) -> None:
+        self._data: Data | None = loader or (Named("data", config.data) if config.data else None)
+        self._microbatches = microbatches
         self._text: Batches | None = None
         self._like: tuple[Tree, Tree] | None = None
         self._identity: dict[str, Any] = {"data": config.data}
+        if loader is not None:
+            self._identity["loader"] = loader.name
         name = f"{model.kind.__name__} of {folder_name(model.name)}"
         if self._data is not None:
             self._like = self._first_of_data(self._data)
@@ -127,7 +138,7 @@ class HuggingFaceBatches:
         """JSON values that tell these batches from others."""
         return self._identity
 
-    def _first_of_data(self, data: Named) -> tuple[Tree, Tree]:
+    def _first_of_data(self, data: Data) -> tuple[Tree, Tree]:
         returned = data(0)
         if (
             not isinstance(returned, tuple)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from tests.optpipe.models import tiny_models
 from tests.optpipe.models.tiny_models import LEARNING_RATE, STEPS, WEIGHT_DECAY, saved
 from tests.optpipe.models.tiny_models import MICROBATCHES as M
 
@@ -12,6 +13,8 @@ SCHEDULES = {
     "V": lambda: v_wave(2, M),
     "in 2": lambda: one_f_one_b(2, M),
     "replicas": lambda: one_f_one_b(2, M // 2),
+    "loaded": lambda: one_f_one_b(4, M),
+    "loaded replicas": lambda: one_f_one_b(2, M // 2),
     "accumulated": lambda: one_f_one_b(4, M // 2),
     "accumulated V": lambda: v_wave(2, M // 4),
     "accumulated replicas": lambda: one_f_one_b(2, M // 4),
@@ -23,9 +26,12 @@ ACCUMULATE = {"accumulated": 2, "accumulated V": 4, "accumulated replicas": 2}
 def config_of(case: str, folder: str | None = None) -> TrainingConfig:
     """The run of a case, with the model in `folder` (None: one of this process)."""
     name, way, *more = case.split(", ")
+    read = "loader" if "loaded" in way else "batch"
     return TrainingConfig(
         SCHEDULES[way](),
-        ModelConfig(folder or saved(name), data="tests.optpipe.models.tiny_models:batch"),
+        ModelConfig(
+            folder or saved(name), **{"loader" if "loaded" in way else "data": f"{tiny_models.__name__}:{read}"}
+        ),
         OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         CheckpointConfig(),
         steps=STEPS,

@@ -37,6 +37,8 @@ IN_4 = (
     "gpt2, replicas",
     "tied llama, accumulated",
     "qwen3-moe, accumulated replicas",
+    "tied llama, loaded",
+    "llama, loaded replicas",
 )
 
 
@@ -159,6 +161,17 @@ def test_training_in_four_processes(found: list[Any], case: str) -> None:
         assert rank[case]["losses"] == pytest.approx(plain_losses(name), rel=0, abs=1e-5)
         assert rank[case]["parameters"] == plain_model(name).num_parameters()
         assert rank[case]["on meta"]
+
+
+@pytest.mark.torchrun
+def test_a_process_reads_what_its_stages_need(found: list[Any]) -> None:
+    """The first step for shapes; then all of its replica's microbatches, or none without the first and last stage."""
+    steps, m = range(tiny_models.STEPS), tiny_models.MICROBATCHES
+    every = [step for step in steps for _ in range(m)]
+    assert [rank["tied llama, loaded"]["read"] for rank in found] == [
+        [0] * m + (every if rank in (0, 3) else []) for rank in range(4)
+    ]
+    assert [rank["llama, loaded replicas"]["read"] for rank in found] == [[0] * (m // 2) + every[::2]] * 4
 
 
 def test_the_cut_is_that_of_the_plan_for_this_model() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -82,6 +84,20 @@ def batch(step: int) -> tuple[list[Any], list[Tensor]]:
         mask[i, 0, 3 + i :] = 0
     labels = text.masked_fill(mask == 0, -100)
     return [{"input_ids": x, "attention_mask": m} for x, m in zip(text, mask, strict=True)], list(labels)
+
+
+READ: list[int] = []
+"""Steps of the microbatches that this process has read from a loader."""
+
+
+def loader(replica: int, replicas: int) -> Iterator[dict[str, Any]]:
+    """The microbatches of a replica, step by step."""
+    own = MICROBATCHES // replicas
+    for step in count():
+        inputs, labels = batch(step)
+        for i in range(replica * own, (replica + 1) * own):
+            READ.append(step)
+            yield inputs[i] | {"labels": labels[i]}
 
 
 @cache

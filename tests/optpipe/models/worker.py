@@ -18,6 +18,7 @@ import optpipe.train.loop as loop
 from optpipe.train import CheckpointConfig, train
 from optpipe.train.model import Model
 from tests.gloo import gloo_group
+from tests.optpipe.models import tiny_models
 from tests.optpipe.models.cases import config_of
 
 RANK = int(os.environ["RANK"])
@@ -39,8 +40,10 @@ def main(folder: Path, models: dict[str, str], cases: list[str]) -> None:
         loop.Model = Watched  # type: ignore[misc]
         found = {}
         for case in cases:
+            tiny_models.READ.clear()
             result = train(config_of(case, models[case.split(", ")[0]]))
             found[case] = {"losses": result.losses, "parameters": result.parameters, "on meta": ON_META.pop()}
+            found[case]["read"] = tiny_models.READ.copy()
         (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 
 

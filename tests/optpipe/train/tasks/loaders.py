@@ -1,0 +1,97 @@
+"""Loaders of microbatches for stages of one's own, and the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+ROWS, ITEMS = 2, 14
+"""Rows of a microbatch, and of the data: seven microbatches an epoch, which no step divides."""
+
+
+def build() -> tuple[list[nn.Module], Tensor, Tensor, nn.Module]:
+    stages = [nn.Sequential(nn.Linear(3, 8), nn.Tanh()), nn.Linear(8, 1)]
+    return stages, torch.zeros(ROWS, 3), torch.zeros(ROWS, 1), nn.MSELoss()
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows told apart by their numbers, with noise that is drawn anew each time."""
+
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        x = torch.full((3,), n / ITEMS + self._replica)
+        return x, x[:1].square()
+
+
+class Drawing(Rows):
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(n)
+        return x + 0.1 * torch.randn(3), y
+
+
+def shuffled(replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Drawing(replica), batch_size=ROWS, shuffle=True)
+
+
+def stateful(replica: int, _replicas: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Rows(replica), batch_size=ROWS, shuffle=True)
+
+
+def evaluated(replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Rows(replica), batch_size=ROWS)
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for n in count():
+            READ.append((self._replica, n))
+            x = torch.full((3,), self._replica + n / 100)
+            yield x, x[:1]
+
+
+READ: list[tuple[int, int]] = []
+
+
+def endless(replica: int, _replicas: int) -> DataLoader[Any]:
+    return DataLoader(Endless(replica), batch_size=ROWS)
+
+
+def empty(_replica: int, _replicas: int) -> list[Any]:
+    return []
+
+
+def numbers(_replica: int, _replicas: int) -> list[int]:
+    return [1, 2]
+
+
+def no_loader(_replica: int, _replicas: int) -> int:
+    return 3
+
+
+class Odd(list[Any]):
+    """A loader with a state that cannot be written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": object()}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        pass
+
+
+def odd(replica: int, replicas: int) -> Odd:
+    return Odd(list(evaluated(replica, replicas)))
