@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -24,18 +24,18 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
+from optpipe.cli.profile_report import KINDS, print_check, print_stages
+from optpipe.cli.profile_report import document as measured_document
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
 from optpipe.files import check_writable, write_atomically
 from optpipe.mode_names import IN_LOW_PRECISION, parse_modes
 from optpipe.partition import devices_of_stages
-from optpipe.units import share_text, us_text
+from optpipe.units import us_text
 
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
     from optpipe.problem import Problem
-    from optpipe.profile.check import Check
-    from optpipe.profile.measured import Measured, StageFigures
-    from optpipe.profile.ops import Spread
+    from optpipe.profile.measured import Measured
     from optpipe.profile.subject import Subject
     from optpipe.schedule import Schedule
 
@@ -120,14 +120,14 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
             with doing(f"running steps of {schedule.method}"):
                 check = check_prediction(measured, chain, schedule, device, options.memory_margin)
     if as_json:
-        print_json(_measured_document(measured, check, output, document.format))
+        print_json(measured_document(measured, check, output, document.format))
     else:
         console = stdout()
         console.print(measured.name)
         console.print(f"{measured.source}\n")
-        _print_stages(measured)
+        print_stages(measured)
         if check:
-            _print_check(check)
+            print_check(check)
         console.print(f"wrote {output} ({document.format})")
     failures = check.failures if check else ()
     for failure in failures:
@@ -654,126 +654,3 @@ def _problem(
         )
         raise InputError([Issue("--placement", "does_not_fit", detail)])
     return problem
-
-
-KINDS = ("F", "B", "W", "BW", "O", "R")
-
-
-def _measured_document(measured: Measured, check: Check | None, output: Path, written: str) -> dict[str, Any]:
-    """All measurements as JSON values."""
-    document: dict[str, Any] = {
-        "output": str(output),
-        "format": written,
-        "name": measured.name,
-        "source": measured.source,
-        "placement": list(measured.placement),
-        "stages": [asdict(stage) for stage in measured.stages],
-        "transfers": {
-            "way": measured.transfers.way,
-            "boundaries": [s and asdict(s) for s in measured.transfers.spreads],
-        },
-        "copy_to_compute_ratio": measured.copy_to_compute_ratio,
-        "fused_over_split": measured.fused_over_split,
-        "varying_stages": list(measured.varying),
-        "check": None,
-    }
-    if check:
-        from optpipe.cli.trace import document as trace_document
-
-        document["check"] = {
-            "method": check.method,
-            "predicted_serial_us": check.serial_us,
-            "step": asdict(check.step),
-            "measured_over_predicted": check.ratio,
-            "shares": [asdict(share) for share in check.shares],
-            "trace": trace_document(check.comparison),
-            "failures": list(check.failures),
-        }
-    return document
-
-
-def _print_stages(measured: Measured) -> None:
-    """Print two tables, times and memory of the stages, and the cost of copies."""
-    from optpipe.profile.ops import kinds_of_mode
-
-    console = stdout()
-    times = table("stage", "device", *(f"{kind} (us)" for kind in KINDS), "to the next stage")
-    boundaries = [*measured.transfers.spreads, None]
-    for s, stage in enumerate(measured.stages):
-        cells = [_spread_text(stage.times.get(kind)) for kind in KINDS]
-        times.add_row(str(s), str(measured.placement[s]), *cells, _spread_text(boundaries[s]))
-    console.print(times)
-    console.print("each: median, and interquartile range in per cent of it\n")
-    for undeferred in [undeferred for stage in measured.stages for undeferred in stage.undeferred]:
-        console.print(f"{undeferred}\n")
-    workspaces = ("F", "B", "W", "BW")
-    columns = ("activation bytes", "kept for W", "may leave", *(f"workspace {kind}" for kind in workspaces))
-    memory = table("stage", *columns, "parameter bytes")
-    for s, stage in enumerate(measured.stages):
-        sizes = stage.sizes
-        held = (sizes.activation_bytes, sizes.backward_weight_bytes, sizes.offload_bytes)
-        work = [sizes.workspace_bytes.get(kind) for kind in workspaces]
-        cells = ["-" if size is None else f"{size:,}" for size in (*held, *work, stage.parameter_bytes)]
-        memory.add_row(str(s), *cells)
-    console.print(memory)
-    for s, stage in enumerate(measured.stages):
-        for mode, again in stage.sizes.recomputed.items():
-            whole = stage.sizes.activation_bytes
-            saves = "" if again.kept_bytes < whole else ", which saves nothing: no mode is written"
-            recomputation = _spread_text(stage.times[kinds_of_mode(mode)[0]])
-            console.print(
-                f"stage {s}, {mode}: keeps {again.kept_bytes:,} of {whole:,} bytes, C takes {recomputation} us, "
-                f"{again.segment_bytes:,} bytes at a time inside the backward{saves}"
-            )
-    for s in measured.varying:
-        console.print(_varying_sizes_text(s, measured.stages[s]))
-    if measured.varying:
-        console.print("the largest sizes are used; --memory-margin keeps memory free for other data")
-    console.print(f"\nk = {measured.copy_to_compute_ratio:.3f}: offload and reload over F, B and W (PipeOffload)")
-    if measured.fused_over_split is not None:
-        console.print(f"BW takes {measured.fused_over_split:.3f} times as long as B and W together; plans assume 1")
-
-
-def _spread_text(spread: Spread | None) -> str:
-    return f"{spread.median_us:,.1f} ({100 * spread.relative:.0f} %)" if spread else "-"
-
-
-def _varying_sizes_text(number: int, stage: StageFigures) -> str:
-    """Smallest and largest sizes of a stage over its microbatches, for those that differ."""
-    assert stage.smallest is not None, "its sizes differ"
-    kinds = stage.sizes.workspace_bytes
-    pairs = {
-        "activation": (stage.smallest.activation_bytes, stage.sizes.activation_bytes),
-        "kept for W": (stage.smallest.backward_weight_bytes, stage.sizes.backward_weight_bytes),
-        **{f"workspace {kind}": (stage.smallest.workspace_bytes[kind], kinds[kind]) for kind in kinds},
-    }
-    spread = ", ".join(f"{name} {low:,} to {high:,}" for name, (low, high) in pairs.items() if low != high)
-    return f"stage {number}: bytes depend on the data, over {stage.samples} microbatches: {spread}"
-
-
-def _print_check(check: Check) -> None:
-    """Print predicted and measured step times, their breakdown by action, and peaks."""
-    comparison, console, step_us = check.comparison, stdout(), check.step.median_us
-    console.print(
-        f"\nstep of {check.method}, all devices in one process, in turns:\n"
-        f"  predicted {us_text(round(check.serial_us))} (the sum of all its ops and messages), measured "
-        f"{us_text(round(step_us))} (interquartile range {100 * check.step.relative:.0f} %), "
-        f"ratio {check.ratio:.3f}\n"
-        f"  breakdown of one recorded step:"
-    )
-    rows = table("action", "times", "predicted", "recorded", "difference, of the step")
-    for share in check.shares:
-        predicted_us = share.predicted_us or 0.0
-        predicted = "-" if share.predicted_us is None else us_text(round(predicted_us))
-        difference = share_text((share.recorded_us - predicted_us) / step_us)
-        rows.add_row(share.kind, str(share.actions), predicted, us_text(round(share.recorded_us)), difference)
-    between_us = step_us - sum(share.recorded_us for share in check.shares)
-    rows.add_row("the rest of a step", "", "-", us_text(round(between_us)), share_text(between_us / step_us))
-    console.print(rows)
-    console.print(
-        f"as a pipeline, each device on its own hardware:\n"
-        f"  predicted {us_text(round(comparison.planned_step_us))}, re-timed with the durations of a recorded step "
-        f"{us_text(round(comparison.step_us))}, ratio {comparison.step_us / comparison.planned_step_us:.3f}"
-    )
-    for d, device in enumerate(comparison.devices):
-        console.print(f"  device {d}: peak {device.peak_bytes:,} bytes, predicted {device.expected_peak_bytes:,}")
