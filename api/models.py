@@ -43,8 +43,13 @@ class JobAnswer(_Answer):
     status: Status
     termination: Termination | None = Field(description="null: it has not ended.")
     objective: Objective
+    devices: int | None = Field(description="Of the problem; null: a job of an earlier version.")
+    stages: int | None
+    microbatches: int | None
+    note: str = Field(description="Free text of several lines; changed by PATCH.")
     value_us: float | None = Field(description="null: there is no schedule yet.")
     bound_us: float | None = Field(description="Proved lower bound on the value.")
+    bubble: float | None = Field(description="Of the schedule's busiest device; null: there is no schedule yet.")
     gap: float | None = Field(description="(value - bound) / value")
     revision: int = Field(description="Rises with every event.")
     attempt: int = Field(description="Number of times that a worker started it.")
@@ -70,8 +75,13 @@ class JobAnswer(_Answer):
             status=job.status,
             termination=Termination.model_construct(reason=job.reason, limit=job.stop_reason) if ended else None,
             objective=job.objective,
+            devices=job.devices,
+            stages=job.stages,
+            microbatches=job.microbatches,
+            note=job.note,
             value_us=job.value_us,
             bound_us=job.bound_us,
+            bubble=job.bubble,
             gap=job.gap,
             revision=job.revision,
             attempt=job.attempt,
@@ -277,6 +287,9 @@ class ReadSubmission(_Answer):
 
     name: str
     objective: Objective
+    devices: int
+    stages: int
+    microbatches: int
     config: JobConfig
     body_hash: str
     digest: str = Field(description="SHA-256 of the problem's text.")

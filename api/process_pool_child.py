@@ -59,6 +59,9 @@ def _parsed(submission: SubmissionBody) -> bytes:
     read = ReadSubmission(
         name=submission.problem.name,
         objective=submission.problem.objective,
+        devices=len(submission.problem.devices),
+        stages=len(submission.problem.stages),
+        microbatches=submission.problem.microbatches,
         config=submission.config,
         body_hash=hash_submission(submission).hex(),
         digest=hashlib.sha256(text).hexdigest(),
@@ -69,14 +72,15 @@ def _parsed(submission: SubmissionBody) -> bytes:
 
 
 def build_equal(body: bytes, orders: str, bound_us: float, method: str, solve_seconds: float) -> bytes:
-    """A line with value and bound, and the document of the schedule that stored orders make of the problem in the body.
+    """A line with value, bound and bubble, and the document of the schedule of stored orders for the body's problem.
 
     Nothing where they make none.
     """
     schedule = rebuild_schedule(Problem.from_json(body), orders, bound_us, method, solve_seconds)
     if schedule is None:
         return b""
-    return _json([schedule.value_us, schedule.bound_us]) + b"\n" + schedule_text(schedule).encode()
+    head = [schedule.value_us, schedule.bound_us, schedule.bubble]
+    return _json(head) + b"\n" + schedule_text(schedule).encode()
 
 
 def analyze(body: bytes, max_ops: int) -> bytes:

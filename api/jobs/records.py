@@ -32,11 +32,21 @@ Label = Annotated[str, Field(max_length=200), AfterValidator(_plain)]
 Tag = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain)]
 
 
+def _plain_lines(text: str) -> str:
+    if not all(line.replace("\t", " ").isprintable() for line in text.split("\n")):
+        raise reject("not_printable", "holds a control character or half of a surrogate pair")
+    return text
+
+
+Note = Annotated[str, Field(max_length=10_000), AfterValidator(_plain_lines)]
+
+
 class JobLabels(Document):
-    """New name and tags of a job; what is left out stays."""
+    """New name, tags and note of a job; what is left out stays."""
 
     name: Label | None = None
     tags: Annotated[list[Tag], Field(max_length=20)] | None = None
+    note: Note | None = None
 
 
 class JobConfig(Document):
@@ -75,7 +85,7 @@ TERMINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 
 @dataclass(frozen=True)
 class Job:
-    """One job as it stands. `value_us` and `bound_us` are of the best schedule so far; `gap` follows from them.
+    """One job as it stands. `value_us`, `bound_us` and `bubble` are of the best schedule so far, and so is `gap`.
 
     `revision` rises with every event. `attempt` counts the times that a worker took it up; 0: none did.
     `queue_place` is 1 for the job that is taken next, None for one that does not wait.
@@ -88,8 +98,13 @@ class Job:
     config: JobConfig
     problem_name: str
     objective: str
+    devices: int | None
+    stages: int | None
+    microbatches: int | None
+    note: str
     value_us: float | None
     bound_us: float | None
+    bubble: float | None
     reason: Reason | None
     stop_reason: StopReason | None
     error: str | None

@@ -59,6 +59,12 @@ class Built:
     text: str
     value_us: float
     bound_us: float
+    bubble: float
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Self:
+        """The document of a verified schedule."""
+        return cls(schedule_text(schedule), schedule.value_us, schedule.bound_us, schedule.bubble)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Answer:
     document: bytes
     value_us: float
     bound_us: float
+    bubble: float | None
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:
@@ -97,7 +104,7 @@ async def find_answer(connection: AsyncConnection, problem: bytes, config: JobCo
     if row is None:
         return None
     await _use(connection, row)
-    known = Answer(row.document, row.value_us, row.bound_us)
+    known = Answer(row.document, row.value_us, row.bound_us, row.bubble)
     return known if is_good_enough(known, row, config) else None
 
 
@@ -145,7 +152,7 @@ async def remember_answer(connection: AsyncConnection, row: Any, problem: bytes,
     same = [solved_problems.c[name] == getattr(row, name) for name in ("key", "orders", "bound")]
     if (await connection.execute(select(solved_problems.c.key).where(*same).with_for_update())).one_or_none() is None:
         return None
-    known = Answer(await write_document(connection, built.text), built.value_us, built.bound_us)
+    known = Answer(await write_document(connection, built.text), built.value_us, built.bound_us, built.bubble)
     await connection.execute(delete(answers).where((answers.c.key == row.key) | (answers.c.problem == problem)))
     await connection.execute(insert(answers).values(problem=problem, key=row.key, **vars(known)))
     return known

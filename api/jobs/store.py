@@ -39,6 +39,7 @@ from api.jobs.records import (
     Event,
     Job,
     JobConfig,
+    JobLabels,
     NewApiKey,
     Page,
     Scope,
@@ -198,15 +199,15 @@ class Store:
         text = json.dumps([sort, value, str(last.id)])
         return Page(listed, base64.urlsafe_b64encode(text.encode()).decode(), total)
 
-    async def rename(
-        self, job_id: UUID, owner: UUID | None = None, name: str | None = None, tags: Sequence[str] | None = None
-    ) -> Job:
-        """Change the name or the tags of a job, where given. Raises NotFoundError."""
+    async def rename(self, job_id: UUID, labels: JobLabels, owner: UUID | None = None) -> Job:
+        """Change name, tags and note of a job, where given. Raises NotFoundError."""
         async with transaction(self._engine) as connection:
             job = await queries.locked(connection, job_id, owner)
-            given = {"name": name, "tags": None if tags is None else list(tags)}
+            given = {"name": labels.name, "tags": labels.tags}
             config = job.config | {field: value for field, value in given.items() if value is not None}
             changed = update(jobs).where(jobs.c.id == job_id).values(config=config, tags=config["tags"])
+            if labels.note is not None:
+                changed = changed.values(note=labels.note)
             await connection.execute(changed)
             return await queries.job(connection, job_id, owner)
 

@@ -38,7 +38,6 @@ from api.jobs.results import Answer, Built, Equality
 from api.jobs.tables import answers, documents, events, idempotency_keys, incumbents, jobs, schedules, solved_problems
 from api.settings import Settings
 from optpipe.problem import Objective, Problem
-from optpipe.schedule import schedule_text
 from solver.cache import rebuild_schedule
 
 
@@ -109,6 +108,9 @@ async def _insert_job(connection: AsyncConnection, usage: OwnerUsage, prepared: 
         "problem": request.problem.text,
         "problem_name": _storable(request.problem.name),
         "objective": request.problem.objective,
+        "devices": request.problem.devices,
+        "stages": request.problem.stages,
+        "microbatches": request.problem.microbatches,
         "config": Jsonb(request.config.model_dump(mode="json")),
         "tags": list(request.config.tags),
     }
@@ -156,6 +158,9 @@ class SubmittedProblem(ABC):
     digest: bytes
     name: str
     objective: Objective
+    devices: int
+    stages: int
+    microbatches: int
 
     @abstractmethod
     async def equality(self) -> Equality:
@@ -173,6 +178,8 @@ class ParsedProblem(SubmittedProblem):
         self._problem = problem
         self.text, self.name, self.objective = problem.to_json(), problem.name, problem.objective
         self.digest = hashlib.sha256(self.text.encode()).digest()
+        self.devices, self.stages = len(problem.devices), len(problem.stages)
+        self.microbatches = problem.microbatches
 
     async def equality(self) -> Equality:
         """See `SubmittedProblem.equality`."""
@@ -183,7 +190,7 @@ class ParsedProblem(SubmittedProblem):
 
         def build() -> Built | None:
             schedule = rebuild_schedule(self._problem, orders, bound_us, method, solve_seconds)
-            return Built(schedule_text(schedule), schedule.value_us, schedule.bound_us) if schedule else None
+            return Built.of(schedule) if schedule else None
 
         return await asyncio.to_thread(build)
 
@@ -213,7 +220,7 @@ def _storable(name: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
 
 
-_GIVEN = ("id", "owner", "problem", "problem_name", "objective", "config", "tags")
+_GIVEN = ("id", "owner", "problem", "problem_name", "objective", "devices", "stages", "microbatches", "config", "tags")
 
 
 def _queued() -> Statement:
@@ -235,8 +242,9 @@ def _answered() -> Statement:
         .cte("answer")
     )
     best = {"value_us": answer.c.value_us, "bound_us": answer.c.bound_us}
+    bubble = {"bubble": answer.c.bubble}
     done = {"status": literal("succeeded"), "revision": literal(1), "finished_at": func.now()}
-    new = _given(*_GIVEN, "reason", "stopped_by") | done | best
+    new = _given(*_GIVEN, "reason", "stopped_by") | done | best | bubble
     job = _insert(jobs, answer, **new).returning(*queries.SHOWN).cte("job")
     both = job.join(answer, true())
     of_job = {"job_id": job.c.id, "revision": job.c.revision}

@@ -96,6 +96,10 @@ jobs = Table(
     Column("problem", Text, nullable=False),
     Column("problem_name", Text, nullable=False),
     Column("objective", Text, nullable=False),
+    Column("devices", Integer),
+    Column("stages", Integer),
+    Column("microbatches", Integer),
+    Column("note", Text, nullable=False, server_default=""),
     Column("config", JSONB, nullable=False),
     Column("tags", ARRAY(Text), nullable=False),
     Column("equality", Text),
@@ -108,6 +112,7 @@ jobs = Table(
     Column("revision", Integer, nullable=False, server_default=text("0")),
     Column("value_us", Double),
     Column("bound_us", Double),
+    Column("bubble", Double),
     Column("reason", Text),
     Column("stopped_by", Text),
     Column("error", Text),
@@ -214,6 +219,7 @@ answers = Table(
     _document(),
     Column("value_us", Double, nullable=False),
     Column("bound_us", Double, nullable=False),
+    Column("bubble", Double),
 )
 
 workers = Table(

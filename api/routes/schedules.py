@@ -198,6 +198,7 @@ class LargeProblem(SubmittedProblem):
     def __init__(self, read: ReadSubmission, text: str, pool: ProcessPool, owner: UUID | None) -> None:
         self.text, self.digest = text, bytes.fromhex(read.digest)
         self.name, self.objective = read.name, read.objective
+        self.devices, self.stages, self.microbatches = read.devices, read.stages, read.microbatches
         self._equality = Equality(read.equality_key, read.time_us)
         self._pool, self._owner = pool, owner
 
@@ -288,12 +289,13 @@ async def get_job(
     "/{job_id}",
     response_model=JobAnswer,
     responses=errors(404, *WITH_BODY),
-    openapi_extra=json_request(JobLabels, example={"name": "nightly", "tags": ["a100"]}),
+    openapi_extra=json_request(
+        JobLabels, example={"name": "nightly", "tags": ["a100"], "note": "With half of the memory."}
+    ),
 )
 async def rename(service: TheService, owner: Owner, job_id: UUID, body: JsonBody) -> Response:
-    """Change name or tags; what the body leaves out stays."""
-    labels = read_document(JobLabels, body)
-    return _job_response(await service.store.rename(job_id, owner, labels.name, labels.tags))
+    """Change name, tags or note; what the body leaves out stays."""
+    return _job_response(await service.store.rename(job_id, read_document(JobLabels, body), owner))
 
 
 @router.post("/{job_id}/cancel", response_model=JobAnswer, responses=errors(404))

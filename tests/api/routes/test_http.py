@@ -87,7 +87,18 @@ def test_a_job_gets_another_name_and_other_tags(idle: Client) -> None:
     assert (job["name"], job["tags"], job["config"]["tags"]) == ("yours", ["b", "c"], ["b", "c"])
     assert idle.get("/v1/schedules", params={"tag": "b"}).json()["jobs"] == [job]
     assert idle.patch(path, json={"name": ""}).json()["name"] == "two devices"  # that of the problem
-    for wrong in ({"title": "x"}, {"name": "\u0000"}, {"tags": [""]}, {"tags": "b"}):
+    noted = idle.patch(path, json={"note": "two\nlines"}).json()
+    assert (noted["note"], noted["tags"]) == ("two\nlines", ["b", "c"])
+    assert idle.patch(path, json={"tags": []}).json()["note"] == "two\nlines"
+    assert idle.patch(path, json={"note": ""}).json()["note"] == ""
+    for wrong in (
+        {"note": "\u0000"},
+        {"note": "x" * 10_001},
+        {"title": "x"},
+        {"name": "\u0000"},
+        {"tags": [""]},
+        {"tags": "b"},
+    ):
         assert idle.patch(path, json=wrong).status_code == 422
 
 

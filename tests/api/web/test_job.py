@@ -95,8 +95,13 @@ def test_name_and_tags_can_be_changed(page: Page, service_url: str, key: str) ->
     page.get_by_label("Separated by commas").fill("two, three")
     page.keyboard.press("Enter")
     expect(page.locator("[data-part=tags] .tag")).to_have_text(["two", "three"])
+    page.get_by_role("button", name="Note").click()
+    page.get_by_label("For whoever reads this job").fill("with half\nof the memory")
+    page.get_by_role("dialog").get_by_role("button", name="Keep").click()
+    expect(page.locator("[data-part=job-note]")).to_have_text("with half\nof the memory")
     page.reload()
     expect(page.locator("h1")).to_have_text("after")
+    expect(page.locator("[data-part=job-note]")).to_have_text("with half\nof the memory")
 
 
 def test_delete_asks_first(page: Page, service_url: str, key: str) -> None:

@@ -65,6 +65,13 @@ def test_tags_are_added_to_chosen_jobs(page: Page, service_url: str, key: str) -
     expect(page.locator("[data-part=jobs] .tags")).to_have_text(["oldnight", "oldnight"])
 
 
+def test_size_and_bubble_stand_in_the_list(page: Page, service_url: str, key: str) -> None:
+    posted(service_url, key, uniform(2, 4, budget=8), name="sized")
+    page.goto("/#/jobs")
+    expect(page.locator("[data-part=jobs] [data-part=size]")).to_have_text("2 \u00d7 4")
+    expect(page.locator("[data-part=jobs] [data-part=bubble]")).to_contain_text("%")
+
+
 def test_a_gap_has_a_colour(page: Page, service_url: str, key: str) -> None:
     posted(service_url, key, name="proved")
     page.goto("/#/jobs")

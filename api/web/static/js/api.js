@@ -142,7 +142,7 @@ export function act(id, action) {
 
 /**
  * @param {string} id
- * @param {{name?: string, tags?: string[]}} changes
+ * @param {{name?: string, tags?: string[], note?: string}} changes
  * @returns {Promise<Job>}
  */
 export function rename(id, changes) {

@@ -28,19 +28,26 @@ export function confirmed(question, consequence, yes) {
  * @param {string} label
  * @param {string} yes label of the button that confirms
  * @param {string} [text] to begin with
+ * @param {boolean} [isLong] of several lines
  * @returns {Promise<string | null>} null: nothing was given
  */
-export function askForText(title, label, yes, text = "") {
+export function askForText(title, label, yes, text = "", isLong = false) {
   const dialog = part(document, "text-dialog", HTMLDialogElement);
-  const input = part(dialog, "text-input", HTMLInputElement);
+  const line = part(dialog, "text-input", HTMLInputElement);
+  const lines = part(dialog, "text-area", HTMLTextAreaElement);
+  const field = isLong ? lines : line;
+  line.hidden = isLong;
+  lines.hidden = !isLong;
+  part(dialog, "text-label", HTMLLabelElement).htmlFor = field.id;
   part(dialog, "text-title", HTMLElement).textContent = title;
   part(dialog, "text-label", HTMLElement).textContent = label;
   part(dialog, "text-yes", HTMLElement).textContent = yes;
   part(dialog, "text-no", HTMLButtonElement).onclick = () => dialog.close();
-  input.value = text;
+  field.value = text;
   dialog.returnValue = "";
   dialog.showModal();
+  field.focus();
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "given" ? input.value : null), { once: true });
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "given" ? field.value : null), { once: true });
   });
 }

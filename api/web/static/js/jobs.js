@@ -55,7 +55,7 @@ function placeText(place) {
 
 /** @param {Job} job */
 export function sizeText({ devices, stages, microbatches }) {
-  if (devices === undefined || microbatches === undefined) return NONE;
+  if (devices === null || microbatches === null) return NONE;
   return `${devices} × ${microbatches}${stages === devices ? "" : `, ${stages} stages`}`;
 }
 

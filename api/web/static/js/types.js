@@ -92,10 +92,11 @@
  * @property {number | null} value_us
  * @property {number | null} bound_us
  * @property {number | null} gap
- * @property {number | null} [bubble] of the best schedule
- * @property {number} [devices]
- * @property {number} [stages]
- * @property {number} [microbatches]
+ * @property {string} note
+ * @property {number | null} bubble of the best schedule
+ * @property {number | null} devices null, like the next two: a job of an earlier version
+ * @property {number | null} stages
+ * @property {number | null} microbatches
  * @property {{reason: "optimal" | "feasible" | "infeasible" | "no_solution", limit: "time" | "gap" | "memory" | "interrupted" | null} | null} termination
  * @property {string | null} error
  * @property {number} revision

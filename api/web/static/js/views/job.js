@@ -69,6 +69,7 @@ class JobView {
       delete: part(root, "delete", HTMLButtonElement),
       rename: part(root, "rename", HTMLButtonElement),
       tag: part(root, "tag", HTMLButtonElement),
+      annotate: part(root, "annotate", HTMLButtonElement),
     };
   }
 
@@ -78,6 +79,7 @@ class JobView {
     this.buttons.delete.addEventListener("click", () => this.#delete());
     this.buttons.rename.addEventListener("click", () => this.#rename());
     this.buttons.tag.addEventListener("click", () => this.#tag());
+    this.buttons.annotate.addEventListener("click", () => this.#annotate());
     for (const name of /** @type {(keyof typeof FORMATS)[]} */ (Object.keys(FORMATS))) {
       part(this.root, `download-${name}`, HTMLButtonElement).addEventListener("click", () => this.#download(name));
     }
@@ -206,6 +208,8 @@ class JobView {
     this.#setFigure("attempts", String(job.attempt));
     this.#setFigure("command", `curl ${location.origin}/v1/schedules/${job.id}/schedule`);
     part(this.root, "tags", HTMLElement).replaceChildren(...job.tags.map((tag) => element("span", tag, "tag")));
+    part(this.root, "job-note", HTMLElement).textContent = job.note;
+    part(this.root, "job-note", HTMLElement).hidden = !job.note;
     this.#showActions(job);
     this.#showError(job);
     this.#showWaiting(job);
@@ -216,7 +220,8 @@ class JobView {
     const ended = hasEnded(job.status);
     this.buttons.cancel.hidden = ended;
     this.buttons.retry.hidden = !ended;
-    this.buttons.delete.hidden = this.buttons.rename.hidden = this.buttons.tag.hidden = false;
+    const { delete: discard, rename: relabel, tag, annotate } = this.buttons;
+    for (const button of [discard, relabel, tag, annotate]) button.hidden = false;
     this.buttons.delete.disabled = job.status === "running";
     this.buttons.delete.title = job.status === "running" ? "Cancel it first" : "";
     const edit = part(this.root, "edit", HTMLAnchorElement);
@@ -337,7 +342,13 @@ class JobView {
     if (text !== null) await this.#label({ tags: splitTags(text) });
   }
 
-  /** @param {{name?: string, tags?: string[]}} labels */
+  async #annotate() {
+    if (!this.#job) return;
+    const note = await askForText(`Note on ${jobName(this.#job)}`, "For whoever reads this job", "Keep", this.#job.note, true);
+    if (note !== null) await this.#label({ note });
+  }
+
+  /** @param {{name?: string, tags?: string[], note?: string}} labels */
   async #label(labels) {
     try {
       this.#job = await rename(this.id, labels);

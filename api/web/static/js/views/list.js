@@ -183,7 +183,6 @@ class JobList {
     }
     this.#fillRows(jobs);
     this.table.hidden = !jobs.length;
-    this.table.toggleAttribute("data-sized", jobs.some((job) => job.devices !== undefined));
     this.empty.hidden = jobs.length > 0 || isFiltered;
     this.noMatch.hidden = jobs.length > 0 || !isFiltered;
     this.more.hidden = !more;
