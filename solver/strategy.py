@@ -207,7 +207,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     if not all(stage.split_backward for stage in problem.stages):  # the others split them
         return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
     if problem.has_modes:
-        return [_with_modes(ops, workers)]
+        return _with_modes(ops, workers)
     if ops <= SMALL_OPS:
         return [
             [
@@ -225,11 +225,19 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     return [[TimeSlice("search", searches.annealing, 0.35)], [pattern, *beside]]
 
 
-def _with_modes(ops: int, workers: int) -> Subsolver:
-    """CP-SAT alone decides for every microbatch; what improves one choice for each stage comes before and between."""
-    searching = TimeSlice("search", searches.annealing, 0.05 if ops <= SMALL_OPS else 0.3, workers)
-    pattern = [] if ops <= SMALL_OPS else [TimeSlice("pattern", searches.modulo, 0.2, once=True)]
-    return [*pattern, searching, TimeSlice("cp-sat", searches.cp_sat, 0.8, workers)]
+def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:
+    """Proof for a small problem; for a large one patterns, beside annealing, and CP-SAT behind both."""
+    if ops <= SMALL_OPS:
+        return [[TimeSlice("search", searches.annealing, 0.05, workers), _whole(0.8, workers)]]
+    beside = max(workers - 1, 1)
+    pattern = TimeSlice("pattern", searches.modulo, 0.5, once=True)
+    behind = [pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
+    behind += [_whole(0.25, beside)] if ops <= MOST_MODEL_OPS else []
+    return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
+
+
+def _whole(share: float, workers: int) -> TimeSlice:
+    return TimeSlice("cp-sat", searches.cp_sat, share, workers)
 
 
 def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver:
@@ -239,7 +247,7 @@ def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver
     """
     if ops > MOST_MODEL_OPS:
         return []
-    whole = TimeSlice("cp-sat", searches.cp_sat, 0.25, workers) if is_ordered_by_memory(problem) else None
+    whole = _whole(0.25, workers) if is_ordered_by_memory(problem) else None
     windows = TimeSlice("windows", searches.lns, share, workers)
     bound = TimeSlice("bound", searches.relaxation, 0.1, once=True)
     return [whole, windows, bound] if whole else [windows, bound]

@@ -24,9 +24,11 @@ from solver.strategy import (
     auto_subsolvers,
     run_subsolvers,
 )
+from tests.recomputing import recomputing
 
 SMALL, MEDIUM, LARGE, LARGEST = uniform(4, 8), uniform(8, 64), uniform(8, 1024), uniform(32, 1024)
 TIGHT = uniform(16, 32, budget=8)
+MODES_SMALL, MODES_LARGE, MODES_LARGEST = recomputing(4, 8), recomputing(8, 64), recomputing(32, 1024)
 
 
 def test_the_sizes_are_what_they_are_called() -> None:
@@ -42,8 +44,11 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (TIGHT, {"search", "pattern", "cp-sat", "windows", "bound"}),
         (LARGE, {"search", "pattern", "windows", "bound"}),
         (LARGEST, {"search", "pattern"}),
+        (MODES_SMALL, {"search", "cp-sat"}),
+        (MODES_LARGE, {"search", "pattern", "cp-sat"}),
+        (MODES_LARGEST, {"search", "pattern"}),
     ],
-    ids=["small", "medium", "tight", "large", "largest"],
+    ids=["small", "medium", "tight", "large", "largest", "modes, small", "modes, large", "modes, largest"],
 )
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -> None:
