@@ -77,6 +77,13 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
             _optional_share(device.hidden),
         )
     console.print(rows)
+    for d, device in enumerate(comparison.devices):
+        if device.collectives_us:
+            share = share_text(device.collectives_us / comparison.step_us if comparison.step_us else 0.0)
+            console.print(
+                f"device {d}: {_us(device.collectives_us)}, {share} of the step, in gathers of parameters and "
+                "reductions of gradients, which no plan has: in its bubble, or before and behind the step"
+            )
 
 
 def _print_differences(comparison: Comparison) -> None:
@@ -114,7 +121,10 @@ def _print_differences(comparison: Comparison) -> None:
 def _load(paths: list[Path]) -> Trace:
     from optpipe.trace.document import Trace
     from optpipe.trace.observed import is_profile, load_profiles
+    from optpipe.trace.record import load_records, trace_of_records
 
+    if len(paths) == 1 and paths[0].is_dir():
+        return trace_of_records(load_records(paths[0]))
     if all(path.is_file() for path in paths) and any(map(is_profile, paths)):
         return load_profiles(paths)
     if len(paths) > 1:
@@ -164,8 +174,9 @@ def command(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            help="A measured step (optpipe.trace/1), from 'optpipe train --trace'; or profiles of another trainer, as "
-            "torch.profiler exports them, one a rank of its pipeline in their order.",
+            help="A measured step (optpipe.trace/1), from 'optpipe train --trace'; or a folder that a Recorder wrote "
+            "to; or profiles of another trainer, as torch.profiler exports them, one a rank of its pipeline in their "
+            "order.",
             metavar="TRACE.json...",
         ),
     ],

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from optpipe.compile.events import Rules
-from optpipe.compile.program import RECEIVES, message_of
+from optpipe.compile.program import COLLECTIVES, RECEIVES, message_of
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.ops import KINDS, Op
 from optpipe.problem import Problem
@@ -204,6 +204,7 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
             schedule_peak_bytes=plan.peak_bytes,
             planned_peak_bytes=device.planned_peak_bytes,
             peak_bytes=device.peak_bytes,
+            collectives_us=sum(action.duration_us for action in device.actions if action.action in COLLECTIVES),
         )
 
 
@@ -288,7 +289,8 @@ class DeviceFigures:
     """Figures of one device. Bubbles are shares of the step.
 
     `hidden` is the measured share of its copies' time during which its process computed; None without copies.
-    `schedule_peak_bytes` is the schedule's figure, the other two are the trace's.
+    `schedule_peak_bytes` is the schedule's figure, the other two are the trace's. `collectives_us`: time in gathers of
+    parameters and reductions of gradients, which no plan has: it is in the measured bubble.
     """
 
     planned_bubble: float
@@ -300,6 +302,7 @@ class DeviceFigures:
     schedule_peak_bytes: int
     planned_peak_bytes: int | None
     peak_bytes: int
+    collectives_us: float = 0.0
 
     @property
     def expected_peak_bytes(self) -> int:

@@ -11,12 +11,13 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from optpipe.compile import compile_schedule
 from optpipe.document import Document, read_document
 from optpipe.errors import InputError, Issue
 from optpipe.ops import Op
 from optpipe.problem import Bytes, Index, TimeUs, reject
 from optpipe.schedule import Schedule
-from optpipe.trace.document import MAX_TRACE_BYTES
+from optpipe.trace.document import MAX_TRACE_BYTES, ActionRow, Part, Trace, assemble
 
 Kind = Annotated[str, Field(pattern=r"^[A-Z][A-Z_]{0,19}$")]
 
@@ -190,3 +191,32 @@ def load_records(folder: Path) -> list[RankRecord]:
         detail = f"has no record of devices {missing}. Maybe copy the files of all hosts into one folder."
         raise InputError([Issue("", "missing_ranks", detail)], str(folder))
     return sorted(records, key=lambda record: record.rank)
+
+
+def trace_of_records(records: Sequence[RankRecord]) -> Trace:
+    """The last timed step of a recorded run, beside the planned schedule that it ran.
+
+    Memory is that of the step in which it was counted. Of replicas, those of the lowest rank. Raises InputError for a
+    run by another class of schedules.
+    """
+    schedule = next((record.schedule for record in records if record.schedule), None)
+    if schedule is None:
+        detail = "has no planned schedule: torch's own ran. Maybe 'optpipe profile --from-run' on it, and solve."
+        raise InputError([Issue("", "no_schedule", detail)])
+    parts: dict[int, Part] = {}
+    for record in reversed(records):
+        held = {row.key: row for row in record.memory.rows()}
+        rows = []
+        for row in record.steps[-1].rows():
+            memory = held.get(row.key)
+            bytes_ = (memory.peak_bytes, memory.after_bytes) if memory else (0, 0)
+            rows.append(ActionRow(*row.key, None, row.turn_ns, row.start_ns, row.end_ns, *bytes_))
+        parts[record.device] = Part(record.device, record.clock_error_us, {record.device: rows})
+    return assemble(
+        list(parts.values()),
+        schedule,
+        program=compile_schedule(schedule).digest,
+        step=len(records[0].steps) - 1,
+        planned_peak_bytes=[device.peak_bytes for device in schedule.devices],
+        source=f"recorded on {records[0].hardware}: {records[0].name}"[:2000],
+    )

@@ -16,6 +16,7 @@ from optpipe.errors import InputError
 from optpipe.pipelining import recording_schedule
 from optpipe.problem import Problem
 from optpipe.profile.from_run import join_records
+from optpipe.trace.document import Trace
 from optpipe.trace.record import load_records
 from optpipe.verify import verify
 from tests.ranks import RunRanks
@@ -96,6 +97,27 @@ def test_the_command_writes_a_problem(run: Run, tmp_path: Path) -> None:
     too_small = CliRunner().invoke(app, ["profile", *options[:4], "--memory", "100KB"]).exception
     assert isinstance(too_small, InputError)
     assert "Maybe shard more" in str(too_small)
+
+
+@pytest.mark.torchrun
+def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take(run: Run, tmp_path: Path) -> None:
+    written = tmp_path / "trace.json"
+    shown = CliRunner().invoke(app, ["trace", str(run[0] / "kept"), "--json", "-o", str(written)])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.output)
+    recorded = join_records(load_records(run[0] / "kept"))
+    assert found["basis"] == "measured", "each rank is a process"
+    for d, device in enumerate(found["devices"]):
+        once = [costs.times_us["GATHER"] for s, costs in enumerate(recorded.stages) if recorded.placement[s] == d]
+        assert device["collectives_us"] > 0.1 * sum(once)
+        assert 0 < device["bubble"] < 1
+        assert device["peak_bytes"] > 0
+    assert Trace.load(written).schedule.method == "recording"
+    table = CliRunner().invoke(app, ["trace", str(written)])
+    assert "in gathers of parameters and reductions of gradients" in " ".join(table.output.split())
+    plain = CliRunner().invoke(app, ["trace", str(run[0] / "torch")]).exception
+    assert isinstance(plain, InputError)
+    assert "has no planned schedule: torch's own ran" in str(plain)
 
 
 @pytest.mark.torchrun

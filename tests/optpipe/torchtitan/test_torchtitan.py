@@ -17,6 +17,7 @@ from optpipe.problem import Problem
 from optpipe.profile.from_run import join_records
 from optpipe.trace.record import load_records
 from solver.solve import solve
+from tests.recomputing import random_executable
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun]
 
@@ -62,6 +63,7 @@ def folder(tmp_path: Path) -> Path:
     moved = [(s, i) for s in range(3) for i in range(MICROBATCHES - 1)]  # nothing of the last stage may leave there
     (tmp_path / "fused.json").write_text(v_wave(2, MICROBATCHES, fused=True).to_json())
     (tmp_path / "offload.json").write_text(v_wave(2, MICROBATCHES, moved=moved).to_json())
+    (tmp_path / "recomputed.json").write_text(random_executable([0, 1, 1, 0], MICROBATCHES, seed=0).to_json())
     (tmp_path / "1f1b.json").write_text(one_f_one_b(2, MICROBATCHES, fused=True).to_json())
     return tmp_path
 
@@ -107,6 +109,8 @@ def test_pipeline_with_validation_checkpoint_and_accumulation(python: Path, fold
     assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
     assert len(offload.steps) == 10
     assert alike(fused.validations, offload.validations), (fused.validations, offload.validations)
+    recomputed = Run(python, folder, 2, "recomputed", "--training.steps", "4", *options)
+    assert alike(fused.steps[:4], recomputed.steps), (fused.steps, recomputed.steps)
     assert float(offload.steps[-1][1]) < float(offload.steps[0][1])
     assert min(offload.deferred) > 0, "layers split their backward"
     assert (folder / "out-offload" / "checkpoint" / "step-10").is_dir()
@@ -130,6 +134,8 @@ def test_pipeline_times_shards(python: Path, folder: Path, policy: str) -> None:
     fused, offload = Run(python, folder, 4, "fused", *options), Run(python, folder, 4, "offload", *options)
     assert alike(fused.steps, offload.steps), (fused.steps, offload.steps)
     assert min(offload.deferred) > 0
+    recomputed = Run(python, folder, 4, "recomputed", *options)
+    assert alike(fused.steps, recomputed.steps), (fused.steps, recomputed.steps)
 
 
 def test_recorded_solved_and_trained_below_the_peak_of_1f1b(python: Path, folder: Path) -> None:
