@@ -213,8 +213,8 @@ METHODS: dict[str, Method] = {
         Method(
             "ada-offload",
             "published",
-            "OptPipe's start, offloads to keep each budget",
-            _ANY,
+            "OptPipe's start, offloads or recomputes to keep each budget",
+            f"{_ANY}, modes by stage",
             orders=ada_offload,
             factors=True,
             free_order=True,

@@ -8,11 +8,15 @@ Compute orders with more or fewer microbatches in flight are each played within 
 once with all allowed to leave: an activation without time for the round trip stays, the longest-lived goes first, and
 an op waits until memory has room for it. The best is taken. The serial schedule, one microbatch at a time, is the first
 candidate: it keeps the budgets wherever any of the others does.
+
+With activation modes, and microbatches alike and whole, this is done for each choice of one variant a stage, and then
+every microbatch is kept that memory has room for. The serial schedule takes for each stage the mode that needs least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from heapq import heappop, heappush
 from math import inf
 
@@ -24,6 +28,7 @@ from optpipe.ops import Ints, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
+from solver.by_stage import choices, keep_what_fits
 from solver.published.transfers import TransferPlanner, TransferRequest
 from solver.serial import known_budgets_bytes, serial_orders
 from solver.timeline import (
@@ -121,7 +126,8 @@ def ada_offload(problem: Problem) -> Orders:
     """The best candidate within the budgets. Raises MethodError with the budgets that would do where there is none."""
     best: Orders | None = None
     best_us = inf
-    for orders in _candidates(problem):
+    by_stage = problem.has_modes and not problem.has_factors and problem.slice_count == 1
+    for orders in _candidates_by_stage(problem) if by_stage else _candidates(problem):
         if orders is not None:
             simulation = simulate(problem, orders)
             if simulation.value_us < best_us and within_budgets(problem, orders, simulation):
@@ -140,6 +146,15 @@ def ada_offload(problem: Problem) -> Orders:
         f"ada-offload finds no room even for one microbatch at a time ({'; '.join(short)}). "
         f"Maybe raise devices[].memory_bytes to {known}, which is known to do."
     )
+
+
+def _candidates_by_stage(problem: Problem) -> Iterator[Orders | None]:
+    """The serial schedule, then the best of each choice of variants."""
+    yield serial_orders(problem)
+    for by_stage in choices(problem):
+        with suppress(MethodError):
+            orders = by_stage.with_modes(ada_offload(by_stage.plain))
+            yield orders and keep_what_fits(problem, orders)
 
 
 def _candidates(problem: Problem) -> Iterator[Orders | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from solver.serial import known_budgets_bytes, serial_orders
 from tests.placed_problems import placed_problems
 from tests.problems import problems
 from tests.random_timings import exceeded, random_peaks_bytes
+from tests.recomputing import random_pipeline
 
 WITH_OFFLOAD = sorted(name for name in REFERENCE if name.startswith(("d-", "po-")))
 
@@ -113,3 +116,34 @@ def test_both_numbers_hold(problem: Problem, in_flight: int, late_weights: int) 
         for op in device.compute:
             assert op.kind == "W" or pending <= late_weights
             pending += {"F": 0, "B": 1, "W": -1}[op.kind]
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_with_modes_it_is_valid_wherever_the_floor_is(first: int) -> None:
+    """No worse than the floor and than what keeps or offloads everything, under any timing; a reason where it fails."""
+    better = 0
+    for seed in range(first, first + 20):
+        problem = random_pipeline(Random(seed))
+        if not all(stage.split_backward for stage in problem.stages):
+            continue
+        floor = serial_orders(problem)
+        assert floor is not None
+        schedule = build_schedule(problem, ada_offload(problem), 0.0, "ada-offload", 0.0)
+        assert schedule.value_us <= simulate(problem, floor).value_us
+        data = problem.to_data()
+        data["devices"] = [{"memory_bytes": device["memory_bytes"] // 8} for device in data["devices"]]
+        small = Problem.from_data(data)
+        if serial_orders(small) is None:
+            with pytest.raises(MethodError, match=r"Maybe raise devices\[\]\.memory_bytes"):
+                ada_offload(small)
+        data = problem.to_data()
+        for stage in data["stages"]:
+            stage["modes"] = []
+        plain = Problem.from_data(data)
+        if serial_orders(plain) is None:
+            better += 1
+        else:
+            plain_us = simulate(plain, ada_offload(plain)).value_us
+            assert schedule.value_us <= plain_us
+            better += schedule.value_us < plain_us
+    assert better
