@@ -12,7 +12,7 @@ before the slow ones: they are as good in most cases, and available at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -26,6 +26,7 @@ from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.kernels import WARM, is_marked
 from solver.methods import METHODS, refuse_unsupported
+from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
 from solver.published.v_family import v_zb
 from solver.serial import serial_orders
 from solver.solution import Solution
@@ -136,10 +137,17 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
 
 
 def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
-    """Makers of the published schedules of a problem, by name; with modes for every choice of one variant a stage."""
+    """Makers of the published schedules of a problem, by name.
+
+    With modes for every choice of one variant a stage, with a free order of microbatches for every likely one.
+    """
     able = [(name, make) for name, make in _published() if _is_able(name, problem)]
     if not problem.has_modes:
         yield from ((name, partial(make, problem)) for name, make in able)
+        if problem.has_free_order:
+            for order_name, microbatch_order in likely_orders(problem):
+                for name, make in able:
+                    yield f"{name}, {order_name}", partial(_in_order, make, problem, microbatch_order)
         return
     for by_stage in choices(problem):
         for name, make in able:
@@ -195,6 +203,10 @@ def _recomputes(way: Variant) -> bool:
 
 def _leaves(way: Variant) -> bool:
     return way.moved_bytes > 0
+
+
+def _in_order(make: Make, problem: Problem, microbatch_order: Sequence[int]) -> Orders:
+    return with_own_numbers(problem, make(in_order(problem, microbatch_order)), microbatch_order)
 
 
 def _by_stage(make: Make, by_stage: ByStage) -> Orders | None:

@@ -43,7 +43,7 @@ def command(
         str,
         typer.Argument(
             help="A suite file (optpipe.suite/1), or a named suite: small, budgets, four-by-eight, recomputation, "
-            "large, published.",
+            "slices, large, published.",
             metavar="SUITE",
         ),
     ] = "small",

@@ -106,7 +106,10 @@ def test_public_values_are_a_limit_where_the_suite_says_so(cli: Cli, tmp_path: P
 def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
     suite = suite_of(tmp_path, {})
     for arguments, message in (
-        (("no-such",), "the named suites are: budgets, four-by-eight, large, published, recomputation, small. Maybe"),
+        (
+            ("no-such",),
+            "the named suites are: budgets, four-by-eight, large, published, recomputation, slices, small. Maybe",
+        ),
         ((tmp_path / "two.json",), "is a problem but a suite is needed. Maybe"),
         ((tmp_path / "none.json",), "cannot be read: No such file"),
         ((suite, "--methods", "zb-9"), "method is 'zb-9'; the methods are auto"),

@@ -114,11 +114,13 @@ def causal(budget: int) -> Problem:
     )  # fmt: skip
 
 
-def test_one_more_slice_than_seq1f1b_holds_saves_a_third_of_its_bubble() -> None:
-    """20.5 % within ten slices, against the 35.0 % of Seq1F1B, which needs seven; eight slices: 23.0 %, 1497."""
-    schedule = solve(causal(10), "cp-sat", Limits(300, workers=2))
-    assert (schedule.status, schedule.value_us) == ("optimal", 1449)
-    assert round(schedule.bubble, 3) == 0.205
+@pytest.mark.parametrize(("budget", "value_us", "bubble"), [(8, 1497, 0.230), (10, 1449, 0.205)])
+def test_one_slice_more_than_seq1f1b_holds_saves_a_third_of_its_bubble(
+    budget: int, value_us: float, bubble: float
+) -> None:
+    """Seq1F1B wastes 35.0 % and holds seven slices. With one worker the proofs take 7 s and 2 s in every run."""
+    schedule = solve(causal(budget), "cp-sat", Limits(600, workers=1))
+    assert (schedule.status, schedule.value_us, round(schedule.bubble, 3)) == ("optimal", value_us, bubble)
 
 
 def test_fewer_slices_than_a_microbatch_has_fit_nothing() -> None:
