@@ -261,11 +261,38 @@ class HuggingFace:
     def _order_of_run(self) -> list[str]:
         """The layers and the modules beside them in the order in which the model runs them.
 
-        Found by running the model on two tokens, with all of these absent; where it does not run so, by its pipeline
-        plan.
+        Found by running the model on two tokens, with all of these absent: with layers that return hidden states, or,
+        where those do not reach the last layer so, that return them in a tuple. Where it runs in neither way, found by
+        its pipeline plan.
         """
+        self._in_tuple: str | None = None
+        order, error = self._probe()
+        if error is not None:
+            self._in_tuple = self._layers
+            in_tuples, other = self._probe()
+            if other is None:
+                order, error = in_tuples, None
+            else:
+                self._in_tuple = None
+        if error is not None:
+            plan = list(getattr(self.config.get_text_config(), "base_model_pp_plan", None) or ())
+            trunk, _, own = self._layers.rpartition(".")
+            if own not in plan:
+                what = "does not run with layers that hand on one tensor, and has no pipeline plan"
+                self._refuse("not_run", f"{what}: {_line(error)} {_OWN_STAGES}")
+            order = [f"{trunk}.{name}" + (".0" if name == own else "") for name in plan]
+        if not any(name.startswith(f"{self._layers}.") for name in order):
+            self._refuse("no_layers", f"does not run {self._layers}. {_OWN_STAGES}")
+        return order
+
+    def _probe(self) -> tuple[list[str], Exception | None]:
+        """The order of a run in which all are absent, and why it failed, if it did."""
         order: list[str] = []
-        model = _pruned_copy(self._whole, self._spine, (), Probe)
+        shapes: set[torch.Size] = set()
+        model = _pruned_copy(self._whole, self._spine, (), Probe, self._in_tuple)
+        blocks: Any = model.get_submodule(self._layers)
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _, inputs: shapes.update(x.shape for x in inputs[:1]))
         for parent in (*self._spine, self._layers):
             for name, child in model.get_submodule(parent).named_children():
                 full = f"{parent}.{name}" if parent else name
@@ -278,22 +305,20 @@ class HuggingFace:
         try:
             with torch.no_grad():
                 nn.Module.eval(model)(x)
+            if len(shapes) > 1:  # an entry of the hidden states was taken for the first of a tuple
+                raise ValueError("layers receive tensors of different shapes")
         except Exception as error:
-            plan = list(getattr(self.config.get_text_config(), "base_model_pp_plan", None) or ())
-            trunk, _, own = self._layers.rpartition(".")
-            if own not in plan:
-                what = "does not run with layers that hand on one tensor, and has no pipeline plan"
-                self._refuse("not_run", f"{what}: {_line(error)} {_OWN_STAGES}")
-            order = [f"{trunk}.{name}" + (".0" if name == own else "") for name in plan]
-        if not any(name.startswith(f"{self._layers}.") for name in order):
-            self._refuse("no_layers", f"does not run {self._layers}. {_OWN_STAGES}")
-        return order
+            return order, error
+        return order, None
 
     def _stage(self, whole: PreTrainedModel, s: int) -> ModelStage:
         part = ranges(self.sizes)[s]
         own = {name for u in part for name in self.units[u].modules}
-        model = _pruned_copy(whole, self._spine, own | self._everywhere(whole))
-        return ModelStage(model, self._layers, part, last=s == len(self.sizes) - 1, balanced=self._balanced)
+        model = _pruned_copy(whole, self._spine, own | self._everywhere(whole), in_tuple=self._in_tuple)
+        last = s == len(self.sizes) - 1
+        return ModelStage(
+            model, self._layers, part, last=last, balanced=self._balanced, in_tuple=self._in_tuple is not None
+        )
 
     def _everywhere(self, whole: PreTrainedModel) -> set[str]:
         """Modules beside the layers that belong to no unit: those without parameters."""
@@ -462,12 +487,14 @@ class Balancing:
 class Absent(nn.Module):
     """Stands where a module of another stage does, and passes on its first argument; zero for an embedding to be added.
 
-    Attributes are those of the module that it stands for, which stays on the meta device.
+    Attributes are those of the module that it stands for, which stays on the meta device. With `in_tuple` what it
+    passes on is alone in a tuple, in which layers of some models return it.
     """
 
-    def __init__(self, stands_for: nn.Module) -> None:
+    def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
         super().__init__()
         self.__dict__["_stands_for"] = stands_for  # not a child
+        self.__dict__["in_tuple"] = in_tuple
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -481,7 +508,10 @@ class Absent(nn.Module):
         """The first argument; nothing to be added for an embedding."""
         if isinstance(self.__dict__["_stands_for"], nn.Embedding):
             return torch.zeros((), dtype=self.weight.dtype)
-        return inputs[0] if inputs else next(iter(named.values()))
+        return self._returned(inputs[0] if inputs else next(iter(named.values())))
+
+    def _returned(self, value: Any) -> Any:
+        return (value,) if self.__dict__["in_tuple"] else value
 
     def __repr__(self) -> str:
         return f"{type(self.__dict__['_stands_for']).__name__} of another stage"
@@ -495,19 +525,19 @@ class Probe(Absent):
         received, module = inputs[0] if inputs else next(iter(named.values())), self.__dict__["_stands_for"]
         if isinstance(module, nn.Embedding) and isinstance(received, Tensor):
             return torch.zeros(*received.shape[:2], module.embedding_dim, dtype=module.weight.dtype)
-        return received
+        return self._returned(received)
 
 
 class Received(Absent):
     """Stands for the layer before a stage's own: returns what the stage has received, whatever came before it."""
 
-    def __init__(self, stands_for: nn.Module) -> None:
-        super().__init__(stands_for)
+    def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
+        super().__init__(stands_for, in_tuple=in_tuple)
         self.__dict__["received"] = None
 
     def forward(self, *_inputs: Any, **_named: Any) -> Any:
         """The hidden states from the stage before."""
-        return self.__dict__["received"]
+        return self._returned(self.__dict__["received"])
 
 
 class ModelStage(nn.Module):
@@ -518,7 +548,14 @@ class ModelStage(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: str, part: range, *, last: bool, balanced: Balancing | None
+        self,
+        model: PreTrainedModel,
+        layers: str,
+        part: range,
+        *,
+        last: bool,
+        balanced: Balancing | None,
+        in_tuple: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -529,13 +566,14 @@ class ModelStage(nn.Module):
         blocks: Any = model.get_submodule(layers)
         self._before: list[Received] = []
         if not self._first:
-            received = Received(blocks[part.start - 1].__dict__["_stands_for"])
+            absent = blocks[part.start - 1]
+            received = Received(absent.__dict__["_stands_for"], in_tuple=absent.in_tuple)
             blocks[part.start - 1] = received
             self._before.append(received)  # in a list, so that it is registered once
         self._sent: Tensor | None = None
         own = [blocks[n] for n in part if n < len(blocks)]
         for block in own:
-            block.register_forward_hook(_refuse_other_than_tensors)
+            block.register_forward_hook(_refuse_tuples if not in_tuple else _refuse_tensors)
         if not last:
             own[-1].register_forward_hook(self._send)
         self._heard: list[Tensor] | None = None
@@ -573,7 +611,7 @@ class ModelStage(nn.Module):
     def _send(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
         """Note the output of the last layer within `forward`: what the model computes behind it is not this stage's."""
         if self._running:
-            self._sent = output
+            self._sent = output[0] if isinstance(output, tuple) else output
 
     def _hear(self, _router: nn.Module, _inputs: Any, output: Any) -> None:
         """Note the logits of a router within `forward`; a checkpoint that runs it again does so without effect."""
@@ -581,7 +619,13 @@ class ModelStage(nn.Module):
             self._heard.append(self._balanced.logits_of(output))
 
 
-def _refuse_other_than_tensors(layer: nn.Module, _inputs: Any, output: Any) -> None:
+def _refuse_tensors(layer: nn.Module, _inputs: Any, output: Any) -> None:
+    if not isinstance(output, tuple) or not isinstance(output[0], Tensor):
+        kinds = type(layer).__name__, type(output).__name__
+        raise TrainingError(f"a layer of kind {kinds[0]} returns {kinds[1]}, but others a tuple. {_OWN_STAGES}")
+
+
+def _refuse_tuples(layer: nn.Module, _inputs: Any, output: Any) -> None:
     if not isinstance(output, Tensor):
         kinds = type(layer).__name__, type(output).__name__
         raise TrainingError(f"a layer of kind {kinds[0]} returns {kinds[1]}, but only tensors are sent. {_OWN_STAGES}")
@@ -598,9 +642,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _pruned_copy(
-    whole: PreTrainedModel, spine: Sequence[str], keep: Collection[str], absent: type[Absent] | None = None
+    whole: PreTrainedModel,
+    spine: Sequence[str],
+    keep: Collection[str],
+    absent: type[Absent] | None = None,
+    in_tuple: str | None = None,
 ) -> PreTrainedModel:
-    """A model with the very modules to `keep`, those without parameters copied, and absent ones in other places."""
+    """A model with the very modules to `keep`, those without parameters copied, and absent ones in other places.
+
+    `in_tuple`: name of the list of layers, if these return tuples.
+    """
     memo: dict[int, nn.Module] = {}
     for name in reversed(spine):
         module = whole.get_submodule(name)
@@ -620,12 +671,18 @@ def _pruned_copy(
             elif next(child.parameters(), None) is None and not isinstance(child, nn.ModuleList):
                 new._modules[name] = copy.deepcopy(child)
     model: Any = memo[id(whole)]
-    _prune(model, spine, keep, absent or Absent)
+    _prune(model, spine, keep, absent or Absent, in_tuple)
     pruned: PreTrainedModel = model
     return pruned
 
 
-def _prune(model: nn.Module, spine: Sequence[str], keep: Collection[str], absent: type[Absent]) -> None:
+def _prune(
+    model: nn.Module,
+    spine: Sequence[str],
+    keep: Collection[str],
+    absent: type[Absent],
+    in_tuple: str | None = None,
+) -> None:
     """Put absent modules in the place of all beside and in the list of layers but those to keep."""
     for parent in spine:
         for name, child in model.get_submodule(parent).named_children():
@@ -635,7 +692,7 @@ def _prune(model: nn.Module, spine: Sequence[str], keep: Collection[str], absent
             if isinstance(child, nn.ModuleList):
                 for n, layer in enumerate(child):
                     if f"{full}.{n}" not in keep:
-                        child[n] = absent(layer)
+                        child[n] = absent(layer, in_tuple=full == in_tuple)
             else:
                 setattr(model.get_submodule(parent), name, absent(child))
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

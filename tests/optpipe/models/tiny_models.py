@@ -28,6 +28,10 @@ _GPT2 |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _OPT = {"vocab_size": VOCABULARY, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": LAYERS, "dropout": 0.0}
 _OPT |= {"num_attention_heads": 2, "max_position_embeddings": 32, "word_embed_proj_dim": 16, "init_std": 0.2}
+_FALCON = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+_FALCON |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": LAYERS, "n_head": 2, "initializer_range": 0.2}
+_BLOOM |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _VIT = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "intermediate_size": 32}
 _VIT |= {"image_size": 8, "patch_size": 4, "num_labels": 5, "architectures": ["ViTForImageClassification"]}
 
@@ -42,11 +46,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", _SIZES | {"embd_pdrop": 0.5}),
     "granite": ("GraniteConfig", _SIZES | {"embedding_multiplier": 3.0}),
     "opt": ("OPTConfig", _OPT),
+    "falcon": ("FalconConfig", _FALCON),
+    "falcon with alibi": ("FalconConfig", _FALCON | {"alibi": True}),
+    "bloom": ("BloomConfig", _BLOOM),
     "mixtral": ("MixtralConfig", _SIZES | _EXPERTS | {"num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeConfig", _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}),
     "vit": ("ViTConfig", _VIT),
 }
-"""Two have what only the first stage may do: Phi drops embeddings, Granite multiplies them."""
+"""Two have what only the first stage may do: Phi drops embeddings, Granite multiplies them.
+
+Layers of Falcon and Bloom return their hidden states in a tuple; biases of attention go by the mask.
+"""
 
 TRAINED = ("llama", "tied llama", "gpt2", "qwen3-moe")
 
