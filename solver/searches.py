@@ -45,6 +45,13 @@ def modulo(problem: Problem, limits: Limits, start: Solution, on_solution: OnSol
     return search(problem, limits, start, on_solution)
 
 
+def in_flight(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """List schedules with as many microbatches in flight as memory has room for."""
+    from solver.search.in_flight import in_flight_search
+
+    return _by_stage(in_flight_search, problem, limits, start, on_solution)
+
+
 def lns(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Parts of the best schedule in time, solved anew by CP-SAT."""
     from solver.search.lns.search import lns_search

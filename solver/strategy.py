@@ -217,12 +217,22 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
                 TimeSlice("search", searches.annealing, 0.15, workers),
             ]
         ]
-    pattern = TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)
+    first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
+    if _leaves(problem):
+        shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.25, 0.4)
+        lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
+        first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
     if workers == 1:
-        return [[pattern, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2, 1)]]
+        return [[*first, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2, 1)]]
     beside = _models(problem, ops, 0.35, workers - 1)
     beside = beside or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
-    return [[TimeSlice("search", searches.annealing, 0.35)], [pattern, *beside]]
+    return [[TimeSlice("search", searches.annealing, 0.35)], [*first, *beside]]
+
+
+def _leaves(problem: Problem) -> bool:
+    """True if activations may have to leave a device for the host."""
+    budgets = any(device.memory_bytes is not None for device in problem.devices)
+    return budgets and any(stage.offload for stage in problem.stages)
 
 
 def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:

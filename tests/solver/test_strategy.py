@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from instances import uniform
+from instances import HALF, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.limits import Limits
@@ -29,6 +29,7 @@ from tests.recomputing import recomputing
 SMALL, MEDIUM, LARGE, LARGEST = uniform(4, 8), uniform(8, 64), uniform(8, 1024), uniform(32, 1024)
 TIGHT = uniform(16, 32, budget=8)
 MODES_SMALL, MODES_LARGE, MODES_LARGEST = recomputing(4, 8), recomputing(8, 64), recomputing(32, 1024)
+LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, budget=64, offload=HALF)
 
 
 def test_the_sizes_are_what_they_are_called() -> None:
@@ -42,13 +43,26 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (SMALL, {"search", "cp-sat", "windows"}),
         (MEDIUM, {"search", "pattern", "windows", "bound"}),
         (TIGHT, {"search", "pattern", "cp-sat", "windows", "bound"}),
+        (LEAVES, {"search", "ada-offload", "pattern", "windows", "bound"}),
+        (ALL_LEAVE, {"search", "ada-offload", "pattern"}),
         (LARGE, {"search", "pattern", "windows", "bound"}),
         (LARGEST, {"search", "pattern"}),
         (MODES_SMALL, {"search", "cp-sat"}),
         (MODES_LARGE, {"search", "pattern", "cp-sat"}),
         (MODES_LARGEST, {"search", "pattern"}),
     ],
-    ids=["small", "medium", "tight", "large", "largest", "modes, small", "modes, large", "modes, largest"],
+    ids=[
+        "small",
+        "medium",
+        "tight",
+        "leaves",
+        "all leave",
+        "large",
+        "largest",
+        "modes, small",
+        "modes, large",
+        "modes, largest",
+    ],
 )
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -> None:

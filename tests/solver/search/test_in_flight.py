@@ -1,0 +1,71 @@
+"""List schedules with other numbers of microbatches in flight: valid, within the budgets, close to the best number."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+
+import pytest
+
+from instances import HALF, WHOLE, uniform
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.build import build_schedule, within_budgets
+from solver.limits import Cancel, Limits
+from solver.methods import METHODS, published_orders
+from solver.search.in_flight import LATE_WEIGHTS, Choice, Trials, improving, in_flight_search
+from solver.solution import Solution
+
+WORK = Limits(deterministic_limit=20.0)
+PROBLEMS = [
+    uniform(8, 24, budget=8, offload=HALF),
+    uniform(8, 24, budget=6, offload=WHOLE),
+    uniform(6, 12, v_shape=True, budget=14, offload=HALF),
+    uniform(4, 12, budget=5),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_what_it_finds_is_valid_and_no_worse_than_ada_offload(problem: Problem) -> None:
+    found: list[Solution] = []
+    best = in_flight_search(problem, WORK, Solution(), found.append)
+    assert found[-1] == best
+    assert [solution.value_us for solution in found] == sorted({solution.value_us for solution in found}, reverse=True)
+    assert best.orders is not None
+    schedule = build_schedule(problem, best.orders, lower_bound_us(problem), "ada-offload", 0.0)  # verifies it
+    assert schedule.value_us == best.value_us
+    assert best.value_us <= simulate(problem, published_orders(METHODS["ada-offload"], problem)).value_us
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:3])
+def test_the_steps_lead_close_to_the_best_of_all_numbers(problem: Problem) -> None:
+    trials = Trials(problem, WORK)
+    (*_, choice) = improving(trials, True)
+    every = Trials(problem, Limits(deterministic_limit=inf))
+    numbers = range(1, problem.units + 1)
+    best_us = min(every.value_us(Choice(n, late, True)) for n, late in product(numbers, LATE_WEIGHTS))
+    assert trials.value_us(choice) <= 1.05 * best_us
+    assert trials.played < every.played
+
+
+def test_many_microbatches_take_the_choice_of_few() -> None:
+    problem = uniform(4, 200, budget=4, offload=HALF)
+    best = in_flight_search(problem, WORK, Solution(), lambda _: None)
+    assert best.orders is not None
+    assert within_budgets(problem, best.orders, simulate(problem, best.orders))
+    whole = Trials(problem, WORK)
+    assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole, True))
+
+
+def test_nothing_is_searched_after_a_cancel() -> None:
+    cancel = Cancel()
+    cancel.request()
+    start = Solution(bound_us=1.0)
+    assert in_flight_search(PROBLEMS[0], Limits(60, cancel=cancel), start, lambda _: None) == start
+
+
+def test_a_better_start_stays() -> None:
+    problem = PROBLEMS[0]
+    start = Solution(published_orders(METHODS["ada-offload"], problem), 1.0, 1.0, "ada-offload")
+    assert in_flight_search(problem, WORK, start, lambda _: None) is start
