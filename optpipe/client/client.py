@@ -90,26 +90,7 @@ class Client:
 
     def events(self, job_id: str, until: float | None = None) -> Iterator[Event]:
         """Yield each event of a job once and in order up to its terminal status, reconnecting as needed."""
-        seen = ""
-        pauses = Pauses(self._connection.patience_s)
-        while True:
-            read_timeout_s = (
-                READ_TIMEOUT_S if until is None else max(0.0, min(READ_TIMEOUT_S, until - time.monotonic()))
-            )
-            try:
-                with self._connection.lines(f"/v1/schedules/{job_id}/events", seen, read_timeout_s) as lines:
-                    pauses.reset()
-                    for event in read_events(_until(lines, until)):
-                        seen = event.id
-                        yield event
-                if self.job(job_id).ended:
-                    return
-            except ServiceError as error:
-                if until is not None and time.monotonic() > until:
-                    raise TimeoutError from None
-                if not error.passing:
-                    raise
-                pauses.pause(error)
+        return self._stream(f"/v1/schedules/{job_id}/events", "", until, lambda: self.job(job_id).ended)
 
     def all_events(self, until: float | None = None) -> Iterator[Event]:
         """Events of all jobs of the key from this call on, each with its ``job_id`` in `data`, without an end.
@@ -117,7 +98,7 @@ class Client:
         Reconnects as needed, without a gap; the iterator raises TimeoutError when `time.monotonic` is past `until`.
         To miss nothing, call this first and list or fetch jobs then.
         """
-        return self._feed(self._newest_place(), until)
+        return self._stream("/v1/events", self._newest_place(), until, lambda: False)
 
     def _newest_place(self) -> str:
         """Id behind all events so far, with which the stream of all jobs begins."""
@@ -134,20 +115,27 @@ class Client:
                     raise
                 pauses.pause(error)
 
-    def _feed(self, place: str, until: float | None) -> Iterator[Event]:
+    def _stream(self, path: str, after: str, until: float | None, is_over: Callable[[], bool]) -> Iterator[Event]:
+        """Events of a stream after the id `after`, reconnecting as needed, until it ends and `is_over` is true.
+
+        Raises TimeoutError when `time.monotonic` is past `until`.
+        """
+
         def remember(event_id: str) -> None:
-            nonlocal place
-            place = event_id
+            nonlocal after
+            after = event_id
 
         pauses = Pauses(self._connection.patience_s)
         while True:
-            read_timeout_s = (
-                READ_TIMEOUT_S if until is None else max(0.0, min(READ_TIMEOUT_S, until - time.monotonic()))
-            )
+            read_timeout_s = READ_TIMEOUT_S
+            if until is not None:
+                read_timeout_s = max(0.0, min(READ_TIMEOUT_S, until - time.monotonic()))
             try:
-                with self._connection.lines("/v1/events", place, read_timeout_s) as lines:
+                with self._connection.lines(path, after, read_timeout_s) as lines:
                     pauses.reset()
                     yield from read_events(_until(lines, until), remember)
+                if is_over():
+                    return
             except ServiceError as error:
                 if until is not None and time.monotonic() > until:
                     raise TimeoutError from None
