@@ -10,7 +10,7 @@ import asyncio
 import select
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -144,21 +144,42 @@ OUTAGE = Outage()
 
 @asynccontextmanager
 async def _checked_out(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """A connection of the pool, which comes back to it whenever this is cancelled.
+    """A connection of the pool, which comes back to it whenever this is cancelled, and however often.
 
     SQLAlchemy loses one to the garbage collector where it is cancelled while it opens the connection or sets its
-    isolation level. So that happens in a task of its own, which is waited for.
+    isolation level, or where the event loop ends while it gives one back. So both happen in tasks of their own, which
+    are waited for.
     """
     checking_out = asyncio.ensure_future(engine.connect().start())
     try:
-        connection = await asyncio.shield(checking_out)
+        await _until_done(checking_out)
     except asyncio.CancelledError:
-        with suppress(Exception):
-            await (await checking_out).close()
+        if checking_out.done() and not checking_out.cancelled() and checking_out.exception() is None:
+            await _until_done(asyncio.ensure_future(checking_out.result().close()))
         raise
-    async with AsyncExitStack() as stack:
-        stack.push_async_exit(connection)
+    connection = checking_out.result()
+    try:
         yield connection
+    finally:
+        closing = asyncio.ensure_future(connection.close())
+        await _until_done(closing)
+        closing.result()
+
+
+async def _until_done(task: asyncio.Future[Any]) -> None:
+    """Wait for a task, after a cancel for at most `ANSWER_S` more; then the cancel is passed on."""
+    loop = asyncio.get_running_loop()
+    until_s: float | None = None
+    while not task.done():
+        left_s = None if until_s is None else until_s - loop.time()
+        if left_s is not None and left_s <= 0:
+            break
+        try:
+            await asyncio.wait({task}, timeout=left_s)
+        except asyncio.CancelledError:
+            until_s = until_s or loop.time() + ANSWER_S
+    if until_s is not None:
+        raise asyncio.CancelledError
 
 
 @asynccontextmanager

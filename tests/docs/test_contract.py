@@ -97,5 +97,14 @@ def test_every_promise_has_one_test_file_which_begins_with_its_name(letter: str)
         assert any(_is_test(node) for node in tests.body), file
 
 
+def test_every_test_of_the_service_that_is_named_is_there() -> None:
+    named = re.findall(r"`([a-z0-9_/]+\.py)(?:::(\w+))?`", (REFERENCE / "service-tests.md").read_text())
+    assert len(named) > 50
+    for file, test in named:
+        tests = ast.parse((ROOT / "tests" / file).read_text())
+        names = [node.name for node in tests.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        assert not test or test in names, (file, test)
+
+
 def _is_test(node: ast.stmt) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_")

@@ -65,12 +65,13 @@ async def test_a_lost_cancel_is_not_the_last() -> None:
     await end_tasks(*tasks)
 
 
+@pytest.mark.parametrize("cancels", [1, 3])
 @pytest.mark.parametrize("reading", [True, False], ids=["reading", "writing"])
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "new"])
 async def test_a_cancel_loses_no_connection(
-    database_url: str, monkeypatch: pytest.MonkeyPatch, *, reading: bool, pooled: bool
+    database_url: str, monkeypatch: pytest.MonkeyPatch, *, reading: bool, pooled: bool, cancels: int
 ) -> None:
-    """Also where it comes while the connection is opened, or its isolation level set."""
+    """Also where it comes while the connection is opened, or its isolation level set, and again and again."""
     engine = make_engine(database_url)
     if pooled:
         async with transaction(engine):
@@ -97,11 +98,13 @@ async def test_a_cancel_loses_no_connection(
     slowly("commit")
     task = asyncio.create_task(use())
     await asyncio.wait_for(reached.wait(), 60)
-    task.cancel()
-    await asyncio.sleep(0.01)
+    for _ in range(cancels):
+        task.cancel()
+        await asyncio.sleep(0.01)
     go_on.set()
     await asyncio.wait({task})
     assert task.cancelled()
     assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]
     await engine.dispose()
+    del task
     gc.collect()  # a connection that is lost is a warning, and warnings are errors
