@@ -49,7 +49,7 @@ def parse_submission(body: bytes, caps: Mapping[str, Any], problem_alone: bool) 
 
 
 def parse_batch(body: bytes, caps: Mapping[str, Any]) -> bytes:
-    """The same of each submission of a batch, with a line break between them."""
+    """Results of `parse_submission` for each submission of a batch, with a line break between them."""
     return b"\n".join(map(_parsed, read_batch(body, Caps(**caps))))
 
 

@@ -37,7 +37,7 @@ def devices_with_budgets(problem: Problem) -> Iterator[tuple[Sequence[int], int]
 
 
 def devices_with_order_literals(problem: Problem) -> Iterator[tuple[Sequence[int], int]]:
-    """The same without devices with activation modes.
+    """Stages and usable bytes of each device that has a budget and no activation modes.
 
     Measured, literals for what waits to be recomputed slow proofs down more often than not.
     """

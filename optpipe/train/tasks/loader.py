@@ -22,7 +22,7 @@ from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
 
 YIELDS = "(inputs, target) or a dict with labels, of one microbatch"
-"""What a loader yields."""
+"""Items of a loader, for messages."""
 
 
 class LoadedBatches:

@@ -136,7 +136,7 @@ class Constraints:
         self._at_most(away, at_compute, variables.order, x[compute], backward[compute])
 
     def gone(self) -> None:
-        """What recomputation saves is gone at x after F and before C, or B where it recomputes inside.
+        """Bytes that recomputation saves are gone at x after F and before C, or B where it recomputes inside.
 
         These columns follow from binaries, and need not be any themselves. A reload runs beside compute: F, C or B of
         the activation may run when it starts, with what they take then.

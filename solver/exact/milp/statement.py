@@ -299,7 +299,7 @@ class _Statement:
         return pulp.lpSum(away + gone)
 
     def _own_bytes(self, x: int, unit: float) -> Expression:
-        """What F, C and B take beside what they would if their own activation were kept."""
+        """Bytes of F, C and B beyond those that they would take if their own activation were kept."""
         return pulp.lpSum(
             (beside - (0 if kind == "C" else way.saved_bytes)) / unit * self.columns[way.column]
             for way in self.variables.recomputing
