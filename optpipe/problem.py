@@ -511,6 +511,12 @@ class Problem(Displayed, Document):
     microbatch_order: Literal["given", "free"] = "given"
     slices: Slices | None = None
 
+    def __eq__(self, other: object) -> bool:
+        """True if all fields are equal. What was derived from them meanwhile, arrays included, says nothing more."""
+        if not isinstance(other, Problem):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a problem file. Raises InputError naming the field, the value and the limit."""

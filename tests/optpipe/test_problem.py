@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ def test_lists_everything_that_is_wrong() -> None:
         Problem.from_data(data)
     pointers = {issue.pointer for issue in caught.value.issues}
     assert pointers == {"stages[0].forward_us", "stages[1].backward_weight_us", "extra"}
+
+
+def test_what_was_derived_from_problems_says_nothing_of_their_equality() -> None:
+    one, same, other = uniform(3, 4), uniform(3, 4), uniform(3, 5)
+    for problem in (one, other):
+        for name, derived in vars(Problem).items():
+            if isinstance(derived, cached_property):
+                getattr(problem, name)
+    assert (one == same, one == other, one == one.to_data()) == (True, False, False)
 
 
 def test_delays_vanish_on_one_device_and_follow_direction() -> None:
