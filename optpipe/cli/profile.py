@@ -371,6 +371,14 @@ def command(
             metavar="10%",
         ),
     ] = None,
+    reduce_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --from-run and --memory: microbatches after which PlannedSchedule is to reduce gradients. 1 "
+            "leaves more memory where a device has several stages. Default: once a step.",
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -460,7 +468,10 @@ def command(
         if memory is None:
             _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
         names = None if modes is None else [name.strip() for name in modes.split(",")]
-        return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, names, as_json)
+        if memory is None:
+            _refuse("--memory", "is not given", {"--reduce-every": reduce_every})
+        return profile_run(from_run, output, microbatches, memory, memory_margin or 0.0, names, reduce_every, as_json)
+    _refuse("--from-run", "is not given", {"--reduce-every": reduce_every})
     if from_table is not None:
         others = {"--model": model} | gpt | measuring | {"--modes": None}
         _refuse("--from-table", "takes everything from its table", others)
@@ -528,6 +539,7 @@ def profile_run(
     memory_bytes: int | None,
     margin: float,
     modes: Sequence[str] | None,
+    reduce_every: int | None,
     as_json: bool,
 ) -> int:
     """Write the problem of a recorded run, and print its costs and what replicas add."""
@@ -535,7 +547,7 @@ def profile_run(
     from optpipe.trace.record import load_records
 
     run = join_records(load_records(folder))
-    problem = run.problem(microbatches, memory_bytes, margin, modes)
+    problem = run.problem(microbatches, memory_bytes, margin, modes, reduce_every)
     write_atomically(output, problem.to_json() + "\n")
     budgets = [device.memory_bytes for device in problem.devices]
     if as_json:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from optpipe.compile.memory import ReplicaMemory
+from optpipe.compile import compile_schedule
+from optpipe.compile.memory import ReplicaMemory, planned_peaks_bytes
 from optpipe.costs import BACKWARD_OF
 from optpipe.errors import InputError, Issue
 from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
 from optpipe.ops import KINDS, Op
 from optpipe.problem import OFFLOAD, Problem
+from optpipe.schedule import Schedule
 from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
 
 _BEGIN = {"B", "BW", "CB", "CBW"}
@@ -69,12 +71,15 @@ class RecordedRun:
         memory_bytes: int | None = None,
         margin: float = 0.0,
         modes: Sequence[str] | None = None,
+        reduce_every: int | None = None,
     ) -> Problem:
         """Build the scheduling problem, by default with the run's microbatches.
 
         `memory_bytes` is the memory of a device; a share `margin` of it stays free. Parameters, gradients, Adam's
-        moments and what replicas gather and reduce are subtracted. `modes` are names of those to allow, `offload` among
-        them; None: all that the run had. Raises InputError if there is too little memory, or the run had no such mode.
+        moments and what replicas gather and reduce are subtracted; where gradients are reduced after each microbatch
+        (`reduce_every` 1), whole gradients of one stage at a time, else of all stages of a device. `modes` are names of
+        those to allow, `offload` among them; None: all that the run had. Raises InputError if there is too little
+        memory, or the run had no such mode.
         """
         recorded = [OFFLOAD, *dict.fromkeys(name for costs in self.stages for name in costs.modes)]
         for name in modes or ():
@@ -84,6 +89,7 @@ class RecordedRun:
                     f"recording_schedule(..., modes=[{name!r}])."
                 )
                 raise InputError([Issue("--modes", "not_recorded", detail)])
+        budgets = self._budgets_bytes(memory_bytes, margin, reduce_every)
         return Problem.from_data(
             {
                 "format": "optpipe.problem/1",
@@ -93,7 +99,7 @@ class RecordedRun:
                     {"forward": forward or 0.0, "backward": backward or 0.0} for forward, backward in self.transfers_us
                 ]
                 or 0,
-                "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
+                "devices": [{"memory_bytes": budget} for budget in budgets],
                 "stages": [
                     {"device": device} | _stage(costs, recorded if modes is None else modes)
                     for device, costs in zip(self.placement, self.stages, strict=True)
@@ -112,12 +118,38 @@ class RecordedRun:
         """Bytes that each stage holds because its replicas share out parameters and gradients."""
         return [costs.replica for costs in self.stages]
 
-    def _budgets_bytes(self, memory_bytes: int | None, margin: float) -> list[int | None]:
+    def reduce_every(self, schedule: Schedule, memory_bytes: int, margin: float = 0.0) -> int | None:
+        """The most microbatches after which a `PlannedSchedule` may reduce gradients; None: once, at a step's end.
+
+        The order of the schedule's program decides: rarer reductions are fewer, but gradients are held for longer.
+        Raises InputError if `memory_bytes` of a device, less the share `margin`, never is enough.
+        """
+        problem = schedule.problem
+        limit_bytes = int(memory_bytes * (1 - margin))
+        candidates: list[int | None] = [None, *range(problem.microbatches - 1, 0, -1)]
+        excess: list[int] = []
+        for every in candidates:
+            program = compile_schedule(schedule, reduce_gradients=True, gather_parameters=True, reduce_every=every)
+            peaks = planned_peaks_bytes(program, problem, self.message_bytes, self.replicas)
+            for costs, device in zip(self.stages, self.placement, strict=True):
+                peaks[device] += costs.parameter_bytes
+            excess.append(max(peaks) - limit_bytes)
+            if excess[-1] <= 0:
+                return every
+        detail = (
+            f"is {memory_bytes:,} bytes, {min(excess):,} too few for this schedule however often gradients are "
+            "reduced. Maybe solve for less memory."
+        )
+        raise InputError([Issue("--memory", "too_small", detail)])
+
+    def _budgets_bytes(self, memory_bytes: int | None, margin: float, reduce_every: int | None) -> list[int | None]:
         budgets: list[int | None] = []
         for device in range(max(self.placement) + 1):
             own = [costs for d, costs in zip(self.placement, self.stages, strict=True) if d == device]
             held = sum(costs.parameter_bytes for costs in own)
-            held += sum(c.replica.gathered_bytes + c.replica.gradient_bytes + c.replica.reduced_bytes for c in own)
+            held += sum(costs.replica.gathered_bytes + costs.replica.reduced_bytes for costs in own)
+            gradients = [costs.replica.gradient_bytes for costs in own]
+            held += max(gradients, default=0) if reduce_every == 1 else sum(gradients)
             held += max(
                 (max(c.replica.gather_workspace_bytes, c.replica.reduce_workspace_bytes) for c in own), default=0
             )
@@ -128,7 +160,8 @@ class RecordedRun:
             if left < 0:
                 detail = (
                     f"is {memory_bytes:,} bytes, but parameters, gradients and Adam's moments take {held:,} on device "
-                    f"{device}, with what is gathered and reduced in a step. Maybe shard more, or use more devices."
+                    f"{device}, with what is gathered and reduced in a step. Maybe shard more, use more devices, or "
+                    "reduce gradients after every microbatch (--reduce-every 1)."
                 )
                 raise InputError([Issue("--memory", "too_small", detail)])
             budgets.append(left)

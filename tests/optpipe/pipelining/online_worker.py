@@ -15,7 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from optpipe.pipelining import OnlinePlanner, PlannedSchedule, recording_schedule
 from tests.gloo import gloo_group
 
-ROWS, WIDTH, MICROBATCHES = 4, 8, 4
+ROWS, WIDTH, MICROBATCHES = 4, 8, 7
+MODES = ["full", "full+offload"]
 LONGEST_S = 240.0
 
 
@@ -24,7 +25,8 @@ def main(folder: Path, time_limit_s: float | None) -> None:
         torch.manual_seed(1)
         parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
         stage = PipelineStage(parts[rank], rank, 2, torch.device("cpu"))
-        schedule = PlannedSchedule(stage, recording_schedule([0, 1], MICROBATCHES), loss_fn=nn.functional.mse_loss)
+        first = recording_schedule([0, 1], MICROBATCHES, modes=MODES)
+        schedule = PlannedSchedule(stage, first, loss_fn=nn.functional.mse_loss)
         planner = OnlinePlanner(schedule, memory_bytes=2**20, time_limit_s=time_limit_s, every=1, steps=1, skip=1)
         x = torch.randn(ROWS * MICROBATCHES, WIDTH)
         methods, gradients, begin, over = [schedule.schedule.method], [], time.monotonic(), torch.zeros(1)
@@ -38,7 +40,9 @@ def main(folder: Path, time_limit_s: float | None) -> None:
             dist.broadcast(over, 0)
             time.sleep(0.02)  # leaves the processors to the search
         error = max(float((g - gradients[0]).abs().max()) for g in gradients)
-        (folder / f"online{rank}.json").write_text(json.dumps({"methods": methods, "error": error, "log": planner.log}))
+        modes = [mode.name for mode in schedule.schedule.problem.stages[1].modes]
+        found = {"methods": methods, "error": error, "log": planner.log, "modes": modes}
+        (folder / f"online{rank}.json").write_text(json.dumps(found))
         planner.close()
 
 

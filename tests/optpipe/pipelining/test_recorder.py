@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from optpipe.cli.app import app
+from optpipe.compile import compile_schedule
+from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError
 from optpipe.pipelining import recording_schedule
 from optpipe.problem import Problem
@@ -19,6 +21,7 @@ from optpipe.profile.from_run import join_records
 from optpipe.trace.document import Trace
 from optpipe.trace.record import load_records
 from optpipe.verify import verify
+from solver.build import build_schedule
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "recorder_worker.py"
@@ -121,6 +124,45 @@ def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take
 
 
 @pytest.mark.torchrun
+def test_memory_decides_how_often_gradients_are_reduced(run: Run) -> None:
+    recorded = join_records(load_records(run[0] / "kept"))
+    problem = recorded.problem(6)
+    one_at_a_time = recording_schedule(recorded.placement, 6, offload=False)
+    schedule = build_schedule(problem, one_at_a_time.orders, 0.0, "by hand", 0.0)
+
+    def peak(every: int | None) -> int:
+        program = compile_schedule(schedule, reduce_gradients=True, gather_parameters=True, reduce_every=every)
+        peaks = planned_peaks_bytes(program, problem, recorded.message_bytes, recorded.replicas)
+        for costs, device in zip(recorded.stages, recorded.placement, strict=True):
+            peaks[device] += costs.parameter_bytes
+        return max(peaks)
+
+    once, often = peak(None), peak(1)
+    assert often < once, "gradients of one stage at a time"
+    assert recorded.reduce_every(schedule, once) is None
+    assert recorded.reduce_every(schedule, once - 1) is not None
+    every = recorded.reduce_every(schedule, often)
+    assert every is not None
+    assert peak(every) <= often < peak(every + 1 if every < 5 else None)
+    with pytest.raises(InputError, match=r"1 too few for this schedule however often gradients are reduced"):
+        recorded.reduce_every(schedule, min(peak(k) for k in range(1, 6)) - 1)
+
+
+@pytest.mark.torchrun
+def test_reducing_after_every_microbatch_leaves_more_memory(run: Run, tmp_path: Path) -> None:
+    options = ["--from-run", str(run[0] / "kept"), "--memory", "16MiB"]
+    found = []
+    for k, more in enumerate(([], ["--reduce-every", "1"], ["--reduce-every", "2"])):
+        path = tmp_path / f"{k}.json"
+        assert CliRunner().invoke(app, ["profile", *options, *more, "-o", str(path)]).exit_code == 0
+        found.append([device.memory_bytes for device in Problem.load(path).devices])
+    assert found[2] == found[0], "several stages of a device may hold gradients at once"
+    assert found[1] == [budget + 2 * 8416 * 4 for budget in found[0] if budget is not None]
+    alone = ["profile", "--model", "tiny", "--devices", "2", "-o", str(tmp_path / "x.json"), "--reduce-every", "1"]
+    assert "--reduce-every has no meaning here" in str(CliRunner().invoke(app, alone).exception)
+
+
+@pytest.mark.torchrun
 def test_a_run_of_torchs_schedule_has_times_and_sizes(run: Run) -> None:
     recorded = join_records(load_records(run[0] / "torch"))
     assert all({"F", "BW"} <= costs.times_us.keys() for costs in recorded.stages)
@@ -181,3 +223,4 @@ def test_a_run_plans_itself(run_ranks: RunRanks, tmp_path: Path, seconds: int) -
     assert first["methods"][:2] == ["recording", "ada-offload"], first["log"]
     assert len(first["methods"]) == (3 if seconds else 2), first["log"]
     assert max(first["error"], second["error"]) < 1e-6
+    assert first["modes"] == second["modes"] == MODES, "the problem has what was recorded"
