@@ -310,11 +310,6 @@ class CheckpointWriter:
         return document.size_bytes + manifest.size_bytes
 
 
-def write_checkpoint(folder: Path, config: TrainingConfig, model: Model, step: int, disk: Disk) -> int:
-    """Write the checkpoint before `step` while training waits (`CheckpointWriter`); returns its size in bytes."""
-    return CheckpointWriter(folder, config, model, step, disk).finish()
-
-
 def schedule_sha256(schedule: Schedule | None) -> str | None:
     """Identity of the schedule that a run is started with; None if it is to find one."""
     return None if schedule is None else hashlib.sha256(schedule_text(schedule).encode()).hexdigest()

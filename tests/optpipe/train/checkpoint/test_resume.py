@@ -23,7 +23,7 @@ from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, OnlineConfig, OptimizerConfig
 from optpipe.train.checkpoint.files import Disk, final_path, read_tensors, steps_in
 from optpipe.train.checkpoint.resume import resume
-from optpipe.train.checkpoint.write import write_checkpoint
+from optpipe.train.checkpoint.write import CheckpointWriter
 from optpipe.train.model import Model
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.optpipe.train import shared_stages
@@ -197,7 +197,7 @@ def test_a_run_that_finds_its_schedule_goes_on_with_the_one_it_had_found(tmp_pat
     better = one_f_one_b(2, 2, moved=[(0, 0), (0, 1)])
     found = run(config_of(None, schedule=better), until=2).model
     unscheduled = replace(config_of(tmp_path), schedule=None, online=OnlineConfig(mode="first", devices=2))
-    write_checkpoint(tmp_path, unscheduled, found, 2, Disk())
+    CheckpointWriter(tmp_path, unscheduled, found, 2, Disk()).finish()
     again = run(config_of(None), until=0).model
     assert resume(tmp_path, unscheduled, again) == (2, [])
     assert again.schedule == better
