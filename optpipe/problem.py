@@ -683,6 +683,10 @@ class Problem(Displayed, Document):
         """Class of each unit, as an index into each entry of `unit_stages`; units of one class have equal costs."""
         return self._classes[0]
 
+    def unit_name(self, unit: int) -> str:
+        """The number of a unit's microbatch, with that of its slice where there are slices: ``2/0``."""
+        return str(unit) if self.slice_count == 1 else "/".join(map(str, divmod(unit, self.slice_count)))
+
     @property
     def class_units(self) -> Sequence[int]:
         """The first unit of each class."""

@@ -114,7 +114,8 @@ def _boxes(timed: Simulation, rows: Rows) -> list[Box]:
         if lane:
             stages = timed.problem.stages_of[device]
             colour = op_colour(op.kind, stages.index(op.stage), len(stages))
-            boxes.append(Box(float(start_us), float(end_us), op, lane, colour))
+            label = timed.problem.unit_name(op.microbatch)
+            boxes.append(Box(float(start_us), float(end_us), op, lane, colour, label))
     return boxes
 
 

@@ -185,6 +185,7 @@ class Box(NamedTuple):
     op: Op
     lane: Lane
     colour: Rgb
+    label: str
 
 
 def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> list[Box]:
@@ -194,7 +195,7 @@ def boxes_on(problem: Problem, device: int, planned: PlannedOps, lane: Lane) -> 
     looks = {(op.kind, op.stage) for op in planned.ops}
     colours = {(kind, stage): op_colour(kind, rank.get(stage, 0), len(stages)) for kind, stage in looks}
     return [
-        Box(start_us, end_us, op, lane, colours[op.kind, op.stage])
+        Box(start_us, end_us, op, lane, colours[op.kind, op.stage], problem.unit_name(op.microbatch))
         for op, start_us, end_us in zip(planned.ops, planned.starts, planned.ends, strict=True)
     ]
 
@@ -235,7 +236,7 @@ def draw_numbers(panel: Panel, boxes: Sequence[Box]) -> None:
             panel.axes.text(
                 (box.start_us + box.end_us) / 2 / panel.unit.size,
                 box.lane.middle,
-                str(box.op.microbatch),
+                box.label,
                 fontsize=points,
                 color=ink_on(box.colour),
                 ha="center",
@@ -250,7 +251,7 @@ def _number_sizes(panel: Panel, boxes: Sequence[Box]) -> dict[tuple[str, int], f
     for box in boxes:
         group = box.op.kind, box.op.stage
         width_points = (box.end_us - box.start_us) * panel.points_per_us
-        by_width = NUMBER_ROOM * width_points / (DIGIT_WIDTH * len(str(box.op.microbatch)))
+        by_width = NUMBER_ROOM * width_points / (DIGIT_WIDTH * len(box.label))
         by_height = box.lane.height * POINTS_PER_INCH / FONT_HEIGHT
         rooms[group] = min(rooms.get(group, LARGEST_NUMBER_POINTS), by_width, by_height)
     legible = {group: room for group, room in rooms.items() if room >= SMALLEST_NUMBER_POINTS}
@@ -355,7 +356,8 @@ LONGEST_TITLE = 70
 def title_text(schedule: Schedule) -> str:
     """Name and size of the problem."""
     problem = schedule.problem
-    size = f"{count_text(len(problem.devices), 'device')}, {count_text(problem.microbatches, 'microbatch')}"
+    slices = f" of {count_text(problem.slice_count, 'slice')}" if problem.slice_count > 1 else ""
+    size = f"{count_text(len(problem.devices), 'device')}, {count_text(problem.microbatches, 'microbatch')}{slices}"
     name = printable(problem.name, LONGEST_TITLE)
     return f"{name}: {size}" if name else size[0].upper() + size[1:]
 

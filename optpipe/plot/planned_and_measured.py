@@ -125,7 +125,7 @@ def _boxes(trace: Trace, spans: Spans, device: int, row: _Row) -> list[Box]:
     rank = {stage: index for index, stage in enumerate(stages)}
     lanes = {"compute": row.compute, "offload": row.offload, "reload": row.reload}
     return [
-        Box(*spans[op], op, lanes[op.stream], op_colour(op.kind, rank[op.stage], len(stages)))
+        Box(*spans[op], op, lanes[op.stream], op_colour(op.kind, rank[op.stage], len(stages)), str(op.microbatch))
         for op in trace.devices[device].ops
     ]
 

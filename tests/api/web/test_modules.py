@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from solver.solve import solve
 from tests.api.web.modules import address, call
 from tests.browser import open_page
 from tests.recomputing import FULL, LEAVES, one_f_one_b, recomputing
+from tests.unequal import random_orders, random_unequal, unequal
 
 NO_BREAK_SPACE = "\u00a0"
 
@@ -35,11 +37,25 @@ def anywhere(browser: Browser, idle_url: str) -> Iterator[Page]:
         yield page
 
 
+CAUSAL = {"count": 2, "factors": {"forward": [1, 2], "bytes": [1, 0.33], "transfer": [1, 0.5]}}
 CURVES = {
     "offload": (uniform(3, 6, budget=5, offload={"bytes": 2, "offload_us": 7, "reload_us": 9}), "ada-offload"),
     "fused backward": (uniform(4, 6), "1f1b"),
     "more after B than before": (uniform(2, 4, activation_bytes=2, backward_weight_bytes=3), "zb-h1"),
     "two stages a device": (uniform(2, 4, v_shape=True), "v-zb"),
+    "slices": (
+        unequal(
+            2,
+            2,
+            microbatch_factors=[{"bytes": 1.1, "transfer": 2}, {}],
+            slices=CAUSAL,
+            slice_gradient_bytes=3,
+            activation_bytes=100,
+            transfer_us=1,
+            workspace_bytes={"F": 7, "BW": 3},
+        ),
+        "seq1f1b",
+    ),
     "measured": (instance("zb-1.5b-p8-m24-mem1"), "zb-auto"),
 }
 
@@ -102,6 +118,24 @@ def test_schedules_with_activation_modes(anywhere: Page, mode: dict[str, Any]) -
     schedule = build_schedule(problem, orders, 0.0, "1f1b", 0.0)
     _same_memory(anywhere, schedule)
     _no_slack(anywhere, schedule)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_of_random_units(anywhere: Page, seed: int) -> None:
+    """Slices, factors, modes and copies at once, and no op on the critical path has slack."""
+    rng = Random(seed)
+    problem = Problem.from_data(random_unequal(rng))
+    orders, _, _ = random_orders(problem, rng)
+    _same_memory(anywhere, build_schedule(problem, orders, 0.0, "random", 0.0))
+
+
+def test_names_of_units(anywhere: Page) -> None:
+    """Numbers of microbatch and slice, as in pictures."""
+    problem = unequal(1, 3, slices=CAUSAL)
+    for unit in range(6):
+        assert call(anywhere, "slices.js", "unitName", problem.to_data(), unit) == problem.unit_name(unit)
+    assert problem.unit_name(5) == "2/1"
+    assert call(anywhere, "slices.js", "unitName", uniform(1, 3).to_data(), 2) == uniform(1, 3).unit_name(2) == "2"
 
 
 def test_memory_with_workspace(anywhere: Page) -> None:

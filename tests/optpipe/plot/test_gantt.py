@@ -15,11 +15,13 @@ from matplotlib.transforms import Bbox
 from instances import uniform
 from optpipe.plot.figure import settings
 from optpipe.plot.gantt import schedule_panel
-from optpipe.plot.panel import Panel
+from optpipe.plot.panel import Panel, title_text
 from optpipe.plot.style import BUDGET, MEMORY_EDGE, op_colour
 from optpipe.schedule import Schedule
+from solver.solve import solve
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.recomputing import every_mode
+from tests.unequal import unequal
 
 
 @pytest.fixture
@@ -173,3 +175,10 @@ def test_a_schedule_without_ops_is_drawn_empty() -> None:
         device["compute"] = []
     panel = schedule_panel(Schedule.from_data(data))
     assert panel.end_us > panel.start_us
+
+
+def test_slices_are_named_by_microbatch_and_slice() -> None:
+    problem = unequal(2, 2, slices={"count": 2})
+    texts = {text.get_text() for text in schedule_panel(solve(problem, "seq1f1b")).axes.texts}
+    assert {"0/0", "0/1", "1/0", "1/1"} <= texts
+    assert title_text(solve(problem, "seq1f1b")) == "2 devices, 2 microbatches of 2 slices"

@@ -29,7 +29,7 @@ def test_a_box_too_narrow_to_be_seen_is_a_line_of_its_colour() -> None:
     colour = op_colour("R", 0, 1)
     with settings():
         panel = Panel.of(12, 1, Margins(1, 1, 1, 1), 0.0, 1000.0, time_unit(1000.0))
-        boxes = [Box(0.0, length, Op("R", 0, 0), Lane(0.1, 0.2), colour) for length in (100.0, 0.01, 0.0)]
+        boxes = [Box(0.0, length, Op("R", 0, 0), Lane(0.1, 0.2), colour, "0") for length in (100.0, 0.01, 0.0)]
         draw_boxes(panel, boxes)
     [drawn] = [c for c in panel.axes.collections if isinstance(c, PolyCollection)]
     borders = [tuple(float(c) for c in edge[:3]) for edge in np.asarray(drawn.get_edgecolor())]

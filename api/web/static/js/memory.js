@@ -1,12 +1,14 @@
 /** The memory of a device over time, from a schedule and the sizes in its problem (docs/reference/contract.md). */
 
+import { unitStage } from "./slices.js";
+
 /**
  * A step function: the level is `bytes[k]` from `timesUs[k]` until the next time; 0 before the first.
  *
  * @typedef {{timesUs: Float64Array, bytes: Float64Array}} Curve
  */
 
-/** @typedef {import("./types.js").Stage} Stage */
+/** @typedef {import("./types.js").Stage & {takenBytes?: number, freedBytes?: number}} Stage */
 
 /**
  * Bytes that an op takes at its start, and the signed change at its end.
@@ -24,7 +26,9 @@ export function deviceEffect(stage, kind, mode) {
   const kept = mode?.kept_bytes ?? activation;
   const forWeight = stage.backward_weight_bytes;
   const workspace = kind === "C" ? (mode?.workspace_bytes ?? 0) : (stage.workspace_bytes?.[WORKSPACE_KINDS[kind]] ?? 0);
-  const inForward = kept < activation ? (mode?.forward_workspace_bytes ?? activation - kept) : 0;
+  const taken = BACKWARDS.includes(kind) ? (stage.takenBytes ?? 0) : 0;
+  const freed = BACKWARDS.includes(kind) ? (stage.freedBytes ?? 0) : 0;
+  const inForward = mode?.forward_workspace_bytes ?? activation - kept;
   const segment = mode?.segment_bytes ?? 0;
   const [atStart, atEnd] = {
     F: [kept + inForward, -inForward],
@@ -35,8 +39,11 @@ export function deviceEffect(stage, kind, mode) {
     CB: [segment, forWeight - kept - segment],
     CBW: [segment, -kept - segment],
   }[kind];
-  return [atStart + workspace, atEnd - workspace];
+  return [atStart + workspace + taken, atEnd - workspace - freed];
 }
+
+/** Kinds that count as the backward of a slice. */
+const BACKWARDS = ["B", "BW", "CB", "CBW"];
 
 /** The kind whose workspace an op takes: a backward that recomputes takes that of the backward it is. */
 const WORKSPACE_KINDS = /** @type {const} */ ({ F: "F", B: "B", W: "W", BW: "BW", CB: "B", CBW: "BW" });
@@ -51,12 +58,18 @@ const WORKSPACE_KINDS = /** @type {const} */ ({ F: "F", B: "B", W: "W", BW: "BW"
 export function plannedMemory(schedule, device) {
   const plan = schedule.devices[device];
   const ops = [...plan.compute, ...(plan.offload ?? []), ...(plan.reload ?? [])];
-  const modes = modesByActivation(schedule.problem.stages, plan.compute);
+  const { problem } = schedule;
+  const names = modeNames(plan.compute);
+  /** @type {Map<string, Stage>} */
+  const stages = new Map();
   /** @type {[number, number][]} */
   const changes = [];
   for (const op of ops) {
-    const mode = modes.get(`${op.stage}.${op.microbatch}`) ?? null;
-    const [atStart, atEnd] = deviceEffect(schedule.problem.stages[op.stage], op.op, mode);
+    const unit = `${op.stage}.${op.microbatch}`;
+    const stage = stages.get(unit) ?? unitStage(problem, op.stage, op.microbatch);
+    stages.set(unit, stage);
+    const mode = stage.modes?.find((other) => other.name === names.get(unit)) ?? null;
+    const [atStart, atEnd] = deviceEffect(stage, op.op, mode);
     if (atStart) changes.push([op.start_us, atStart]);
     if (atEnd) changes.push([op.end_us, atEnd]);
   }
@@ -65,18 +78,16 @@ export function plannedMemory(schedule, device) {
 }
 
 /**
- * @param {Stage[]} stages
  * @param {import("./types.js").PlannedOp[]} ops of one device
- * @returns {Map<string, import("./types.js").Mode>} by stage and microbatch, where a mode of the stage is used
+ * @returns {Map<string, string>} names of modes by stage and unit, where an F names one
  */
-function modesByActivation(stages, ops) {
-  /** @type {Map<string, import("./types.js").Mode>} */
-  const modes = new Map();
-  for (const { stage, microbatch, mode: name } of ops) {
-    const mode = name && stages[stage].modes?.find((other) => other.name === name);
-    if (mode) modes.set(`${stage}.${microbatch}`, mode);
+function modeNames(ops) {
+  /** @type {Map<string, string>} */
+  const names = new Map();
+  for (const { stage, microbatch, mode } of ops) {
+    if (mode) names.set(`${stage}.${microbatch}`, mode);
   }
-  return modes;
+  return names;
 }
 
 /**

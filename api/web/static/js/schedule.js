@@ -65,6 +65,7 @@ export function fromZero(schedule) {
  *
  * @param {import("./types.js").Problem} problem
  */
-export function workKey({ microbatches, objective, stages, transfer_us: transferUs }) {
-  return JSON.stringify([microbatches, objective, transferUs, stages]);
+export function workKey({ microbatches, objective, stages, transfer_us: transferUs, ...more }) {
+  const unequal = [more.microbatch_factors, more.microbatch_order, more.slices];
+  return JSON.stringify([microbatches, objective, transferUs, stages, unequal]);
 }

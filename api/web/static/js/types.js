@@ -25,6 +25,11 @@
  * @property {Partial<Record<Kind, number>> | null} [workspace_bytes]
  * @property {Offload | null} [offload]
  * @property {Mode[] | null} [modes]
+ * @property {SliceFactors | null} [slice_factors] in the place of those of the problem
+ * @property {number} [slice_gradient_bytes]
+ *
+ * @typedef {{[name in "forward" | "backward_input" | "backward_weight" | "recompute" | "bytes" | "transfer"]?: number[]}}
+ *   SliceFactors
  *
  * @typedef {number | {forward: number, backward: number}} TransferUs
  *
@@ -38,6 +43,9 @@
  * @property {{memory_bytes?: number | null, name?: string}[]} devices
  * @property {Stage[]} stages
  * @property {string} [source]
+ * @property {{time?: number, bytes?: number, transfer?: number}[] | null} [microbatch_factors]
+ * @property {"given" | "free"} [microbatch_order]
+ * @property {{count: number, factors?: SliceFactors} | null} [slices]
  *
  * @typedef {object} PlannedOp
  * @property {Kind} op

@@ -1,6 +1,7 @@
 /** Ops as boxes on their lanes, with microbatch numbers where the boxes are wide enough. */
 
 import { lastAtOrBefore } from "../memory.js";
+import { sliceCount, unitName } from "../slices.js";
 import { asSource, picture, toPixel } from "./pixels.js";
 import { FONT } from "./layout.js";
 
@@ -78,6 +79,7 @@ function drawNumbers(context, scene, row, lane, strip) {
   const scale = (layout.right - layout.left) / time.spanUs;
   const sizes = numberSizes(scene, lane, strip, scale);
   if (!sizes.some(Boolean)) return;
+  const { problem } = scene.model.schedule;
   const { ink } = scene.looks[row.device.index];
   const middle = strip.top + strip.height / 2 + 0.5;
   context.textAlign = "center";
@@ -91,7 +93,7 @@ function drawNumbers(context, scene, row, lane, strip) {
     if (size !== font) context.font = `${(font = size)}px ${FONT}`;
     context.fillStyle = ink[lane.look[index]];
     const x = layout.left + ((start + lane.endUs[index]) / 2 - time.fromUs) * scale - 0.5;
-    context.fillText(String(lane.ops[index].microbatch), x, middle);
+    context.fillText(unitName(problem, lane.ops[index].microbatch), x, middle);
   }
 }
 
@@ -105,7 +107,8 @@ function drawNumbers(context, scene, row, lane, strip) {
  */
 function numberSizes({ model }, lane, strip, pxPerUs) {
   const largest = Math.min(LARGEST_NUMBER_PX[lane.stream], Math.floor(strip.height * 0.78));
-  const digits = String(model.schedule.problem.microbatches - 1).length;
+  const { problem } = model.schedule;
+  const digits = unitName(problem, problem.microbatches * sliceCount(problem) - 1).length;
   return lane.shortestUs.map((shortestUs) => {
     const size = Math.min(largest, Math.floor((shortestUs * pxPerUs * ROOM) / (digits * DIGIT_WIDTH)));
     return size >= SMALLEST_NUMBER_PX ? size : 0;

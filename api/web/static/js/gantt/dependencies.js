@@ -1,6 +1,7 @@
 /** Dependencies between ops by the rules of the model (docs/reference/contract.md), and the critical path. */
 
 import { lastAtOrBefore } from "../memory.js";
+import { factorOf } from "../slices.js";
 
 /** @typedef {import("./hit.js").Spot} Spot */
 /** @typedef {import("./model.js").Model} Model */
@@ -129,7 +130,7 @@ export class Dependencies {
    */
   #inputs({ op, stage, microbatch }) {
     /** @param {Kind} kind @param {number} [from] */
-    const input = (kind, from = stage) => ({ name: `${kind}${from}.${microbatch}`, delayUs: this.#transferUs(from, stage) });
+    const input = (kind, from = stage) => ({ name: `${kind}${from}.${microbatch}`, delayUs: this.#transferUs(from, stage, microbatch) });
     if (op === "F") return [input("F", stage - 1)];
     if (op === "O") return [input("F")];
     if (op === "R") return [input("O")];
@@ -141,13 +142,15 @@ export class Dependencies {
   /**
    * @param {number} from stage
    * @param {number} to stage, the next or the one before
+   * @param {number} unit
    */
-  #transferUs(from, to) {
-    const { stages, transfer_us: transferUs = 0 } = this.model.schedule.problem;
+  #transferUs(from, to, unit) {
+    const { problem } = this.model.schedule;
+    const { stages, transfer_us: transferUs = 0 } = problem;
     if (!stages[from] || stages[from].device === stages[to].device) return 0;
     const entry = Array.isArray(transferUs) ? transferUs[Math.min(from, to)] : transferUs;
-    if (typeof entry === "number") return entry;
-    return entry[from < to ? "forward" : "backward"];
+    const us = typeof entry === "number" ? entry : entry[from < to ? "forward" : "backward"];
+    return us * factorOf(problem, from, unit, "transfer");
   }
 
   /**

@@ -3,6 +3,7 @@
 import { element } from "../elements.js";
 import { levelAt } from "../memory.js";
 import { KIND_NAMES } from "../palette.js";
+import { sliceCount, unitName } from "../slices.js";
 import { bytesText, timeText, timeUnit } from "../units.js";
 import { opName } from "./dependencies.js";
 import { opAt } from "./hit.js";
@@ -41,7 +42,11 @@ export function describe(scene, spot, dependencies) {
   if (dependencies && cause) facts.push(["starts after", causeText(cause, dependencies)]);
   if (op.mode) facts.push(["activation", op.mode]);
   if (op.waits?.length) facts.push(["waits for", waitsText(op.waits)]);
-  return { title: `${op.op} ${op.microbatch}: ${KIND_NAMES[op.op]} of microbatch ${op.microbatch}`, facts };
+  const { problem } = scene.model.schedule;
+  const count = sliceCount(problem);
+  const part = count === 1 ? "" : `slice ${op.microbatch % count} of `;
+  const microbatch = `${part}microbatch ${Math.floor(op.microbatch / count)}`;
+  return { title: `${op.op} ${unitName(problem, op.microbatch)}: ${KIND_NAMES[op.op]} of ${microbatch}`, facts };
 }
 
 /**
