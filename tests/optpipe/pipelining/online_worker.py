@@ -32,7 +32,7 @@ def main(folder: Path, time_limit_s: float | None) -> None:
         methods, gradients, begin, over = [schedule.schedule.method], [], time.monotonic(), torch.zeros(1)
         while not over:
             parts[rank].zero_grad()
-            schedule.step(*[x] * (rank == 0), **({"target": x} if rank else {}))
+            schedule.step(*[x] * (rank == 0), **({"target": x} if rank else {}), return_outputs=False)
             gradients.append(parts[rank][0].weight.grad.clone())
             if planner.step_done():
                 methods.append(schedule.schedule.method)
