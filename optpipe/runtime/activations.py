@@ -101,6 +101,8 @@ class _Copy:
             part.copy_(source, non_blocking=True)
         if self._scale is not None:
             values.mul_(self._scale)
+            if self._scale.is_cuda:  # made on the stream of O, which may not use its memory again before this has run
+                self._scale.record_stream(torch.cuda.current_stream())
 
 
 @dataclass(frozen=True)
