@@ -44,7 +44,8 @@ class Numbers:
     """Model on some devices. Times are in the F of one device's share of the model (1000 us in the problems).
 
     `budget`: memory of every device over that of 1F1B on the first one. `round_trip`: to the host and back, over F, B
-    and W together (PipeOffload's k); None where nothing may leave. `head`: the time of the output layers over that of a
+    and W together (PipeOffload's k); None where nothing may leave. `recomputed`: the share of an activation that may
+    be made anew, in the time of F; None where all is kept. `head`: the time of the output layers over that of a
     device's share, on top of it; `even`: the layers before them are cut so that every device has as much to do.
     """
 
@@ -55,6 +56,7 @@ class Numbers:
     transfer: float = 0.05
     budget: float = 1.0
     round_trip: float | None = None
+    recomputed: float | None = None
     head: float = 0.0
     even: bool = False
 
@@ -92,6 +94,9 @@ class Numbers:
         if self.round_trip is not None and not last:
             way_us = 500 * share * self.round_trip * (1 + self.backward + self.weight)
             stage["offload"] = {"bytes": held, "offload_us": way_us, "reload_us": way_us}
+        if self.recomputed is not None:
+            kept = round((1 - self.recomputed) * held)
+            stage["modes"] = [{"name": "full", "kept_bytes": kept, "recompute_us": load}]
         return stage
 
 
@@ -113,38 +118,57 @@ class Offer:
 Row = tuple[str, list[Offer | None]]
 """Label of a row, and the best offer of each column; None if nothing fits."""
 
-COLUMNS = ("1F1B", "best published", "OptPipe", "PipeOffload", "OptPipe with offload")
-RESIDENT, OFFLOADING, ALL = (0, 1, 2), (3, 4), (0, 1, 2, 3, 4)
-"""Columns of schedules without offload, with offload, and both."""
+COLUMNS = (
+    *("1F1B", "best published", "OptPipe", "PipeOffload", "OptPipe with offload"),
+    *("OptPipe with recomputation", "OptPipe with both"),
+)
+RESIDENT, OFFLOADING, ALL, RECOMPUTING = (0, 1, 2), (3, 4), (0, 1, 2, 3, 4), (2, 5, 4, 6)
+"""Columns of schedules without offload, with offload, both, and without either beside with each and both."""
+
+NEED_NOT = {4: (2,), 5: (2,), 6: (2, 4, 5)}
+"""Columns whose schedules stand for a column too: what may leave or be recomputed need not."""
 
 
-def _row(label: str, numbers: Numbers, columns: Sequence[int], time_limit_s: float) -> Row:
+def _row(
+    label: str, numbers: Numbers, columns: Sequence[int], placements: Sequence[Placement], time_limit_s: float
+) -> Row:
     say(f"-- {label}")
-    resident = replace(numbers, round_trip=None)
+    exact = "cp-sat" if columns == RECOMPUTING else "auto"
+    kept = replace(numbers, recomputed=None)
+    resident = replace(kept, round_trip=None)
     asked = (
         (resident, ["1f1b"]),
         (resident, PUBLISHED),
-        (resident, ["auto"]),
-        (numbers, ["po-h", "po-f"]),
-        (numbers, ["auto"]),
+        (resident, [exact]),
+        (kept, ["po-h", "po-f"]),
+        (kept, [exact]),
+        (replace(numbers, round_trip=None), [exact]),
+        (numbers, [exact]),
     )
-    found = [list(_offers(*asked[column], time_limit_s)) for column in columns]
-    if columns == ALL:
-        found[4] += found[2]  # what may leave need not
-    return label, [min(offers, key=lambda offer: offer.value_us, default=None) for offers in found]
+    found = {column: list(_offers(*asked[column], placements, time_limit_s)) for column in columns}
+    best = []
+    for column in columns:
+        offers = [offer for other in (column, *NEED_NOT.get(column, ())) for offer in found.get(other, ())]
+        best.append(min(offers, key=lambda offer: offer.value_us, default=None))
+    return label, best
 
 
-def _offers(numbers: Numbers, methods: Sequence[str], time_limit_s: float) -> Iterator[Offer]:
-    """Schedules by these methods within the budget, on every placement that they can handle."""
-    for placement in CHUNKS:
+def _offers(
+    numbers: Numbers, methods: Sequence[str], placements: Sequence[Placement], time_limit_s: float
+) -> Iterator[Offer]:
+    """Schedules by these methods within the budget, on every one of these placements that they can handle."""
+    for placement in placements:
+        problem = numbers.problem(placement)
         for method in methods:
-            measured = run(placement, numbers.problem(placement), method, time_limit_s)
+            measured = run(placement, problem, method, time_limit_s)
             if measured.failed:
                 raise AssertionError(f"{method} on {numbers}, {placement}: {measured.why_not}")
             if measured.figures:
-                figures, ours = measured.figures, method == "auto"
+                figures, ours = measured.figures, method in ("auto", "cp-sat")
                 name = placement if ours else method
-                yield Offer(name, figures.value_us, figures.bubble, figures.optimal and ours)
+                # Of the model's own work: a device that recomputes is as good as idle.
+                bubble = 1 - max(problem.work_us) / figures.value_us
+                yield Offer(name, figures.value_us, bubble, figures.optimal and ours)
 
 
 @dataclass(frozen=True)
@@ -156,13 +180,14 @@ class Table:
     rows: Sequence[tuple[str, Numbers]]
     columns: Sequence[int] = RESIDENT
     unit: Unit = "bubble"
+    placements: Sequence[Placement] = tuple(CHUNKS)
 
     def measure(self, size: Size, pictures: Path) -> str:
         """Compute the table as Markdown; the table over memory is drawn as well."""
         limit_s = TIME_LIMIT_S[size]
-        warm_up(["auto"])
+        warm_up(["cp-sat" if self.columns == RECOMPUTING else "auto"])
         chosen = self._chosen(size)
-        rows = [_row(label, numbers, self.columns, limit_s) for label, numbers in chosen]
+        rows = [_row(label, numbers, self.columns, self.placements, limit_s) for label, numbers in chosen]
         if self.columns == ALL:
             _draw(rows, _subtitle(chosen[0][1]), pictures / f"{self.name}.png")
         cells = [[label, *(offer.text(self.unit) if offer else "does not fit" for offer in row)] for label, row in rows]
@@ -181,7 +206,7 @@ class Table:
 def _draw(rows: Sequence[Row], subtitle: str, path: Path) -> None:
     """Lines over memory, one per column."""
     lines = []
-    for place, column in enumerate(COLUMNS):
+    for place, column in enumerate(COLUMNS[column] for column in ALL):
         found = [(float(label), offers[place]) for label, offers in reversed(rows)]
         points = [(memory, offer.bubble) for memory, offer in found if offer]
         if points:
@@ -199,6 +224,8 @@ def _subtitle(numbers: Numbers) -> str:
 
 
 BASE = Numbers()
+SMALL = Numbers(devices=4, microbatches=8, transfer=0)
+"""Small enough that nearly all is proved."""
 
 TABLES = (
     Table(
@@ -217,6 +244,16 @@ TABLES = (
         "k",
         [(f"{k:g}", replace(BASE, budget=0.25, round_trip=k)) for k in (0.25, 0.5, 0.8, 1, 1.2, 1.5, 2)],
         OFFLOADING,
+    ),
+    Table(
+        "which-recomputation",
+        "memory over 1F1B's, k",
+        [
+            (f"{budget:g}, {k:g}", replace(SMALL, budget=budget, round_trip=k, recomputed=0.9))
+            for budget, k in ((0.5, 0.5), (0.5, 2), (0.375, 0.5), (0.375, 1), (0.375, 2))
+        ],
+        RECOMPUTING,
+        placements=("linear",),
     ),
     Table(
         "which-microbatches",

@@ -215,7 +215,7 @@ class ModesOnDevice(OnDevice):
                 column = program.column()
                 early[way].append(column)
                 at_end[column] = size
-                at_last[column] = min(size, variant.mode.kept_bytes if state == "waiting" else variant.waiting_bytes)
+                at_last[column] = size if state == "waiting" else variant.waiting_bytes
                 work_us[column] = stage.forward_us + (variant.mode.recompute_us if state == "made" else 0)
                 for kinds, times_us in copy_us.items():
                     if state != "waiting" and variant.moved_bytes:
@@ -257,7 +257,7 @@ class ModesOnDevice(OnDevice):
                     (last if is_last else before).append(column)
                     held[column] = way.variant.waiting_bytes if away else mode.kept_bytes
                     if away:
-                        reload_us[column] = _copy_us(way, self._directions[-1].replace("O", ""))
+                        reload_us[column] = _copy_us(way, "R")
                     if is_last and s == high and not copies:
                         held[column] += self._beside_forward(way)
                     work_us[column] = mode.recompute_us
