@@ -56,7 +56,7 @@ def lns(problem: Problem, limits: Limits, start: Solution, on_solution: OnSoluti
     """Parts of the best schedule in time, solved anew by CP-SAT."""
     from solver.search.lns.search import lns_search
 
-    return _by_stage(lns_search, problem, limits, start, on_solution)
+    return lns_search(problem, limits, start, on_solution)
 
 
 def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:

@@ -236,13 +236,14 @@ def _leaves(problem: Problem) -> bool:
 
 
 def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:
-    """Proof for a small problem; for a large one patterns, beside annealing, and CP-SAT behind both."""
+    """Proof for a small problem; for a large one patterns, beside annealing, and windows and CP-SAT behind both."""
     if ops <= SMALL_OPS:
         return [[TimeSlice("search", searches.annealing, 0.05, workers), _whole(0.8, workers)]]
     beside = max(workers - 1, 1)
     pattern = TimeSlice("pattern", searches.modulo, 0.5, once=True)
     behind = [pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
-    behind += [_whole(0.25, beside)] if ops <= MOST_MODEL_OPS else []
+    if ops <= MOST_MODEL_OPS:
+        behind += [TimeSlice("windows", searches.lns, 0.15, beside), _whole(0.1, beside)]
     return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
 
 

@@ -48,7 +48,7 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (LARGE, {"search", "pattern", "windows", "bound"}),
         (LARGEST, {"search", "pattern"}),
         (MODES_SMALL, {"search", "cp-sat"}),
-        (MODES_LARGE, {"search", "pattern", "cp-sat"}),
+        (MODES_LARGE, {"search", "pattern", "windows", "cp-sat"}),
         (MODES_LARGEST, {"search", "pattern"}),
     ],
     ids=[

@@ -15,10 +15,12 @@ from ortools.sat.python import cp_model
 
 from optpipe.memory import derive_waits
 from optpipe.ops import DeviceOrders, Op, Orders
+from optpipe.problem import OFFLOAD
 from optpipe.schedule import shared_channels
 from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
-from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables
+from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Surroundings, Window
+from solver.variants import Variant, variants
 
 
 class WindowModel:
@@ -31,6 +33,7 @@ class WindowModel:
         self.numbering, self.problem = around.numbering, self.frame.problem
         self.variables, self.model, self.decided = self.tasks.variables, self.tasks.model, self.tasks.decided
         self._add_rules()
+        self._add_ways()
         self._add_copy_orders()
         self._add_compute()
         self._add_channels()
@@ -47,33 +50,52 @@ class WindowModel:
         decided[list(self.decided)] = True
         rules = self.numbering.rules
         for before, after, delay in rules[decided[rules[:, 0]] & decided[rules[:, 1]]].tolist():
+            if any(self.numbering.has_modes(*ops[k][:2]) for k in (before, after)):
+                continue  # in _add_ways and _add_copy_orders
             copies = [op for op in (ops[before], ops[after]) if op.kind in "OR"]
             if len(copies) == 2 and copies[0].kind == copies[1].kind:
                 continue  # in _add_copy_orders: the copies of a microbatch between may be absent
-            rule = self.model.add(self.tasks.of(after).start >= self.tasks.of(before).end + delay)
+            begin: cp_model.LinearExpr = 1 * self.tasks.of(after).start
+            if ops[after].kind == "B" and ops[before].stage > ops[after].stage:  # what is recomputed inside waits too
+                ways = self.variables.ways.get(ops[after][1:], ())
+                for way in ways:
+                    begin -= way.tasks["CB"].ticks * way.literal if "CB" in way.tasks else 0
+            rule = self.model.add(begin >= self.tasks.of(before).end + delay)
             if copies:
                 rule.only_enforce_if(leaves[copies[0][1:]])
 
+    def _add_ways(self) -> None:
+        """O after F, R after O, C after both, B after them, in the way that is taken; B right behind its CB."""
+        for (s, i), ways in self.variables.ways.items():
+            for way in ways:
+                chain = [self.variables.task("F", s, i), *way.tasks.values(), self.variables.task("B", s, i)]
+                for before, after in pairwise(chain):
+                    self.model.add(after.start >= before.end).only_enforce_if(way.literal)
+                if "CB" in way.tasks:
+                    self.model.add(chain[-1].start == way.tasks["CB"].end).only_enforce_if(way.literal)
+
     def _add_copy_orders(self) -> None:
-        """Copies of one stage keep the order of their microbatches (absent ones take no time in it)."""
+        """Copies and C of one stage keep the order of their microbatches (absent ones take no time in it)."""
         streams = defaultdict(list)
         for op in sorted(self.numbering.ops[k] for k in self.decided):
-            if op.kind in "OR":
-                streams[op.kind, op.stage].append(op)
+            if op.kind in ("O", "R", "C"):
+                streams[op.kind, op.stage].append(self.tasks.parts(self.numbering.index[op]))
         for stream in streams.values():
             for before, after in pairwise(stream):
-                first, second = self.variables.tasks[before], self.variables.tasks[after]
-                self.model.add(second.start >= first.start + first.ticks * self.variables.leaves[before[1:]])
+                taken = sum(task.ticks * literal for literal, task in before if literal is not None)
+                self.model.add(after[0][1].start >= before[0][1].start + taken)
 
     def _add_compute(self) -> None:
         """Devices run one op at a time; ops that are not free stay in order."""
-        for compute, *_ in self.around.streams:
-            inside = [int(k) for k in compute if k in self.decided]
-            kept = [k for k in inside if not self.window.free[k]]
+        for d, (compute, *_) in enumerate(self.around.streams):
+            kept = [k for k in compute.tolist() if k in self.decided and not self.window.free[k]]
             for before, after in pairwise(kept):
                 self.model.add(self.tasks.of(after).start >= self.tasks.of(before).end)
-            if len(kept) < len(inside):
-                self.model.add_no_overlap([self.tasks.of(k).interval for k in inside])
+            on_device = [
+                k for k in sorted(self.decided) if self.numbering.device[k] == d and not self.numbering.stream[k]
+            ]
+            if len(kept) < len(on_device):
+                self.model.add_no_overlap([task.interval for k in on_device for _, task in self.tasks.parts(k)])
 
     def _add_channels(self) -> None:
         """A channel carries one transfer at a time."""
@@ -81,7 +103,8 @@ class WindowModel:
         for group in self.problem.channel_groups:
             moving = [k for k in sorted(self.decided) if ops[k].kind in "OR" and self.numbering.device[k] in group]
             for kinds in ("O", "R") if self.problem.copy_channels.duplex else ("OR",):
-                self.model.add_no_overlap([self.tasks.of(k).interval for k in moving if ops[k].kind in kinds])
+                parts = [part for k in moving if ops[k].kind in kinds for part in self.tasks.parts(k)]
+                self.model.add_no_overlap([task.interval for _, task in parts])
 
     def _add_objective(self) -> None:
         """The value, and with a lower weight the sum of the devices' ends.
@@ -101,17 +124,23 @@ class WindowModel:
                     begin = self.tasks.of(first).start if first in self.decided else int(self.around.start[first])
                 model.add(value >= ends[d] - begin)
         for k in sorted(self.decided):
-            task, op = self.tasks.of(k), self.numbering.ops[k]
-            for d in np.flatnonzero(tails[:, k] > NEVER // 2).tolist():
-                rule = model.add(ends[d] >= task.end + int(tails[d, k]))
-                if op.kind in "OR":
-                    rule.only_enforce_if(self.variables.leaves[op.stage, op.microbatch])
+            for literal, task in self.tasks.parts(k):
+                for d in np.flatnonzero(tails[:, k] > NEVER // 2).tolist():
+                    rule = model.add(ends[d] >= task.end + int(tails[d, k]))
+                    if literal is not None:
+                        rule.only_enforce_if(literal)
         model.minimize((len(ends) + 1) * value + sum(ends))
 
     def _add_hints(self) -> None:
         """The window as it is: a complete hint, which CP-SAT takes as its first solution."""
         around, index, model = self.around, self.numbering.index, self.model
         starts = {k: int(around.start[k] if around.present[k] else self.frame.heads[k]) for k in self.decided}
+        for k in sorted(self.decided):  # by kind, stage and microbatch: an absent op comes after the one before it
+            op = self.numbering.ops[k]
+            behind = [j for j in range(k - op.microbatch, k) if j in starts]
+            if op.kind in ("O", "R", "C") and not around.present[k] and behind:
+                ends = starts[behind[-1]] + (around.length[behind[-1]] if around.present[behind[-1]] else 0)
+                starts[k] = max(starts[k], int(ends))
 
         def at(moment: Moment) -> int:
             k = index[moment.task.op]
@@ -121,24 +150,34 @@ class WindowModel:
             model.add_hint(self.tasks.of(k).start, start)
         for s, i in self.tasks.choices:
             model.add_hint(self.variables.leaves[s, i], bool(around.present[index[Op("O", s, i)]]))
+        for ways in self.variables.ways.values():
+            for n, way in enumerate(ways) if len(ways) > 1 else ():
+                model.add_hint(way.literal, n == 0)
         for length, first, last, least in self.variables.lengths:
             model.add_hint(length, max(at(last) - at(first), least))
 
     def orders(self, solver: cp_model.CpSolver) -> Orders | None:
         """The orders of a solution, with everything after the window behind it; None where nothing has changed."""
         ops, around = self.numbering.ops, self.around
-        start, present = around.start.copy(), around.present.copy()
+        start, present, length = around.start.copy(), around.present.copy(), around.length.copy()
         for k in self.decided:
-            op = ops[k]
-            start[k] = solver.value(self.tasks.of(k).start)
-            present[k] = op.kind not in "OR" or solver.boolean_value(self.variables.leaves[op.stage, op.microbatch])
+            taken = [task for literal, task in self.tasks.parts(k) if literal is None or solver.boolean_value(literal)]
+            present[k] = bool(taken)
+            for task in taken:
+                start[k], length[k] = solver.value(task.start), task.ticks
+        modes = around.modes.copy()
+        for (s, i), ways in self.variables.ways.items():
+            modes[s, i] = next(way.variant.choice for way in ways if solver.boolean_value(way.literal))
+        for (s, i), leaves in self.variables.leaves.items():
+            stage = self.problem.stages[s]
+            modes[s, i] = stage.choice_numbers[OFFLOAD] if solver.boolean_value(leaves) else 0
         inside = np.array([k for k in self.decided if present[k]], np.int64)
         if (start[inside] == around.start[inside]).all() and (present == around.present).all():
             return None
         inside = inside[np.argsort(start[inside], kind="stable")]
         after = np.flatnonzero(around.present & (self.frame.where == AFTER))
         # Behind all of the window, so that orders and waits derived from these times keep the order of what follows.
-        start[after] += max(0, int((start + self.numbering.length)[inside].max()) - self.window.end)
+        start[after] += max(0, int((start + length)[inside].max()) - self.window.end)
         problem, devices = self.problem, []
         planned: dict[Op, tuple[int, int]] = {}
         for d, device in enumerate(around.streams):
@@ -147,16 +186,20 @@ class WindowModel:
             for x, old in enumerate(device):
                 where, of_stream = self.frame.where[old], of_device[self.numbering.stream[of_device] == x]
                 numbers = np.concatenate([old[where == BEFORE], of_stream, old[where == AFTER]])
-                lists.append([ops[k] for k in numbers.tolist()])
-                begins = start[numbers]
-                ends = begins + self.numbering.length[numbers]
-                planned.update(zip(lists[-1], zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
+                times = zip(start[numbers].tolist(), (start + length)[numbers].tolist(), strict=True)
+                slots = dict(zip([ops[k] for k in numbers.tolist()], times, strict=True))
+                for op in [op for op in slots if op.kind == "CB"]:  # one op with the B behind it
+                    slots[op] = slots[op][0], slots.pop(op._replace(kind="B"))[1]
+                lists.append(list(slots))
+                planned.update(slots)
             devices.append(DeviceOrders(*lists))
         channels = [
             sorted((op for d, stream in lists for op in getattr(devices[d], stream)), key=planned.__getitem__)
             for lists in shared_channels(problem)
         ]
-        return Orders(devices, derive_waits(problem, devices, planned), [channel for channel in channels if channel])
+        chosen = modes if problem.has_modes else None
+        waits = derive_waits(problem, devices, planned, modes=chosen)
+        return Orders(devices, waits, [channel for channel in channels if channel], chosen)
 
 
 class Memory:
@@ -187,7 +230,7 @@ class Memory:
         if first == AFTER or (last == BEFORE and self.tasks.fixed(piece.last) == self.frame.window.begin):
             return None
         if first is None and last is None:
-            if piece.first.task is piece.last.task:
+            if piece.first.task is piece.last.task and piece.presence is None:
                 return piece.first.task.interval
             return self.variables.span(name, piece.first, piece.last, piece.presence, piece.least)
         begin = piece.first.expression if first is None else self.tasks.fixed(piece.first)
@@ -209,23 +252,26 @@ class Memory:
                     continue
                 if b[i] == BEFORE:
                     level += stage.backward_weight_bytes
-                else:
-                    offload = index.get(Op("O", s, i))
-                    away = offload is not None and self._is_away_throughout(offload)
-                    level += stage.activation_bytes - (self._moved(s) if away else 0)
+                    continue
+                offload, again = (index.get(Op(kind, s, i)) for kind in ("O", "C"))
+                away = offload is not None and self._is_away_throughout(offload)
+                made = again is not None and self.around.present[again] and where[again] == BEFORE
+                mode = stage.choices[self.around.modes[s, i]]
+                level += mode.kept_bytes + (mode.recomputed_bytes if made else 0) - (self._moved(s, i) if away else 0)
         return level
 
     def add_host_memory(self) -> None:
         """Keep what is away within the host's budget, from O's start to R's end, all devices together."""
-        limit, leaves = self.problem.host_memory_bytes, self.variables.leaves
+        limit, decided = self.problem.host_memory_bytes, {**self.variables.leaves, **self.variables.ways}
         if limit is None:
             return
         away = [op for k, op in enumerate(self.numbering.ops) if op.kind == "O" and self._is_away_throughout(k)]
-        level = sum(self._moved(op.stage) for op in away if (op.stage, op.microbatch) not in leaves)
-        task = self.variables.task
+        level = sum(self._moved(*op[1:]) for op in away if op[1:] not in decided)
         on_host = [
-            Held(self._moved(s), hold_start(task("O", s, i)), hold_end(task("R", s, i)), literal)
-            for (s, i), literal in leaves.items()
+            Held(way.variant.moved_bytes, hold_start(way.tasks["O"]), hold_end(way.tasks["R"]), way.literal)
+            for s, i in decided
+            for way in self.variables.ways_of(s, i)
+            if "O" in way.tasks
         ]
         self._add_budget("host", on_host, limit - level)
 
@@ -233,8 +279,9 @@ class Memory:
         reload = self.numbering.index[Op("R", *self.numbering.ops[offload][1:])]
         return bool(self.around.present[offload] and self.where[offload] == BEFORE and self.where[reload] == AFTER)
 
-    def _moved(self, s: int) -> int:
-        offload = self.problem.stages[s].offload
+    def _moved(self, s: int, i: int) -> int:
+        stage = self.problem.stages[s]
+        offload = stage.choices[self.around.modes[s, i]].offload if stage.modes else stage.offload
         return offload.bytes if offload else 0
 
 
@@ -256,7 +303,8 @@ class Tasks:
         ops = self.numbering.ops
         self.touched = sorted({ops[k][1:] for k in (*frame.inside.tolist(), *frame.running.tolist())})
         for s, i in self.touched:
-            self._add_leaves(s, i)
+            if not self.problem.stages[s].modes:
+                self._add_leaves(s, i)
             for kind in "FBW" + ("OR" if (s, i) in self.variables.leaves else ""):
                 op, k = Op(kind, s, i), self.numbering.index[Op(kind, s, i)]
                 if k in self.decided:
@@ -265,10 +313,78 @@ class Tasks:
                 else:
                     later = frame.far if frame.where[k] == AFTER else 0
                     self.variables.place(op, int(self.around.start[k]) + later)
+            if self.problem.stages[s].modes:
+                self._add_ways(s, i)
 
     def of(self, k: int) -> IntervalTask:
-        """The task of an op by number."""
-        return self.variables.tasks[self.numbering.ops[k]]
+        """The task of an op by number; of one that depends on a mode, one of its tasks, which share their start."""
+        return self.parts(k)[0][1]
+
+    def parts(self, k: int) -> Sequence[tuple[cp_model.BoolVarT | None, IntervalTask]]:
+        """The tasks that an op may be, each with its literal (None: it always runs)."""
+        op = self.numbering.ops[k]
+        if self.numbering.has_modes(op.kind, op.stage):
+            return [(way.literal, way.tasks[op.kind]) for way in self.variables.ways[op[1:]] if op.kind in way.tasks]
+        return [(self.variables.leaves[op[1:]] if op.kind in "OR" else None, self.variables.tasks[op])]
+
+    def _add_ways(self, s: int, i: int) -> None:
+        """Add the ways of an activation, the one taken now first; others if all its ops may change places."""
+        index, around, window = self.numbering.index, self.around, self.frame
+        choice = int(around.modes[s, i])
+        inside = around.present[index[Op("CB", s, i)]] if Op("CB", s, i) in index else False
+        stage = self.problem.stages[s]
+        ways = [Variant(choice, stage.choices[choice], bool(inside))]
+        own = [k for k in (index.get(Op(kind, s, i)) for kind in ("O", "R", "C", "CB")) if k is not None]
+        movable = all(window.where[k] == INSIDE for k in own if around.present[k])
+        if movable and self._is_free(s, i):
+            ways += [way for way in variants(stage) if way != ways[0] and self._may_be(s, i, way, ways[0])]
+        starts: dict[str, cp_model.IntVar] = {}
+        entries: list[Way] = []
+        for n, way in enumerate(ways):
+            only = len(ways) == 1
+            literal = self.model.new_constant(1) if only else self.model.new_bool_var(f"way{s}.{i}.{n}")
+            copies = ["O", "R"] if way.mode.offload else []
+            kinds = [*copies, *(["C"] if way.ahead else ["CB"] if way.inside else [])]
+            tasks = {kind: self._task_of_way(Op(kind, s, i), way, literal, starts, movable) for kind in kinds}
+            entries.append(Way(way, literal, tasks))
+        if len(ways) > 1:
+            self.model.add_exactly_one(entry.literal for entry in entries)
+        self.variables.ways[s, i] = entries
+
+    def _task_of_way(
+        self, op: Op, way: Variant, literal: cp_model.IntVar, starts: dict[str, cp_model.IntVar], movable: bool
+    ) -> IntervalTask:
+        """The task of a copy or recomputation in a way; those of one kind share their start."""
+        k, frame = self.numbering.index[op], self.frame
+        ticks = self.numbering.ticks(op.kind, way.mode)
+        if k not in self.decided and (self.around.present[k] or not movable):
+            later = frame.far if frame.where[k] == AFTER else 0
+            constant = self.model.new_constant(int(self.around.start[k]) + later)
+            return IntervalTask(op, constant, ticks, self.model.new_fixed_size_interval_var(constant, ticks, f"{op}."))
+        if k not in self.decided:
+            self.decided.add(k)
+            again = op.kind in ("C", "CB")
+            frame.heads[k] = frame.recomputation_head(k) if again else frame.copy_head(k)
+            frame.tails[:, k] = frame.recomputation_tails(k) if again else frame.copy_tails(k)
+        if op.kind not in starts:
+            head = int(frame.heads[k])
+            starts[op.kind] = self.model.new_int_var(head, max(frame.latest_end(k), head), str(op))
+        start = starts[op.kind]
+        interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{way.choice}")
+        return IntervalTask(op, start, ticks, interval)
+
+    def _may_be(self, s: int, i: int, way: Variant, now: Variant) -> bool:
+        """True if an activation may be held in another way from this window on: all that differs lies inside it."""
+        index, where, mode = self.numbering.index, self.frame.where, way.mode
+        forward, backward = where[index[Op("F", s, i)]], where[index[Op("B", s, i)]]
+        if forward == AFTER or backward == BEFORE or (way.inside and backward != INSIDE):
+            return False
+        if forward == BEFORE:  # its memory is taken: it may only be less
+            taken, new = ([w.mode.kept_bytes, w.mode.kept_bytes + w.mode.forward_workspace_bytes] for w in (now, way))
+            if new[0] > taken[0] or new[1] > taken[1]:
+                return False
+        kinds = ("O", "R") if mode.offload else ()
+        return self.frame.keeps_order((*kinds, *(("C",) if way.ahead else ())), s, i)
 
     def _add_leaves(self, s: int, i: int) -> None:
         """Add the literal of an activation that leaves or may leave: a decision if both copies lie in the window."""
@@ -286,7 +402,7 @@ class Tasks:
             self._is_free(s, i)
             and self.frame.where[f] < AFTER
             and self.frame.where[b] > BEFORE
-            and self.frame.may_leave(s, i)
+            and self.frame.keeps_order("OR", s, i)
         ):
             self._add_choice(s, i)
             for k in (o, r):

@@ -6,7 +6,7 @@ Windows in time, of machines or of jobs are the usual neighbourhoods of large-ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
@@ -16,7 +16,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.ops import STREAMS, Ints, Op, Orders
-from optpipe.problem import Problem
+from optpipe.problem import OFFLOAD, Mode, Problem, Stage
 from optpipe.simulate import Simulation, simulate
 from solver.build import orders_from_times, within_budgets
 from solver.exact.rules import in_weight_order, rule_edges
@@ -29,7 +29,9 @@ NEVER = -(2**60)
 class Numbering:
     """Every op that a schedule may have, by number, with its length in ticks; and the rules between them.
 
-    `rules`: rows of (before, after, delay).
+    A backward that recomputes inside itself is two ops here, CB for the recomputation and B right behind it. Lengths of
+    copies and recomputations are those of `Surroundings.length` where activations have modes. `rules`: rows of (before,
+    after, delay).
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid) -> None:
@@ -37,27 +39,63 @@ class Numbering:
         self.ops = [
             Op(kind, s, i)
             for s, stage in enumerate(problem.stages)
-            for kind in ("FBWOR" if stage.offload else "FBW")
+            for kind in _kinds(stage)
             for i in range(problem.units)
         ]
         self.index = {op: k for k, op in enumerate(self.ops)}
         self.device = np.array([problem.stages[op.stage].device for op in self.ops])
         self.stream = np.array([STREAMS.index(op.stream) for op in self.ops])
         length, ticks = cache(grid.length), cache(grid.ticks)
-        self.length = np.array([length(problem.stages[op.stage].duration_us(op.kind)) for op in self.ops])
+        self.length = np.array(
+            [
+                0 if self.has_modes(op.kind, op.stage) else length(problem.stages[op.stage].duration_us(op.kind))
+                for op in self.ops
+            ]
+        )
         edges = [(edge.before, edge.after, ticks(edge.delay)) for edge in rule_edges(problem, self.index)]
+        for op, k in self.index.items():
+            before = {"C": "FR", "CB": "FR", "B": ("C", "CB")}.get(op.kind, ())
+            there = (Op(kind, *op[1:]) for kind in before)
+            edges += [(self.index[other], k, 0) for other in there if other in self.index]
+            gradient = Op("B", op.stage + 1, op.microbatch)
+            if op.kind == "CB" and gradient in self.index:
+                edges.append((self.index[gradient], k, ticks(problem.backward_delay_us[op.stage])))
         self.rules = np.array(edges, np.int64).reshape(-1, 3)
+
+    def has_modes(self, kind: str, s: int) -> bool:
+        """True if what an op of this kind and stage takes depends on the mode of its activation."""
+        return kind not in ("F", "B", "W") and bool(self.problem.stages[s].modes)
+
+    def ticks(self, kind: str, mode: Mode) -> int:
+        """Length of a copy or recomputation of a microbatch in a mode; 0 where it has none."""
+        copy = mode.offload
+        if kind in ("O", "R"):
+            time_us = 0.0 if copy is None else copy.offload_us if kind == "O" else copy.reload_us
+        else:
+            time_us = mode.recompute_us
+        return self.grid.length(time_us) if time_us else 0
+
+
+def _kinds(stage: Stage) -> Sequence[str]:
+    copies = ("O", "R") if any(mode.offload for mode in stage.choices) else ()
+    again = ("C", "CB") if any(mode.recomputes for mode in stage.choices) else ()
+    return ("F", "B", "W", *copies, *again)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Orders whose backwards are split, and their simulated times. Arrays are by number of the op."""
+    """Orders whose backwards are split, and their simulated times. Arrays are by number of the op.
+
+    `modes`: that of each microbatch on each stage, as in `Orders`. `length`: what ops take in those.
+    """
 
     numbering: Numbering
     orders: Orders
     simulation: Simulation
     present: NDArray[np.bool_]
     start: Ints
+    modes: Ints
+    length: Ints
 
     @classmethod
     def of(cls, numbering: Numbering, orders: Orders) -> Surroundings:
@@ -69,7 +107,23 @@ class Surroundings:
         start = np.zeros(len(numbering.ops), np.int64)
         since_us = simulation.start_us - simulation.start_us.min()
         start[numbers] = np.floor(since_us * float(numbering.grid.ticks_per_us) + 1e-6)
-        return cls(numbering, orders, simulation, present, start)
+        problem, index = numbering.problem, numbering.index
+        modes = np.zeros((len(problem.stages), problem.units), np.int64)
+        length = numbering.length.copy()
+        if orders.modes is not None:
+            modes = orders.modes
+        for s, stage in enumerate(problem.stages):
+            for i in range(problem.units) if stage.modes else ():
+                copied = Op("O", s, i) in index and present[index[Op("O", s, i)]]
+                if orders.modes is None and copied:
+                    modes[s, i] = stage.choice_numbers[OFFLOAD]
+                for kind in _kinds(stage)[3:]:
+                    length[index[Op(kind, s, i)]] = numbering.ticks(kind, stage.choices[modes[s, i]])
+                again = index.get(Op("CB", s, i))
+                if again is not None and present[again]:
+                    backward = index[Op("B", s, i)]
+                    present[backward], start[backward] = True, start[again] + length[again]
+        return cls(numbering, orders, simulation, present, start, modes, length)
 
     @property
     def value_us(self) -> float:
@@ -84,7 +138,7 @@ class Surroundings:
     @cached_property
     def end(self) -> Ints:
         """End of each op in ticks."""
-        end: Ints = self.start + self.numbering.length
+        end: Ints = self.start + self.length
         return end
 
     @cached_property
@@ -108,13 +162,18 @@ class Surroundings:
         return shared + alone
 
     def _numbers(self, ops: Sequence[Op]) -> Ints:
-        return np.array([self.numbering.index[op] for op in ops], np.int64)
+        parts = (part for op in ops for part in ((op, op._replace(kind="B")) if op.kind == "CB" else (op,)))
+        return np.array([self.numbering.index[op] for op in parts], np.int64)
 
     @cached_property
     def tails(self) -> Ints:
         """Row d: the time from the start of each op to the end of device d's last (NEVER where there is no path)."""
-        length, index = self.numbering.length, self.numbering.index
-        waits = [(index[before], index[op], 0) for op, befores in self.orders.waits.items() for before in befores]
+        length, index = self.length, self.numbering.index
+        waits = [
+            (index[before._replace(kind="B") if before.kind == "CB" else before], index[op], 0)
+            for op, befores in self.orders.waits.items()
+            for before in befores
+        ]
         edges = np.concatenate([self.present_rules, *self._stream_edges(), np.array(waits, np.int64).reshape(-1, 3)])
         # Edges lead forward in time, so from the latest start back every tail is complete before it is used.
         edges = edges[np.argsort(-self.start[edges[:, 0]], kind="stable")]
@@ -150,15 +209,20 @@ def _lengthen(tails: Ints, length: Ints, edges: Ints) -> None:
 def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
     """The orders with each fused backward split into B and W right behind it, and W in the order of their B."""
     simulation = simulate(problem, orders)
-    planned = {}
+    planned, inside = {}, set()
     for op, k in simulation.index.items():
         start, end = float(simulation.start_us[k]), float(simulation.end_us[k])
-        if op.kind == "BW":
-            middle = start + problem.stages[op.stage].backward_input_us
-            planned[Op("B", *op[1:])], planned[Op("W", *op[1:])] = (start, middle), (middle, end)
+        backward = Op("B", *op[1:])
+        if op.kind in ("CB", "CBW"):
+            inside.add(backward)
+        if op.kind in ("BW", "CBW"):
+            middle = end - problem.stages[op.stage].backward_weight_us
+            planned[backward], planned[Op("W", *op[1:])] = (start, middle), (middle, end)
         else:
-            planned[op] = (start, end)
-    return orders_from_times(problem, in_weight_order(problem, planned))
+            planned[backward if op.kind == "CB" else op] = (start, end)
+    in_order = in_weight_order(problem, planned)
+    times = {op._replace(kind="CB") if op in inside else op: slot for op, slot in in_order.items()}
+    return orders_from_times(problem, times, modes=orders.modes)
 
 
 BEFORE, INSIDE, AFTER = range(3)
@@ -190,6 +254,9 @@ class Frame:
         self.numbering = around.numbering
         self.problem = self.numbering.problem
         self.where = np.where(around.start < window.begin, BEFORE, np.where(around.start < window.end, INSIDE, AFTER))
+        for k in np.flatnonzero(around.present).tolist():
+            if self.numbering.ops[k].kind == "CB":  # one op: its B is where it begins
+                self.where[self.numbering.index[self.numbering.ops[k]._replace(kind="B")]] = self.where[k]
         self.inside = np.flatnonzero((self.where == INSIDE) & around.present)
         self.running = np.flatnonzero((self.where == BEFORE) & (around.end > window.begin) & around.present)
         self.last_end = int(around.end[around.present].max())
@@ -248,10 +315,10 @@ class Frame:
             latest = min(latest, int((self.limits - self.tails[:, k]).min()))
         return latest
 
-    def may_leave(self, s: int, i: int) -> bool:
-        """True if copies in the window would keep the order of the microbatches."""
+    def keeps_order(self, kinds: Iterable[str], s: int, i: int) -> bool:
+        """True if ops of these kinds in the window would keep the order of the microbatches."""
         index, present, where = self.numbering.index, self.around.present, self.where
-        for kind in "OR":
+        for kind in kinds:
             numbers = np.array([index[Op(kind, s, j)] for j in range(self.problem.units)])
             before, after = present[numbers] & (where[numbers] == BEFORE), present[numbers] & (where[numbers] == AFTER)
             if after[:i].any() or before[i:].any():
@@ -277,13 +344,33 @@ class Frame:
         tails: Ints = self.around.tails[:, after].max(axis=1, initial=NEVER)
         return tails
 
+    def recomputation_head(self, k: int) -> int:
+        """Earliest start of a new C or CB: its device has done what lies before, and its inputs are there."""
+        op, index = self.numbering.ops[k], self.numbering.index
+        if op.kind == "CB":
+            return max(self.window.begin, int(self.heads[index[op._replace(kind="B")]]))
+        compute = self.around.streams[int(self.numbering.device[k])][0]
+        before = compute[self.where[compute] == BEFORE]
+        return max(self.window.begin, int(self.around.end[before].max(initial=0)))
+
+    def recomputation_tails(self, k: int) -> Ints:
+        """Tails of a new C or CB: through the first op of its device after the window, and through its B."""
+        op = self.numbering.ops[k]
+        compute = self.around.streams[int(self.numbering.device[k])][0]
+        after = compute[self.where[compute] == AFTER][:1].tolist()
+        backward = self.numbering.index[op._replace(kind="B")]
+        if self.where[backward] == AFTER:
+            after.append(backward)
+        tails: Ints = self.around.tails[:, after].max(axis=1, initial=NEVER)
+        return tails
+
     def _channel_of(self, k: int) -> Ints:
         """The copies in the schedule that share a channel with op k, in order."""
         problem, numbering, op = self.problem, self.numbering, self.numbering.ops[k]
         device = problem.stages[op.stage].device
         group = next(group for group in problem.channel_groups if device in group)
         kinds = op.kind if problem.copy_channels.duplex else "OR"
-        stages = [s for d in group for s in problem.stages_of[d] if problem.stages[s].offload]
+        stages = [s for d in group for s in problem.stages_of[d] if "O" in _kinds(problem.stages[s])]
         copies = product(stages, kinds, range(problem.units))
         numbers = np.array([numbering.index[Op(kind, s, i)] for s, kind, i in copies], np.int64)
         present = numbers[self.around.present[numbers]]
