@@ -152,6 +152,8 @@ class Costs:
 
         Those of modes that a stage does not have are never read.
         """
+        if self.modes is None and not self.problem.has_factors:
+            return np.array([[cost(stage, kind, None) for stage in self.problem.stages] for kind in KINDS])
         of_classes = self.problem.unit_stages
         most = max(len(stage.choices) for stage in self.problem.stages)
 

@@ -224,16 +224,18 @@ class _Network:
     def _check_unit_order(self, at: Ints, microbatch_order: Sequence[int] | None) -> None:
         """Reject units out of order within one kind of op of one stage; BW counts as B, not as W."""
         ahead, back = (self.problem.units_in_order(kind, microbatch_order) for kind in "FB")
-        forwards, others = at[[F, O]][..., ahead], at[[W, R, C]][..., back]
-        for ops in (*forwards.reshape(-1, at.shape[2]), *others.reshape(-1, at.shape[2]), *_backwards(at)[:, back]):
-            nodes = ops[ops >= 0]
-            wrong = np.flatnonzero(np.diff(nodes) < 0)
-            if wrong.size:
-                early, late = self.ops[nodes[wrong[0] + 1]], self.ops[nodes[wrong[0]]]
-                rule = "microbatches keep their order"
-                if self.problem.slice_count > 1:
-                    rule += ", and slices run forward from the first and backward from the last,"
-                raise OrderError(f"{early} comes before {late}, but {rule} within a stage")
+        units = at.shape[2]
+        forwards, others = at[[F, O]][..., ahead].reshape(-1, units), at[[W, R, C]][..., back].reshape(-1, units)
+        rows = np.concatenate([forwards, others, _backwards(at)[:, back]])
+        latest = np.maximum.accumulate(rows, axis=1)[:, :-1]  # of those before that are present
+        wrong = (rows[:, 1:] >= 0) & (rows[:, 1:] < latest)
+        if wrong.any():
+            row, place = np.argwhere(wrong)[0].tolist()
+            early, late = self.ops[int(rows[row, place + 1])], self.ops[int(latest[row, place])]
+            rule = "microbatches keep their order"
+            if self.problem.slice_count > 1:
+                rule += ", and slices run forward from the first and backward from the last,"
+            raise OrderError(f"{early} comes before {late}, but {rule} within a stage")
 
     def _edges(self, orders: Orders) -> tuple[Ints, Ints, Floats]:
         parts = [*self._stream_edges(), *self._rule_edges(), *self._order_edges(orders)]

@@ -165,8 +165,11 @@ class _Verifier:
 
     def _filled(self, of_modes: list[Any]) -> list[Any]:
         """Values for the modes of a stage, filled up where it has fewer than another."""
-        most = max(len(names) for _, names in self._stage_modes)
-        return of_modes + of_modes[:1] * (most - len(of_modes))
+        return of_modes + of_modes[:1] * (self._most_modes - len(of_modes))
+
+    @cached_property
+    def _most_modes(self) -> int:
+        return max(len(names) for _, names in self._stage_modes)
 
     def _unit_duration_us(self, s: int, kind: str, mode: str, sort: UnitSort) -> float | None:
         """Duration of an op of a unit by the problem; None for one that a unit in this mode does not have."""

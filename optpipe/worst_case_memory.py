@@ -129,8 +129,14 @@ class UnitSizes(NamedTuple):
         return -(-product.numerator // product.denominator)
 
 
+WHOLE_UNIT = UnitSizes()
+"""A unit of the stage's own sizes."""
+
+
 def unit_sizes(problem: Problem, stage: int, sort: UnitSort) -> UnitSizes:
     """The sizes of a unit on a stage."""
+    if problem.slices is None and problem.microbatch_factors is None:
+        return WHOLE_UNIT
 
     def of_slice(number: int) -> UnitSizes:
         return UnitSizes(Fraction(str(sort.bytes)) * Fraction(str(slice_factor(problem, stage, "bytes", number))))
@@ -145,10 +151,6 @@ def unit_sizes(problem: Problem, stage: int, sort: UnitSort) -> UnitSizes:
 def mode_names(stage: Stage) -> Sequence[str]:
     """Names of the ways to hold an activation of this stage, in the order in which they are numbered."""
     return ("kept", *(("offload",) if stage.offload else ()), *(mode.name for mode in stage.modes))
-
-
-WHOLE_UNIT = UnitSizes()
-"""A unit of the stage's own sizes."""
 
 
 def memory_changes(stage: Stage, kind: str, mode: str | None = None, unit: UnitSizes = WHOLE_UNIT) -> tuple[int, int]:
