@@ -284,6 +284,11 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
         held.add(named(row.key), change, first=first)
         beyond = max(change, 0) if kind in ("F", "C") else stage.gradient_bytes if first and kind in _ADD else 0
         work.add(named(row.key), max(row.peak_bytes - row.before_bytes + arrived - beyond, 0), first=first)
+    # Where all microbatches were recomputed, what one leaves in F and what C (or at most CB, CBW) makes of it.
+    forwards = [f"F {name}" for name in {without_offload(name) for name in stage.modes} if held.of(f"F {name}")]
+    if forwards and not held.of("F"):
+        held.usual["F"] = [max(_whole_bytes(held, work, kind.removeprefix("F ")) for kind in forwards)]
+        work.usual["F"] = [max(max(work.of(kind)) for kind in forwards)]
     activation = max(held.median("F"), 0)
     estimated = []
     if held.of("B") and held.of("W"):
@@ -320,6 +325,13 @@ def _costs(record: RankRecord, number: int, messages: Mapping[int, int]) -> Reco
     )
 
 
+def _whole_bytes(held: _Samples, work: _Samples, mode: str) -> int:
+    """Bytes of an activation in a mode that recomputes: those kept, and those made anew."""
+    inside = [size for kind in BACKWARD_OF for size in work.of(f"{kind} {mode}")]
+    again = held.median(f"C {mode}") if held.of(f"C {mode}") else round(max(inside, default=0))
+    return held.median(f"F {mode}") + again
+
+
 class _Names:
     """Names under which samples of a stage's ops are kept: the kind, and with it the mode where it depends on that.
 
@@ -339,7 +351,7 @@ class _Names:
 def _mode(
     name: str, activation: int, times: Mapping[str, float], held: _Samples, work: _Samples
 ) -> dict[str, Any] | None:
-    """Entry of `stages[].modes`, without its name; None where the mode saves nothing, or nobody leaves in it."""
+    """Entry of `stages[].modes`, without its name; None where the mode saves nothing, or nothing left in it."""
     moved = -held.median(f"RELEASE {name}")
     copies = None
     if moved > 0 and {f"O {name}", f"R {name}"} <= times.keys():
@@ -399,7 +411,10 @@ def _times(record: RankRecord, number: int) -> Mapping[str, float]:
             forwards += row.key.kind == "F"
             unusual = row.key.kind == "F" and (forwards == 1 or row.key.microbatch in moved)
             samples.add(named(row.key), (row.end_ns - row.start_ns) / 1000, first=unusual)
-    return {kind: round(median(samples.of(kind)), 1) for kind in samples.kinds}
+    times = {kind: round(median(samples.of(kind)), 1) for kind in samples.kinds}
+    if "F" not in times:  # all microbatches were recomputed
+        times |= {"F": max((us for kind, us in times.items() if kind.startswith("F ")), default=0.0)}
+    return times
 
 
 def _stage(costs: RecordedCosts, modes: Sequence[str]) -> dict[str, Any]:

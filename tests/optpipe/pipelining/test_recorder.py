@@ -124,6 +124,29 @@ def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take
 
 
 @pytest.mark.torchrun
+def test_a_run_that_recomputes_everything_shows_whole_activations(run: Run) -> None:
+    """Of the records only the microbatches in the mode `full` are left, as if no other had run."""
+    records = load_records(run[0] / "kept")
+    alone = []
+    for record in records:
+        full = {(stage.stage, i) for stage in record.stages for i in stage.modes["full"]}
+
+        def only(columns: Any, full: set[tuple[int, int]] = full) -> Any:
+            keys = zip(columns.stage, columns.microbatch, columns.kind, strict=True)
+            at = [k for k, (s, i, kind) in enumerate(keys) if (s, i) in full or kind in ("GATHER", "REDUCE")]
+            names = type(columns).model_fields
+            return columns.model_copy(update={name: [getattr(columns, name)[k] for k in at] for name in names})
+
+        stages = [one.model_copy(update={"modes": {"full": one.modes["full"]}}) for one in record.stages]
+        rows = {"steps": [only(step) for step in record.steps], "memory": only(record.memory)}
+        alone.append(record.model_copy(update=rows | {"stages": stages}))
+    for one, all_ in zip(join_records(alone).stages, join_records(records).stages, strict=True):
+        assert one.activation_bytes == pytest.approx(all_.activation_bytes, rel=0.02)
+        assert one.times_us["F"] > 0
+        assert one.modes["full"]["kept_bytes"] == all_.modes["full"]["kept_bytes"]
+
+
+@pytest.mark.torchrun
 def test_memory_decides_how_often_gradients_are_reduced(run: Run) -> None:
     recorded = join_records(load_records(run[0] / "kept"))
     problem = recorded.problem(6)
