@@ -32,6 +32,8 @@ html_math_renderer = "mathml"
 
 # Our names must resolve. What other packages name is not looked up: their indexes are elsewhere.
 nitpick_ignore_regex = [(r"py:.*", r"(?!(optpipe|solver|api)\.).*")]
+# A field of a class may have the name of a built-in type, such as `bytes`, which then has more than one target.
+suppress_warnings = ["ref.python"]
 default_role = "code"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
