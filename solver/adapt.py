@@ -1,23 +1,30 @@
-"""A schedule for another number of microbatches: its steady state repeated, or cut short.
+"""A schedule for another number of microbatches, or for other activation modes.
+
+For another number of microbatches its steady state is repeated, or cut short.
 
 In the steady state of a schedule each device does the same again for every group of n microbatches. What a device does
 from the F of microbatch a to that of a + n, on all its streams, can be done k times more, or left out. Warm-up and
 cool-down stay as they are. Whether the steady state is there is not asked: what comes out is simulated and held to
 the budgets, and where it fails another a or n is tried. That includes activation modes: a microbatch is in the mode of
 the one whose F its own repeats.
+
+For other activation modes each microbatch takes the mode that keeps the most similar share of the activation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
+from optpipe.costs import BACKWARD_OF, COPIES
 from optpipe.errors import DeadlockError, OrderError
-from optpipe.ops import Ints, Op, Orders
-from optpipe.problem import Problem
+from optpipe.ops import DeviceOrders, Ints, Op, Orders
+from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.build import orders_from_times, within_budgets
 
@@ -30,20 +37,34 @@ PLACES = (0.5, 0.4, 0.65)
 """Positions at which a period is sought, as shares of the microbatches."""
 
 
-def adapt_orders(problem: Problem, orders: Orders, microbatches: int) -> Orders | None:
+class Kept(NamedTuple):
+    """A mode of the problem that orders come from: the share of the activation that it keeps, and if any leaves."""
+
+    share: float
+    leaves: bool
+
+
+def adapt_orders(
+    problem: Problem, orders: Orders, microbatches: int, others: Sequence[Sequence[Kept]] | None = None
+) -> Orders | None:
     """The best orders for `problem` that can be had from `orders` for so many `microbatches`, else None.
 
-    The problem that they were made for may have had other budgets too; nothing else may differ.
+    The problem that they were made for may have had other budgets too, and other activation modes, which `others` says
+    for each stage in the order of its choices. Nothing else may differ.
     """
-    if microbatches == problem.microbatches:
+    if others is None and microbatches == problem.microbatches:
         return orders if _value_us(problem, orders) is not None else None
     if problem.has_factors or problem.slice_count > 1:  # then a steady state is not the same for every unit
         return None
     source = problem.from_data(problem.to_data() | {"microbatches": microbatches})
     try:
+        orders = orders if others is None else _in_modes_of(source, orders, others)
         planned = _times(source, orders)
     except (DeadlockError, OrderError):
         return None
+    if microbatches == problem.microbatches:
+        made = orders_from_times(problem, planned, modes=orders.modes)
+        return made if _value_us(problem, made) is not None else None
     best: tuple[float, Orders | None] = (float("inf"), None)
     for plan, origin in _plans(problem, planned, microbatches):
         if origin.shape[1] < problem.microbatches:  # some F is missing
@@ -54,6 +75,43 @@ def adapt_orders(problem: Problem, orders: Orders, microbatches: int) -> Orders 
         if value is not None and value < best[0]:
             best = (value, made)
     return best[1]
+
+
+def _in_modes_of(problem: Problem, orders: Orders, others: Sequence[Sequence[Kept]]) -> Orders:
+    """Orders, without waits, in which each activation has the most similar mode of this problem.
+
+    What the new mode does not do is left out; where it does not recompute inside the backward, it does so before.
+    """
+    if orders.modes is None:
+        return replace(orders, waits={})
+    most_similar = [
+        [_most_similar(stage, mode) for mode in modes] for stage, modes in zip(problem.stages, others, strict=True)
+    ]
+    modes = np.array([[most_similar[s][k] for k in row] for s, row in enumerate(orders.modes.tolist())], np.int64)
+
+    def converted(ops: Sequence[Op]) -> Iterator[Op]:
+        for op in ops:
+            mode = problem.stages[op.stage].choices[modes[op.stage, op.microbatch]]
+            if (op.kind in COPIES and not mode.offload) or (op.kind == "C" and not mode.recomputes):
+                continue
+            if op.kind in BACKWARD_OF and mode.segment_bytes is None:
+                if mode.recomputes:
+                    yield Op("C", op.stage, op.microbatch)
+                yield Op(BACKWARD_OF[op.kind], op.stage, op.microbatch)
+            else:
+                yield op
+
+    devices = [DeviceOrders(*(list(converted(ops)) for ops in device.streams())) for device in orders.devices]
+    channels = [list(converted(ops)) for ops in orders.channels]
+    return Orders(devices, {}, channels, modes if problem.has_modes else None)
+
+
+def _most_similar(stage: Stage, other: Kept) -> int:
+    """The choice of a stage that is most like a mode of another problem; it leaves only if that one does."""
+    choices = [k for k, mode in enumerate(stage.choices) if bool(mode.offload) == other.leaves]
+    choices = choices or [k for k, mode in enumerate(stage.choices) if not mode.offload]
+    whole = stage.activation_bytes or 1
+    return min(choices, key=lambda k: abs(stage.choices[k].kept_bytes / whole - other.share))
 
 
 def _value_us(problem: Problem, orders: Orders) -> float | None:

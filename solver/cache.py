@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import cache
 from math import gcd
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -33,6 +33,9 @@ from optpipe.problem import KEPT, OFFLOAD, Mode, Problem, Stage, UnitStage
 from optpipe.schedule import Schedule
 from solver.limits import Limits
 from solver.scale import stage_times_us, time_unit_us
+
+if TYPE_CHECKING:
+    from solver.adapt import Kept
 
 Data = dict[str, Any]
 
@@ -246,7 +249,7 @@ class Cache:
     def lookup(self, problem: Problem) -> CachedSchedule | None:
         """The best known schedule of this problem or an equal one, in this one's units; None where there is none."""
         form = self._form(problem)
-        path = self._path(form)
+        path = self._path(problem, form)
         entry = _read(path)
         if entry is None or entry.problem != form.data:
             return None
@@ -261,23 +264,23 @@ class Cache:
     def neighbours(self, problem: Problem) -> list[Orders]:
         """Orders for this problem made of schedules for other budgets, objectives or microbatches, within its budgets.
 
-        Those for the nearest number of microbatches come first. Where stages have activation modes, schedules of the
-        same stages without them are neighbours too: they keep everything, or offload it whole.
+        Those for the nearest number of microbatches come first. Schedules of the same stages with other activation
+        modes, or without any, are neighbours too.
         """
         from solver.adapt import adapt_orders
 
         form = self._form(problem)
-        families = [self._path(form).parent]
-        if problem.has_modes:
-            families.append(self._path(canonical_form(problem.without_modes())).parent)
-        paths = [path for family in families for path in family.glob("*.json")]
+        paths = self._path(problem, form).parent.glob("*.json")
         entries = [entry for path in paths if (entry := _read(path)) is not None]
         others = [entry for entry in entries if entry.problem != form.data]
         others.sort(key=lambda entry: abs(entry.microbatches - problem.microbatches))
         found = []
         for entry in others[:MAX_NEIGHBOURS]:
             with suppress(*_NO_ORDERS):
-                found.append(adapt_orders(problem, orders_from_data(entry.orders), entry.microbatches))
+                orders = orders_from_data(entry.orders)
+                same = entry.problem["stages"] == form.data["stages"]
+                modes = None if same else [_kept(stage) for stage in entry.problem["stages"]]
+                found.append(adapt_orders(problem, orders, entry.microbatches, modes))
         return [orders for orders in found if orders is not None]
 
     def store(self, schedule: Schedule, requested_method: str, cpu_seconds: float) -> None:
@@ -297,7 +300,7 @@ class Cache:
             bound=schedule.bound_us / time_us,
             orders=orders_to_data(schedule.orders),
         )
-        path = self._path(form)
+        path = self._path(schedule.problem, form)
         known = _read(path)
         if known is not None and known.problem == form.data:
             entry = known.updated(entry)
@@ -311,8 +314,10 @@ class Cache:
             self._last = (problem, canonical_form(problem))
         return self._last[1]
 
-    def _path(self, form: Canonical) -> Path:
-        return self.folder / form.family_key / f"{form.key}.json"
+    def _path(self, problem: Problem, form: Canonical) -> Path:
+        """The file of a problem, in the folder of those that differ in microbatches, budgets, objective and modes."""
+        family = canonical_form(problem.without_modes()) if problem.has_modes else form
+        return self.folder / family.family_key / f"{form.key}.json"
 
     def _prune(self) -> None:
         """Remove what was not used for long, and the longest unused where there is too much."""
@@ -327,6 +332,16 @@ class Cache:
             with suppress(OSError):  # another process may have removed it
                 state = path.stat()
                 yield state.st_mtime, state.st_size, path
+
+
+def _kept(stage: Data) -> list[Kept]:
+    """The modes of a stage of a canonical form, in the order of its choices."""
+    from solver.adapt import Kept
+
+    whole = stage["sizes"][0] or 1
+    offload = [Kept(1.0, leaves=True)] if stage["offloads"] else []
+    modes = [Kept(mode["sizes"][0] / whole, leaves=mode["copy"] is not None) for mode in stage.get("modes", [])]
+    return [Kept(1.0, leaves=False), *offload, *modes]
 
 
 def _read(path: Path) -> _Entry | None:

@@ -30,7 +30,7 @@ from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.solve import solve
 from tests.problems import problems
-from tests.recomputing import COPY, one_f_one_b, recomputing
+from tests.recomputing import COPY, LEAVES, one_f_one_b, recomputing
 
 
 @pytest.fixture
@@ -418,3 +418,24 @@ def test_schedules_without_modes_are_neighbours_of_problems_with_them(cache: Cac
     [longer] = cache.neighbours(recomputing(2, 12, [RECOMPUTED]))
     assert simulate(recomputing(2, 12), longer).value_us == 13 * 3
     assert cache.neighbours(recomputing(2, 4, [RECOMPUTED], budget=19)) == []
+
+
+MOST = {"name": "most", "kept_bytes": 4, "recompute_us": 3, "segment_bytes": 6}
+OTHER = {"name": "less", "kept_bytes": 3, "recompute_us": 0.5}
+
+
+@pytest.mark.parametrize("backward", ["C BW", "CBW"])
+@pytest.mark.parametrize("microbatches", [4, 9])
+def test_schedules_with_other_modes_are_neighbours(cache: Cache, backward: str, microbatches: int) -> None:
+    """Each microbatch takes the most similar mode, ahead of the backward where that one cannot recompute inside it."""
+    problem = recomputing(2, 4, [MOST])
+    cache.store(build_schedule(problem, one_f_one_b(problem, lambda *_: backward), 0.0, "by hand", 0.0), "auto", 1.0)
+    inside = recomputing(2, microbatches, [OTHER | {"segment_bytes": 7}], budget=29)
+    ahead = recomputing(2, microbatches, [LEAVES, OTHER], budget=29)
+    for own, expected in ((inside, backward), (ahead, "C BW")):
+        [orders] = cache.neighbours(own)
+        assert {op.kind for op in orders.ops()} == {"F", *expected.split()}
+        assert verify(build_schedule(own, orders, 0.0, "by hand", 0.0)).ok
+    [kept] = cache.neighbours(recomputing(2, microbatches, []))
+    assert {op.kind for op in kept.ops()} == {"F", "BW"}
+    assert kept.modes is None
