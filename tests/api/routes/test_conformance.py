@@ -12,9 +12,10 @@ from tests.api.harness import new_key
 
 CONFIG = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", "401", "404", "409", "422"]
+expected-statuses = ["2xx", "401", "403", "404", "409", "422"]
 """
-"""What the description allows may be refused: it cannot say that a stage's device must be among the devices."""
+"""What the description allows may be refused: it cannot say that a stage's device must be among the devices, nor that
+only keys of admins may ask for the jobs of all keys."""
 
 EXAMPLES = 3
 """Made-up requests a call, besides those that try every single field."""
