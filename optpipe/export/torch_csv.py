@@ -16,6 +16,7 @@ ahead of the backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,14 +35,34 @@ def torch_csv(schedule: Schedule, *, drop_offload: bool = False) -> str:
     Waits are left out: compute ops wait for copies only. Raises InputError if torch's runtime cannot run the schedule,
     OrderError and DeadlockError if no executor can.
     """
-    issues = [*_recomputations(schedule), *_empty_devices(schedule), *([] if drop_offload else _offloads(schedule))]
+    issues = [
+        *_slices(schedule),
+        *_recomputations(schedule),
+        *_empty_devices(schedule),
+        *([] if drop_offload else _offloads(schedule)),
+    ]
     if issues:
         raise InputError(issues)
     if _recomputing_stages(schedule):
         simulate(schedule.problem, schedule.orders)  # raises if some backward recomputes what its mode keeps
     compute = [_as_torch_runs(device.compute.ops) for device in schedule.devices]
-    simulate(schedule.problem, Orders.of_compute(compute))  # raises if the orders cannot run
+    orders = replace(Orders.of_compute(compute), microbatch_order=schedule.orders.microbatch_order)
+    simulate(schedule.problem, orders)  # raises if the orders cannot run
     return "".join(",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\n" for ops in compute)
+
+
+def _slices(schedule: Schedule) -> Iterator[Issue]:
+    """Units of which torch knows nothing: its stages run a microbatch whole, all of one shape."""
+    problem = schedule.problem
+    if problem.slice_count > 1:
+        detail = f"is {problem.slice_count}, but torch's runtime runs microbatches whole. Maybe leave slices out"
+        yield Issue(("problem", "slices", "count"), "slices", f"{detail} of the problem.")
+    for i, factors in enumerate(problem.microbatch_factors or []):
+        if factors.bytes != 1 or factors.transfer != 1:
+            detail = "makes this microbatch of another size, but torch's runtime receives all in one shape"
+            fix = "Maybe pad them to one length, and leave bytes and transfer out"
+            yield Issue(("problem", "microbatch_factors", i), "unequal_microbatches", f"{detail}. {fix}.")
+            return
 
 
 def checkpointed_stages(schedule: Schedule) -> dict[int, str]:

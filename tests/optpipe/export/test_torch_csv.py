@@ -21,11 +21,13 @@ from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
+from solver.published.seq1f1b import seq1f1b
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.problems import problems
 from tests.recomputing import LEAVES, ops, recomputing
 from tests.recomputing import one_f_one_b as recomputing_orders
+from tests.unequal import times, unequal
 
 OURS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 
@@ -97,6 +99,23 @@ def test_a_device_without_a_stage_is_refused() -> None:
     schedule = all_forwards_first(Problem.from_data(data))
     with pytest.raises(InputError, match=r"problem\.devices\[2\] has no stage, but .* one on every rank\. Maybe"):
         torch_csv(schedule)
+
+
+def test_slices_and_microbatches_of_other_sizes_are_refused() -> None:
+    sliced = build_schedule(sliced_problem := unequal(1, 1, slices={"count": 2}), seq1f1b(sliced_problem), 0.0, "", 0.0)
+    with pytest.raises(InputError, match=r"^problem.slices.count is 2, but torch's runtime runs microbatches whole"):
+        torch_csv(sliced)
+    problem = unequal(1, 2, microbatch_factors=[{"time": 2}, {"bytes": 2}])
+    in_order = Orders([DeviceOrders(ops("F0.0 BW0.0 F0.1 BW0.1"))])
+    with pytest.raises(InputError, match=r"^problem.microbatch_factors\[1\] makes this microbatch of another size"):
+        torch_csv(build_schedule(problem, in_order, 0.0, "", 0.0))
+
+
+def test_microbatches_keep_the_order_that_a_solver_chose() -> None:
+    """Messages of one shape arrive in this order: times may differ, sizes may not."""
+    problem = unequal(1, 2, microbatch_factors=times(1, 2), microbatch_order="free")
+    chosen = Orders([DeviceOrders(ops("F0.1 B0.1 W0.1 F0.0 B0.0 W0.0"))], microbatch_order=[1, 0])
+    assert torch_csv(build_schedule(problem, chosen, 0.0, "by hand", 0.0)) == "0F1,0I1,0W1,0F0,0I0,0W0\n"
 
 
 def test_orders_that_cannot_run_are_refused() -> None:
