@@ -206,8 +206,6 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
     if not all(stage.split_backward for stage in problem.stages):  # the others split them
         return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
-    if problem.has_modes:
-        return _with_modes(ops, workers)
     if ops <= SMALL_OPS:
         return [
             [
@@ -217,6 +215,8 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
                 TimeSlice("search", searches.annealing, 0.15, workers),
             ]
         ]
+    if problem.has_modes:
+        return _with_modes(ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
     if _leaves(problem):
         shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.25, 0.4)
@@ -236,19 +236,13 @@ def _leaves(problem: Problem) -> bool:
 
 
 def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:
-    """Proof for a small problem; for a large one patterns, beside annealing, and windows and CP-SAT behind both."""
-    if ops <= SMALL_OPS:
-        return [[TimeSlice("search", searches.annealing, 0.05, workers), _whole(0.8, workers)]]
+    """Patterns beside annealing, and windows and CP-SAT behind both."""
     beside = max(workers - 1, 1)
     pattern = TimeSlice("pattern", searches.modulo, 0.5, once=True)
     behind = [pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
     if ops <= MOST_MODEL_OPS:
-        behind += [TimeSlice("windows", searches.lns, 0.15, beside), _whole(0.1, beside)]
+        behind += [TimeSlice("windows", searches.lns, 0.15, beside), TimeSlice("cp-sat", searches.cp_sat, 0.1, beside)]
     return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
-
-
-def _whole(share: float, workers: int) -> TimeSlice:
-    return TimeSlice("cp-sat", searches.cp_sat, share, workers)
 
 
 def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver:
@@ -258,7 +252,8 @@ def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver
     """
     if ops > MOST_MODEL_OPS:
         return []
-    whole = _whole(0.25, workers) if is_ordered_by_memory(problem) else None
     windows = TimeSlice("windows", searches.lns, share, workers)
     bound = TimeSlice("bound", searches.relaxation, 0.1, once=True)
-    return [whole, windows, bound] if whole else [windows, bound]
+    if not is_ordered_by_memory(problem):
+        return [windows, bound]
+    return [TimeSlice("cp-sat", searches.cp_sat, 0.25, workers), windows, bound]

@@ -47,7 +47,7 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (ALL_LEAVE, {"search", "ada-offload", "pattern"}),
         (LARGE, {"search", "pattern", "windows", "bound"}),
         (LARGEST, {"search", "pattern"}),
-        (MODES_SMALL, {"search", "cp-sat"}),
+        (MODES_SMALL, {"search", "cp-sat", "windows"}),
         (MODES_LARGE, {"search", "pattern", "windows", "cp-sat"}),
         (MODES_LARGEST, {"search", "pattern"}),
     ],
