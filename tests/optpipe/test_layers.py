@@ -93,7 +93,7 @@ def recomputed() -> LayerProfile:
 
 
 def test_modes_of_a_stage_follow_from_its_layers() -> None:
-    """Of 100 bytes a block keeps its input, 20; embedding and head keep all. W needs 50 of each layer."""
+    """A block keeps its input, 20 of 100 bytes; embedding and head keep all. W needs 50 of each layer."""
     layout = Partition((3, 3), (0, 1))
     asked = ("full", "blocks", "selective+offload")
     problem = build_problem(recomputed(), layout, Batching(2, 4), offload=True, modes=asked)

@@ -14,8 +14,10 @@ CONFIG = """
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", "401", "403", "404", "409", "422"]
 """
-"""What the description allows may be refused: it cannot say that a stage's device must be among the devices, nor that
-only keys of admins may ask for the jobs of all keys."""
+"""Statuses of requests that the description allows.
+
+It cannot say that a stage's device must be among the devices, nor that only keys of admins may ask for the jobs of all
+keys."""
 
 EXAMPLES = 3
 """Made-up requests a call, besides those that try every single field."""

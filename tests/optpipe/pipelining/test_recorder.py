@@ -125,7 +125,7 @@ def test_a_recorded_run_is_compared_with_its_plan_and_says_what_collectives_take
 
 @pytest.mark.torchrun
 def test_a_run_that_recomputes_everything_shows_whole_activations(run: Run) -> None:
-    """Of the records only the microbatches in the mode `full` are left, as if no other had run."""
+    """Records of the microbatches in the mode `full` alone, as if no other had run."""
     records = load_records(run[0] / "kept")
     alone = []
     for record in records:

@@ -188,7 +188,7 @@ def test_what_is_no_callback_is_refused() -> None:
 
 
 class FakeWandB(types.ModuleType):
-    """What `WeightsAndBiases` calls of wandb, with the checks of steps that the service makes."""
+    """Stand-in for wandb: the calls of `WeightsAndBiases`, with the checks of steps that the service makes."""
 
     def __init__(self) -> None:
         super().__init__("wandb")

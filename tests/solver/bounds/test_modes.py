@@ -62,7 +62,7 @@ def test_recomputing_saves_byte_time_for_compute() -> None:
 
 
 def test_what_is_recomputed_fills_the_windows() -> None:
-    """Of 7 us of warm-up two kept F take 2; whether the rest is idle or recomputed later, it costs 5 us.
+    """Two kept F take 2 of the 7 us of warm-up; whether the rest is idle or recomputed later, it costs 5 us.
 
     Beside the last microbatch one is kept in the cool-down of 6 us, and offers B and W; three more us of C, B and W are
     worth an idle us of the 4 that are left.

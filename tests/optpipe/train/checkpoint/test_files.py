@@ -173,7 +173,7 @@ class SlowDisk(Disk):
 
 
 def test_training_goes_on_while_a_copy_of_the_state_is_written(tmp_path: Path) -> None:
-    """What is written is the state of the step at which it was due, however late that is; until then nothing is."""
+    """A late write holds the state of the step at which it was due; before it there is no checkpoint."""
     disk, seen = SlowDisk(), []
 
     def before(step: int) -> None:

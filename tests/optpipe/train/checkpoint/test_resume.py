@@ -83,7 +83,7 @@ RECUT: dict[str, dict[str, Any]] = {
     "shared by all stages": {"name": f"{shared_stages.__name__}:everywhere_in_4", "dtype": "float32"},
     "a module in two stages": {"name": f"{shared_stages.__name__}:modules_in_4", "dtype": "float32"},
 }
-"""Of four blocks each."""
+"""Cuts of four blocks."""
 
 
 @pytest.mark.parametrize("name", RECUT)

@@ -22,7 +22,7 @@ LIGHT = {"name": "light", "kept_bytes": 1, "recompute_us": 1, "forward_workspace
 
 
 def found(problem: Problem, work: float) -> Schedule:
-    """What so much work finds from the floor, verified."""
+    """Verified schedule that so much work finds from the floor."""
     orders = serial_orders(problem)
     assert orders is not None
     start = Solution(orders, simulate(problem, orders).value_us)
