@@ -56,13 +56,12 @@ def command(
         sockets = [parts.enter_context(socket) for socket in listening_sockets(settings.host, settings.port)]
         with needs_extra("serve", "the service"):
             import structlog
-            import uvicorn
 
             from api.app import create_app
             from api.jobs.migrate import migrate
             from api.jobs.worker_process import kept_worker
             from api.logging import configure_logging
-            from api.server import server_config
+            from api.server import Server, server_config
 
         configure_logging(settings.log_json)
         log = structlog.get_logger("optpipe.serve")
@@ -76,7 +75,7 @@ def command(
             log.info("every client needs a key; 'optpipe keys create NAME' creates one")
         if settings.serve_worker:
             parts.enter_context(kept_worker(url))
-        server = uvicorn.Server(server_config(create_app(settings)))
+        server = Server(server_config(create_app(settings)))
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         log.info("serving", url=f"http://{name}:{sockets[0].getsockname()[1]}")
         server.run(sockets)

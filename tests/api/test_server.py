@@ -1,7 +1,9 @@
-"""Requests that are sent by half, and no further: the server gives up on them, and on nothing else."""
+"""Requests that are sent by half, and no further: the server gives up on them, and on nothing else. Short pauses."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import socket
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from api import middleware, server
 from api.app import create_app
@@ -104,3 +107,22 @@ def test_many_halves_leave_room_for_others(url: str) -> None:
         assert client.get("/healthz").status_code == 200
     for half in halves:
         half.close()
+
+
+def test_collections_of_garbage_leave_out_what_was_there_at_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = server.Server(server.server_config(FastAPI()))
+
+        async def run() -> None:
+            serving = asyncio.create_task(process.serve([listener]))
+            while not process.started:
+                await asyncio.sleep(0.01)
+            process.should_exit = True
+            await serving
+
+        before = len(gc.get_objects())
+        try:
+            asyncio.run(run())
+            assert gc.get_freeze_count() > before / 2
+        finally:
+            gc.unfreeze()
