@@ -24,7 +24,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from instances import uniform
+from instances import instance, uniform
 from optpipe.problem import Problem
 
 CHROMIUM = "/usr/bin/chromium"
@@ -56,6 +56,7 @@ RECOMPUTED = Problem.from_data(
         ],
     }
 )
+SLICED = instance("q-p4-m4-n4-fused-b8")
 TIGHT = uniform(4, 8, budget=1, name="too little memory")
 
 
@@ -206,6 +207,16 @@ def recomputing(service: Service, page: Page) -> None:
     page.get_by_text("The chart as a table").click()
 
 
+def slices(service: Service, page: Page) -> None:
+    """Slices of sequences, in a job with a note."""
+    job = service.job(SLICED, method="seq1f1b", name="four slices a sequence")
+    note = "Fused backwards, memory of eight slices: a search gets 1,497 us."
+    service.client.patch(f"/v1/schedules/{job}", json={"note": note}).raise_for_status()
+    page.goto(f"/#/jobs/{job}")
+    expect(page.locator(SHOWN)).to_be_visible()
+    page.get_by_role("button", name="Zoom in").click()
+
+
 def lost(service: Service, page: Page) -> None:
     """The connection to the server is lost."""
     page.route("**/v1/events", lambda route: route.abort())
@@ -247,6 +258,7 @@ STATES: dict[str, tuple[Look, Photograph]] = {
     "all-devices": (LIGHT, all_devices),
     "full-screen": (DARK, full_screen),
     "recomputing": (LIGHT, recomputing),
+    "slices": (LIGHT, slices),
     "running": (LIGHT, running),
     "lost": (LIGHT, lost),
     "infeasible": (LIGHT, infeasible),
