@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from optpipe.problem import Problem
 from optpipe.runtime import SplitBackward, register_deferred
-from optpipe.runtime.stage import Loss
+from optpipe.runtime.loss import Loss
 from optpipe.runtime.weight_gradients.split import Saved
 from optpipe.train.tasks.base import Batch
 

@@ -49,7 +49,9 @@ def print_result(result: TrainingResult, trace_path: Path | None = None) -> None
     text = f"{len(result.losses)} steps{begun} of {result.parameters:,} parameters in {result.processes} process(es)"
     if result.losses:
         took = f"median {median(result.step_seconds):.2f} s a step"
-        text += f": loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {took}"
+        terms = [f"{name} {values[0]:.4f} -> {values[-1]:.4f}" for name, values in result.loss_terms.items()]
+        of_terms = f" ({', '.join(terms)})" if terms else ""
+        text += f": loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{of_terms}, {took}"
     console.print(text)
     if result.evaluation_loss is not None:
         console.print(f"evaluation loss: {result.evaluation_loss:.4f}")
@@ -123,8 +125,9 @@ def progress(steps: int, leads: bool) -> Iterator[Callable[[StepReport], None] |
 
 
 def figures_text(step: StepReport) -> str:
-    """Loss, tokens per second, and bubble and memory if they were measured."""
-    parts = [f"loss {step.loss:.4f}", f"{step.tokens_per_second:,.0f} tokens/s"]
+    """Loss with its terms, tokens per second, and bubble and memory if they were measured."""
+    terms = ", ".join(f"{name} {value:.4f}" for name, value in step.loss_terms.items())
+    parts = [f"loss {step.loss:.4f}" + (f" ({terms})" if terms else ""), f"{step.tokens_per_second:,.0f} tokens/s"]
     if step.bubble is not None:
         parts.append(f"bubble {100 * step.bubble:.0f} %")
     if step.peak_memory_bytes:

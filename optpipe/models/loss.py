@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from optpipe.runtime.loss import Losses
 from optpipe.runtime.messages import Tree
 
 IGNORED = -100
@@ -26,8 +27,8 @@ class CountedLoss(Protocol):
         """Tokens of a microbatch that count."""
         ...
 
-    def __call__(self, output: Any, target: Any, tokens: Tensor) -> Tensor:
-        """The loss of a microbatch; `tokens` is a float tensor without dimensions."""
+    def __call__(self, output: Any, target: Any, tokens: Tensor) -> Losses:
+        """The loss of a microbatch, or its terms by name; `tokens` is a float tensor without dimensions."""
         ...
 
 
@@ -42,7 +43,7 @@ class PerToken:
     def __init__(self, loss: CountedLoss) -> None:
         self.loss = loss
 
-    def __call__(self, output: Tree, target: tuple[Tree, Tensor]) -> Tensor:
+    def __call__(self, output: Tree, target: tuple[Tree, Tensor]) -> Losses:
         """The loss of a microbatch."""
         return self.loss(output, *target)
 
@@ -61,7 +62,7 @@ class LabelLoss:
 
     With `shift` the label of a position is that of the next one, as in transformers' causal language models: labels are
     the inputs. The output is the logits, of shape (..., classes), or a dict with these and an `auxiliary` loss, a mean
-    over the microbatch that is added `coefficient` times.
+    over the microbatch: then the loss has two terms, `cross_entropy` and `auxiliary`, this one `coefficient` times.
     """
 
     def __init__(self, *, shift: bool, coefficient: float = 0.0) -> None:
@@ -71,7 +72,7 @@ class LabelLoss:
         """Labels that are not ignored."""
         return int((self._labels(target) != IGNORED).sum())
 
-    def __call__(self, output: Tree, target: Tensor, tokens: Tensor) -> Tensor:
+    def __call__(self, output: Tree, target: Tensor, tokens: Tensor) -> Losses:
         """Sum over the labels, divided by `tokens`, and the auxiliary loss."""
         logits = output["logits"] if isinstance(output, dict) else output
         if logits.dtype in (torch.bfloat16, torch.float16):
@@ -83,7 +84,9 @@ class LabelLoss:
             reduction="sum",
         )
         loss: Tensor = entropy / tokens.to(logits.dtype)
-        return loss + self.coefficient * output["auxiliary"] if isinstance(output, dict) else loss
+        if not isinstance(output, dict):
+            return loss
+        return {"cross_entropy": loss, "auxiliary": self.coefficient * output["auxiliary"]}
 
     def _labels(self, target: Tensor) -> Tensor:
         return nn.functional.pad(target[..., 1:], (0, 1), value=IGNORED) if self.shift else target

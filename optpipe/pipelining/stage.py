@@ -18,13 +18,17 @@ from optpipe.pipelining import fsdp
 from optpipe.pipelining.gradients import GradientShares
 from optpipe.pipelining.layouts import Layouts, from_local, to_local
 from optpipe.runtime import Stage
+from optpipe.runtime.loss import Losses, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves
 from optpipe.runtime.recomputation import Segments
 from optpipe.runtime.stage import storages
 from optpipe.runtime.weight_gradients import is_distributed
 
-LossFunction = Callable[..., Tensor]
-"""Called with the output of the last stage, the target, and the `loss_kwargs` of the step; returns a scalar."""
+LossFunction = Callable[..., Losses]
+"""Called with the output of the last stage, the target, and the `loss_kwargs` of the step; returns a scalar.
+
+Of several terms, a dict, the sum is trained and reported.
+"""
 
 
 @dataclass
@@ -217,7 +221,7 @@ class SubmoduleStage(Stage):
     def _loss_of(self, microbatch: int, output: Tree, _target: Tree | None) -> Tensor:
         assert self._loss_fn is not None, "a loss is asked for where there is one"
         assert self.batch.targets is not None, "a loss is asked for where there are targets"
-        loss = self._loss_fn(output, self.batch.targets[microbatch], **self.batch.loss_kwargs)
+        loss = total_loss(self._loss_fn(output, self.batch.targets[microbatch], **self.batch.loss_kwargs))
         if is_distributed(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
         if not self._again:

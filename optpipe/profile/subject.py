@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from optpipe.errors import InputError, Issue
 from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
+from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, spec_text
 from optpipe.runtime.probe import Sample
 from optpipe.runtime.shared_parameters import with_own_modules
-from optpipe.runtime.stage import Loss, Stage, evaluating
+from optpipe.runtime.stage import Stage, evaluating
 from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
 
 RETURNS = "(stages, inputs, targets, loss)"
@@ -365,7 +366,7 @@ def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree
 def _check_loss(subject: Subject, output: Tree, targets: Tree) -> None:
     with torch.no_grad():
         try:
-            loss = subject.loss(output, targets)
+            loss = total_loss(subject.loss(output, targets))
         except Exception as error:
             shown = f"{spec_text(message_spec(output))} and {spec_text(message_spec(targets))}"
             refuse(subject.name, "loss_does_not_fit", f"loss fails on {shown}: {type(error).__name__}: {error}.")

@@ -54,6 +54,7 @@ class Pipeline:
         check_modes(program)
         self.program = program
         self._transport, self._stages, self._sync = transport, stages, sync
+        self._last = stages.get(len(program.placement) - 1)
         reducers = sync.reducers if sync else {}
         for number, stage in stages.items():
             stage.join(number, program.kinds_of(number))
@@ -80,9 +81,9 @@ class Pipeline:
 
         `.grad` is zeroed first, unless `zero_gradients` is false: then gradients accumulate over steps. `inputs[i]` and
         `targets[i]` belong to microbatch i. Returns the losses, shape (microbatches,), on the device of the last stage;
-        zeros in a process without it. A meter counts live and peak bytes by device, a recorder is called around every
-        action. Raises TrainingError that shows the program around a failed action, and RunFailedError if another
-        process has ended; nothing is held afterwards.
+        zeros in a process without it. The last stage keeps their terms (`Stage.loss_terms`). A meter counts live and
+        peak bytes by device, a recorder is called around every action. Raises TrainingError that shows the program
+        around a failed action, and RunFailedError if another process has ended; nothing is held afterwards.
 
         `validate` is called once, at the validation points: the latest moment before a gradient of this step is added,
         until which `.grad` holds those of the last step. It returns true if the weights have not changed since the step
@@ -91,6 +92,8 @@ class Pipeline:
         """
         for stage in self._stages.values():
             stage.begin_step()
+        if self._last:
+            self._last.loss_terms.begin_step(len(inputs), self._last.device)
         if validate is None and zero_gradients:
             self._zero_gradients()
         return self._step(
@@ -142,8 +145,7 @@ class Pipeline:
         sync: GradientReduction | None = None,
         leave_sends: bool = False,
     ) -> Tensor:
-        last = self._stages.get(len(self.program.placement) - 1)
-        losses = torch.zeros(len(inputs), dtype=torch.float64, device=last.device if last else None)
+        losses = torch.zeros(len(inputs), dtype=torch.float64, device=self._last.device if self._last else None)
         batch = Batch(inputs, targets, losses.unbind())
         try:
             with meter or nullcontext():

@@ -16,6 +16,7 @@ from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import TrainingError
 from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
+from optpipe.runtime.loss import Loss, LossTerms, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
 from optpipe.runtime.recomputation import Replay, Segment, Segments, Values, parts_of, saving_nothing
 from optpipe.runtime.rng import GeneratorStates, RandomNumbers, never_draws
@@ -132,10 +133,6 @@ class _Entry(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
-Loss = Callable[[Any, Any], Tensor]
-"""Mean loss of one microbatch from the model's output and the target."""
-
-
 @dataclass
 class _Graph:
     """State of a microbatch between F and B.
@@ -190,7 +187,7 @@ class Stage:
 
     The first stage gets the batch, which has no gradient and is not its own to move. `loss` belongs to the last
     stage. `gradient_scale` is the gradient of a microbatch's loss: 1 / microbatches, so that gradients add up to
-    those of the mean over the batch.
+    those of the mean over the batch. `loss_terms` keeps the terms of a loss that returns several by name.
 
     `autocast`, torch.bfloat16 or None: F runs under torch.autocast with that dtype; parameters and their gradients
     keep theirs. Cast weights are not kept until the backward, but cast again there.
@@ -224,6 +221,7 @@ class Stage:
             defer_weight_gradients(module, self._weight_gradients)
         self.random = RandomNumbers(torch.initial_seed() if seed is None else seed) if own_random_numbers else None
         self._draws = draws
+        self.loss_terms = LossTerms()
         self._loss_differentiates: bool | None = None
         self._graphs: dict[int, _Graph] = {}
         self._inputs: dict[int, _Input] = {}
@@ -453,7 +451,7 @@ class Stage:
             self._heard.append(received)
         with torch.no_grad(), self._autocasting():
             output = self._output(microbatch, received)
-            return output if self._loss is None else self._loss_of(microbatch, output, target)
+            return output if self._loss is None else total_loss(self._loss(output, target))
 
     @contextmanager
     def listening(self) -> Iterator[list[Tree]]:
@@ -535,11 +533,11 @@ class Stage:
         output: Tree = self.module(received)
         return output
 
-    def _loss_of(self, _microbatch: int, output: Tree, target: Tree | None) -> Tensor:
+    def _loss_of(self, microbatch: int, output: Tree, target: Tree | None) -> Tensor:
         """The loss of the last stage; a subclass may call its loss in another way."""
         assert self._loss is not None, "only the last stage has a loss"
         assert target is not None, "the last stage has a target"
-        return self._loss(output, target)
+        return self.loss_terms.total(microbatch, self._loss(output, target))
 
     def _backward(self, graph: _Graph, gradient: Gradient) -> Gradient:
         if graph.activations:

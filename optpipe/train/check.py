@@ -21,11 +21,11 @@ from optpipe.partition import cut_in_name
 from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
+from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import Tree, leaves, map_leaves
 from optpipe.runtime.probe import StageSizes, measure_samples, size_range, with_measured_sizes
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.rng import RandomNumbers
-from optpipe.runtime.stage import Loss
 from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.weight_gradients import undeferred_layers
 from optpipe.trace import Trace
@@ -283,7 +283,7 @@ def reference_step(
         with torch.autocast(leaves(x)[0].device.type, autocast) if autocast else nullcontext():
             for s, module in enumerate(modules):
                 with drawing(s, i):
-                    x = loss(module(x), target) if s == last else module(x)
+                    x = total_loss(loss(module(x), target)) if s == last else module(x)
         value = x / len(inputs)
         if value.requires_grad:
             torch.autograd.backward(value)

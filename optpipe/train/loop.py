@@ -122,6 +122,7 @@ def _trained(
         schedule=model.schedule,
         bubbles=tuple(watch.bubbles),
         evaluation_loss=evaluated,
+        loss_terms={name: tuple(values) for name, values in run.loss_terms.items()},
     )
 
 
@@ -168,6 +169,7 @@ class _Run:
         self._config, self._model, self._callbacks = config, model, callbacks
         self._requested = [False] * len(callbacks)
         self.losses: list[float] = []
+        self.loss_terms: dict[str, list[float]] = {}
         self.step_seconds: list[float] = []
         self.trace: Trace | None = None
 
@@ -225,6 +227,8 @@ class _Run:
             self._requested = [before or new for before, new in zip(self._requested, requests, strict=True)]
         for outcome in outcomes:
             self.losses.append(outcome.loss)
+            for name, value in outcome.loss_terms.items():
+                self.loss_terms.setdefault(name, []).append(value)
             self.step_seconds.append(outcome.seconds)
             for callback in self._callbacks:
                 callback.done(outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -81,6 +81,8 @@ class Model:
         )
         self.optimizers = self._updates.optimizers
         self._step_number = 0
+        self._term_names: tuple[str, ...] | None = None
+        self._own_terms: Tensor | None = None
 
     @property
     def microbatches(self) -> int:
@@ -130,7 +132,7 @@ class Model:
             validate=self._updates.validate if self._updates.pending else None,
             leave_sends=self._updates.leaves_open,
         )
-        self._updates.update(self._step_number, losses, requests())
+        self._updates.update(self._step_number, losses, requests(), self._loss_terms(losses))
         self._updates.took(perf_counter() - begin)
         self._set_step(self._step_number + 1)
         return self._updates.take_outcomes()
@@ -151,6 +153,7 @@ class Model:
         the first. Returns losses and takes options as `Pipeline.run`.
         """
         count, m, losses = self.config.accumulate, self.program.microbatches, []
+        terms, last_stage = [], self.stages.get(len(self.program.placement) - 1)
         for n in range(count):
             part, last = slice(n * m, (n + 1) * m), n == count - 1
             self._set_random(n)
@@ -167,7 +170,32 @@ class Model:
                     zero_gradients=not n,
                 )
             )
+            if last_stage and last_stage.loss_terms.values is not None:
+                terms.append(last_stage.loss_terms.values)
+        self._own_terms = torch.cat(terms) if terms else None
         return torch.cat(losses)
+
+    def _loss_terms(self, losses: Tensor) -> Mapping[str, Tensor]:
+        """Terms of the losses of the last run by name, zeros where another process has them.
+
+        Collective in the first step, in which all processes learn the names. Raises TrainingError where those of
+        replicas differ.
+        """
+        if self._term_names is None:
+            last_stage = self.stages.get(len(self.program.placement) - 1)
+            own = None if last_stage is None else list(last_stage.loss_terms.names or ())
+            first, *others = [names for names in self.launch.gather(own) if names is not None]
+            for other in others:
+                if other != first:
+                    raise TrainingError(
+                        f"the loss has the terms {first} in one replica but {other} in another. Maybe return zero for "
+                        "what does not apply."
+                    )
+            self._term_names = tuple(first)
+        columns = [torch.zeros_like(losses)] * len(self._term_names)
+        if self._own_terms is not None:
+            columns = list(self._own_terms.unbind(1))
+        return dict(zip(self._term_names, columns, strict=True))
 
     def settle(self) -> list[StepOutcome]:
         """Validate the last update, in all processes together. Returns its outcome if it was not known."""

@@ -105,6 +105,7 @@ class Watch(Callback):
                 bubble=bubble,
                 peak_memory_bytes=_peak_memory_bytes(self._model.hardware),
                 events=tuple(new),
+                loss_terms=outcome.loss_terms,
             )
         )
 
@@ -253,9 +254,10 @@ class WeightsAndBiases(TrainingCallback):
 
 
 def figures(report: StepReport) -> dict[str, float]:
-    """Figures of a step by name, those that were measured."""
+    """Figures of a step by name, those that were measured; a term of the loss is `loss/` and its name."""
     values = {
         "loss": report.loss,
+        **{f"loss/{name}": value for name, value in report.loss_terms.items()},
         "tokens per second": report.tokens_per_second,
         "step seconds": report.seconds,
         "learning rate": report.learning_rate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -57,7 +57,8 @@ class StepReport:
     `tokens`: of all replicas. `seconds`: duration in the leading process. `gradient_norm` to `rolled_back`: as in
     `StepOutcome`. `bubble`: share of the step in which the leading process's device waited; None where devices take
     turns in one process or run apart from the host (CUDA). `peak_memory_bytes`: most that the leading process has
-    held, on its GPU or resident. `events`: events since the last report.
+    held, on its GPU or resident. `events`: events since the last report. `loss_terms`: the terms of a loss that has
+    several, by name; their sum is the loss.
     """
 
     step: int
@@ -73,6 +74,7 @@ class StepReport:
     bubble: float | None = None
     peak_memory_bytes: int = 0
     events: tuple[OnlineEvent, ...] = ()
+    loss_terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -162,7 +164,8 @@ class TrainingResult(Displayed):
     (`check.failures`): nothing was trained. `trace`: the recorded step, if one was asked for. `stopped`: the signal
     that ended the run, and how to resume. `events`: profiling and solving, as this process saw them. `schedule`: the
     one in use at the end. `bubbles`: share of its steps that each device has waited, empty if not measured.
-    `evaluation_loss`: mean over the batches evaluated at the end, if any.
+    `evaluation_loss`: mean over the batches evaluated at the end, if any. `loss_terms`: the terms of a loss that has
+    several in each step, by name.
     """
 
     losses: tuple[float, ...]
@@ -177,12 +180,14 @@ class TrainingResult(Displayed):
     schedule: Schedule | None = None
     bubbles: tuple[float, ...] = ()
     evaluation_loss: float | None = None
+    loss_terms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def summary(self) -> Summary:
         """Steps, losses and seconds; of a check, what each device's memory was."""
         facts = [("", f"{len(self.losses)} steps of {self.parameters:,} parameters in {self.processes} process(es)")]
         if self.losses:
             facts.append(("loss", f"{self.losses[0]:.4f} -> {self.losses[-1]:.4f}"))
+            facts += [(f"loss, {name}", f"{term[0]:.4f} -> {term[-1]:.4f}") for name, term in self.loss_terms.items()]
             facts.append(("median step", f"{median(self.step_seconds):.2f} s"))
         if self.check is None:
             return Summary("A training run", facts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,7 @@ class StepOutcome:
     before clipping. `clipped`: they were scaled down to `clip_norm`. `skipped`: loss or norm is not finite, and no
     weight changed. `rolled_back`: an optimistic update was undone for one of these two reasons. `seconds`: duration of
     the step in this process, which with post-validation includes the wait for the sums of the step before.
+    `loss_terms`: means of the terms of a loss that has several, by name; their sum is the loss.
     """
 
     step: int
@@ -115,6 +116,7 @@ class StepOutcome:
     skipped: bool
     rolled_back: bool
     seconds: float
+    loss_terms: Mapping[str, float] = field(default_factory=dict)
 
 
 EPSILON = 1e-6
@@ -128,11 +130,15 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Step whose all-reduce is under way. `optimistic`: its update has been applied already."""
+    """Step whose all-reduce is under way. `optimistic`: its update has been applied already.
+
+    `terms`: names of the terms of its loss.
+    """
 
     step: int
     sums: PendingSum
     optimistic: bool
+    terms: tuple[str, ...]
     seconds: float = 0.0
 
 
@@ -192,12 +198,18 @@ class Updates:
         """True if the next update is applied before its sums are known."""
         return self._optimistic and not self._backoff.waits
 
-    def update(self, step: int, losses: Tensor, requests: Sequence[bool]) -> None:
-        """Update after a step whose gradients are ready: optimistically, or as soon as the sums are known."""
+    def update(
+        self, step: int, losses: Tensor, requests: Sequence[bool], terms: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Update after a step whose gradients are ready: optimistically, or as soon as the sums are known.
+
+        `terms` of the losses have the same names in all processes, and the shape of `losses`.
+        """
         assert self._pending is None, "an update is settled before the next one"
         squares = {s: self._sum_of_squares(s) for s in self._parameters}
-        sums = self._launch.start_sum(self._layout.pack(losses, squares, requests))
-        self._pending = _Pending(step, sums, self.leaves_open)
+        terms = terms or {}
+        sums = self._launch.start_sum(self._layout.pack(losses, squares, requests, list(terms.values())))
+        self._pending = _Pending(step, sums, self.leaves_open, tuple(terms))
         if not self._pending.optimistic:
             self.validate()
             return
@@ -224,7 +236,7 @@ class Updates:
         """
         pending, self._pending = self._pending, None
         assert pending is not None, "nothing to validate"
-        sums = self._layout.unpack(pending.sums.wait())
+        sums = self._layout.unpack(pending.sums.wait(), pending.terms)
         factor = clip_factor(sums.gradient_norm, self._config.clip_norm) if sums.finite else 0.0
         wrong = factor != 1.0
         self._backoff.add(wrong=wrong)
@@ -253,6 +265,7 @@ class Updates:
                 skipped=not sums.finite,
                 rolled_back=pending.optimistic and wrong,
                 seconds=pending.seconds,
+                loss_terms=sums.loss_terms,
             )
         )
         earlier = self._requests or [False] * len(sums.requests)
@@ -286,11 +299,15 @@ class Updates:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums of a step over all processes. `loss`: mean over the batch. `requests`: how many processes made each."""
+    """Sums of a step over all processes. `loss`: mean over the batch. `requests`: how many processes made each.
+
+    `loss_terms`: means of the terms of the loss, by name.
+    """
 
     loss: float
     gradient_norm: float
     requests: tuple[int, ...]
+    loss_terms: Mapping[str, float]
 
     @property
     def finite(self) -> bool:
@@ -302,7 +319,8 @@ class StepSums:
 class SumsLayout:
     """Slots of the all-reduce, for `replicas` pipelines of `stages` stages and `microbatches` each.
 
-    First the loss of every microbatch of every replica, then the squared norm of every stage, then the requests.
+    First the loss of every microbatch of every replica, then likewise each of its terms, then the squared norm of every
+    stage, then the requests.
     """
 
     microbatches: int
@@ -310,26 +328,39 @@ class SumsLayout:
     stages: int
     replica: int
 
-    def pack(self, losses: Tensor, squares: Mapping[int, Tensor], requests: Sequence[bool]) -> Tensor:
-        """This process's addend, float64. `losses`, shape (microbatches,), are 0 where another process has the loss.
+    def pack(
+        self,
+        losses: Tensor,
+        squares: Mapping[int, Tensor],
+        requests: Sequence[bool],
+        terms: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """This process's addend, float64. `losses`, shape (microbatches,), are 0 where another process has the loss,
+        and so is each of its `terms`.
 
         `squares`: sums of squares of this process's stages. Gradients are equal in all replicas, so replica 0 fills in
         the squares and the others 0.
         """
         batch = self.microbatches * self.replicas
-        packed = losses.new_zeros(batch + self.stages + len(requests), dtype=torch.float64)
-        packed[self.replica * self.microbatches : (self.replica + 1) * self.microbatches] = losses
+        figures = [losses, *terms]
+        norms = batch * len(figures)
+        packed = losses.new_zeros(norms + self.stages + len(requests), dtype=torch.float64)
+        for n, figure in enumerate(figures):
+            begin = n * batch + self.replica * self.microbatches
+            packed[begin : begin + self.microbatches] = figure
         if self.replica == 0:
             for stage, square in squares.items():
-                packed[batch + stage] = square
+                packed[norms + stage] = square
         if any(requests):
-            packed[batch + self.stages :] = torch.tensor(requests, dtype=torch.float64)
+            packed[norms + self.stages :] = torch.tensor(requests, dtype=torch.float64)
         return packed
 
-    def unpack(self, packed: Tensor) -> StepSums:
-        """Read the sum of all processes' addends, a tensor on the CPU."""
+    def unpack(self, packed: Tensor, terms: Sequence[str] = ()) -> StepSums:
+        """Read the sum of all processes' addends, a tensor on the CPU; `terms` are the names of those of the loss."""
         batch = self.microbatches * self.replicas
-        values = packed.tolist()
-        loss = float(packed[:batch].mean())
-        square = sum(values[batch : batch + self.stages])
-        return StepSums(loss, math.sqrt(square), tuple(map(int, values[batch + self.stages :])))
+        norms = batch * (1 + len(terms))
+        loss, *means = [float(figure.mean()) for figure in packed[:norms].view(-1, batch)]
+        values = packed[norms:].tolist()
+        norm = math.sqrt(sum(values[: self.stages]))
+        requests = tuple(map(int, values[self.stages :]))
+        return StepSums(loss, norm, requests, dict(zip(terms, means, strict=True)))

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree
-from optpipe.runtime.stage import Loss
 from optpipe.train.tasks.loader import LoadedBatches
 
 Batch = tuple[list[Tree], list[Tree]]

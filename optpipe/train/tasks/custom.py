@@ -13,9 +13,9 @@ from optpipe.errors import InputError, Issue
 from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
 from optpipe.profile.subject import Data, Named, Subject, batch_of, load_subject
+from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import leaves, message_spec, spec_text
 from optpipe.runtime.shared_parameters import shared_parameters
-from optpipe.runtime.stage import Loss
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
 from optpipe.train.tasks.base import Batch

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
 from optpipe.models.cut import evenly
-from optpipe.runtime.stage import Loss
+from optpipe.runtime.loss import Loss
 from optpipe.train.config import SIZES, GPTShape, GPTSize, TrainingConfig
 from optpipe.train.tasks.base import Batch
 

@@ -13,8 +13,8 @@ from optpipe.errors import InputError, Issue
 from optpipe.models.hugging_face import PART, PREFIX, HuggingFace
 from optpipe.models.loss import PerToken
 from optpipe.profile.subject import DATA_RETURNS, Data, Named, batch_of
+from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
-from optpipe.runtime.stage import Loss
 from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.launch import leads
 from optpipe.train.tasks.base import Batch

@@ -140,6 +140,8 @@ def test_layers_and_parts_of_them_are_recomputed_one_at_a_time(name: str, mode: 
     for backward in ("CBW", "C BW"):
         found = run(backward)
         assert found.losses == kept.losses
+        assert found.loss_terms == kept.loss_terms
+        assert [*found.loss_terms] == (["cross_entropy", "auxiliary"] if name == "qwen3-moe" else [])
         assert found.check is not None
         assert found.check.failures == ()
         assert kept.check is not None

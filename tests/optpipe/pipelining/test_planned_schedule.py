@@ -117,6 +117,19 @@ def test_a_loss_that_is_kept_holds_one_number() -> None:
     assert [loss.untyped_storage().nbytes() for loss in losses] == [4] * 3
 
 
+def test_a_loss_of_several_terms_is_their_sum() -> None:
+    def terms(output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"error": nn.functional.mse_loss(output, target), "size": 0.1 * output.square().mean()}
+
+    found = []
+    for loss in (terms, lambda output, target: sum(terms(output, target).values())):
+        torch.manual_seed(0)
+        mine, losses = stages(2), list[Tensor]()
+        PlannedSchedule(mine, on_one_device(), loss_fn=loss).step(X, target=X, losses=losses)
+        found.append([*losses, *gradients(mine)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_without_a_loss_a_step_runs_forwards_only() -> None:
     schedule = PlannedSchedule(mine := stages(2), on_one_device())
     expected = mine[1].submod(mine[0].submod(X))
