@@ -114,3 +114,59 @@ def random_orders(
         planned[Op(*op)] = (start, free[resource])
     free_order = microbatch_order if data.get("microbatch_order") == "free" else None
     return orders_from_times(problem, planned, modes=modes, microbatch_order=free_order), costs, planned
+
+
+def random_pipeline(rng: Random) -> Problem:
+    """A small pipeline, linear or a V, of whole times, with copies and workspaces but no modes, without budgets."""
+    devices = rng.choice([1, 2, 2, 3])
+    folded = rng.random() < 0.25
+    placed = [*range(devices), *reversed(range(devices))] if folded else list(range(devices))
+    microbatches, count = rng.randint(1, 4), rng.choice([1, 2] if folded else [1, 1, 2, 3])
+    while microbatches * count * len(placed) > 14:
+        microbatches, count = max(1, microbatches - 1), max(1, count - 1) if rng.random() < 0.5 else count
+
+    def factor() -> float:
+        return rng.choice([1, 1, 2, 0.5, 3])
+
+    stages = []
+    for device in placed:
+        size = rng.randint(1, 8)
+        stage: dict[str, Any] = {
+            "device": device,
+            "forward_us": rng.randint(0, 6),
+            "backward_input_us": rng.randint(0, 6),
+            "backward_weight_us": rng.choice([0, rng.randint(0, 6)]),
+            "activation_bytes": size,
+            "backward_weight_bytes": rng.choice([0, rng.randint(0, size), rng.randint(0, size + 3)]),
+            "split_backward": rng.random() < 0.7,
+        }
+        if rng.random() < 0.3:
+            stage["workspace_bytes"] = {kind: rng.randint(0, 3) for kind in ("F", "B", "W", "BW")}
+        if rng.random() < 0.3:
+            stage["offload"] = {
+                "bytes": rng.randint(0, size),
+                "offload_us": rng.randint(0, 5),
+                "reload_us": rng.randint(0, 5),
+            }
+        if count > 1 and rng.random() < 0.4:
+            stage["slice_gradient_bytes"] = rng.randint(0, 4)
+        stages.append(stage)
+    data = {
+        "format": "optpipe.problem/1",
+        "microbatches": microbatches,
+        "objective": rng.choice(["makespan", "device_span"]),
+        "transfer_us": rng.choice([0, 0, 1, {"forward": 1, "backward": 2}]),
+        "devices": [{"memory_bytes": None}] * devices,
+        "stages": stages,
+    }
+    if rng.random() < 0.7:
+        names = ("time", "bytes", "transfer")
+        data["microbatch_factors"] = [{name: factor() for name in names} for _ in range(microbatches)]
+        data["microbatch_order"] = rng.choice(["given", "given", "free"])
+    if count > 1:
+        names = ("forward", "backward_input", "backward_weight", "bytes", "transfer")
+        factors = {name: [factor() for _ in range(count)] for name in names if rng.random() < 0.6}
+        data["slices"] = {"count": count, "factors": factors}
+    if rng.random() < 0.2:
+        data["copy_channels"] = {"duplex": False}
+    return Problem.from_data(data)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Floats, Problem, Stage, UnitStage
 from solver.variants import variants
 
 
@@ -78,6 +78,40 @@ def most_held_us(held: Sequence[Held], count: int, room_bytes: float, *, in_part
     return float((wholes * whole.time_us + rests * rest.time_us).max())
 
 
+class Knapsack:
+    """Pieces of work by time and size, of which as much as possible is to fit, in parts too."""
+
+    def __init__(self, times_us: Floats, sizes: Floats) -> None:
+        used = times_us > 0
+        times_us, sizes = times_us[used], sizes[used]
+        with np.errstate(divide="ignore"):
+            order = np.argsort(-times_us / sizes, kind="stable")
+        taken = np.concatenate([[0.0], np.cumsum(sizes[order])])
+        done_us = np.concatenate([[0.0], np.cumsum(times_us[order])])
+        # Pieces of no size come first and need no room: of equal sizes the last counts.
+        last = np.append(np.diff(taken) > 0, True)
+        self.taken, self.done_us = taken[last], done_us[last]
+
+    def most_us(self, room: float | Floats) -> Floats:
+        """The most time within `room` (of each of several); 0 where it is negative."""
+        most: Floats = np.where(np.less(room, 0), 0.0, np.interp(room, self.taken, self.done_us))
+        return most
+
+
+def most_held_by_units_us(times_us: Floats, rests_us: Floats, wholes: Floats, rests: Floats, *, room: float) -> float:
+    """The most work of units within `room`, each before its B (`wholes`), with W left (`rests`), or neither.
+
+    As `most_held_us` in parts: along the upper hull of the states of each.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rest_rate = np.where(rests > 0, rests_us / rests, np.inf)
+        whole_rate = np.where(wholes > 0, times_us / wholes, np.inf)
+    only_whole = (rests >= wholes) | (rest_rate < whole_rate)
+    pieces_us = np.concatenate([times_us[only_whole], rests_us[~only_whole], (times_us - rests_us)[~only_whole]])
+    sizes = np.concatenate([wholes[only_whole], rests[~only_whole], (wholes - rests)[~only_whole]])
+    return float(Knapsack(pieces_us, sizes).most_us(room))
+
+
 def usable_bytes(problem: Problem, device: int) -> float:
     """The device's budget, rounded down to the greatest common divisor of all sizes on it; infinite without one.
 
@@ -87,9 +121,11 @@ def usable_bytes(problem: Problem, device: int) -> float:
     if budget is None:
         return float("inf")
     divisor = 0
-    for stage in (problem.stages[s] for s in problem.stages_of[device]):
+    for stage in (of_class for s in problem.stages_of[device] for of_class in problem.unit_stages[s]):
         work = stage.workspace_bytes
         divisor = gcd(divisor, stage.backward_weight_bytes, work.F, work.B, work.W, work.BW)
+        if isinstance(stage, UnitStage):
+            divisor = gcd(divisor, stage.gradients_taken_bytes, stage.gradients_freed_bytes)
         for way in variants(stage):
             mode = way.mode
             sizes = (mode.kept_bytes, mode.forward_workspace_bytes, mode.workspace_bytes, way.moved_bytes)

@@ -18,7 +18,7 @@ def lower_bound_us(problem: Problem) -> float:
     The windows and byte-time apart hold where activations are kept or offloaded whole. Where there are other modes they
     are asked without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of
     modes. With budgets there are both in one (`solver.bounds.modes`).
-    Where microbatches have costs or slices of their own only `solver.bounds.units` holds.
+    Where microbatches have costs or slices of their own `solver.bounds.units` has all of these in its own terms.
     """
     if problem.has_factors or problem.slice_count > 1:
         return float(max(unit_bounds_us(problem)))

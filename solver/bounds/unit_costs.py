@@ -1,0 +1,140 @@
+"""Costs of units (microbatches, or slices of them), as the bounds need them, and the longest paths of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from optpipe.problem import Floats, Problem, Stage, UnitStage
+from solver.variants import variants
+
+LARGEST_SUM = 2.0**53
+"""Bytes up to which sums in floats are exact; where all units of a device hold more, its budget is left out."""
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Costs of every unit on every stage: arrays (stages, units), times in us, sizes in bytes.
+
+    A stage that cannot split its backward has all of it in `backward`. `whole` is what an activation holds between F
+    and B while it is not away, `staying` what never leaves of it, in any mode; `beside` what F needs beyond `whole`;
+    `left` what W still holds; `gradients` those of a slice's keys and values. `to_top` is the longest time from the
+    start of F to the end of F of the microbatch's last slice on the last stage, `from_top` that from there to the start
+    of B.
+    """
+
+    problem: Problem
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    offload: Floats
+    reload: Floats
+    whole: Floats
+    staying: Floats
+    beside: Floats
+    left: Floats
+    gradients: Floats
+    to_top: Floats
+    from_top: Floats
+
+    @classmethod
+    def of(cls, problem: Problem) -> Self:
+        """Costs of each class of units, and by them of each unit."""
+        classes = problem.unit_class
+        table = np.array([[_costs(stage) for stage in of_classes] for of_classes in problem.unit_stages], np.float64)
+        costs = _Costs(*np.moveaxis(table, 2, 0)[:, :, classes])
+        return cls(problem, *costs, *_paths(problem, costs.forward, costs.backward))
+
+    @property
+    def longest_microbatch_us(self) -> float:
+        """The longest time that a microbatch takes that has the pipeline to itself, up to its last W of stage 0."""
+        back_us = self.by_slice(self.from_top + self.backward + self.weight)[0].max(axis=1)
+        return float((self.by_slice(self.to_top)[0, :, 0] + back_us).max())
+
+    @cached_property
+    def heads_us(self) -> Floats:
+        """From the start of F of a microbatch's first slice on stage 0 to that on each: (stages, microbatches)."""
+        step = self.by_slice(self.forward)[:-1, :, 0] + self._delays_us("forward")
+        return np.concatenate([np.zeros((1, self.problem.microbatches)), np.cumsum(step, axis=0)])
+
+    @cached_property
+    def tails_us(self) -> Floats:
+        """From the end of a microbatch's last B, its first slice's, on each stage to the end of its W of stage 0."""
+        step = self.by_slice(self.backward)[:-1, :, 0] + self._delays_us("backward")
+        sums = np.concatenate([np.zeros((1, self.problem.microbatches)), np.cumsum(step, axis=0)])
+        tails: Floats = sums + self.by_slice(self.weight)[0, :, 0]
+        return tails
+
+    def _delays_us(self, direction: str) -> Floats:
+        return self.by_slice(self.problem.unit_delays_us[direction])[:, :, 0]
+
+    def by_slice(self, values: Floats) -> Floats:
+        """An array (stages, units) as one of (stages, microbatches, slices)."""
+        return values.reshape(len(values), self.problem.microbatches, self.problem.slice_count)
+
+
+class _Costs(NamedTuple):
+    """The first fields of `UnitCosts`."""
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    offload: Floats
+    reload: Floats
+    whole: Floats
+    staying: Floats
+    beside: Floats
+    left: Floats
+    gradients: Floats
+
+
+def _costs(stage: Stage) -> Sequence[float]:
+    """The costs of a class of units on a stage, the least of any mode, in the order of `_Costs`."""
+    backward, weight, left = stage.backward_input_us, stage.backward_weight_us, stage.backward_weight_bytes
+    if not stage.split_backward:
+        backward, weight, left = backward + weight, 0, 0
+    ways = variants(stage)
+    waiting = min(way.waiting_bytes for way in ways)
+    whole = waiting if stage.modes else stage.activation_bytes
+    started = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways) + stage.workspace_bytes.F
+    copies = stage.offload if stage.offload and not stage.modes else None
+    return (
+        stage.forward_us,
+        backward,
+        weight,
+        copies.offload_us if copies else 0,
+        copies.reload_us if copies else 0,
+        whole,
+        waiting,
+        started - whole,
+        left,
+        stage.gradients_freed_bytes if isinstance(stage, UnitStage) else 0,
+    )
+
+
+def _paths(problem: Problem, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    """`UnitCosts.to_top` and `from_top`: the longest paths over the stages and the slices of a microbatch.
+
+    A path from F to B that turned back before the top would be no longer than one on to the top and back.
+    """
+    shape = len(problem.stages), problem.microbatches, problem.slice_count
+    f, b = forward.reshape(shape), backward.reshape(shape)
+    delays = {way: us.reshape(len(us), *shape[1:]) for way, us in problem.unit_delays_us.items()}
+    to_top, from_top = f.copy(), np.zeros(shape)
+    for s in reversed(range(shape[0])):
+        for q in reversed(range(shape[2])):
+            up, down = [], []
+            if s + 1 < shape[0]:
+                up.append(delays["forward"][s, :, q] + to_top[s + 1, :, q])
+                down.append(from_top[s + 1, :, q] + b[s + 1, :, q] + delays["backward"][s, :, q])
+            if q + 1 < shape[2]:
+                up.append(to_top[s, :, q + 1])
+                down.append(from_top[s, :, q + 1] + b[s, :, q + 1])
+            if up:
+                to_top[s, :, q] += np.max(up, axis=0)
+                from_top[s, :, q] = np.max(down, axis=0)
+    return to_top.reshape(forward.shape), from_top.reshape(forward.shape)

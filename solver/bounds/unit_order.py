@@ -1,0 +1,287 @@
+"""Bounds from the order of units: what rules and memory chain together over all devices (docs/math/bounds.md).
+
+On a device F runs in the order of the units and backwards in theirs, so what is in flight when an F starts is known
+from the number of backwards done. Where that many units do not fit, a backward comes before the F. Longest paths
+through all such precedences give every op a head, the time before it, and a tail, the time after it; and one device
+that runs ops with heads and tails one at a time takes at least as long as if it could interrupt them (Carlier 1982).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.problem import Floats, Ints
+from solver.bounds.device import Knapsack, usable_bytes
+from solver.bounds.unit_costs import LARGEST_SUM, UnitCosts
+
+MOST_NODES = 200_000
+"""F and B of all stages up to which paths are followed: a second."""
+
+MOST_WORK_NODES = 8_000
+"""F and B up to which the work of devices between two ops counts as well: half a second."""
+
+
+def ordered_bounds_us(costs: UnitCosts) -> Sequence[float]:
+    """The longest path, and for each device its ops between their heads and tails; the order of units is given.
+
+    For spans only what begins and ends on the device of stage 0 counts.
+    """
+    if costs.forward.size * 2 > MOST_NODES:
+        return []
+    paths = _Paths(costs)
+    if not paths.follow():
+        return []  # memory orders ops in a cycle: nothing keeps the budgets
+    stages_of = costs.problem.stages_of
+    devices = [costs.problem.stages[0].device] if costs.problem.objective == "device_span" else range(len(stages_of))
+    return [paths.one_machine_us(stages_of[d]) for d in devices if stages_of[d]]
+
+
+class _Held(NamedTuple):
+    """What memory orders between F of a stage and backwards of a stage of its device.
+
+    `released[x]`: the number of backwards of stage t that have ended when F of unit x starts.
+    """
+
+    t: int
+    released: Ints
+
+
+class _Paths:
+    """Heads and tails of F and B of every unit on every stage, in lists by stage and unit."""
+
+    def __init__(self, costs: UnitCosts) -> None:
+        self.costs, self.problem = costs, costs.problem
+        self.stages, self.units = costs.forward.shape
+        self.count = self.problem.slice_count
+        self.back = self.problem.units_in_order("B").tolist()
+        self.f, self.b, self.w = (us.tolist() for us in (costs.forward, costs.backward, costs.weight))
+        self.delays = {way: us.tolist() for way, us in self.problem.unit_delays_us.items()}
+        self.held: dict[int, list[_Held]] = defaultdict(list)
+        self.alone: dict[int, _OneStage] = {}
+        for d, numbers in enumerate(self.problem.stages_of):
+            budget = usable_bytes(self.problem, d)
+            sizes = costs.whole[numbers].sum() + costs.beside[numbers].sum() + costs.left[numbers].sum()
+            if numbers and budget < float("inf") and float(sizes) + budget < LARGEST_SUM:
+                self._hold(numbers, float(budget))
+
+    def _hold(self, numbers: Sequence[int], budget: float) -> None:
+        """What has been released at each F of a device.
+
+        Units that have begun F of stage t, and so of all earlier stages of the device, and have not ended B of t, hold
+        what stays of these. When F of unit x on stage s starts, all units before x are such, but those whose B of t has
+        ended, which come first in the order of the backwards.
+        """
+        staying = np.cumsum(self.costs.staying[numbers], axis=0)
+        for k, s in enumerate(numbers):
+            own = (staying[k - 1] if k else 0.0) + self.costs.whole[s] + self.costs.beside[s]
+            for j, t in enumerate(numbers[: k + 1]):
+                begun = np.cumsum(staying[j]) - staying[j]
+                ended = np.concatenate([[0.0], np.cumsum(staying[j, self.back])])
+                released = np.searchsorted(ended, begun + own - budget, side="left")
+                released[begun + own <= budget] = 0
+                self.held[s].append(_Held(t, np.maximum.accumulate(released)))
+        if len(numbers) == 1 and self.costs.forward.size * 2 <= MOST_WORK_NODES:
+            self.alone[numbers[0]] = _OneStage(self.costs, numbers[0], budget, self.held[numbers[0]][0].released)
+
+    def follow(self) -> bool:
+        """All heads and tails; False where a backward would have to end before an F that it waits for."""
+        first_of = np.arange(self.units) // self.count * self.count
+        for held in (entry for entries in self.held.values() for entry in entries):
+            if (held.released > first_of).any():  # of this microbatch or a later one, or more than there are
+                return False
+        self._follow_heads()
+        self._follow_tails()
+        return True
+
+    def _follow_heads(self) -> None:
+        f, b, back, n = self.f, self.b, self.back, self.count
+        self.forward_heads = heads = [[0.0] * self.units for _ in range(self.stages)]
+        self.backward_heads = backs = [[0.0] * self.units for _ in range(self.stages)]
+        for first in range(0, self.units, n):
+            own = range(first, first + n)
+            for s in range(self.stages):
+                for u in own:
+                    ready = heads[s][u - 1] + f[s][u - 1] if u else 0.0
+                    if s:
+                        ready = max(ready, heads[s - 1][u] + f[s - 1][u] + self.delays["forward"][s - 1][u])
+                    for t, released in self.held[s]:
+                        if released[u]:
+                            before = back[released[u] - 1]
+                            ready = max(ready, backs[t][before] + b[t][before])
+                    if s in self.alone:
+                        ready = max(ready, self.alone[s].head_us(u, heads[s][0]))
+                    heads[s][u] = ready
+            for s in reversed(range(self.stages)):
+                for u in reversed(own):
+                    ready = heads[s][u] + f[s][u]
+                    place = 2 * first + n - 1 - u  # in the order of the backwards
+                    if place:
+                        ready = max(ready, backs[s][back[place - 1]] + b[s][back[place - 1]])
+                    if s + 1 < self.stages:
+                        ready = max(ready, backs[s + 1][u] + b[s + 1][u] + self.delays["backward"][s][u])
+                    if s in self.alone:
+                        ready = max(ready, self.alone[s].backward_head_us(place, first + n, heads[s][0]))
+                        self.alone[s].backward_starts[place] = ready
+                    backs[s][u] = ready
+
+    def _follow_tails(self) -> None:
+        """From the end of each op to the end of all; for spans to the end of the last W of the device of stage 0."""
+        f, b, w, back, n = self.f, self.b, self.w, self.back, self.count
+        spans, root = self.problem.objective == "device_span", self.problem.stages[0].device
+        self.forward_tails = tails = [[0.0] * self.units for _ in range(self.stages)]
+        self.backward_tails = backs = [[0.0] * self.units for _ in range(self.stages)]
+        waiting = [self._first_waiting(t) for t in range(self.stages)]
+        for first in reversed(range(0, self.units, n)):
+            own = range(first, first + n)
+            for s in range(self.stages):
+                counts = not spans or self.problem.stages[s].device == root
+                for u in own:
+                    place = 2 * first + n - 1 - u
+                    later = w[s][u] if counts else 0.0
+                    if place + 1 < self.units:
+                        later = max(later, b[s][back[place + 1]] + backs[s][back[place + 1]])
+                    if s:
+                        later = max(later, self.delays["backward"][s - 1][u] + b[s - 1][u] + backs[s - 1][u])
+                    for other, x in waiting[s][place]:
+                        later = max(later, f[other][x] + tails[other][x])
+                    if counts and s in self.alone:
+                        later = max(later, self.alone[s].backward_tail_us(place))
+                    backs[s][u] = later
+            for s in reversed(range(self.stages)):
+                counts = not spans or self.problem.stages[s].device == root
+                for u in reversed(own):
+                    later = b[s][u] + backs[s][u]
+                    if u + 1 < self.units:
+                        later = max(later, f[s][u + 1] + tails[s][u + 1])
+                    if s + 1 < self.stages:
+                        later = max(later, self.delays["forward"][s][u] + f[s + 1][u] + tails[s + 1][u])
+                    if counts and s in self.alone:
+                        later = max(later, self.alone[s].forward_tail_us(u, first))
+                    tails[s][u] = later
+
+    def _first_waiting(self, t: int) -> Sequence[Sequence[tuple[int, int]]]:
+        """For each place in the order of the backwards of stage t the F that wait for that one, as (stage, unit)."""
+        waiting: list[list[tuple[int, int]]] = [[] for _ in range(self.units)]
+        for s, entries in self.held.items():
+            for other, released in entries:
+                if other == t:
+                    for x in np.flatnonzero(np.diff(released, prepend=0)).tolist():
+                        waiting[released[x] - 1].append((s, x))
+        return waiting
+
+    def one_machine_us(self, numbers: Sequence[int]) -> float:
+        """The least time at which a device could have run its ops, each not before its head, and all tails have passed.
+
+        Of those that may run the one with the longest tail runs, until that changes (Jackson's preemptive schedule).
+        """
+        ops: list[tuple[float, float, float]] = []
+        for s in numbers:
+            for u in range(self.units):
+                forward, backward = self.forward_heads[s][u], self.backward_heads[s][u]
+                ops.append((forward, self.f[s][u], self.forward_tails[s][u]))
+                ops.append((backward, self.b[s][u], self.backward_tails[s][u]))
+                ops.append((backward + self.b[s][u], self.w[s][u], 0.0))
+        return preemptive_us(ops)
+
+
+def preemptive_us(ops: Sequence[tuple[float, float, float]]) -> float:
+    """The largest end plus tail of ops (head, time, tail) on one machine that may interrupt them: the optimum."""
+    ready: list[tuple[float, float]] = []  # the longest tail first
+    now, end = 0.0, 0.0
+    groups: Iterator[tuple[float, Iterator[tuple[float, float, float]]]] = groupby(sorted(ops), key=lambda op: op[0])
+    coming = [(head, [(-tail, time) for _, time, tail in group]) for head, group in groups]
+    for k, (head, group) in enumerate(coming):
+        now = max(now, head)
+        for entry in group:
+            heappush(ready, entry)
+        until = coming[k + 1][0] if k + 1 < len(coming) else float("inf")
+        while ready and now < until:
+            less, left = heappop(ready)
+            if now + left > until:
+                heappush(ready, (less, left - (until - now)))
+                now = until
+            else:
+                now += left
+                end = max(end, now - less)
+    return end
+
+
+MOST_BEFORE = 128
+"""Backwards that an F waits for, from which on the work of its device is counted: the last ones of all."""
+
+MOST_MORE = 64
+"""Numbers of backwards beyond those that memory asks for that are looked at; of more, W count as free."""
+
+
+class _OneStage:
+    """Work of a device with the one stage s between two of its ops.
+
+    `backward_starts`: heads of the backwards in their order, as far as known.
+    """
+
+    def __init__(self, costs: UnitCosts, s: int, budget: float, released: Ints) -> None:
+        back = costs.problem.units_in_order("B")
+        self.count, self.released = costs.problem.slice_count, released
+        self.forward_us = _sums(costs.forward[s])
+        self.backward_us, self.weight_us = _sums(costs.backward[s, back]), _sums(costs.weight[s, back])
+        self.held, self.freed = _sums(costs.staying[s]), _sums(costs.staying[s, back])
+        self.room = budget - costs.whole[s] - costs.beside[s]
+        self.backward_starts = np.zeros(len(back))
+        self.pending = Knapsack(costs.weight[s], costs.left[s])
+        self.has_weights = bool(costs.weight[s].any())
+
+    def head_us(self, x: int, begins_us: float) -> float:
+        """The earliest start of F of unit x by the work that the device must have done since it began, or since a B.
+
+        When F(x) starts, at least `released[x]` backwards have ended. If `done` have, all W must have run but those
+        that fit beside what is in flight. Before B(j) started only W of the j backwards before it can have run; and
+        F that wait for it, with all backwards from it on, ran since.
+        """
+        least = int(self.released[x])
+        first = x - x % self.count  # no backward of this microbatch, or of later ones, has ended
+        most = min(first, least + MOST_MORE) if self.has_weights else least
+        done = np.arange(least, most + 1)
+        needed_us = np.zeros(len(done))
+        if self.has_weights:
+            room = self.room[x] - (self.held[x] - self.freed[done])
+            needed_us = self.weight_us[done] - self.pending.most_us(room)
+            if most < first:
+                needed_us[-1] = 0.0
+        from_start_us = float((self.backward_us[done] + np.maximum(0.0, needed_us)).min())
+        head_us = begins_us + float(self.forward_us[x]) + from_start_us
+        if not least:
+            return head_us
+        since = np.arange(max(0, least - MOST_BEFORE), least)
+        weights_us = np.maximum(0.0, needed_us[:, None] - self.weight_us[since])
+        work_us = (self.backward_us[done][:, None] - self.backward_us[since] + weights_us).min(axis=0)
+        waiting = np.searchsorted(self.released[:x], since, side="right")
+        between_us = self.forward_us[x] - self.forward_us[waiting]
+        return max(head_us, float((self.backward_starts[since] + work_us + between_us).max()))
+
+    def backward_head_us(self, place: int, begun: int, begins_us: float) -> float:
+        """The earliest start of the backward at a place: after all F of its microbatch and all backwards before it."""
+        return begins_us + float(self.forward_us[begun] + self.backward_us[place])
+
+    def backward_tail_us(self, place: int) -> float:
+        """Work that follows a backward: F that wait for it, all later backwards, and W of these and its own."""
+        waiting = int(np.searchsorted(self.released, place, side="right"))
+        forward_us = self.forward_us[-1] - self.forward_us[waiting]
+        backward_us = self.backward_us[-1] - self.backward_us[place + 1]
+        return float(forward_us + backward_us + self.weight_us[-1] - self.weight_us[place])
+
+    def forward_tail_us(self, x: int, first: int) -> float:
+        """Work that follows F of unit x: later F, and backwards and W from unit `first`, of its microbatch, on."""
+        later_us = self.backward_us[-1] - self.backward_us[first] + self.weight_us[-1] - self.weight_us[first]
+        return float(self.forward_us[-1] - self.forward_us[x + 1] + later_us)
+
+
+def _sums(values: Floats) -> Floats:
+    """Sums of all prefixes, the empty one first."""
+    sums: Floats = np.concatenate([[0.0], np.cumsum(values)])
+    return sums
