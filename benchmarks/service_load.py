@@ -31,10 +31,11 @@ from optpipe.problem import Problem
 
 COMMAND = "python -m benchmarks.service_load service-load"
 CONNECTIONS = 4
+SOLVED, METHOD = "zb-1.5b-p8-m24-mem1", "zb-auto"
 SECONDS = {"quick": 2, "full": 10}
 READY_S = 60
-FIRST_SCHEDULES = {"quick": 3, "full": 12}
-"""Problems whose first schedule is timed."""
+FIRST_SCHEDULES = {"quick": 3, "full": 30}
+"""Problems whose first schedule is timed, at rest and under load."""
 REST_S = 3.0
 """Pause before each of them, in which the worker prepares a process."""
 
@@ -81,12 +82,17 @@ def measure(size: Size, pictures: Path) -> str:
         raise SystemExit("service-load asks with wrk, and there is none. Maybe 'apt-get install wrk'.")
     with own_service() as url, Client(url) as client:
         loads = cached_loads(client, url, SECONDS[size])
-        first_ms = [first_schedule_ms(client, k) for k in range(FIRST_SCHEDULES[size])]
+        numbers = range(FIRST_SCHEDULES[size])
+        at_rest_ms = [first_schedule_ms(client, k) for k in numbers]
+        say(f"first schedule, at rest: {_spread(at_rest_ms)}")
+        with _loaded(f"{url}/v1/schedules/{client.submit(instance(SOLVED), METHOD).id}/schedule"):
+            loaded_ms = [first_schedule_ms(client, k) for k in numbers]
     rows = table(("call", "answers a second", "p50 ms", "p99 ms", "refused"), [load.row for load in loads], 1)
     return (
-        f"{rows}\n\nFrom submitting to the first valid schedule, {len(first_ms)} problems one after the other: "
-        f"{_spread(first_ms)}.\n\n`{COMMAND} --size {size}`: wrk with {CONNECTIONS} connections that ask again as soon "
-        f"as they are answered, {SECONDS[size]} s a call, on the machine of the service; {machine()}."
+        f"{rows}\n\nFrom submitting to the first valid schedule, {len(numbers)} problems one after the other: "
+        f"{_spread(at_rest_ms)}; while {CONNECTIONS} connections ask for a schedule again and again: "
+        f"{_spread(loaded_ms)}.\n\n`{COMMAND} --size {size}`: wrk with {CONNECTIONS} connections that ask again as "
+        f"soon as they are answered, {SECONDS[size]} s a call, on the machine of the service; {machine()}."
     )
 
 
@@ -122,11 +128,11 @@ def _when_ready(service: subprocess.Popen[bytes], url: str, log: Path) -> str:
 
 def cached_loads(client: Client, url: str, seconds: int) -> Sequence[Load]:
     """Measure calls answered from cached results, each for so many seconds."""
-    problem = instance("zb-1.5b-p8-m24-mem1")
-    job = client.submit(problem, "zb-auto")
+    problem = instance(SOLVED)
+    job = client.submit(problem, METHOD)
     client.follow(job.id)
     path = f"/v1/schedules/{job.id}"
-    again = json.dumps({"problem": problem.to_data(), "config": {"method": "zb-auto"}})
+    again = json.dumps({"problem": problem.to_data(), "config": {"method": METHOD}})
     calls: Sequence[tuple[str, str, str | None]] = (
         ("the job", path, None),
         ("its schedule, 576 ops", f"{path}/schedule", None),
@@ -149,6 +155,17 @@ def _wrk(url: str, body: str | None, seconds: int) -> str:
         command: list[str] = ["wrk", *rate, "--latency", "--timeout", "10s", "-s", str(script), url]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         return run.stdout
+
+
+@contextmanager
+def _loaded(url: str) -> Iterator[None]:
+    """Context in which an address is asked as fast as it answers."""
+    command = ["wrk", "-t1", f"-c{CONNECTIONS}", "-d1h", url]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as asking:
+        try:
+            yield
+        finally:
+            asking.terminate()
 
 
 def _lua(body: str) -> str:
@@ -177,7 +194,7 @@ def _new_problem(number: int) -> Problem:
 
 
 def _spread(times_ms: Sequence[float]) -> str:
-    low, *_, high = quantiles(times_ms, n=10)
+    low, *_, high = quantiles(times_ms, n=10, method="inclusive")
     return f"p50 {median(times_ms):.0f} ms, p10 {low:.0f} ms, p90 {high:.0f} ms, the slowest {max(times_ms):.0f} ms"
 
 
