@@ -118,15 +118,17 @@ def _print_differences(comparison: Comparison) -> None:
     console.print(rows)
 
 
-def _load(paths: list[Path]) -> Trace:
+def _load(paths: list[Path], chunks: int | None) -> Trace:
     from optpipe.trace.document import Trace
-    from optpipe.trace.observed import is_profile, load_profiles
+    from optpipe.trace.observed import NUMBERED, is_profile, load_profiles
     from optpipe.trace.record import load_records, trace_of_records
 
+    if all(path.is_file() for path in paths) and any(map(is_profile, paths)):
+        return load_profiles(paths, chunks)
+    if chunks is not None:
+        raise InputError([Issue("--chunks", "not_counted", NUMBERED)], str(paths[0]))
     if len(paths) == 1 and paths[0].is_dir():
         return trace_of_records(load_records(paths[0]))
-    if all(path.is_file() for path in paths) and any(map(is_profile, paths)):
-        return load_profiles(paths)
     if len(paths) > 1:
         detail = f"are {len(paths)} files, but only profiles of torch.profiler are read together. Maybe name one trace."
         raise InputError([Issue("TRACE.json", "too_many", detail)])
@@ -191,6 +193,14 @@ def command(
             help="Seconds to search for a better order of the same ops, with what they took and as many in flight.",
         ),
     ] = 0.0,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Model chunks of each rank in profiles of Megatron-LM, whose ops have no numbers; default: by their "
+            "order.",
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw both at one time scale (png, svg, html).")] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -205,7 +215,7 @@ def command(
         check_picture(plot)
     if output:
         check_writable(output)
-    loaded = _load(traces)
+    loaded = _load(traces, chunks)
     comparison = compare(loaded)
     if output:
         write_atomically(output, loaded.to_json() + "\n")

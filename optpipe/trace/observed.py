@@ -1,9 +1,10 @@
 """Steps of other trainers: a schedule from observed orders, and a trace from profiles of `torch.profiler`.
 
 A profile is a Chrome trace, one a rank of the pipeline. Ops are found by the names of their ranges: those of torch's
-schedule classes (`PP:1F0`, and `Forward 0` where each rank has one stage), and `forward_step` and `backward_step`, with
-which code around Megatron-LM is often marked, counted in their order. On a GPU the ranges of its streams count, not
-those of the host.
+schedule classes (`PP:1F0`, and `Forward 0` where each rank has one stage); and `forward_step` and `backward_step` of
+Megatron-LM, as ranges of one's own or as the frames of its `schedules.py` that a profile with call stacks has. These
+have no numbers and are counted: stage and microbatch follow from Megatron's order. On a GPU its times count, not those
+of the host: of a range as the profiler gives them, of a frame from the kernels that were launched in it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,6 +32,11 @@ from optpipe.worst_case_memory import worst_case_peak_bytes
 ACTION = re.compile(r"PP:(\d+)([FBIW])(\d+)")
 SINGLE = re.compile(r"(Forward|Backward) (\d+)")
 COUNTED = {"forward_step": "F", "backward_step": "BW", "forward-compute": "F", "backward-compute": "BW"}
+FRAME = re.compile(r"(?:.*/)?schedules\.py\(\d+\): (forward_step|backward_step)")
+"""Call of Megatron-LM in a profile with stacks; the user's own `forward_step`, which it calls, is in another file."""
+NUMBERED = "is for ranges of Megatron-LM, which have no numbers. Maybe leave it out."
+PEER = re.compile(r"nccl(Dev)?Kernel_SendRecv")
+"""Messages between stages, which an op may only wait for."""
 KIND_OF_TORCH = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 
 
@@ -79,6 +86,14 @@ class Range(NamedTuple):
     end_us: float
 
 
+class Mark(NamedTuple):
+    """A range in a profile whose name says what op it is, or of which kind."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
 def is_profile(path: Path) -> bool:
     """True for a Chrome trace, False for a document of OptPipe."""
     if path.suffix == ".gz":
@@ -88,13 +103,25 @@ def is_profile(path: Path) -> bool:
     return head.startswith(b"[") or b'"optpipe.' not in head
 
 
-def load_profiles(paths: Sequence[Path]) -> Trace:
+def load_profiles(paths: Sequence[Path], chunks: int | None = None) -> Trace:
     """The last complete step in the profiles of all ranks, in the order of the pipeline.
 
-    The plan beside it has the same order, each op with the median time of its kind and stage, and as many microbatches
-    in flight as its budget. Raises InputError where ops are missing.
+    `chunks`: stages of a rank where ranges have no numbers; None: by their order. The plan beside the step has the same
+    order, each op with the median time of its kind and stage, and as many microbatches in flight as its budget. Raises
+    InputError where ops are missing.
     """
-    ranks = [_steps(path, rank) for rank, path in enumerate(paths)]
+    marks = [_marks(path) for path in paths]
+    counted = [found[0].name in COUNTED for found in marks]  # all ranges of a file are of one form
+    if any(counted):
+        if not all(counted):
+            rank = counted.index(False)
+            detail = f"has ranges with numbers ({marks[rank][0].name}), others have none. Maybe it is of another run."
+            raise InputError([Issue("", "other_form", detail)], str(paths[rank]))
+        ranks = _counted_steps(marks, chunks, paths)
+    elif chunks is not None:
+        raise InputError([Issue("--chunks", "not_counted", NUMBERED)], str(paths[0]))
+    else:
+        ranks = [_numbered_steps(found, rank) for rank, found in enumerate(marks)]
     count = min(map(len, ranks))
     lengths = [max(map(len, steps), default=0) for steps in ranks]
     complete = [k for k in range(count) if all(len(steps[k]) == n for steps, n in zip(ranks, lengths, strict=True))]
@@ -123,60 +150,166 @@ def load_profiles(paths: Sequence[Path]) -> Trace:
     )
 
 
-def _steps(path: Path, rank: int) -> list[list[Range]]:
-    """The ops of each step in a profile, in order of time. A step ends where an op comes again."""
+def _numbered_steps(marks: Sequence[Mark], rank: int) -> list[list[Range]]:
+    """The ops of each step of a rank, in order of time. A step ends where an op comes again."""
     steps: list[list[Range]] = [[]]
     seen: set[Op] = set()
-    counts: Counter[str] = Counter()
-    for name, start_us, length_us in _ranges(path):
+    for name, start_us, end_us in marks:
         if found := ACTION.fullmatch(name):
             op = Op(KIND_OF_TORCH[found[2]], int(found[1]), int(found[3]))
-        elif found := SINGLE.fullmatch(name):
-            op = Op("F" if found[1] == "Forward" else "BW", rank, int(found[2]))
         else:
-            kind = COUNTED[name]
-            if kind == "F" and counts["F"] and counts["F"] == counts["BW"]:
-                counts.clear()  # all backwards are done: the next forward is of another step, if any is
-                steps.append([])
-            op = Op(kind, rank, counts[kind])
-            counts[kind] += 1
-            steps[-1].append(Range(op, start_us, start_us + length_us))
-            continue
+            forward, microbatch = name.split()
+            op = Op("F" if forward == "Forward" else "BW", rank, int(microbatch))
         if op in seen:
             steps.append([])
             seen.clear()
         seen.add(op)
-        steps[-1].append(Range(op, start_us, start_us + length_us))
+        steps[-1].append(Range(op, start_us, end_us))
     return steps
 
 
-def _ranges(path: Path) -> Iterator[tuple[str, float, float]]:
-    """Name, start and length in us of the ranges that are ops, by start."""
+def _counted_steps(
+    ranks: Sequence[Sequence[Mark]], chunks: int | None, paths: Sequence[Path]
+) -> list[list[list[Range]]]:
+    """The ops of each step of all ranks, in order of time, numbered as Megatron-LM runs them.
+
+    A step has ended where all its forwards have had their backward: on ranks whose forwards run ahead. Those of the
+    last rank of 1F1B do not, so the rank with the fewest steps says how long they are.
+    """
+    kinds = [[COUNTED[mark.name] for mark in marks] for marks in ranks]
+    forwards = min(map(_forwards_of_steps, kinds), key=len)
+    leads = [of_rank.index("BW") if "BW" in of_rank else len(of_rank) for of_rank in kinds]
+    count, group = _interleaving(leads, forwards[0], chunks, paths)
+    steps: list[list[list[Range]]] = []
+    for rank, marks in enumerate(ranks):
+        steps.append([])
+        begin = 0
+        for total in forwards:
+            table = _megatron_order(total // count, count, group)
+            backwards = [(count - 1 - chunk, i) for chunk, i in table]
+            numbers: dict[str, Iterator[tuple[int, int]]] = {"F": iter(table), "BW": iter(backwards)}
+            steps[-1].append([])
+            for mark in marks[begin : begin + 2 * total]:
+                kind = COUNTED[mark.name]
+                chunk, microbatch = next(numbers[kind], (0, total))  # one too many is found to be so with the others
+                op = Op(kind, chunk * len(ranks) + rank, microbatch)
+                steps[-1][-1].append(Range(op, mark.start_us, mark.end_us))
+            begin += 2 * total
+    return steps
+
+
+def _forwards_of_steps(kinds: Iterable[str]) -> list[int]:
+    """Number of forwards in each step of a rank whose forwards run ahead of its backwards."""
+    forwards, ahead = [0], 0
+    for kind in kinds:
+        if kind == "F" and not ahead and forwards[-1]:
+            forwards.append(0)
+        forwards[-1] += kind == "F"
+        ahead += 1 if kind == "F" else -1
+    return forwards
+
+
+def _interleaving(leads: Sequence[int], total: int, chunks: int | None, paths: Sequence[Path]) -> tuple[int, int]:
+    """Chunks of a rank, and the microbatches that pass one chunk before the next one has its turn.
+
+    `leads`: forwards of each rank before its first backward; `total`: its forwards in a step. Interleaved 1F1B of v
+    chunks and groups of g has (v - 1) g + 1 of them on the last rank, and two more on each rank before
+    (arXiv 2104.04473, section 2.2); a group is as large as the pipeline unless Megatron's
+    `--microbatch-group-size-per-virtual-pipeline-stage` says more. Raises InputError where `chunks` do not fit.
+    """
+    p, last = len(leads), leads[-1]
+    fits = all(lead == min(total, last + 2 * (p - 1 - rank)) for rank, lead in enumerate(leads))
+    if chunks is None:
+        if p == 1 or not fits or last in (1, total):
+            return 1, p
+        count, rest = divmod(last - 1, p)
+        if rest or total % (count + 1):
+            detail = (
+                f"is missing: {paths[-1].name} begins a step of {total} forwards with {last} of them, as in "
+                "interleaved chunks, but not in groups as large as the pipeline. Maybe give Megatron-LM's chunks of a "
+                "rank."
+            )
+            raise InputError([Issue("--chunks", "missing", detail)])
+        return count + 1, p
+    group, rest = divmod(last - 1, chunks - 1) if chunks > 1 and last < total else (p, 0)
+    if total % chunks or rest or not group or (chunks > 1 and not fits):
+        detail = (
+            f"is {chunks}, but {paths[-1].name} begins a step of {total} forwards with {last} of them, which is not "
+            "how Megatron-LM interleaves as many. Maybe it is the number of chunks of all ranks, or ranks are in "
+            "another order."
+        )
+        raise InputError([Issue("--chunks", "no_interleaving", detail)])
+    return chunks, group
+
+
+def _megatron_order(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """Chunk and microbatch of each forward of a rank, in its order; backwards take the chunks in reverse."""
+    return [
+        (chunk, i)
+        for first in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for i in range(first, min(first + group, microbatches))
+    ]
+
+
+def _marks(path: Path) -> list[Mark]:
+    """The ranges of a profile that are ops, by start: those with numbers where it has any."""
     content = read_bounded(path, MAX_TRACE_BYTES)
     try:
         data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-        events = data["traceEvents"] if isinstance(data, dict) else data
         base_us = data.get("baseTimeNanoseconds", 0) / 1000 if isinstance(data, dict) else 0.0
-        found = [
-            (str(event.get("cat", "")), str(event["name"]), base_us + float(event["ts"]), float(event["dur"]))
-            for event in events
-            if event.get("ph") == "X" and _is_op(str(event.get("name", "")))
+        events = [
+            event for event in (data["traceEvents"] if isinstance(data, dict) else data) if event.get("ph") == "X"
         ]
+        found: dict[str, list[Mark]] = {}
+        for event in events:
+            name, category = str(event.get("name", "")), str(event.get("cat", ""))
+            if call := FRAME.fullmatch(name):
+                name, category = call[1], "frame"
+            if name in COUNTED or ACTION.fullmatch(name) or SINGLE.fullmatch(name):
+                start_us = base_us + float(event["ts"])
+                mark = Mark(name, start_us, start_us + float(event["dur"]))
+                found.setdefault(category, []).append(mark)
+        frames = _on_gpu(found.pop("frame", []), events, base_us)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         detail = f"is no Chrome trace: {type(error).__name__}: {error}. Maybe export_chrome_trace was interrupted."
         raise InputError([Issue("", "no_trace", detail)], str(path)) from None
-    on_gpu = [event for event in found if event[0] == "gpu_user_annotation"]
-    if not found:
+    marks = found.pop("gpu_user_annotation", None) or [mark for of_category in found.values() for mark in of_category]
+    numbered = [mark for mark in marks if mark.name not in COUNTED]
+    if not (marks := numbered or marks or frames):
         detail = (
             "has no ranges of a pipeline (PP:0F0, Forward 0, forward_step). Maybe the profile was taken with "
             "record_shapes alone, or of another rank."
         )
         raise InputError([Issue("", "no_ops", detail)], str(path))
-    return ((name, start, length) for _, name, start, length in sorted(on_gpu or found, key=lambda event: event[2]))
+    return sorted(marks, key=lambda mark: mark.start_us)
 
 
-def _is_op(name: str) -> bool:
-    return bool(ACTION.fullmatch(name) or SINGLE.fullmatch(name) or name in COUNTED)
+def _on_gpu(frames: Sequence[Mark], events: Sequence[Mapping[str, Any]], base_us: float) -> list[Mark]:
+    """Frames with the times of the kernels that were launched in them, if the profile has any of a GPU.
+
+    Kernels of a backward are launched by another thread, while the frame waits for it. A frame without kernels is left
+    out.
+    """
+    launches, spans = [], {}
+    for event in events if frames else ():
+        if "correlation" not in (arguments := event.get("args") or {}):
+            continue
+        start_us = base_us + float(event["ts"])
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            launches.append((start_us, arguments["correlation"]))
+        elif event.get("cat") == "kernel" and not PEER.match(str(event.get("name", ""))):
+            spans[arguments["correlation"]] = (start_us, start_us + float(event["dur"]))
+    if not spans:
+        return list(frames)
+    launches = sorted((start_us, number) for start_us, number in launches if number in spans)
+    starts = [start_us for start_us, _ in launches]
+    marks = []
+    for name, start_us, end_us in frames:
+        within = [spans[n] for _, n in launches[bisect_left(starts, start_us) : bisect_right(starts, end_us)]]
+        if within:
+            marks.append(Mark(name, min(start for start, _ in within), max(end for _, end in within)))
+    return marks
 
 
 def _placement(step: Sequence[Sequence[Range]], paths: Sequence[Path]) -> list[int]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from optpipe.cli.app import app
 from optpipe.errors import InputError
+from optpipe.simulate import simulate
 from optpipe.trace import Trace
 from optpipe.trace.compare import compare
 from optpipe.trace.observed import load_profiles
 from optpipe.verify import verify
+from tests.optpipe.trace.megatron_profiles import megatron_orders, megatron_problem, write_profiles
 from tests.ranks import RunRanks
 
 WORKER = Path(__file__).parent / "profiled_worker.py"
@@ -87,3 +91,79 @@ def test_the_gpus_ranges_count_where_there_are_any(tmp_path: Path) -> None:
     data["traceEvents"] += [{"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 1, "dur": 1}]
     path.write_text(json.dumps(data))
     assert load_profiles([path]).step_us == 19
+
+
+@pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(("p", "chunks", "m"), [(3, 1, 5), (2, 2, 4), (4, 2, 8), (2, 3, 6)])
+def test_a_profile_of_megatron(p: int, chunks: int, m: int, gpu: bool, tmp_path: Path) -> None:
+    """Ops have no numbers, and frames contain others of the same name. Of a GPU the kernels count, not their launch.
+
+    The last rank of 1F1B without chunks runs no forward ahead, so that it alone does not say where a step ends.
+    """
+    problem, orders = megatron_problem(p, chunks, m), megatron_orders(p, chunks, m)
+    trace, simulation = load_profiles(write_profiles(tmp_path, problem, orders, gpu=gpu)), simulate(problem, orders)
+    found = trace.schedule
+    assert trace.step == 1
+    assert [stage.device for stage in found.problem.stages] == [s % p for s in range(p * chunks)]
+    assert found.problem.microbatches == m
+    assert [list(device.compute.ops) for device in found.devices] == [list(of.compute) for of in orders.devices]
+    assert [stage.forward_us for stage in found.problem.stages] == [stage.forward_us for stage in problem.stages]
+    assert trace.step_us == pytest.approx(simulation.value_us, abs=0.01)
+    assert found.value_us == pytest.approx(simulation.value_us)
+    assert verify(found).ok
+
+
+def test_the_profiler_names_frames_so(tmp_path: Path) -> None:
+    """A real profile with stacks of functions that are called and placed as Megatron's are."""
+    folder = tmp_path / "megatron" / "core" / "pipeline_parallel"
+    folder.mkdir(parents=True)
+    calls = "def forward_step(step, x):\n    return step(x)\n\ndef backward_step(y):\n    y.sum().backward()\n"
+    (folder / "schedules.py").write_text(calls)
+    spec = spec_from_file_location("schedules", folder / "schedules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    schedules = module_from_spec(spec)
+    spec.loader.exec_module(schedules)
+    layer = torch.nn.Linear(8, 8)
+
+    def forward_step(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as taken:
+        for _ in range(2):
+            for y in [schedules.forward_step(forward_step, torch.ones(2, 8)) for _ in range(3)]:
+                schedules.backward_step(y)
+    taken.export_chrome_trace(str(tmp_path / "rank-0.json"))
+    trace = load_profiles([tmp_path / "rank-0.json"])
+    assert trace.step == 1
+    assert [str(op) for op in trace.schedule.devices[0].compute.ops] == [
+        f"{k}0.{i}" for k in ("F", "BW") for i in range(3)
+    ]
+
+
+def test_megatrons_groups_may_be_larger_than_the_pipeline(tmp_path: Path) -> None:
+    """By a flag of its own; the profile alone does not tell such groups from more chunks."""
+    problem, orders = megatron_problem(2, 2, 5), megatron_orders(2, 2, 5, group=3)
+    paths = write_profiles(tmp_path, problem, orders)
+    with pytest.raises(InputError, match=r"--chunks is missing: rank-1.json.gz begins a step of 10 forwards with 4"):
+        load_profiles(paths)
+    trace = load_profiles(paths, chunks=2)
+    assert [list(of.compute.ops) for of in trace.schedule.devices] == [list(of.compute) for of in orders.devices]
+    shown = CliRunner().invoke(app, ["trace", *map(str, paths), "--chunks", "2", "--better", "1", "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["better"]["saved"] >= 0
+    for wrong in ("4", "5"):
+        with pytest.raises(InputError, match=f"--chunks is {wrong}, but rank-1.json.gz begins"):
+            load_profiles(paths, chunks=int(wrong))
+
+
+def test_profiles_of_two_trainers(gpipe: list[Path], tmp_path: Path) -> None:
+    path = profile(tmp_path / "torch.json", ("PP:0F0", 0, 7), ("PP:0B0", 10, 9))
+    with pytest.raises(InputError, match=r"^has ranges with numbers \(PP:0F0\), others have none"):
+        load_profiles([gpipe[0], path])
+
+
+def test_chunks_are_for_ranges_without_numbers(tmp_path: Path) -> None:
+    path = profile(tmp_path / "torch.json", ("PP:0F0", 0, 7), ("PP:0B0", 10, 9))
+    with pytest.raises(InputError, match="is for ranges of Megatron-LM"):
+        load_profiles([path], chunks=2)
