@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from datasets import load_from_disk
+from transformers import LlamaConfig
 
-from examples import own_stages
+from examples import dataset, own_stages
 from instances.schedules import one_f_one_b
 from optpipe.export.torch_csv import torch_csv
 from optpipe.schedule import schedule_text
@@ -43,6 +45,28 @@ def test_own_stages_as_their_docstring_says(cli: Cli, tmp_path: Path, monkeypatc
         run = cli(*command, *less[command[0]])
         assert run.code == 0, run.err
     assert "3 steps of 1,058,049 parameters in 1 process(es)" in run.out
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_data_set_as_its_docstring_says(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends in the middle of a document goes on there: losses to the bit, and other ones from the start."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES.parent)
+    monkeypatch.setattr(dataset, "MODULES", 4)
+    dataset.main()
+    sizes = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=None).save_pretrained("tiny-llama")
+    Path("schedule.json").write_text(schedule_text(one_f_one_b(2, 2)))
+    commands = [line.split()[1:] for line in (dataset.__doc__ or "").splitlines() if line.startswith("optpipe")]
+    parts = [cli(*command, "--json").document for command in commands]
+    assert [part["first_step"] for part in parts] == [0, 4]
+    whole = cli(*commands[1][: commands[1].index("--checkpoint")], "--json").document
+    assert parts[0]["losses"] + parts[1]["losses"] == whole["losses"]
+    assert len({*whole["losses"]}) == 8
+    documents = [bytes(row) for row in load_from_disk(dataset.CORPUS)["input_ids"]]
+    first = next(iter(dataset.build(0, 1)))["input_ids"]
+    assert bytes(first.flatten().tolist()) == documents[0][: first.numel()]
 
 
 @pytest.mark.torchrun
