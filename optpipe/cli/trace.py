@@ -79,10 +79,12 @@ def print_short(trace: Trace, comparison: Comparison) -> None:
     console.print(rows)
     for d, device in enumerate(comparison.devices):
         if device.collectives_us:
-            share = share_text(device.collectives_us / comparison.step_us if comparison.step_us else 0.0)
+            inside_us = device.collectives_us - device.exposed_collectives_us
+            share = share_text(inside_us / comparison.step_us if comparison.step_us else 0.0)
             console.print(
-                f"device {d}: {_us(device.collectives_us)}, {share} of the step, in gathers of parameters and "
-                "reductions of gradients, which no plan has: in its bubble, or before and behind the step"
+                f"device {d}: {_us(device.collectives_us)} in gathers of parameters and reductions of gradients, which "
+                f"no plan has: {_us(inside_us)} in its bubble, {share} of the step, and "
+                f"{_us(device.exposed_collectives_us)} before the step's first op or behind its last"
             )
 
 

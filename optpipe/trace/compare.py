@@ -191,8 +191,11 @@ def _ratio(measured: float, planned: float) -> float:
 
 def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Iterator[DeviceFigures]:
     planned_step_us, step_us = _length(planned), _length(spans)
+    begin_us = min((span.start_us for span in measured.values()), default=0.0)
+    end_us = max((span.end_us for span in measured.values()), default=0.0)
     for device, plan in zip(trace.devices, trace.schedule.devices, strict=True):
         before, after = ({op: times[op] for op in device.ops} for times in (planned, spans))
+        collectives = [action for action in device.actions if action.action in COLLECTIVES]
         beside = [op for other in trace.devices if other.process == device.process for op in other.ops]
         yield DeviceFigures(
             planned_bubble=1 - _ratio(_work(before), planned_step_us),
@@ -204,7 +207,11 @@ def _devices(trace: Trace, planned: Spans, measured: Spans, spans: Spans) -> Ite
             schedule_peak_bytes=plan.peak_bytes,
             planned_peak_bytes=device.planned_peak_bytes,
             peak_bytes=device.peak_bytes,
-            collectives_us=sum(action.duration_us for action in device.actions if action.action in COLLECTIVES),
+            collectives_us=sum(action.duration_us for action in collectives),
+            exposed_collectives_us=sum(
+                action.duration_us - max(0.0, min(action.end_us, end_us) - max(action.start_us, begin_us))
+                for action in collectives
+            ),
         )
 
 
@@ -290,7 +297,8 @@ class DeviceFigures:
 
     `hidden` is the measured share of its copies' time during which its process computed; None without copies.
     `schedule_peak_bytes` is the schedule's figure, the other two are the trace's. `collectives_us`: time in gathers of
-    parameters and reductions of gradients, which no plan has: it is in the measured bubble.
+    parameters and reductions of gradients, which no plan has: it is in the measured bubble, but for
+    `exposed_collectives_us`, which lie before the first op of the step or behind its last one and make it longer.
     """
 
     planned_bubble: float
@@ -303,6 +311,7 @@ class DeviceFigures:
     planned_peak_bytes: int | None
     peak_bytes: int
     collectives_us: float = 0.0
+    exposed_collectives_us: float = 0.0
 
     @property
     def expected_peak_bytes(self) -> int:

@@ -19,7 +19,7 @@ from optpipe.trace.compare import Span, compare, deciding_path, find_precedences
 from optpipe.trace.document import Trace
 from solver.build import build_schedule
 from tests.optpipe.plot.schedules import all_forwards_first, pair
-from tests.optpipe.trace.traces import trace_data, trace_of
+from tests.optpipe.trace.traces import action, trace_data, trace_of
 from tests.problems import problems
 from tests.random_plans import execute, random_orders
 from tests.recomputing import FULL, FULL_AND_OFFLOAD, SELECTIVE, SELECTIVE_AND_OFFLOAD, random_executable
@@ -48,6 +48,24 @@ def test_a_step_as_planned_differs_in_nothing(processes: bool) -> None:
     assert all(kind.median_us == kind.planned_us for kind in found.kinds)
     path = found.path
     assert (path.op_difference_us, path.gap_difference_us, path.slack_us) == (0.0, 0.0, 0.0)
+
+
+def test_collectives_lie_in_the_bubble_or_make_the_step_longer() -> None:
+    """Of a gather that begins before the first op, one between ops, and a reduction behind the last op."""
+    schedule = pair()
+    data = trace_data(schedule, {op: Span(s + 100, e + 100) for op, (s, e) in planned_spans(schedule).items()})
+    end_us = 100 + schedule.value_us
+    for kind, i, begin_us, done_us in (
+        ("GATHER", 0, 88, 103),
+        ("REDUCE_PART", 1, 110, 114),
+        ("REDUCE", 2, end_us - 1, end_us + 7),
+    ):
+        data["devices"][1]["actions"].append(action(Op(kind, 1, i), begin_us, begin_us, done_us))
+    plain, found = compare(trace_of(schedule)), compare(Trace.from_data(data))
+    assert found.step_us == plain.step_us
+    assert [device.bubble for device in found.devices] == [device.bubble for device in plain.devices]
+    assert [device.collectives_us for device in found.devices] == [0, 15 + 4 + 8]
+    assert [device.exposed_collectives_us for device in found.devices] == pytest.approx([0, 12 + 7])
 
 
 def test_one_slow_op_is_the_largest_difference_and_delays_the_step() -> None:
