@@ -21,7 +21,7 @@ from solver.published.seq1f1b import seq1f1b
 from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
-from solver.scale import refuse_too_large
+from solver.scale import refuse_too_large, refuse_too_many_costs
 from solver.strategy import Search
 
 
@@ -93,9 +93,14 @@ METHODS: dict[str, Method] = {
             "search",
             "search",
             "simulated annealing over orders, offloads, activation modes and waits",
-            _ANY,
+            f"{_ANY}, slices, free order",
             search=searches.annealing,
+            refuse=refuse_too_many_costs,
             modes=True,
+            unsplit=True,
+            factors=True,
+            slices=True,
+            free_order=True,
         ),
         Method(
             "pattern",

@@ -1,4 +1,4 @@
-"""Scale of a problem: op count, planning horizon, time unit, and the size limit of the MILP."""
+"""Scale of a problem: op count, planning horizon, time unit, and the size limits of the MILP and of annealing."""
 
 from __future__ import annotations
 
@@ -131,3 +131,34 @@ def refuse_too_large(problem: Problem) -> None:
             f"them. "
             "Maybe use auto or cp-sat, or fewer microbatches."
         )
+
+
+CODE_BITS = 31
+"""Bits with which annealing numbers an op: its unit, its kind and stage, and which costs it has."""
+
+
+def costs_have_codes(problem: Problem) -> bool:
+    """True if annealing has a number for every op with every cost: a matter of many units that all differ."""
+    return _code_bits(problem) <= CODE_BITS
+
+
+def refuse_too_many_costs(problem: Problem) -> None:
+    """Raise MethodError where annealing has no number for every op with every cost."""
+    if not costs_have_codes(problem):
+        raise MethodError(
+            f"search numbers ops with {CODE_BITS} bits, but {len(problem.class_units)} different units on "
+            f"{len(problem.stages)} stages need {_code_bits(problem)}. Maybe round microbatch_factors, so that more "
+            "microbatches are alike, or use one of the published methods."
+        )
+
+
+def _code_bits(problem: Problem) -> int:
+    """Bits for the unit, for one of six kinds and the stage, and for the unit's costs in each of the stage's ways."""
+    ways = 1
+    if problem.has_modes:
+        ways = max(
+            sum(2 if mode.recomputes and mode.segment_bytes is not None else 1 for mode in stage.choices)
+            for stage in problem.stages
+        )
+    costs = ways * len(problem.class_units)
+    return max(problem.units - 1, 1).bit_length() + (6 * len(problem.stages)).bit_length() + (costs - 1).bit_length()

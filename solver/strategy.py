@@ -21,7 +21,7 @@ from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
 from solver.exact.memory_order import is_ordered_by_memory
 from solver.limits import Cancel, Limits
-from solver.scale import count_ops, value_step_us
+from solver.scale import costs_have_codes, count_ops, value_step_us
 from solver.searches import is_ready
 from solver.solution import OnProgress, OnSolution, Progress, Solution
 
@@ -202,10 +202,9 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
-    if problem.has_factors or problem.slice_count > 1:  # the others take microbatches to be alike and whole
-        return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
-    if not all(stage.split_backward for stage in problem.stages):  # the others split them
-        return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers, once=True)]]
+    split = all(stage.split_backward for stage in problem.stages)
+    if problem.has_factors or problem.slice_count > 1 or not split:
+        return _with_units(problem, ops, workers)
     if ops <= SMALL_OPS:
         return [
             [
@@ -243,6 +242,30 @@ def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:
     if ops <= MOST_MODEL_OPS:
         behind += [TimeSlice("windows", searches.lns, 0.15, beside), TimeSlice("cp-sat", searches.cp_sat, 0.1, beside)]
     return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
+
+
+def _with_units(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
+    """Annealing and CP-SAT: in turns for small problems, side by side for others if there are the cores.
+
+    The other searches take microbatches to be alike and whole, and split all backwards.
+    """
+    if not costs_have_codes(problem):
+        return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers)]] if ops <= MOST_MODEL_OPS else []
+    if ops > MOST_MODEL_OPS:
+        return [[TimeSlice("search", searches.annealing, 0.5, workers)]]
+    if ops <= SMALL_OPS:
+        return [
+            [
+                TimeSlice("search", searches.annealing, 0.05, workers),
+                TimeSlice("cp-sat", searches.cp_sat, 0.75, workers),
+                TimeSlice("search", searches.annealing, 0.15, workers),
+            ]
+        ]
+    annealing = TimeSlice("search", searches.annealing, 0.35)
+    if workers == 1:
+        return [[annealing, TimeSlice("cp-sat", searches.cp_sat, 0.5)]]
+    beside = TimeSlice("search", searches.annealing, 0.25, workers - 1)
+    return [[annealing], [TimeSlice("cp-sat", searches.cp_sat, 0.5, workers - 1), beside]]
 
 
 def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver:

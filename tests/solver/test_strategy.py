@@ -25,10 +25,14 @@ from solver.strategy import (
     run_subsolvers,
 )
 from tests.recomputing import recomputing
+from tests.unequal import unequal
 
 SMALL, MEDIUM, LARGE, LARGEST = uniform(4, 8), uniform(8, 64), uniform(8, 1024), uniform(32, 1024)
 TIGHT = uniform(16, 32, budget=8)
 MODES_SMALL, MODES_LARGE, MODES_LARGEST = recomputing(4, 8), recomputing(8, 64), recomputing(32, 1024)
+SLICES = {"count": 2, "factors": {"forward": [1, 2]}}
+UNITS_SMALL, UNITS_LARGE, UNITS_LARGEST = (unequal(*size, slices=SLICES) for size in ((4, 4), (8, 32), (32, 512)))
+UNSPLIT = unequal(4, 8, split_backward=False)
 LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, budget=64, offload=HALF)
 
 
@@ -50,6 +54,10 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (MODES_SMALL, {"search", "cp-sat", "windows"}),
         (MODES_LARGE, {"search", "pattern", "windows", "cp-sat"}),
         (MODES_LARGEST, {"search", "pattern"}),
+        (UNITS_SMALL, {"search", "cp-sat"}),
+        (UNITS_LARGE, {"search", "cp-sat"}),
+        (UNITS_LARGEST, {"search"}),
+        (UNSPLIT, {"search", "cp-sat"}),
     ],
     ids=[
         "small",
@@ -62,6 +70,10 @@ def test_the_sizes_are_what_they_are_called() -> None:
         "modes, small",
         "modes, large",
         "modes, largest",
+        "units, small",
+        "units, large",
+        "units, largest",
+        "unsplit",
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2, 4])

@@ -57,7 +57,7 @@ def empty_times(table: Table) -> Times:
     ops = keys << table.shift
     return Times(
         end_us=np.zeros(ops),
-        order=np.full(keys * table.microbatches, NONE, np.int32),
+        order=np.full(keys * table.units, NONE, np.int32),
         position=np.full(ops, NONE, np.int32),
         marks=np.zeros((MARKS + 2, table.streams + 2 * table.devices + len(table.first))),
     )
@@ -89,7 +89,7 @@ def sweep(
     whose latest starts are out of date. Returns how many ops of the order are new; the mark from which on all is as
     before (MARKS + 1: the end; NONE: it gave up); by how much later all F and B end, together.
 
-    Op `x` of microbatch `i` stands at place `q`; `record` is that of its class, `at` its earliest start and then its
+    Op `x` of unit `i` stands at place `q`; `record` is that of its class, `at` its earliest start and then its
     end. One function, since nearly all time is spent here: with the earliest start in a function of its own annealing
     took 1.8 to 3 times as long.
     """
@@ -216,7 +216,7 @@ def latest_starts(table: Table, merged: Merged, times: Times, latest: Latest, ro
 
 
 @njit(cache=True)
-def value_us(table: Table, times: Times, start_us: Floats) -> tuple[float, float]:
+def value_us(table: Table, merged: Merged, times: Times, start_us: Floats) -> tuple[float, float]:
     """The largest and the mean time from a device's start to its end, after a sweep to the end.
 
     Notes in `start_us` when devices begin: with the first F of one of their stages; makespans count from 0.
@@ -224,7 +224,7 @@ def value_us(table: Table, times: Times, start_us: Floats) -> tuple[float, float
     fill(start_us, NEVER_US if table.spans else 0.0)
     if table.spans:
         for s in range(table.stages):
-            record = table.classes[s]
+            record = table.classes[merged.ops[merged.place[s << table.shift]] >> table.shift]
             start_us[record.device] = min(start_us[record.device], times.end_us[s << table.shift] - record.duration_us)
     largest, total = 0.0, 0.0
     for d in range(table.devices):

@@ -18,6 +18,7 @@ from numba import njit
 from optpipe.ops import Floats, Ints
 from solver.search.annealing.kernel import Latest, Times
 from solver.search.annealing.sequence import (
+    KINDS,
     NONE,
     B,
     C,
@@ -30,6 +31,7 @@ from solver.search.annealing.sequence import (
     below,
     fill,
     size,
+    turned,
     unit,
 )
 
@@ -60,15 +62,22 @@ def copy_touched(table: Table, source: Merged, target: Merged, touched: Ints) ->
 
 
 @njit(cache=True)
+def _runs_forward(stages: int, c: int) -> bool:
+    """True if the ops of a class run slices ascending: F and O."""
+    return c < stages or O * stages <= c < R * stages
+
+
+@njit(cache=True)
 def neighbour(table: Table, merged: Merged, x: int, step: int) -> int:
-    """The place of the op of the same class with the next lower (step -1) or higher (1) microbatch, or NONE."""
+    """The place of the op of the same class before (step -1) or after (1) an op, or NONE."""
     mask = (1 << table.shift) - 1
-    base, i = x & ~mask, (x & mask) + step
-    while 0 <= i < table.microbatches:
-        at = merged.place[base | i]
+    base, slices, forwards = x & ~mask, table.slices, _runs_forward(table.stages, x >> table.shift)
+    n = turned(slices, forwards, x & mask) + step
+    while 0 <= n < table.units:
+        at = merged.place[base | turned(slices, forwards, n)]
         if at >= 0:
             return int(at)
-        i += step
+        n += step
     return NONE
 
 
@@ -78,7 +87,7 @@ def earliest(table: Table, merged: Merged, x: int) -> int:
     stages, mask = table.stages, (1 << table.shift) - 1
     c, i = x >> table.shift, x & mask
     g = table.classes[c].group
-    place = max(table.first[g], neighbour(table, merged, x, -1) + 1)  # microbatches keep their order
+    place = max(table.first[g], neighbour(table, merged, x, -1) + 1)  # units keep their order
     before = table.classes[c].before
     if before >= 0 and table.classes[before].group == g:
         place = max(place, merged.place[before << table.shift | i] + 1)
@@ -109,7 +118,8 @@ def last(table: Table, merged: Merged, x: int) -> int:
     after = table.classes[c].after
     if after >= 0 and table.classes[after].group == g:
         place = min(place, merged.place[after << table.shift | i] - 1)
-    if c < W * stages:  # F before its B, B before its W
+    if c < W * stages and merged.place[(c + stages) << table.shift | i] >= 0:
+        # F before its B, B before its W if it has one
         place = min(place, merged.place[(c + stages) << table.shift | i] - 1)
     elif C * stages <= c < O * stages:  # C before its B
         place = min(place, merged.place[(c - (C - B) * stages) << table.shift | i] - 1)
@@ -155,11 +165,11 @@ def shift_by(table: Table, merged: Merged, touched: Ints, x: int, distance: int)
 
 
 @njit(cache=True)
-def insert(table: Table, merged: Merged, touched: Ints, x: int, way: int, target: int) -> None:
-    """Add an absent op at place `target`, of an activation that is held in a way."""
+def insert(table: Table, merged: Merged, touched: Ints, x: int, number: int, target: int) -> None:
+    """Add an absent op at place `target`, with the number that says what it costs."""
     g = table.classes[x >> table.shift].group
     end = table.first[g] + merged.length[g]
-    merged.ops[end] = way << table.way_shift | x
+    merged.ops[end] = number << table.way_shift | x
     merged.place[x] = end
     merged.length[g] += 1
     shift(table, merged, touched, x, target)
@@ -176,12 +186,10 @@ def remove(table: Table, merged: Merged, touched: Ints, x: int) -> None:
 
 
 @njit(cache=True)
-def add_offload(
-    table: Table, merged: Merged, touched: Ints, s: int, i: int, after: int, ahead: int, way: int = 0
-) -> bool:
+def add_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int, after: int, ahead: int) -> bool:
     """Offload the activation of F(s, i): O `after` places behind F, R `ahead` places before B, if it stays now.
 
-    Both are moved to keep the order of microbatches among the stage's offloads and reloads. False where no place does.
+    Both are moved to keep the order of units among the stage's offloads and reloads. False where no place does.
     """
     leaves = (O * table.stages + s) << table.shift | i
     returns = (R * table.stages + s) << table.shift | i
@@ -201,8 +209,9 @@ def add_offload(
         out = min(out, next_offload)
     if out > back or out <= max(last_offload, forward):
         return False
-    insert(table, merged, touched, returns, way, back)  # first, since it stands behind: `out` stays the place of O
-    insert(table, merged, touched, leaves, way, out)
+    number = int(merged.ops[forward] >> table.way_shift)
+    insert(table, merged, touched, returns, number, back)  # first, since it stands behind: `out` stays the place of O
+    insert(table, merged, touched, leaves, number, out)
     return True
 
 
@@ -220,7 +229,17 @@ def drop_offload(table: Table, merged: Merged, touched: Ints, s: int, i: int) ->
 @njit(cache=True)
 def way_of(table: Table, merged: Merged, s: int, i: int) -> int:
     """The way in which the activation of F(s, i) is held."""
-    return int(merged.ops[merged.place[s << table.shift | i]] >> table.way_shift)
+    return int(merged.ops[merged.place[s << table.shift | i]] >> table.way_shift) % table.ways
+
+
+@njit(cache=True)
+def renumber(table: Table, merged: Merged, touched: Ints, x: int, number: int) -> None:
+    """Let an op cost what it does in another way, or of another unit class."""
+    q = int(merged.place[x])
+    g = table.classes[x >> table.shift].group
+    merged.ops[q] = number << table.way_shift | x
+    touched[0, g] = min(touched[0, g], q)
+    touched[1, g] = max(touched[1, g], q)
 
 
 @njit(cache=True)
@@ -233,17 +252,14 @@ def set_way(table: Table, merged: Merged, touched: Ints, random: Word, s: int, i
         x = (kind * table.stages + s) << table.shift | i
         if merged.place[x] >= 0:
             remove(table, merged, touched, x)
+    number = int(merged.ops[merged.place[s << table.shift | i]] >> table.way_shift)
+    number += way - number % table.ways
     for kind in (0, B):
-        x = (kind * table.stages + s) << table.shift | i
-        q = int(merged.place[x])
-        g = table.classes[x >> table.shift].group
-        merged.ops[q] = way << table.way_shift | x
-        touched[0, g] = min(touched[0, g], q)
-        touched[1, g] = max(touched[1, g], q)
-    record = table.classes[way << (table.way_shift - table.shift) | s]
+        renumber(table, merged, touched, (kind * table.stages + s) << table.shift | i, number)
+    record = table.classes[number << (table.way_shift - table.shift) | s]
     if record.copies:
         after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
-        if not add_offload(table, merged, touched, s, i, after, ahead, way):
+        if not add_offload(table, merged, touched, s, i, after, ahead):
             return False
     if record.again:
         again = (C * table.stages + s) << table.shift | i
@@ -255,13 +271,13 @@ def set_way(table: Table, merged: Merged, touched: Ints, random: Word, s: int, i
         if lowest > highest:
             return False
         distance = below(random, 1 << below(random, 6))
-        insert(table, merged, touched, again, way, max(lowest, highest - distance))
+        insert(table, merged, touched, again, number, max(lowest, highest - distance))
     return True
 
 
-SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY, WAY, EXCHANGE = range(9)
-"""The kinds of moves; OFFLOAD and RELAY need offloads, WAY and EXCHANGE activation modes."""
-MOVES = 9
+SHIFT, FILL, CHAIN, DIAGONAL, GRID, OFFLOAD, RELAY, WAY, EXCHANGE, REORDER = range(10)
+"""The kinds of moves; OFFLOAD and RELAY need offloads, WAY and EXCHANGE modes, REORDER a free order of microbatches."""
+MOVES = 10
 
 
 @njit(cache=True)
@@ -280,7 +296,10 @@ def propose(
     while move < MOVES - 1 and pick >= weights[move]:
         pick -= weights[move]
         move += 1
-    if move >= OFFLOAD and len(table.choosing) == 0:
+    if move == REORDER and table.free_order:
+        _reorder(table, merged, touched, random)
+        return True
+    if move == REORDER or (move >= OFFLOAD and len(table.choosing) == 0):
         return True  # by rounding alone, its weight being 0
     if move == WAY:
         return _change_ways(table, merged, touched, random)
@@ -347,18 +366,19 @@ def _fill(table: Table, merged: Merged, touched: Ints, random: Word, x: int) -> 
 
 @njit(cache=True)
 def _chain(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
-    """Shift an op and those of the next microbatches alike, in the order in which none is in the way of the next."""
-    i = x & ((1 << table.shift) - 1)
-    count = min(2 + below(random, 1 << (1 + below(random, 6))), table.microbatches - i)
+    """Shift an op and those of the next units alike, in the order in which none is in the way of the next."""
+    mask, slices, forwards = (1 << table.shift) - 1, table.slices, _runs_forward(table.stages, x >> table.shift)
+    n = turned(slices, forwards, x & mask)
+    count = min(2 + below(random, 1 << (1 + below(random, 6))), table.units - n)
     for k in range(count):
-        y = x + (k if distance < 0 else count - 1 - k)
+        y = x & ~mask | turned(slices, forwards, n + (k if distance < 0 else count - 1 - k))
         if merged.place[y] >= 0:
             shift_by(table, merged, touched, y, distance)
 
 
 @njit(cache=True)
 def _diagonal(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
-    """Shift an op and those of the next stages of its microbatch alike."""
+    """Shift an op and those of the next stages of its unit alike."""
     for k in range(_stages_from(table, random, x)):
         y = x + (k << table.shift)
         if merged.place[y] >= 0:
@@ -367,7 +387,7 @@ def _diagonal(table: Table, merged: Merged, touched: Ints, random: Word, x: int,
 
 @njit(cache=True)
 def _grid(table: Table, merged: Merged, touched: Ints, random: Word, x: int, distance: int) -> None:
-    """Shift an op, those of the next stages and of the next microbatches alike."""
+    """Shift an op, those of the next stages and of the next units alike."""
     for k in range(_stages_from(table, random, x)):
         _chain(table, merged, touched, random, x + (k << table.shift), distance)
 
@@ -383,12 +403,12 @@ def _stages_from(table: Table, random: Word, x: int) -> int:
 def _relay(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
     """Offload another activation of a device in the place of one that is offloaded now: the traffic stays the same."""
     s = int(table.choosing[below(random, len(table.choosing))])
-    i = below(random, table.microbatches)
+    i = below(random, table.units)
     if not drop_offload(table, merged, touched, s, i):
         return
     for _ in range(8):
         other = int(table.choosing[below(random, len(table.choosing))])
-        j = max(0, min(table.microbatches - 1, i - 3 + below(random, 7)))
+        j = max(0, min(table.units - 1, i - 3 + below(random, 7)))
         if table.classes[other].device == table.classes[s].device and (other != s or j != i):
             after, ahead = below(random, 8), below(random, 1 << (1 + below(random, 5)))
             if add_offload(table, merged, touched, other, j, after, ahead):
@@ -399,7 +419,7 @@ def _relay(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
 def _toggle_offload(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
     """Add or drop the offload of some activation."""
     s = int(table.choosing[below(random, len(table.choosing))])
-    i = below(random, table.microbatches)
+    i = below(random, table.units)
     if merged.place[(O * table.stages + s) << table.shift | i] >= 0:
         drop_offload(table, merged, touched, s, i)
     else:
@@ -409,13 +429,13 @@ def _toggle_offload(table: Table, merged: Merged, touched: Ints, random: Word) -
 
 @njit(cache=True)
 def _change_ways(table: Table, merged: Merged, touched: Ints, random: Word) -> bool:
-    """Hold some activation of a stage, now and then those of the next microbatches too, in another way."""
+    """Hold some activation of a stage, now and then those of the next units too, in another way."""
     s = int(table.choosing[below(random, len(table.choosing))])
-    i = below(random, table.microbatches)
+    i = below(random, table.units)
     way = below(random, table.classes[s].drawn - 1)
     way += way >= way_of(table, merged, s, i)
     count = 1 if below(random, 4) else 1 + below(random, 1 << (1 + below(random, 4)))
-    for j in range(i, min(i + count, table.microbatches)):
+    for j in range(i, min(i + count, table.units)):
         if way_of(table, merged, s, j) != way and not set_way(table, merged, touched, random, s, j, way):
             return False
     return True
@@ -423,18 +443,66 @@ def _change_ways(table: Table, merged: Merged, touched: Ints, random: Word) -> b
 
 @njit(cache=True)
 def _exchange_ways(table: Table, merged: Merged, touched: Ints, random: Word) -> bool:
-    """Let two activations of a stage, of near microbatches, change ways: how many there are of each stays the same."""
+    """Let two activations of a stage, of near units, change ways: how many there are of each stays the same."""
     s = int(table.choosing[below(random, len(table.choosing))])
-    i = below(random, table.microbatches)
+    i = below(random, table.units)
     way = way_of(table, merged, s, i)
     for _ in range(8):
-        j = max(0, min(table.microbatches - 1, i - 8 + below(random, 17)))
+        j = max(0, min(table.units - 1, i - 8 + below(random, 17)))
         other = way_of(table, merged, s, j)
         if other != way:
             return set_way(table, merged, touched, random, s, i, other) and set_way(
                 table, merged, touched, random, s, j, way
             )
     return True
+
+
+@njit(cache=True)
+def _reorder(table: Table, merged: Merged, touched: Ints, random: Word) -> None:
+    """Let two microbatches change places, or one move to the place of another and those between move up.
+
+    What runs after what stays as it is, by places; so do ways and copies. Only what ops cost changes.
+    """
+    slices = table.slices
+    for _ in range(8):
+        i = below(random, table.units // slices)
+        distance = 1 + below(random, 1 << below(random, 7))
+        j = max(0, i - distance) if below(random, 2) else min(table.units // slices - 1, i + distance)
+        if _unit_class(table, merged, i * slices) != _unit_class(table, merged, j * slices):
+            break
+    else:
+        return
+    if below(random, 2):
+        _exchange_units(table, merged, touched, i, j)
+    else:
+        step = 1 if j > i else -1
+        for k in range(i, j, step):
+            _exchange_units(table, merged, touched, k, k + step)
+    if table.spans:  # devices may begin at other times even where all ends are as before: time it to the end
+        for g in range(len(table.first)):
+            if touched[1, g] >= 0:
+                touched[1, g] = table.first[g] + merged.length[g] - 1
+
+
+@njit(cache=True)
+def _unit_class(table: Table, merged: Merged, i: int) -> int:
+    """The unit class of the unit at a place among forwards."""
+    return int(merged.ops[merged.place[i]] >> table.way_shift) // table.ways
+
+
+@njit(cache=True)
+def _exchange_units(table: Table, merged: Merged, touched: Ints, i: int, j: int) -> None:
+    """Let the microbatches at two places change these, slice by slice."""
+    for q in range(table.slices):
+        one, other = i * table.slices + q, j * table.slices + q
+        classes = (_unit_class(table, merged, other), _unit_class(table, merged, one))
+        for k in range(2):
+            unit = other if k else one
+            for c in range(len(KINDS) * table.stages):
+                x = c << table.shift | unit
+                if merged.place[x] >= 0:
+                    way = int(merged.ops[merged.place[x]] >> table.way_shift) % table.ways
+                    renumber(table, merged, touched, x, classes[k] * table.ways + way)
 
 
 REACH = 200

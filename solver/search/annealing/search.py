@@ -33,8 +33,11 @@ from solver.search.annealing.kernel import (
     value_us,
 )
 from solver.search.annealing.moves import (
+    EXCHANGE,
     MOVES,
     OFFLOAD,
+    RELAY,
+    REORDER,
     UNTOUCHED,
     WAY,
     clear,
@@ -44,7 +47,6 @@ from solver.search.annealing.moves import (
     propose,
 )
 from solver.search.annealing.sequence import (
-    KINDS,
     MARKS,
     NONE,
     Merged,
@@ -63,7 +65,7 @@ from solver.search.annealing.sequence import (
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 
-WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0])
+WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0, 0.5])
 """Relative frequency of each kind of move; those without an object in a problem have none there."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)
@@ -135,9 +137,10 @@ def build_state(table: Table, merged: Merged, seed: int, weights: Floats = WEIGH
 def _possible_moves(table: Table) -> Ints:
     """1 for each kind of move that a problem has an object for, else 0."""
     kinds = np.arange(MOVES)
-    has_ways = len(table.classes) > len(KINDS) * table.stages
-    choices = (kinds >= WAY) if has_ways else (kinds >= OFFLOAD) & (kinds < WAY)
-    return ((kinds < OFFLOAD) | (choices & (len(table.choosing) > 0))).astype(np.int64)
+    choices = (kinds == WAY) | (kinds == EXCHANGE) if table.ways > 1 else (kinds == OFFLOAD) | (kinds == RELAY)
+    possible = (kinds < OFFLOAD) | (choices & (len(table.choosing) > 0))
+    possible |= (kinds == REORDER) & table.free_order
+    return np.asarray(possible, np.int64)
 
 
 @njit(cache=True)
@@ -155,7 +158,7 @@ def begin_annealing(state: State, merged: Merged) -> bool:
         return False
     state.work[0] += 3 * size(state.tried)
     copy(state.times.marks[0], state.kept_times.marks[0])
-    value, mean = value_us(table, state.times, state.start_us)
+    value, mean = value_us(table, state.tried, state.times, state.start_us)
     _accept(state, 0, size(state.tried), MARKS + 1, value, mean)
     state.numbers[ENERGY] = value
     _note_best(state)
@@ -201,7 +204,7 @@ def anneal(state: State, temperature_us: float, work: int) -> bool:
         state.work[0] += done - mark * table.step
         value, mean = state.numbers[VALUE], state.numbers[MEAN_SPAN]
         if row > MARKS:  # a sweep that met its old state again leaves the ends of all devices as they were
-            value, mean = value_us(table, state.times, state.start_us)
+            value, mean = value_us(table, state.tried, state.times, state.start_us)
         energy = state.numbers[ENERGY] + value - state.numbers[VALUE]
         energy += state.energy_weights[MEAN] * (mean - state.numbers[MEAN_SPAN])
         energy += state.energy_weights[FLOW] * later_us
@@ -339,6 +342,14 @@ def local_search(
     return best.answer
 
 
+def _mean_duration_us(table: Table, merged: Merged) -> float:
+    """The mean duration of F, B and W, over all stages and units."""
+    numbers, counts = np.unique(merged.ops[merged.place[: table.units]] >> table.way_shift, return_counts=True)
+    firsts = (numbers // table.ways * table.ways) << (table.way_shift - table.shift)
+    means = [table.classes["duration_us"][first : first + 3 * table.stages].mean() for first in firsts]
+    return float(np.average(means, weights=counts / counts.sum()))
+
+
 class _SharedBest:
     """The best of all threads: the answer, and the sequences that it came from with their value in the kernel."""
 
@@ -378,7 +389,7 @@ class _Thread:
         state = build_state(table, starts[0], limits.seed * 1009 + worker)
         assert state is not None
         self.state: State = state
-        self.mean_duration_us = float(table.classes["duration_us"][: 3 * table.stages].mean())
+        self.mean_duration_us = _mean_duration_us(table, starts[0])
         self.offered_us = float("inf")
         self.offered_at = 0
 
@@ -392,6 +403,8 @@ class _Thread:
             self.state.energy_weights[FLOW] = cooling.flow
             while not self._over() and self._spent() < end:
                 done = min(1.0, (self._spent() - first) / (end - first))
+                if self.state.table.spans and self.state.table.free_order:
+                    begin_annealing(self.state, self.state.kept)  # when devices may begin depends on the order
                 anneal(self.state, temperature_us * COOLING_FACTOR**-done, CHUNK_WORK)
                 self._offer(REPORT_WORK_PER_OP * int(self.state.best.length.sum()))
             self._offer(0)

@@ -6,13 +6,17 @@ the timings do, the op that stands last among those that have taken memory finds
 the memory of a device never exceeds the level that is counted along the sequence (the argument of `optpipe.memory`,
 with the place in the sequence as the planned time). So a budget is kept if every prefix keeps it, whatever the times.
 
-An op is ``class << shift | microbatch`` with ``class = kind * stages + stage``, kinds in the order of KINDS. A fused
-backward is a B with its W right behind it. A *group* is the devices that share copy channels, usually one device.
+An op is ``class << shift | unit`` with ``class = kind * stages + stage``, kinds in the order of KINDS. Units, which are
+microbatches or slices of them, are numbered here in the order of the forwards of a stage; backwards run microbatch
+after microbatch, its slices from the last to the first (`turned`). A fused backward is a B with its W right behind it,
+or a B alone on a stage that cannot split it. A *group* is the devices that share copy channels, usually one device.
 
 Where stages have activation modes, each activation is held in a *way*: a mode, and ahead or inside where it recomputes.
-In sequences an op carries the number of that way above its class, so that the record at ``code >> shift`` has what it
-costs in that way; all else knows ops by ``code & key_mask``, which has none. W costs the same in every way and carries
-none. Without modes there is one way, and codes are ops.
+Where units have costs of their own, they fall into *unit classes* of equal costs. In sequences an op carries the number
+``unit class * ways + way`` above its class, so that the record at ``code >> shift`` has what it costs; all else knows
+ops by ``code & key_mask``, which has no such number. W costs the same in every way and carries way 0. Without modes and
+factors the number is 0, and codes are ops. Where the order of the microbatches is free, the unit classes of the units
+are that order: microbatches of one class are alike, and keep the order of their numbers in the problem.
 
 Random numbers are xorshift (Marsaglia 2003), since numba's own generator belongs to a thread: this one belongs to a
 search, so that a seed gives one run.
@@ -34,6 +38,7 @@ from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Floats, Ints, Op,
 from optpipe.problem import OFFLOAD, Problem, Stage
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
+from solver.scale import refuse_too_many_costs
 from solver.variants import Variant, variants
 
 Codes = NDArray[np.int32]
@@ -58,7 +63,7 @@ _CLASS = np.dtype(
         ("stream", np.int32),  # a device's compute stream has its number; channels follow, two a group
         ("acquires", np.int32),
         ("releases", np.int32),
-        ("before", np.int32),  # the class whose op of the same microbatch must end `delay_us` before, on another stream
+        ("before", np.int32),  # the class whose op of the same unit must end `delay_us` before, on another stream
         ("returns", np.int32),  # for B and C: the class of their R
         ("after", np.int32),  # whose `before` or `returns` this is, O and C aside
         ("leaves", np.int32),  # for F: the class of its O, for R: of its C
@@ -75,16 +80,19 @@ _CLASS = np.dtype(
 
 
 class Table(NamedTuple):
-    """Constants of a problem. `classes`: one record a class, from ``n << (way_shift - shift)`` on those of way n.
+    """Constants of a problem. `classes`: one record a class, from ``n << (way_shift - shift)`` on with the costs of
+    number n, which is ``unit class * ways + way``.
 
     `first`: by group, where its part of the sequence array begins. `alone`: by group, its device if it has one only.
     `step`: ops from one mark of a sweep to the next. `choosing`: the stages that may offload, or with several ways.
-    `key_mask`: the lowest `way_shift` bits of a code. All functions are given the table by value, so it is kept small.
+    `key_mask`: the lowest `way_shift` bits of a code. `free_order`: True if microbatches may change places. All
+    functions are given the table by value, so it is kept small.
     """
 
     shift: int
     stages: int
-    microbatches: int
+    units: int
+    slices: int
     devices: int
     streams: int
     step: int
@@ -94,15 +102,19 @@ class Table(NamedTuple):
     alone: Ints
     budget_bytes: Ints
     choosing: Ints
+    ways: int
     way_shift: int
     key_mask: int
+    free_order: bool
 
 
 def build_table(problem: Problem) -> Table:
-    """Build the constants of a problem."""
+    """Build the constants of a problem. Raises MethodError where there are more different ops than codes."""
+    refuse_too_many_costs(problem)
     count, m = len(problem.stages), problem.units
     keys, shift = len(KINDS) * count, max(m - 1, 1).bit_length()
     ways = [stage_ways(problem, s) for s in range(count)]
+    way_shift = shift + keys.bit_length()
     classes = _classes(problem, ways, 1 << keys.bit_length())
     capacity = np.bincount(classes["group"][:keys], minlength=len(problem.channel_groups)) * m
     copying = [s for s, stage in enumerate(problem.stages) if any(mode.offload for mode in stage.choices)]
@@ -110,7 +122,8 @@ def build_table(problem: Problem) -> Table:
     return Table(
         shift=shift,
         stages=count,
-        microbatches=m,
+        units=m,
+        slices=problem.slice_count,
         devices=len(problem.devices),
         streams=len(problem.devices) + 2 * len(problem.channel_groups),
         step=(3 * count + 2 * len(copying) + recomputing) * m // MARKS + 1,
@@ -120,9 +133,20 @@ def build_table(problem: Problem) -> Table:
         alone=np.array([g[0] if len(g) == 1 else NONE for g in problem.channel_groups], np.int64),
         budget_bytes=budgets_bytes(problem),
         choosing=np.flatnonzero(classes["drawn"][:count] > 1) if problem.has_modes else np.array(copying, np.int64),
-        way_shift=shift + keys.bit_length(),
-        key_mask=(1 << (shift + keys.bit_length())) - 1,
+        ways=max(map(len, ways)),
+        way_shift=way_shift,
+        key_mask=(1 << way_shift) - 1,
+        free_order=problem.has_free_order,
     )
+
+
+@njit(cache=True)
+def turned(slices: int, forwards: bool, place: int) -> int:
+    """The unit at a place among the ops of a class, or the place of a unit there: this is its own inverse.
+
+    Units are numbered by their place among forwards. F and O run in that order, backwards, R and C slices descending.
+    """
+    return place if slices == 1 or forwards else place + slices - 1 - 2 * (place % slices)
 
 
 def stage_ways(problem: Problem, s: int) -> Sequence[Variant]:
@@ -144,11 +168,12 @@ def budgets_bytes(problem: Problem) -> Ints:
 
 
 def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -> Records:
-    """Records of all classes, those of way n from ``n * stride`` on; costs of classes that a way lacks are 0."""
+    """Records of all classes, those of number n from ``n * stride`` on; costs of classes that a way lacks are 0."""
     stages, count, devices = problem.stages, len(problem.stages), len(problem.devices)
     group_of = {d: g for g, members in enumerate(problem.channel_groups) for d in members}
-    keys = len(KINDS) * count
-    classes = np.zeros((max(map(len, ways)) - 1) * stride + keys, _CLASS)
+    keys, most_ways = len(KINDS) * count, max(map(len, ways))
+    numbers = len(problem.class_units) * most_ways
+    classes = np.zeros((numbers - 1) * stride + keys, _CLASS)
     first = classes[:keys]
     for c, record in enumerate(first):
         kind, stage = KINDS[c // count], stages[c % count]
@@ -158,15 +183,10 @@ def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -
         record["stream"] = channel if kind in "OR" else stage.device
     for name in ("before", "returns", "after", "leaves"):
         first[name] = NONE
-
-    def follow(after: int, before: int, delays_us: Sequence[float]) -> None:
-        """Relate neighbouring stages, from two first classes on."""
-        for k, delay_us in enumerate(delays_us):
-            first["before"][after + k], first["after"][before + k] = before + k, after + k
-            first["delay_us"][after + k] = first["after_us"][before + k] = delay_us
-
-    follow(F * count + 1, F * count, problem.forward_delay_us)
-    follow(B * count, B * count + 1, problem.backward_delay_us)
+    first["before"][F * count + 1 : B * count] = np.arange(F * count, B * count - 1)
+    first["after"][F * count : B * count - 1] = np.arange(F * count + 1, B * count)
+    first["before"][B * count : W * count - 1] = np.arange(B * count + 1, W * count)
+    first["after"][B * count + 1 : W * count] = np.arange(B * count, W * count - 1)
     for s, stage in enumerate(stages):
         out, back, again = O * count + s, R * count + s, C * count + s
         first["before"][out], first["before"][back], first["after"][out] = s, out, back
@@ -175,14 +195,24 @@ def _classes(problem: Problem, ways: Sequence[Sequence[Variant]], stride: int) -
             first["returns"][B * count + s], first["after"][back] = back, B * count + s
             if stage.modes:
                 first["returns"][again], first["leaves"][back] = back, again
-    for n in range(1, max(map(len, ways))):
-        classes[n * stride : n * stride + keys] = first
-    for s, stage in enumerate(stages):
-        for n, way in enumerate(ways[s]):
+    delays_us = {name: delays[:, problem.class_units] for name, delays in problem.unit_delays_us.items()}
+    for n in range(numbers):
+        unit_class, number = divmod(n, most_ways)
+        records = classes[n * stride : n * stride + keys]
+        records[:] = first
+        forward_us, backward_us = (delays_us[name][:, unit_class] for name in ("forward", "backward"))
+        records["delay_us"][F * count + 1 : B * count] = records["after_us"][F * count : B * count - 1] = forward_us
+        records["delay_us"][B * count : W * count - 1] = records["after_us"][B * count + 1 : W * count] = backward_us
+        for s in range(count):
+            if number >= len(ways[s]):
+                continue
+            stage = problem.unit_stages[s][unit_class]
+            way = ways[s][number]
+            way = way._replace(mode=stage.choices[way.choice])
             for k, kind in enumerate(KINDS):
-                _set_costs(classes[n * stride + k * count + s], stage, kind, way if problem.has_modes else None)
-            record = classes[n * stride + s]
-            record["drawn"] = len(variants(stage))
+                _set_costs(records[k * count + s], stage, kind, way if problem.has_modes else None)
+            record = records[s]
+            record["drawn"] = len(variants(stages[s]))
             record["copies"], record["again"] = way.mode.offload is not None, way.ahead
     return classes
 
@@ -194,7 +224,10 @@ def _set_costs(record: Any, stage: Stage, kind: str, way: Variant | None) -> Non
         return
     if kind == "C" and not (way and way.ahead):
         return
-    kind = "CB" if kind == "B" and way and way.inside else kind
+    if kind == "W" and not stage.split_backward:
+        return
+    if kind == "B":
+        kind = ("CB" if way and way.inside else "B") + ("" if stage.split_backward else "W")
     effect = device_effect(stage, kind, mode)
     record["acquires"], record["releases"] = effect.acquires, effect.releases
     record["duration_us"] = duration_us(stage, kind, mode)
@@ -205,6 +238,10 @@ def _set_costs(record: Any, stage: Stage, kind: str, way: Variant | None) -> Non
 FUSED = [ORDER_KINDS.index(kind) for kind in ("BW", "CBW")]
 
 BACKWARD_INSIDE = ORDER_KINDS.index("CB")
+
+WHOLE = np.arange(len(ORDER_KINDS))
+WHOLE[[ORDER_KINDS.index("B"), BACKWARD_INSIDE]] = FUSED
+"""For each kind of orders that of the op on a stage that cannot split its backwards."""
 
 KIND_OF_PART = np.array([KINDS.find("B" if "B" in kind else kind) for kind in ORDER_KINDS])
 """For each kind of orders its kind in sequences, for a fused backward that of its first part."""
@@ -247,17 +284,18 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     """The sequences of simulated orders.
 
     An op stands where its start is planned, one that only releases where its end is: so the level along a sequence
-    is the planned memory, and no wait delays an op at its planned time. Fused backwards are split; where one overtakes
-    a W (docs/adr/0006), the W of that stage, which are all alike, change places to be in order.
+    is the planned memory, and no wait delays an op at its planned time. Fused backwards are split where they can be;
+    where one overtakes a W (docs/adr/0006), the W of that stage change places to be in order.
     """
-    ops = simulation.ops
-    fused = np.isin(ops.kind, FUSED)
+    problem, ops = simulation.problem, simulation.ops
+    fused = np.isin(ops.kind, FUSED) & np.array([stage.split_backward for stage in problem.stages])[ops.stage]
     part = np.repeat(np.arange(len(ops)), 1 + fused)  # a fused backward twice: B, then W
     second = np.diff(part, prepend=-1) == 0
     kind, stage, first = KIND_OF_PART[ops.kind[part]], ops.stage[part], fused[part] & ~second
     kind[second] = W
-    way = np.where(kind == W, 0, _ways_taken(simulation)[stage, ops.microbatch[part]])
-    above = way << (table.way_shift - table.shift)
+    units = ops.microbatch[part]
+    way = np.where(kind == W, 0, _ways_taken(simulation)[stage, units])
+    above = (problem.unit_class[units] * table.ways + way) << (table.way_shift - table.shift)
     of_class = above | kind * table.stages + stage
     start_us, end_us = simulation.start_us[part], simulation.end_us[part]
     between_us = start_us + table.classes["duration_us"][np.where(first, of_class, 0)]
@@ -266,15 +304,17 @@ def merge(table: Table, simulation: Simulation) -> Merged:
     key_us = np.where(releases_only[of_class], end_us, start_us)
     lane = len(STREAMS) * simulation.device[part] + np.asarray(STREAM_OF_KIND)[ops.kind[part]]
     lanes = np.concatenate([[0], 1 + np.flatnonzero(np.diff(lane)), [len(lane)]])
-    codes = (of_class << table.shift | ops.microbatch[part]).astype(np.int32)
-    for weights in range(W * table.stages, (W + 1) * table.stages):
-        of_stage = codes >> table.shift == weights
-        codes[of_stage] = np.sort(codes[of_stage])
+    forwards = ops.microbatch[(ops.kind == F) & (ops.stage == 0)]  # in the order in which they run
+    codes = (of_class << table.shift | np.argsort(forwards)[units]).astype(np.int32)
+    backward_place = np.argsort(problem.units_in_order("W", forwards[:: table.slices] // table.slices))[units]
+    for s in range(table.stages):
+        of_stage = np.flatnonzero((kind == W) & (stage == s))
+        codes[of_stage] = codes[of_stage[np.argsort(backward_place[of_stage])]]
     return _merge(table, codes, key_us, lanes)
 
 
 def _ways_taken(simulation: Simulation) -> Ints:
-    """The way of each activation, of shape (stages, microbatches)."""
+    """The way of each activation, of shape (stages, units)."""
     problem, ops = simulation.problem, simulation.ops
     size = len(problem.stages), problem.units
     taken = np.zeros(size, np.int64)
@@ -298,7 +338,7 @@ def _merge(table: Table, waiting: Codes, key_us: Floats, lanes: Ints) -> Merged:
     At one time releases go before ops that take memory.
     """
     keys = len(KINDS) * table.stages
-    ops = np.full(keys * table.microbatches, NONE, np.int32)
+    ops = np.full(keys * table.units, NONE, np.int32)
     length = np.zeros(len(table.first), np.int64)
     place = np.full(keys << table.shift, NONE, np.int32)
     present = np.zeros(len(place), np.bool_)
@@ -345,17 +385,21 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     codes = np.concatenate([merged.ops[first : first + length] for first, length in groups])
     of_class = codes >> table.shift
     kind, stage = np.divmod((codes & table.key_mask) >> table.shift, table.stages)
-    microbatch, way = codes & ((1 << table.shift) - 1), codes >> table.way_shift
+    microbatch_order = _microbatch_order(problem, table, merged)
+    unit = problem.units_in_order("F", microbatch_order)[codes & ((1 << table.shift) - 1)]
+    way = (codes >> table.way_shift) % table.ways
     inside, modes = np.zeros(len(codes), bool), None
     if problem.has_modes:
-        modes = np.zeros((table.stages, table.microbatches), np.int64)
+        modes = np.zeros((table.stages, table.units), np.int64)
         for s in range(table.stages):
             of_stage = stage == s
             ways = stage_ways(problem, s)
             inside |= of_stage & (kind == B) & np.array([entry.inside for entry in ways])[way * of_stage]
             forwards = of_stage & (kind == F)
-            modes[s, microbatch[forwards]] = np.array([entry.choice for entry in ways])[way[forwards]]
-    ops = OpArray(np.where(inside, BACKWARD_INSIDE, KIND_OF_ORDERS[kind]), stage, microbatch)
+            modes[s, unit[forwards]] = np.array([entry.choice for entry in ways])[way[forwards]]
+    of_orders = np.where(inside, BACKWARD_INSIDE, KIND_OF_ORDERS[kind])
+    whole = ~np.array([entry.split_backward for entry in problem.stages])[stage]
+    ops = OpArray(np.where(whole, WHOLE[of_orders], of_orders), stage, unit)
     stream = np.asarray(STREAM_OF_KIND)[ops.kind]
     lane = len(STREAMS) * table.classes["device"][of_class] + stream
     lanes = len(STREAMS) * len(problem.devices)
@@ -366,7 +410,23 @@ def orders_from_sequences(problem: Problem, table: Table, merged: Merged) -> Ord
     for served in shared_channels(problem):
         on_channel = np.isin(lane, [len(STREAMS) * d + STREAMS.index(name) for d, name in served])
         channels.append(ops[np.flatnonzero(on_channel)])
-    return Orders(devices, _waits(table, ops, of_class, lane), [channel for channel in channels if channel], modes)
+    waits = _waits(table, ops, of_class, lane)
+    return Orders(devices, waits, [channel for channel in channels if channel], modes, microbatch_order)
+
+
+def _microbatch_order(problem: Problem, table: Table, merged: Merged) -> list[int] | None:
+    """The microbatches in the order in which they run; None where that is not free.
+
+    Those of one class are alike and keep the order of their numbers, so the classes along the sequence say it.
+    """
+    if not table.free_order:
+        return None
+    first = merged.ops[merged.place[: table.units : table.slices]]  # F of their first slices on the first stage
+    classes = (first >> table.way_shift) // table.ways
+    order = np.empty(problem.microbatches, np.int64)
+    order[np.argsort(classes, kind="stable")] = np.argsort(problem.unit_class[:: table.slices], kind="stable")
+    chosen: list[int] = order.tolist()
+    return chosen
 
 
 def _waits(table: Table, ops: OpArray, of_class: Ints, lane: Ints) -> dict[Op, list[Op]]:

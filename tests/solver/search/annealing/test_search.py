@@ -112,7 +112,7 @@ def check_times(state: State) -> None:
     everything = np.array([[0] * len(table.first), [len(merged.ops)] * len(table.first)])
     assert sweep(table, merged, times, times, 0, latest, 0.0, everything)[1] == MARKS + 1
     start_us = np.zeros(table.devices)
-    assert value_us(table, times, start_us) == pytest.approx((state.numbers[VALUE], state.numbers[MEAN_SPAN]))
+    assert value_us(table, merged, times, start_us) == pytest.approx((state.numbers[VALUE], state.numbers[MEAN_SPAN]))
     set_deadlines(table, latest, start_us, state.numbers[VALUE])
     latest_starts(table, merged, times, latest, MARKS + 1, NONE)
     there = merged.place >= 0
