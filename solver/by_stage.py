@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from optpipe.costs import Costs
-from optpipe.ops import DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, OpArray, Orders, WaitArray
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.build import within_budgets
@@ -28,6 +29,13 @@ Search = Callable[[Problem, Limits, Solution, OnSolution], Solution]
 
 IN_FLIGHT = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25)
 """Microbatches in flight that a choice makes room for, as a share of the stages from a stage to the last (1F1B's)."""
+
+_C = KINDS.index("C")
+_BACKWARDS = [KINDS.index("B"), KINDS.index("BW")]
+_RECOMPUTATIONS = [KINDS.index(kind) for kind in ("C", "CB", "CBW")]
+_INSIDE = np.array([KINDS.index(f"C{kind}" if kind in ("B", "BW") else kind) for kind in KINDS])
+"""The kind that each kind is where the backward recomputes."""
+_PLAIN = np.array([KINDS.index(kind if kind == "C" else kind.removeprefix("C")) for kind in KINDS])
 
 
 @dataclass(frozen=True)
@@ -68,48 +76,72 @@ class ByStage:
                     return None
                 modes[s, leaves[s] == left] = choice
         devices = [
-            DeviceOrders([part for op in device.compute for part in self._parts(op)], device.offload, device.reload)
-            for device in orders.devices
+            replace(device, compute=self._with_recomputation(OpArray.of(device.compute))) for device in orders.devices
         ]
-        waits = {
-            self._parts(op)[0]: [self._parts(other)[-1] for other in others] for op, others in orders.waits.items()
-        }
-        return Orders(devices, waits, orders.channels, modes)
+        waits = WaitArray.of(orders.waits)
+        # A backward waits, or is waited for, as C and backward do together: C is first, the backward last.
+        named = WaitArray(self._begin(waits.op), self._end(waits.before))
+        return Orders(devices, named, orders.channels, modes)
 
-    def _parts(self, op: Op) -> Sequence[Op]:
-        """An op of the plain problem as ops of the problem: a backward that recomputes is C and the backward, or CB."""
-        variant = self.chosen[op.stage]
-        if op.kind not in ("B", "BW") or not variant.mode.recomputes:
-            return [op]
-        return [op._replace(kind=f"C{op.kind}")] if variant.inside else [op._replace(kind="C"), op]
+    @cached_property
+    def _ahead(self) -> Bools:
+        return np.array([variant.ahead for variant in self.chosen])
+
+    @cached_property
+    def _inside(self) -> Bools:
+        return np.array([variant.inside for variant in self.chosen])
+
+    def _with_recomputation(self, ops: OpArray) -> OpArray:
+        """Compute ops of the plain problem as ops of the problem: a backward that recomputes is C and itself, or CB."""
+        last = self._end(ops)
+        twice = np.flatnonzero(np.isin(ops.kind, _BACKWARDS) & self._ahead[ops.stage])
+        kind = np.insert(last.kind, twice, _C)
+        return OpArray(kind, *(np.insert(column, twice, column[twice]) for column in (ops.stage, ops.microbatch)))
+
+    def _begin(self, ops: OpArray) -> OpArray:
+        """The first of the ops that each op of the plain problem is."""
+        ahead = np.isin(ops.kind, _BACKWARDS) & self._ahead[ops.stage]
+        last = self._end(ops)
+        return OpArray(np.where(ahead, _C, last.kind), ops.stage, ops.microbatch)
+
+    def _end(self, ops: OpArray) -> OpArray:
+        """The last of the ops that each op of the plain problem is."""
+        return OpArray(np.where(self._inside[ops.stage], _INSIDE[ops.kind], ops.kind), ops.stage, ops.microbatch)
 
     def without_modes(self, orders: Orders) -> Orders | None:
         """Orders of the problem as orders of the plain one, in which all microbatches of a stage are in its variant.
 
         None where a C is not right before its backward, or what moves copies is in another mode.
         """
-        devices = []
+        devices, backward = [], np.full((len(self.problem.stages), self.problem.units), _BACKWARDS[0])
         for device in orders.devices:
-            compute: list[Op] = []
-            ops = iter(device.compute)
-            for op in ops:
-                if op.kind == "C":
-                    following = next(ops, None)
-                    if following is None or following[1:] != op[1:]:
-                        return None
-                    op = following
-                compute.append(op._replace(kind=op.kind.removeprefix("C")))
-            devices.append(DeviceOrders(compute, device.offload, device.reload))
-        names = {part: op for device in devices for op in device.compute for part in self._parts(op)}
-        waits = {
-            names.get(op, op): [names.get(other, other) for other in others] for op, others in orders.waits.items()
-        }
+            ops = OpArray.of(device.compute)
+            recomputed = np.flatnonzero(ops.kind == _C)
+            if len(recomputed) and recomputed[-1] + 1 == len(ops):
+                return None
+            ahead, following = ops[recomputed], ops[recomputed + 1]
+            if np.any(ahead.stage != following.stage) or np.any(ahead.microbatch != following.microbatch):
+                return None
+            compute = self._without_recomputation(ops[np.flatnonzero(ops.kind != _C)])
+            fused = compute[np.flatnonzero(compute.kind == _BACKWARDS[1])]
+            backward[fused.stage, fused.microbatch] = _BACKWARDS[1]
+            devices.append(replace(device, compute=compute))
+        waits = WaitArray.of(orders.waits)
+        waits = WaitArray(*(self._without_recomputation(ops, backward) for ops in (waits.op, waits.before)))
         plain = Orders(devices, waits, orders.channels)
         back = self.with_modes(plain)
         if back is None or back.modes is None:
             return None
         others = orders.modes is not None and (orders.modes != back.modes) & (orders.modes != 0)
         return None if np.any(others) else plain
+
+    @staticmethod
+    def _without_recomputation(ops: OpArray, backward: Ints | None = None) -> OpArray:
+        """Ops of the problem as ops of the plain one; a C is the backward of its stage and microbatch."""
+        kind = _PLAIN[ops.kind]
+        if backward is not None:
+            kind = np.where(ops.kind == _C, backward[ops.stage, ops.microbatch], kind)
+        return OpArray(kind, ops.stage, ops.microbatch)
 
 
 def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant, share: float) -> dict[str, Any]:
@@ -202,7 +234,7 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
     """
     if orders.modes is None:
         return orders
-    modes = orders.modes.copy()
+    modes, sizes = orders.modes.copy(), _sizes_bytes(problem)
     costs, devices = Costs(problem, orders.modes), []
     for device, entry in zip(orders.devices, problem.devices, strict=True):
         if device.offload or entry.memory_bytes is None:
@@ -211,28 +243,54 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
         ops = OpArray.of(device.compute)
         changes = costs.device_effects(ops)
         after = np.cumsum(changes.sum(axis=1))
-        during = after - changes[:, 1]
-        room = entry.memory_bytes - np.maximum(during, after)
-        at = {op: n for n, op in enumerate(ops)}
-        kept: dict[Op, Op | None] = {}
-        for n, op in enumerate(ops):
-            if not op.kind.startswith("C"):
-                continue
-            mode = problem.stages[op.stage].choices[modes[op.stage, op.microbatch]]
-            first, more = at[Op("F", op.stage, op.microbatch)], mode.recomputed_bytes
-            started = entry.memory_bytes - during[first] + mode.forward_workspace_bytes
-            inside = 0 if op.kind == "C" else max(more - (mode.segment_bytes or 0), 0)
-            between = room[first + 1 : n].min(initial=more)
-            if min(started, entry.memory_bytes - after[first], between) < more or room[n] < inside:
-                continue
-            for level, change in ((room, -1), (during, 1), (after, 1)):
-                level[first:n] += change * more
-            room[n] -= inside
-            kept[op] = None if op.kind == "C" else op._replace(kind=op.kind[1:])
-            modes[op.stage, op.microbatch] = 0
-        compute = [kept.get(op, op) for op in device.compute]
-        devices.append(DeviceOrders([op for op in compute if op is not None]))
+        forward = np.flatnonzero(ops.kind == KINDS.index("F"))
+        first = np.zeros(modes.shape, np.int64)
+        first[ops.stage[forward], ops.microbatch[forward]] = forward
+        recomputations = np.flatnonzero(np.isin(ops.kind, _RECOMPUTATIONS))
+        again = ops[recomputations]
+        more, workspace, segment = sizes[:, again.stage, modes[again.stage, again.microbatch]]
+        inside = np.where(again.kind == _C, 0, np.maximum(more - segment, 0))
+        at = first[again.stage, again.microbatch]
+        kept = _kept(recomputations, at, more, inside, workspace, after - changes[:, 1], after, entry.memory_bytes)
+        modes[again.stage[kept], again.microbatch[kept]] = 0
+        kind, stays = ops.kind.copy(), np.ones(len(ops), bool)
+        kind[recomputations[kept]] = _PLAIN[again.kind[kept]]
+        stays[recomputations[kept]] = again.kind[kept] != _C
+        devices.append(DeviceOrders(OpArray(kind, ops.stage, ops.microbatch)[np.flatnonzero(stays)]))
     return Orders(devices, orders.waits, orders.channels, modes)
+
+
+def _sizes_bytes(problem: Problem) -> Ints:
+    """What the modes recompute, F's workspace and the segment, of shape (3, stages, modes)."""
+    sizes = np.zeros((3, len(problem.stages), max(len(stage.choices) for stage in problem.stages)), np.int64)
+    for s, stage in enumerate(problem.stages):
+        for choice, mode in enumerate(stage.choices):
+            sizes[:, s, choice] = mode.recomputed_bytes, mode.forward_workspace_bytes, mode.segment_bytes or 0
+    return sizes
+
+
+@njit(cache=True)
+def _kept(
+    at: Ints, first: Ints, more: Ints, inside: Ints, workspace: Ints, during: Ints, after: Ints, budget: int
+) -> Bools:
+    """Which recomputations may go, at positions `at` with their F at `first`; `during` and `after` become what is held.
+
+    Without one, `more` bytes are held from its F on, and beside a backward that it was inside of the rest, `inside`.
+    """
+    kept = np.zeros(len(at), np.bool_)
+    beside = np.zeros(len(during), np.int64)
+    for k in range(len(at)):
+        begin, end = first[k], at[k]
+        level = max(during[begin] - workspace[k], after[begin])
+        for n in range(begin + 1, end):
+            level = max(level, during[n] + beside[n], after[n] + beside[n])
+        if level + more[k] > budget or max(during[end], after[end]) + beside[end] + inside[k] > budget:
+            continue
+        kept[k] = True
+        during[begin:end] += more[k]
+        after[begin:end] += more[k]
+        beside[end] += inside[k]
+    return kept
 
 
 def search_by_stage(
