@@ -1,25 +1,27 @@
 """Checks that need a GPU, as a table: `python -m benchmarks.gpu_check`, or `make gpu-check`.
 
 Virtual devices share one GPU, each with three streams of its own. Without a GPU it exits with code 2; with
-one it ends with 0 where every check passed, and with 1 otherwise.
+one it ends with 0 where every check passed, and with 1 otherwise: also where a check fails with an error, which is a
+row of the table, or where eight minutes are over.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import Timer
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_rig import Rig
@@ -42,6 +44,7 @@ LARGE = GPTShape(width=4096, heads=32, sequence=2048, layers=4)
 MAX_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 MIN_HIDDEN, MAX_PEAK_DEVIATION, MAX_SLOWDOWN = 0.9, 0.05, 0.02
 STEPS = 10
+LIMIT_SECONDS = 470.0
 
 Interval = tuple[float, float]
 
@@ -61,11 +64,49 @@ def main() -> int:
         print("gpu-check needs a GPU that torch can use, and there is none: nothing was checked.", file=sys.stderr)
         return 2
     device = torch.device("cuda", 0)
-    findings = [finding for check in CHECKS for finding in check(device)]
-    rows = [[f.check, f.measured, f.wanted, "yes" if f.passed else "NO"] for f in findings]
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}\n")
-    print(table(["check", "measured", "wanted", "passed"], rows, text_columns=1))
-    return 0 if all(f.passed for f in findings) else 1
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}\n", flush=True)
+    return run_checks(CHECKS, device)
+
+
+def run_checks(
+    checks: Sequence[Check],
+    device: torch.device,
+    limit_seconds: float = LIMIT_SECONDS,
+    leave: Callable[[int], Any] = os._exit,
+) -> int:
+    """Run checks one after the other and print one table of what they found; returns the exit code.
+
+    An error is a finding, and the other checks still run. After `limit_seconds` the table so far is printed and the
+    process left by `leave`, whatever a check waits for.
+    """
+    findings: list[Finding] = []
+    seconds: list[str] = []
+
+    def print_table() -> int:
+        rows = [[f.check, f.measured, f.wanted, "yes" if f.passed else "NO"] for f in findings]
+        print(table(["check", "measured", "wanted", "passed"], rows, text_columns=1))
+        print(f"\nseconds: {', '.join(seconds)}", flush=True)
+        return 0 if all(f.passed for f in findings) else 1
+
+    def end() -> None:
+        findings.append(Finding(checks[len(seconds)].__name__, f"not done after {limit_seconds:.0f} s", "done", False))
+        leave(print_table())
+
+    timer = Timer(limit_seconds, end)
+    timer.daemon = True
+    timer.start()
+    for check in checks:
+        begin = perf_counter()
+        try:
+            findings += check(device)
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            findings.append(Finding(check.__name__, f"{type(error).__name__}: {lines[0][:200]}", "no error", False))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        seconds.append(f"{check.__name__} {perf_counter() - begin:.0f}")
+    timer.cancel()
+    return print_table()
 
 
 def parity(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
@@ -183,62 +224,97 @@ def ratio_of(timings: Sequence[Timing]) -> float:
 
 
 def in_a_trainer(device: torch.device, shape: GPTShape = SMALL) -> list[Finding]:
-    """Check PlannedSchedule on stages that FSDP2 has wrapped: gradients, and peaks against what a Recorder predicts.
+    """Check PlannedSchedule on stages that FSDP2 has wrapped, beside torch's own class on the same program.
 
-    One process, whose GPU has all stages: NCCL takes no two ranks on one GPU. Every kind of op runs, copies included.
+    Gradients against the plain step, and peaks against what a Recorder predicts. One process, whose GPU has all stages:
+    NCCL takes no two ranks on one GPU. Every kind of op runs, copies and recomputation included.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in its module's __all__
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        with TemporaryDirectory() as folder:
-            return _in_a_trainer(device, shape, Path(folder))
+        findings, seconds = [], {}
+        for reshards in (False, True):
+            how = "gathered for each op" if reshards else "gathered once"
+            trainer = _Trainer(device, shape, reshards=reshards)
+            schedule = PlannedSchedule(trainer.stages, trainer.plan, loss_fn=byte_loss)
+            with TemporaryDirectory() as folder:
+                recorder = Recorder(schedule, folder, steps=2, skip=2)
+                while not recorder.done:
+                    trainer.step(schedule)
+            findings.append(trainer.gradients(f"gradient error, PlannedSchedule under FSDP2, {how}"))
+            assert recorder.record is not None, "it is done"
+            run = join_records([recorder.record])
+            [expected] = planned_peaks_bytes(schedule.program, run.problem(), run.message_bytes, run.replicas)
+            peak = max(row.peak_bytes for row in recorder.record.memory.rows())
+            finding = peak_finding(0, peak, expected)
+            findings.append(finding._replace(check=f"peak against plan, PlannedSchedule under FSDP2, {how}"))
+        for name in ("PlannedSchedule", "ScheduleInterleaved1F1B"):
+            trainer = _Trainer(device, shape, reshards=False)
+            if name == "PlannedSchedule":
+                fused = recording_schedule([0] * DEVICES, MICROBATCHES, offload=False)
+                seconds[name] = trainer.step_seconds(PlannedSchedule(trainer.stages, fused, loss_fn=byte_loss))
+            else:
+                theirs = ScheduleInterleaved1F1B([*trainer.stages], MICROBATCHES, loss_fn=byte_loss)
+                seconds[name] = trainer.step_seconds(theirs)
+                findings.append(trainer.gradients("gradient error, torch's ScheduleInterleaved1F1B under FSDP2"))
+        ours, theirs_seconds = seconds.values()
+        ratio = f"{ours / theirs_seconds:.2f} ({1e3 * ours:.1f} ms of {1e3 * theirs_seconds:.1f})"
+        return [*findings, Finding("step of PlannedSchedule / of torch's class", ratio, "reported", True)]
     finally:
         dist.destroy_process_group()
 
 
-def _in_a_trainer(device: torch.device, shape: GPTShape, folder: Path) -> list[Finding]:
-    plan = recording_schedule([0] * DEVICES, MICROBATCHES)
-    rig = Rig(plan, shape, device)
-    mesh = init_device_mesh(device.type, (1,))
-    for module in rig.modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    stages = [PipelineStage(module, s, DEVICES, device) for s, module in enumerate(rig.modules)]
-    planned = PlannedSchedule(stages, plan, loss_fn=byte_loss)
-    recorder = Recorder(planned, folder, steps=2, skip=2)
-    inputs, targets = rig.batch
-    while not recorder.done:
-        for module in rig.modules:
+class _Trainer:
+    """A small GPT of stages that FSDP2 has wrapped, all in this process, and the batch that they train on."""
+
+    def __init__(self, device: torch.device, shape: GPTShape, *, reshards: bool) -> None:
+        self.plan = recording_schedule([0] * DEVICES, MICROBATCHES, modes=["full"])
+        self._rig = Rig(self.plan, shape, device)
+        mesh = init_device_mesh(device.type, (1,))
+        for module in self._rig.modules:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+        self.stages = [PipelineStage(module, s, DEVICES, device) for s, module in enumerate(self._rig.modules)]
+
+    def step(self, schedule: Any) -> None:
+        """One step from gradients of zero."""
+        for module in self._rig.modules:
             module.zero_grad(set_to_none=False)
-        planned.step(torch.cat(inputs), target=torch.cat(targets), return_outputs=False)
-    plain = rig.plain_modules()
-    reference_step(plain, byte_loss, *rig.batch)
-    errors = []
-    for module, reference in zip(rig.modules, plain, strict=True):
-        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-            assert isinstance(ours.grad, DTensor), "FSDP2 has reduced it"
-            assert theirs.grad is not None, "the plain step uses every parameter"
-            errors.append(gradient_error(ours.grad.full_tensor(), theirs.grad))
-    error = max(errors)
-    assert recorder.record is not None, "it is done"
-    run = join_records([recorder.record])
-    [expected] = planned_peaks_bytes(planned.program, run.problem(), run.message_bytes, run.replicas)
-    peak = max(row.peak_bytes for row in recorder.record.memory.rows())
-    limit = MAX_ERROR[torch.float32]
-    return [
-        Finding("gradient error, PlannedSchedule under FSDP2", f"{error:.1e}", f"at most {limit:.0e}", error <= limit),
-        peak_finding(0, peak, expected)._replace(check="peak against plan, PlannedSchedule under FSDP2"),
-    ]
+        inputs, targets = self._rig.batch
+        schedule.step(torch.cat(inputs), target=torch.cat(targets), return_outputs=False)
+
+    def step_seconds(self, schedule: Any) -> float:
+        """Median time of a few steps after some to warm up."""
+        return _median_seconds(lambda: self.step(schedule), self._rig.device)
+
+    def gradients(self, check: str) -> Finding:
+        """The gradients of the last step against those of the plain one."""
+        plain = self._rig.plain_modules()
+        reference_step(plain, byte_loss, *self._rig.batch)
+        errors = []
+        for module, reference in zip(self._rig.modules, plain, strict=True):
+            for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+                assert isinstance(ours.grad, DTensor), "FSDP2 has reduced it"
+                assert theirs.grad is not None, "the plain step uses every parameter"
+                errors.append(gradient_error(ours.grad.full_tensor(), theirs.grad))
+        error, limit = max(errors), MAX_ERROR[torch.float32]
+        return Finding(check, f"{error:.1e}", f"at most {limit:.0e}", error <= limit)
 
 
 def _step_seconds(rig: Rig) -> float:
-    """Median time of a few steps, each synchronised at both ends."""
-    _warm_up(rig)
-    times = [perf_counter()]
-    for _ in range(STEPS):
-        rig.pipeline.run(*rig.batch)
-        torch.cuda.synchronize(rig.device)
+    return _median_seconds(lambda: rig.pipeline.run(*rig.batch), rig.device)
+
+
+def _median_seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Median time of a few steps after three to warm up, each synchronised at both ends."""
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(STEPS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(perf_counter())
+        step()
     return median(end - begin for begin, end in pairwise(times))
 
 

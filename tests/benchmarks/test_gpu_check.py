@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 
 import pytest
 import torch
@@ -38,10 +39,46 @@ def test_parity_holds_on_the_cpu() -> None:
     assert all(finding.passed for finding in findings), findings
 
 
-def test_a_planned_schedule_under_fsdp_holds_on_the_cpu() -> None:
+def test_a_planned_schedule_under_fsdp_holds_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers once a step or for each op, with every kind of op; torch's own class runs the same program."""
+    monkeypatch.setattr(gpu_check, "STEPS", 1)
     findings = in_a_trainer(CPU, TINY)
-    assert len(findings) == 2
+    assert len(findings) == 6
     assert all(finding.passed for finding in findings), findings
+    assert "torch's ScheduleInterleaved1F1B" in findings[4].check
+
+
+def test_one_table_whatever_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    def passes(_device: torch.device) -> list[gpu_check.Finding]:
+        return [gpu_check.Finding("first", "1", "at most 2", True)]
+
+    def fails(_device: torch.device) -> list[gpu_check.Finding]:
+        raise RuntimeError("out of memory\nand more")
+
+    assert gpu_check.run_checks([passes], CPU) == 0
+    assert gpu_check.run_checks([fails, passes], CPU) == 1
+    printed = capsys.readouterr().out
+    assert "RuntimeError: out of memory" in printed
+    assert "and more" not in printed
+    assert printed.count("| first ") == 2
+    assert "seconds: fails 0, passes 0" in printed
+
+
+def test_a_check_that_hangs_ends_with_the_table_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+    ended = Event()
+
+    def leave(code: int) -> None:
+        left.append(code)
+        ended.set()
+
+    def hangs(_device: torch.device) -> list[gpu_check.Finding]:
+        assert ended.wait(60)
+        return []
+
+    gpu_check.run_checks([hangs], CPU, limit_seconds=0.01, leave=leave)
+    assert left == [1]
+    assert "| hangs | not done after 0 s " in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_rig_plans_the_peaks_that_are_measured() -> None:
