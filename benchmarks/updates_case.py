@@ -17,6 +17,7 @@ from optpipe.problem import Problem
 from optpipe.runtime import SplitBackward, register_deferred
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.weight_gradients.split import Saved
+from optpipe.train.lengths import Sizes
 from optpipe.train.tasks.base import Batch
 
 SECONDS_PER_US = 3e-3
@@ -81,6 +82,7 @@ class SleepyTask:
 
     name = "asleep"
     tokens = WIDTH
+    reference = Sizes(WIDTH * WIDTH, WIDTH)
     loader = None
 
     def __init__(self, problem: Problem) -> None:

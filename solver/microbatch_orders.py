@@ -1,46 +1,28 @@
 """Orders of unequal microbatches to begin with, where a problem leaves their order free.
 
 A problem whose microbatches are put in an order is one in which it is given, so whatever makes schedules of unequal
-microbatches serves: its orders name the units by their new places, and are renamed here. Which order is best depends on
-where the bubbles are: ascending and descending ones, those that rise and fall, and clusters of similar microbatches
-one after another (DynaPipe, EuroSys 2024) are tried.
+microbatches serves: its orders name the units by their new places, and are renamed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations
 
 import numpy as np
 
+from optpipe import assignment
 from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
-
-CLUSTERS = 3
-"""Clusters of similar microbatches, of which every order is tried."""
 
 
 def likely_orders(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
     """Names of orders of the microbatches and the orders, without the given one and without repetitions."""
-    entries = problem.microbatch_factors or []
-    times = np.array([entry.time for entry in entries])
-    up = np.argsort(times, kind="stable")
-    found = {
-        "ascending": up,
-        "descending": up[::-1],
-        "rising and falling": np.concatenate([up[::2], up[1::2][::-1]]),
-        "falling and rising": np.concatenate([up[::2][::-1], up[1::2]]),
-    }
-    # By time, in parts of equal range; in a cluster microbatches stay as given.
-    edges = np.linspace(times.min(), times.max(), CLUSTERS + 1)[1:-1]
-    clusters = [np.flatnonzero(np.searchsorted(edges, times) == k) for k in range(CLUSTERS)]
-    for numbers in permutations(range(CLUSTERS)):
-        found[f"clusters {numbers}"] = np.concatenate([clusters[k] for k in numbers])
+    found = assignment.likely_orders([entry.time for entry in problem.microbatch_factors or []])
     seen = {tuple(range(problem.microbatches))}
     for name, order in found.items():
-        if tuple(order.tolist()) not in seen:
-            seen.add(tuple(order.tolist()))
-            yield name, order.tolist()
+        if tuple(order) not in seen:
+            seen.add(tuple(order))
+            yield name, order
 
 
 def in_order(problem: Problem, microbatch_order: Sequence[int]) -> Problem:

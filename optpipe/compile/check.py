@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from optpipe.compile.events import Clock, Clocks, Key, Rules, local_needs
-from optpipe.compile.memory import check_memory, host_bytes, mode_of
+from optpipe.compile.memory import check_memory, host_bytes, unit_stage
 from optpipe.compile.program import RECEIVES, SENDS, Action, Message, Program, Slab, excerpt
 from optpipe.errors import BudgetError, DeadlockError, OrderError
 from optpipe.ops import Op
@@ -194,8 +194,7 @@ class _Host:
         return slab
 
     def _moved_bytes(self, action: Action, problem: Problem) -> int:
-        mode = mode_of(self.program, problem, action.stage, action.microbatch)
-        return host_bytes(problem.stages[action.stage], mode)
+        return host_bytes(*unit_stage(self.program, problem, action.stage, action.microbatch))
 
     def _hold(self, action: Action, slab: Slab, clock: Clock, problem: Problem) -> None:
         size_bytes = self._moved_bytes(action, problem)

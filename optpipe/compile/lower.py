@@ -22,7 +22,7 @@ import numpy as np
 
 from optpipe.compile.check import check_program
 from optpipe.compile.events import Key, Rules, with_events
-from optpipe.compile.memory import action_effect, mode_of
+from optpipe.compile.memory import action_effect, unit_stage
 from optpipe.compile.offload import insert_releases, plan_slabs, reload_begins_us
 from optpipe.compile.program import (
     BACKWARDS,
@@ -151,13 +151,13 @@ def compile_schedule(
     when its gradients are complete, and with `reduce_every` also a REDUCE_PART after the weight gradients of so many
     microbatches; with `gather_parameters` it has a GATHER before its first F. Raises OrderError if an op is missing,
     repeated or misplaced, DeadlockError if ops wait for one another in a cycle, BudgetError if the program would exceed
-    a budget of the problem, and MethodError where microbatches have slices or costs of their own.
+    a budget of the problem, and MethodError where microbatches are cut into slices.
     """
     problem = schedule.problem
-    if problem.has_factors or problem.slice_count > 1 or problem.has_free_order:
+    if problem.slice_count > 1:
         raise MethodError(
-            "the runtime takes microbatches to be alike and whole, but the problem has slices or microbatch_factors. "
-            "Maybe solve it without them to train."
+            f"the runtime takes microbatches to be whole, but the problem cuts them into {problem.slice_count} slices. "
+            "Maybe solve it without slices to train."
         )
     simulation = simulate(problem, schedule.orders)  # raises if the orders cannot run
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
@@ -245,8 +245,8 @@ def _fusible_pairs(program: Program, device: int, problem: Problem) -> Iterator[
     actions, budget = program.devices[device], problem.devices[device].memory_bytes
 
     def effect(action: Action, kind: str) -> Effect:
-        mode = mode_of(program, problem, action.stage, action.microbatch)
-        return action_effect(problem.stages[action.stage], kind, mode)
+        stage, mode = unit_stage(program, problem, action.stage, action.microbatch)
+        return action_effect(stage, kind, mode)
 
     level = 0  # bytes held before the first of two neighbours on the compute stream
     for first, last in pairwise(k for k, action in enumerate(actions) if action.stream == "compute"):

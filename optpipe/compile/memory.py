@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
+from optpipe.assignment import MemorySteps
 from optpipe.compile.program import BACKWARDS, COLLECTIVES, LAST_BACKWARDS, RECEIVES, SENDS, Action, Program
 from optpipe.costs import Effect, device_effect, host_effect
 from optpipe.errors import BudgetError
@@ -13,6 +16,9 @@ from optpipe.ops import KINDS
 from optpipe.problem import Mode, Problem, Stage
 
 NOTHING = Effect(0, 0)
+
+MessageBytes = Sequence[int | Sequence[int]]
+"""Size of the message over each boundary in each direction: one number, or one for each unit."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +39,24 @@ class ReplicaMemory:
 def planned_peaks_bytes(
     program: Program,
     problem: Problem,
-    message_bytes: Sequence[int],
+    message_bytes: MessageBytes,
     replicas: Sequence[ReplicaMemory] | None = None,
+    *,
+    of_units: Sequence[Problem] | None = None,
 ) -> list[int]:
     """Peak memory of each device when it runs its list, one action at a time.
 
     Memory is allocated and freed on the compute stream only, so concurrent streams reach no other level. `problem`
-    holds the sizes of its stages (activation, backward weight, workspace, offload), `message_bytes[b]` the size of a
-    message over the boundary between stages b and b+1 in each direction. A message counts on its receiver from the
-    receive until the op that uses it starts, and on its sender from the end of the op that made it until it is sent. An
-    offloaded activation counts until RELEASE, and again from PREPARE. `replicas`: of each stage, if it has any.
+    holds the sizes of its stages (activation, backward weight, workspace, offload) and units, `message_bytes[b]` the
+    size of a message over the boundary between stages b and b+1 in each direction. A message counts on its receiver
+    from the receive until the op that uses it starts, and on its sender from the end of the op that made it until it is
+    sent. An offloaded activation counts until RELEASE, and again from PREPARE. `replicas`: of each stage, if it has
+    any. `of_units`: a problem for each unit, whose stages have the sizes of that unit, where these were measured.
     """
     beside = replicas or [ReplicaMemory()] * len(problem.stages)
+    sizes = _UnitSizes.planned(problem) if of_units is None else _UnitSizes.measured(of_units)
     return [
-        max((level for _, level in _levels(program, d, problem, message_bytes, beside)), default=0)
+        max((level for _, level in _levels(program, d, sizes, message_bytes, beside)), default=0)
         for d in range(len(program.devices))
     ]
 
@@ -77,7 +87,7 @@ class PlannedMemory:
         )
 
 
-def planned_memory(program: Program, problem: Problem, message_bytes: Sequence[int]) -> list[PlannedMemory]:
+def planned_memory(program: Program, problem: Problem, message_bytes: MessageBytes) -> list[PlannedMemory]:
     """Planned peak (`planned_peaks_bytes`) and budget of each device."""
     peaks = planned_peaks_bytes(program, problem, message_bytes)
     alone = planned_peaks_bytes(program, problem, [0] * len(message_bytes))
@@ -88,16 +98,29 @@ def planned_memory(program: Program, problem: Problem, message_bytes: Sequence[i
     ]
 
 
+def memory_steps(program: Program, problem: Problem) -> list[MemorySteps]:
+    """Changes of memory of each device that has a budget, without messages, by the costs that stages state."""
+    no_messages, sizes = [0] * (len(problem.stages) - 1), _UnitSizes([[s] for s in problem.stages], [0] * problem.units)
+    steps = []
+    for d, device in enumerate(problem.devices):
+        if device.memory_bytes is not None:
+            levels = list(_levels(program, d, sizes, no_messages, [ReplicaMemory()] * len(problem.stages)))
+            units = np.array([action.microbatch for action, _ in levels], np.int64)
+            changes = np.diff([0, *(level for _, level in levels)]).astype(np.int64)
+            steps.append(MemorySteps(units, changes, device.memory_bytes))
+    return steps
+
+
 def check_memory(program: Program, problem: Problem) -> None:
     """Raise BudgetError at the first action with which a device holds more than its `memory_bytes`.
 
     Budgets are for activations and workspaces; messages do not count.
     """
-    no_messages = [0] * (len(problem.stages) - 1)
+    no_messages, sizes = [0] * (len(problem.stages) - 1), _UnitSizes.planned(problem)
     for d, device in enumerate(problem.devices):
         if device.memory_bytes is None:
             continue
-        for action, level in _levels(program, d, problem, no_messages, [ReplicaMemory()] * len(problem.stages)):
+        for action, level in _levels(program, d, sizes, no_messages, [ReplicaMemory()] * len(problem.stages)):
             if level > device.memory_bytes:
                 raise BudgetError(
                     f"device {d} holds {level} bytes at {action}, but its memory_bytes is {device.memory_bytes}. "
@@ -110,32 +133,54 @@ _COPY_OF = {"RELEASE": "O", "PREPARE": "R"}
 """The op whose effect on device memory an action of an offload has; O and R themselves have none."""
 
 
-def mode_of(program: Program, problem: Problem, stage: int, microbatch: int) -> Mode | None:
-    """Activation mode of a microbatch on a stage; None where it is kept, or offloaded whole."""
-    name = program.modes.get((stage, microbatch))
-    if name is None:
-        return None
-    choices = problem.stages[stage]
-    return choices.choices[choices.choice_numbers[name]]
+@dataclass(frozen=True)
+class _UnitSizes:
+    """Stages with the sizes of each unit: `stages[s][unit_class[i]]`."""
+
+    stages: Sequence[Sequence[Stage]]
+    unit_class: Sequence[int]
+
+    @classmethod
+    def planned(cls, problem: Problem) -> _UnitSizes:
+        """Sizes of a problem, times its factors."""
+        return cls(problem.unit_stages, problem.unit_class.tolist())
+
+    @classmethod
+    def measured(cls, problems: Sequence[Problem]) -> _UnitSizes:
+        """Sizes of the stages of a problem for each unit."""
+        different = list({id(problem): problem for problem in problems}.values())
+        numbers = {id(problem): number for number, problem in enumerate(different)}
+        stages = zip(*(problem.stages for problem in different), strict=True)
+        return cls([list(column) for column in stages], [numbers[id(problem)] for problem in problems])
+
+
+def unit_stage(program: Program, problem: Problem, stage: int, unit: int) -> tuple[Stage, Mode | None]:
+    """A stage with the costs of a unit, and the unit's mode there: None if it is kept, or offloaded whole."""
+    own = problem.stage_of(stage, unit)
+    return own, _named_mode(own, program.modes.get((stage, unit)))
+
+
+def _named_mode(stage: Stage, name: str | None) -> Mode | None:
+    return None if name is None else stage.choices[stage.choice_numbers[name]]
 
 
 def action_effect(stage: Stage, kind: str, mode: Mode | None = None) -> Effect:
-    """Effect of an action on device memory, without messages, for a microbatch in `mode` (as `mode_of`)."""
+    """Effect of an action on device memory, without messages, for a microbatch in `mode` (as `unit_stage`)."""
     if kind in _COPY_OF:
         return device_effect(stage, _COPY_OF[kind], mode)
     return device_effect(stage, kind, mode) if kind in KINDS and kind not in ("O", "R") else NOTHING
 
 
 def host_bytes(stage: Stage, mode: Mode | None = None) -> int:
-    """Host memory of what an offload of a microbatch in `mode` (as `mode_of`) moves."""
+    """Host memory of what an offload of a microbatch in `mode` (as `unit_stage`) moves."""
     return host_effect(stage, "O", mode).at_start
 
 
 def _levels(
     program: Program,
     device: int,
-    problem: Problem,
-    message_bytes: Sequence[int],
+    sizes: _UnitSizes,
+    message_bytes: MessageBytes,
     replicas: Sequence[ReplicaMemory],
 ) -> Iterator[tuple[Action, int]]:
     """Successive memory levels of a device, each with the action that causes it."""
@@ -143,17 +188,24 @@ def _levels(
     reduced: set[int] = set()
 
     @cache
-    def effect_of(stage: int, kind: str, mode: Mode | None) -> Effect:
-        return action_effect(problem.stages[stage], kind, mode)
+    def effect_of(stage: int, unit_class: int, kind: str, mode: str | None) -> Effect:
+        own = sizes.stages[stage][unit_class]
+        return action_effect(own, kind, _named_mode(own, mode))
+
+    def message(boundary: int, unit: int) -> int:
+        if not 0 <= boundary < len(message_bytes):
+            return 0
+        of_boundary = message_bytes[boundary]
+        return of_boundary if isinstance(of_boundary, int) else of_boundary[unit]
 
     level = 0
     for action in program.devices[device]:
         stage, kind = action.stage, action.kind
         if kind in SENDS:
-            level -= message_bytes[action.message.boundary]
+            level -= message(action.message.boundary, action.microbatch)
             yield action, level
         elif kind in RECEIVES:
-            level += message_bytes[action.message.boundary]
+            level += message(action.message.boundary, action.microbatch)
             yield action, level
         elif kind in COLLECTIVES:
             beside = replicas[stage]
@@ -172,9 +224,9 @@ def _levels(
             if kind in LAST_BACKWARDS and stage not in with_gradients:
                 with_gradients.add(stage)
                 level += replicas[stage].gradient_bytes
-            effect = effect_of(stage, kind, mode_of(program, problem, stage, action.microbatch))
-            previous = message_bytes[stage - 1] if stage > 0 else 0
-            following = message_bytes[stage] if stage < len(message_bytes) else 0
+            unit = action.microbatch
+            effect = effect_of(stage, sizes.unit_class[unit], kind, program.modes.get((stage, unit)))
+            previous, following = message(stage - 1, unit), message(stage, unit)
             used, made = (0, 0)
             if kind == "F":
                 used, made = previous, following

@@ -54,7 +54,8 @@ class PerToken:
         """
         own = [target for target in targets if target is not None]
         total = max(1, whole(sum(map(self.loss.count, own)))) if own else 1
-        return [target if target is None else (target, torch.tensor(total / len(targets))) for target in targets]
+        mean = torch.tensor(total / len(targets), dtype=torch.float64)
+        return [target if target is None else (target, mean.clone()) for target in targets]
 
 
 class LabelLoss:

@@ -21,6 +21,7 @@ from optpipe.models.loss import PerToken, is_counted
 from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves, message_spec, spec_text
 from optpipe.runtime.probe import Sample
+from optpipe.runtime.shapes import alike
 from optpipe.runtime.shared_parameters import with_own_modules
 from optpipe.runtime.stage import Stage, evaluating
 from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
@@ -82,9 +83,17 @@ class Data(Protocol):
 
 
 def batch_of(
-    data: Data, step: int, model: str, like: tuple[Tree, Tree], microbatches: int | None = None
+    data: Data,
+    step: int,
+    model: str,
+    like: tuple[Tree, Tree],
+    microbatches: int | None = None,
+    *,
+    varies: bool = False,
 ) -> tuple[list[Tree], list[Tree]]:
     """Call the data callable for a step: inputs and targets, one entry per microbatch, each shaped as in `like`.
+
+    If `varies`, sizes may differ; forms, dtypes and numbers of dimensions may not.
 
     Raises InputError for another return value, or another number than `microbatches` (None: any number above 0).
     """
@@ -105,9 +114,12 @@ def batch_of(
             if entry is None and not isinstance(data, Named):  # a loader's, that other processes read
                 continue
             check_tensors(data.name, f"{field}[{i}]", entry, "data")
-            shape, wanted = spec_text(message_spec(entry)), spec_text(message_spec(tree))
-            if shape != wanted:
+            own, expected_spec = message_spec(entry), message_spec(tree)
+            shape, wanted = spec_text(own), spec_text(expected_spec)
+            if shape != wanted and not (varies and alike(own, expected_spec)):
                 detail = f"returns {shape} as {field}[{i}] of step {step}, but {model} returns {wanted}."
+                if alike(own, expected_spec) and microbatches is not None:  # of a training run
+                    detail += " Maybe --lengths varying, where microbatches differ in their sizes."
                 data.refuse("wrong_shape", detail)
     return list(inputs), list(targets)
 

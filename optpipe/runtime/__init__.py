@@ -3,8 +3,9 @@
 from optpipe.runtime.distributed import Gloo, Nccl
 from optpipe.runtime.messages import MessageSpec
 from optpipe.runtime.pipeline import Pipeline
-from optpipe.runtime.probe import learn_messages
+from optpipe.runtime.probe import learn_messages, learn_shapes
 from optpipe.runtime.recorder import MemoryMeter
+from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.transport import Mailbox, Transport, local_transport
 from optpipe.runtime.weight_gradients import SplitBackward, register_deferred
@@ -13,6 +14,7 @@ __all__ = [
     "Gloo",
     "Mailbox",
     "MemoryMeter",
+    "MessageShapes",
     "MessageSpec",
     "Nccl",
     "Pipeline",
@@ -20,6 +22,7 @@ __all__ = [
     "Stage",
     "Transport",
     "learn_messages",
+    "learn_shapes",
     "local_transport",
     "register_deferred",
 ]

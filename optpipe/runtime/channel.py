@@ -5,7 +5,7 @@ A message of another shape than in the first step is rejected by the sender, whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -41,9 +41,11 @@ class Channel(Protocol):
 class _Route:
     """Transport, end points, boundary and direction of a channel."""
 
-    def __init__(self, transport: Transport, source: int, target: int, boundary: int, direction: Direction) -> None:
+    def __init__(
+        self, transport: Transport, source: int, target: int, boundary: int, direction: Direction, *, varies: bool
+    ) -> None:
         self.transport, self.source, self.target = transport, source, target
-        self.boundary, self.direction = boundary, direction
+        self.boundary, self.direction, self._varies = boundary, direction, varies
 
     def send(self, tensor: Tensor) -> None:
         self.transport.send(self.source, self.target, tensor)
@@ -53,9 +55,10 @@ class _Route:
 
     def mismatch(self, expected: Spec, actual: str) -> TrainingError:
         subject = "activation" if self.direction == "F" else "gradient"
+        why = "as follows from the sizes of its input" if self._varies else "as in every microbatch"
         return TrainingError(
             f"the {subject} across the boundary between stages {self.boundary} and {self.boundary + 1} is {actual} but "
-            f"must be {spec_text(expected)}, as in every microbatch. Maybe pad the batch to one shape."
+            f"must be {spec_text(expected)}, {why}. Maybe pad the batch to one shape."
         )
 
 
@@ -64,11 +67,20 @@ def open_channel(
     pair: tuple[int, int],
     boundary: int,
     direction: Direction,
-    spec: Spec,
+    spec: Spec | Callable[[], Spec],
     device: torch.device,
 ) -> Channel:
-    """The channel from device `pair[0]` to `pair[1]`; receives allocate on `device`."""
-    route = _Route(transport, *pair, boundary, direction)
+    """The channel from device `pair[0]` to `pair[1]`; receives allocate on `device`.
+
+    `spec`: that of every message, or a function that gives the one of the next.
+    """
+    varies = callable(spec)
+    route = _Route(transport, *pair, boundary, direction, varies=varies)
+    return _VaryingChannel(route, spec, device) if varies else _channel(route, spec, device)
+
+
+def _channel(route: _Route, spec: Spec, device: torch.device) -> Channel:
+    direction = route.direction
     if isinstance(spec, MessageSpec) and (spec.has_gradient or direction == "F"):
         return _TensorChannel(route, spec, device)
     return _TreeChannel(route, spec, device)
@@ -90,6 +102,19 @@ class _TensorChannel:
 
     def post_receive(self) -> Receipt:
         return self._route.post_receive(self._spec, self._device)
+
+
+class _VaryingChannel:
+    """Channel for messages of which each has a spec of its own."""
+
+    def __init__(self, route: _Route, spec: Callable[[], Spec], device: torch.device) -> None:
+        self._route, self._spec, self._device = route, spec, device
+
+    def send(self, message: Tree | Gradient) -> None:
+        _channel(self._route, self._spec(), self._device).send(message)
+
+    def post_receive(self) -> TreeReceipt:
+        return _channel(self._route, self._spec(), self._device).post_receive()
 
 
 class _TreeChannel:

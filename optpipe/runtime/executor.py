@@ -61,11 +61,15 @@ class MessageSlot:
 
 @dataclass
 class Batch:
-    """Data of a step, one entry per microbatch; `losses` are scalars to write to."""
+    """Data of a step, one entry per microbatch; `losses` are scalars to write to.
+
+    `messages`: the specs at all boundaries for each microbatch, where these differ.
+    """
 
     inputs: Sequence[Tree] = ()
     targets: Sequence[Tree] = ()
     losses: Sequence[Tensor] = ()
+    messages: Sequence[Sequence[Spec]] = ()
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,15 @@ class BoundAction:
 
 @dataclass
 class DeviceParts:
-    """Objects that the actions of one device work on. `evaluates`: forwards keep nothing for a backward."""
+    """Objects that the actions of one device work on. `evaluates`: forwards keep nothing for a backward.
+
+    `specs` are those of the messages over each boundary; None: they are in the batch, by microbatch.
+    """
 
     program: Program
     device: int
     stages: Mapping[int, Stage]
-    specs: Sequence[Spec]
+    specs: Sequence[Spec] | None
     transport: Transport
     streams: Streams
     slabs: HostSlabs
@@ -238,9 +245,17 @@ class ActionBinder:
         parts, message = self._parts, action.message
         pair = (parts.device, action.peer) if sends else (action.peer, parts.device)
         device: torch.device = self._stage(action).device
-        return open_channel(
-            parts.transport, pair, message.boundary, message.direction, parts.specs[message.boundary], device
+        spec = (
+            partial(_spec_of, parts.batch, message.boundary, message.microbatch)
+            if parts.specs is None
+            else parts.specs[message.boundary]
         )
+        return open_channel(parts.transport, pair, message.boundary, message.direction, spec, device)
+
+
+def _spec_of(batch: Batch, boundary: int, microbatch: int) -> Spec:
+    """The spec of a message in the step that runs."""
+    return batch.messages[microbatch][boundary]
 
 
 def _in_sequence(first: Work | None, second: Work) -> Work:
@@ -270,6 +285,7 @@ class DeviceExecutor:
     def begin(self, batch: Batch, meter: MemoryMeter | None, recorder: Recorder | None) -> None:
         """Go to the start of the list with a new batch, observed by a meter, a recorder, both or none."""
         self._batch.inputs, self._batch.targets, self._batch.losses = batch.inputs, batch.targets, batch.losses
+        self._batch.messages = batch.messages
         observed = meter is not None or recorder is not None
         self._calls = self._plain_calls
         if observed:
@@ -348,7 +364,7 @@ class DeviceExecutor:
         return excerpt([bound.action for bound in self._actions], self._index)
 
     def _forget_batch(self) -> None:
-        self._batch.inputs = self._batch.targets = self._batch.losses = ()
+        self._batch.inputs = self._batch.targets = self._batch.losses = self._batch.messages = ()
         self._calls = self._plain_calls
 
     def _observed(self, bound: BoundAction, meter: MemoryMeter | None, recorder: Recorder | None) -> Work:

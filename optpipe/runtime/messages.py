@@ -1,4 +1,4 @@
-"""Messages between stages: trees of tensors whose shapes never change.
+"""Messages between stages: trees of tensors, of one shape or one for each microbatch (`optpipe.runtime.shapes`).
 
 A tree is a tensor, or a tuple, list or dict of trees. A stage receives the tree that the previous stage returned. The
 gradient of a tree has the same form, with None for every tensor without a gradient: always for integers and booleans,

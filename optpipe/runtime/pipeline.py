@@ -23,6 +23,7 @@ from optpipe.runtime.executor import Batch, DeviceExecutor, DeviceParts, Reducer
 from optpipe.runtime.gradient_sync import GradientReduction
 from optpipe.runtime.messages import Spec, Tree
 from optpipe.runtime.recorder import MemoryMeter, Recorder
+from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.stage import Stage, evaluating
 from optpipe.runtime.streams import Streams, make_streams
 from optpipe.runtime.transport import Transport, peer_errors
@@ -34,9 +35,10 @@ class Pipeline:
     """The devices of a program that this process runs.
 
     `stages` holds this process's stages by number, `devices` its devices; `messages[b]` is the spec of messages over
-    the boundary between stages b and b+1. `sync` sums gradients over replicas at the program's REDUCE actions, and
-    those of shared parameters at the end of a step. `offload_bytes[s]` is the host memory of a microbatch of stage s,
-    if known: slabs are then pinned before the first step, otherwise after it. `streams` makes the streams of a device.
+    the boundary between stages b and b+1, or `messages` gives them for each microbatch's input. `sync` sums gradients
+    over replicas at the program's REDUCE actions, and those of shared parameters at the end of a step.
+    `offload_bytes[s]` is the host memory of a microbatch of stage s, if known: slabs are then pinned before the first
+    step, otherwise after it. `streams` makes the streams of a device.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Pipeline:
         stages: Mapping[int, Stage],
         devices: Sequence[int],
         transport: Transport,
-        messages: Sequence[Spec],
+        messages: Sequence[Spec] | MessageShapes,
         *,
         sync: GradientReduction | None = None,
         offload_bytes: Mapping[int, int] | None = None,
@@ -55,11 +57,13 @@ class Pipeline:
         self.program = program
         self._transport, self._stages, self._sync = transport, stages, sync
         self._last = stages.get(len(program.placement) - 1)
+        self._shapes = messages if isinstance(messages, MessageShapes) else None
+        specs = None if isinstance(messages, MessageShapes) else messages
         reducers = sync.reducers if sync else {}
         for number, stage in stages.items():
             stage.join(number, program.kinds_of(number))
         self._parts = {
-            device: _parts(program, device, stages, transport, messages, reducers, offload_bytes or {}, streams)
+            device: _parts(program, device, stages, transport, specs, reducers, offload_bytes or {}, streams)
             for device in devices
         }
         points = validation_points(program)
@@ -80,10 +84,11 @@ class Pipeline:
         """Run one step: every microbatch forward and backward, gradients added to `.grad`.
 
         `.grad` is zeroed first, unless `zero_gradients` is false: then gradients accumulate over steps. `inputs[i]` and
-        `targets[i]` belong to microbatch i. Returns the losses, shape (microbatches,), on the device of the last stage;
-        zeros in a process without it. The last stage keeps their terms (`Stage.loss_terms`). A meter counts live and
-        peak bytes by device, a recorder is called around every action. Raises TrainingError that shows the program
-        around a failed action, and RunFailedError if another process has ended; nothing is held afterwards.
+        `targets[i]` belong to microbatch i, and are there in every process where messages differ. Returns the losses,
+        shape (microbatches,), on the device of the last stage; zeros in a process without it. The last stage keeps
+        their terms (`Stage.loss_terms`). A meter counts live and peak bytes by device, a recorder is called around
+        every action. Raises TrainingError that shows the program around a failed action, and RunFailedError if another
+        process has ended; nothing is held afterwards.
 
         `validate` is called once, at the validation points: the latest moment before a gradient of this step is added,
         until which `.grad` holds those of the last step. It returns true if the weights have not changed since the step
@@ -146,7 +151,8 @@ class Pipeline:
         leave_sends: bool = False,
     ) -> Tensor:
         losses = torch.zeros(len(inputs), dtype=torch.float64, device=self._last.device if self._last else None)
-        batch = Batch(inputs, targets, losses.unbind())
+        messages = [self._shapes.of(microbatch) for microbatch in inputs] if self._shapes else ()
+        batch = Batch(inputs, targets, losses.unbind(), messages)
         try:
             with meter or nullcontext():
                 for executor in executors:
@@ -235,7 +241,7 @@ def _parts(
     device: int,
     stages: Mapping[int, Stage],
     transport: Transport,
-    messages: Sequence[Spec],
+    messages: Sequence[Spec] | None,
     reducers: Mapping[int, Reducer],
     offload_bytes: Mapping[int, int],
     streams: Callable[[torch.device], Streams],

@@ -18,6 +18,7 @@ from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
 from optpipe.runtime.recorder import MemoryMeter
+from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.stage import Stage, evaluating
 
 
@@ -328,6 +329,20 @@ def learn_messages(
             empty = map_leaves(partial(MessageSpec.empty, device=stages[s + 1].device), specs[-1])
             received = map_leaves(Tensor.zero_, empty)
     return specs
+
+
+def learn_shapes(
+    stages: Mapping[int, Stage], count: int, microbatches: Sequence[Tree], gather: Gather = lambda value: [value]
+) -> MessageShapes:
+    """Learn messages as functions of the sizes of a microbatch's input, from these inputs (`learn_messages`).
+
+    Collective: all processes call it, with as many inputs. Raises TrainingError where there is no such function.
+    """
+    samples = []
+    for microbatch in microbatches:
+        own = gather(_to_data(message_spec(microbatch)))[0]  # replicas have inputs of their own, but learn the first's
+        samples.append((_from_data(own), learn_messages(stages, count, microbatch, None, gather)))
+    return MessageShapes(samples)
 
 
 def _to_data(spec: Spec) -> Any:

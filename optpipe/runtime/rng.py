@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,11 +36,13 @@ def never_draws(module: nn.Module) -> bool:
 class RandomNumbers:
     """Random numbers of one stage: a sequence per step and microbatch, derived from `seed` and the stage's number.
 
-    `step` counts the steps begun; a resumed run sets it. Covers the generators of torch, not those of Python or NumPy.
+    `step` counts the steps begun; a resumed run sets it. `numbers`: those of the microbatches that run in the place of
+    each; None: their own. Covers the generators of torch, not those of Python or NumPy.
     """
 
     def __init__(self, seed: int, stage: int = 0) -> None:
         self.seed, self.stage, self.step = seed, stage, 0
+        self.numbers: Sequence[int] | None = None
 
     @contextmanager
     def of(self, microbatch: int, device: torch.device) -> Iterator[None]:
@@ -49,6 +51,8 @@ class RandomNumbers:
         Takes 3 to 5 us on a CPU.
         """
         before = GeneratorStates(device)
+        if self.numbers is not None:
+            microbatch = self.numbers[microbatch]
         parts = struct.pack("<Qqqq", self.seed % 2**64, self.step, self.stage, microbatch)
         seed = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little") >> 1
         for generator in before.generators:

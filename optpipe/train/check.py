@@ -22,10 +22,11 @@ from optpipe.profile.measured import Measured
 from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.loss import Loss, total_loss
-from optpipe.runtime.messages import Tree, leaves, map_leaves
-from optpipe.runtime.probe import StageSizes, measure_samples, size_range, with_measured_sizes
+from optpipe.runtime.messages import Tree, leaves, map_leaves, message_spec, size_bytes, spec_text
+from optpipe.runtime.probe import StageSizes, measure_samples, measure_stage, size_range, with_measured_sizes
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.rng import RandomNumbers
+from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.weight_gradients import undeferred_layers
 from optpipe.trace import Trace
@@ -64,7 +65,7 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
             "the check out."
         )
     planned, scheduled = planned_peaks(model, batch), scheduled_memory(model)
-    if scheduled is None and model.launch.rank == 0:
+    if scheduled is None and model.shapes is None and model.launch.rank == 0:
         LOG.info(
             "peaks are not held against the schedule's sizes and budgets: its problem is named %r, but a profile of "
             "this model is named %r. Maybe solve what 'optpipe profile' measures of this model.",
@@ -126,10 +127,12 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
     """Peak bytes of each device by the program's order, with the sizes of this model's stages measured one by one.
 
     Each stage is measured with the messages that the stages before it send. Where sizes depend on the data, the largest
-    over all microbatches of the batch counts.
+    over all microbatches of the batch counts; where microbatches differ, each has sizes of its own.
     """
     inputs, targets = model.own_part(batch)
     received = _received(model, inputs, targets)
+    if model.shapes is not None:
+        return _planned_peaks_of_unequal(model, model.shapes, inputs, targets, received)
     own_sizes = {}
     for s, stage in model.stages.items():
         samples = list(zip(received.pop(s), targets, strict=True))
@@ -140,7 +143,52 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
         for s, size in entry.items():
             sizes[int(s)].append(StageSizes.from_data(size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
-    return planned_peaks_bytes(model.program, measured, model.message_bytes)
+    # Microbatches are of one shape here, whatever factors the schedule was planned with.
+    of_units = [measured] * model.program.microbatches
+    return planned_peaks_bytes(model.program, measured, model.message_bytes, of_units=of_units)
+
+
+def _planned_peaks_of_unequal(
+    model: Model,
+    shapes: MessageShapes,
+    inputs: Sequence[Tree],
+    targets: Sequence[Tree],
+    received: dict[int, Sequence[Tree]],
+) -> list[int]:
+    """Peak bytes of each device in the first run of the schedule, with the sizes of each microbatch."""
+    m = model.program.microbatches
+    order = model.order_of(inputs[:m]) or range(m)
+    texts = [spec_text(message_spec(inputs[i])) for i in order]
+    firsts = dict(zip(texts, order, strict=True))  # one microbatch of each shape
+    own_sizes = {}
+    for s, stage in model.stages.items():
+        modes = _recomputing_modes(model.program, s)
+        own_sizes[str(s)] = [
+            asdict(
+                measure_stage(
+                    stage,
+                    (received[s][i], targets[i]),
+                    *model.messages_at(s, inputs[i]),
+                    zeros=False,
+                    modes=modes,
+                )
+            )
+            for i in firsts.values()
+        ]
+        del received[s]
+    launch = model.launch
+    first = launch.replica * launch.pipeline_processes  # of the processes of this replica
+    ranks = launch.gather(own_sizes)[first : first + launch.pipeline_processes]
+    sizes = {
+        int(s): [StageSizes.from_data(size) for size in of_stage] for rank in ranks for s, of_stage in rank.items()
+    }
+    stages = range(len(model.program.placement))
+    problems = {
+        text: with_measured_sizes(model.problem, [sizes[s][k] for s in stages]) for k, text in enumerate(firsts)
+    }
+    messages = zip(*([size_bytes(spec) for spec in shapes.of(inputs[i])] for i in order), strict=True)
+    of_units = [problems[text] for text in texts]
+    return planned_peaks_bytes(model.program, of_units[0], list(messages), of_units=of_units)
 
 
 def _recomputing_modes(program: Program, stage: int) -> dict[str, set[str]]:
@@ -200,9 +248,10 @@ def scheduled_memory(model: Model) -> list[PlannedMemory] | None:
     """Plan and budget of each device with the schedule's own sizes; None if these are another model's.
 
     A schedule may be run with any model of as many stages. It is this model's if its problem has the name that a
-    profile of this model gives it, with or without more behind a comma; a cut there must be that of the model.
+    profile of this model gives it, with or without more behind a comma; a cut there must be that of the model. None,
+    too, where microbatches are of other sizes in each step.
     """
-    if not f"{model.problem.name},".startswith(f"{model.task.name},"):
+    if model.shapes is not None or not f"{model.problem.name},".startswith(f"{model.task.name},"):
         return None
     planned = cut_in_name(model.problem.name)
     if planned is not None and planned != ",".join(map(str, model.task.identity().get("cut") or ())):

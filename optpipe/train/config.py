@@ -144,6 +144,8 @@ class ModelConfig(Group):
     """bytes of text in a sequence; default: the model's maximum, for a model of transformers at most 512"""
     microbatch_size: StrictInt = Field(default=4, ge=1, le=4096)
     """sequences in a microbatch"""
+    lengths: Literal["equal", "varying"] = "equal"
+    """varying: microbatches differ in their sizes, from one to the next and from step to step"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """precision of weights and of what is not cast; of bfloat16 the optimizer keeps float32 copies"""
     autocast: Literal["bfloat16"] | None = None
@@ -166,6 +168,11 @@ class ModelConfig(Group):
     def hugging_face(self) -> bool:
         """True for a model of transformers."""
         return self.name.startswith("hf:")
+
+    @property
+    def varies(self) -> bool:
+        """True if microbatches differ in their sizes."""
+        return self.lengths == "varying"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -480,6 +487,12 @@ class TrainingConfig(Group):
         if self.evaluate and self.model.loader is not None and self.model.evaluation_loader is None:
             detail = f"is {self.evaluate}, but a loader has no batches beyond the run. Maybe add --evaluation-loader."
             yield Issue("evaluate", "no_loader", detail)
+        if self.model.varies and self.output.trace is not None:
+            detail = (
+                f"is {str(self.output.trace)!r}, but model.lengths is 'varying', and a measured step is compared with "
+                "a plan for microbatches of planned sizes. Maybe leave one of them out."
+            )
+            yield Issue(("output", "trace"), "unequal_microbatches", detail)
         if self.evaluate_every is not None and not self.evaluate:
             detail = f"is {self.evaluate_every}, but evaluate is 0. Maybe --evaluate 4: the batches to evaluate."
             yield Issue("evaluate_every", "no_batches", detail)

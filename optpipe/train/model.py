@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from optpipe.assignment import Places
 from optpipe.compile import Program, compile_schedule
+from optpipe.compile.memory import memory_steps
 from optpipe.errors import OptPipeError, TrainingError
 from optpipe.problem import Problem
-from optpipe.runtime import Gloo, Nccl, Pipeline, Stage, Transport, learn_messages, local_transport
+from optpipe.runtime import (
+    Gloo,
+    MessageShapes,
+    Nccl,
+    Pipeline,
+    Stage,
+    Transport,
+    learn_messages,
+    learn_shapes,
+    local_transport,
+)
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
 from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes
 from optpipe.runtime.recorder import MemoryMeter, Recorder
@@ -30,18 +44,23 @@ from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_fai
 from optpipe.schedule import Schedule
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import Launch
+from optpipe.train.lengths import SizeCosts, Sizes, tokens_of, varied_samples
 from optpipe.train.rollback import Snapshot
 from optpipe.train.tasks import build_task
 from optpipe.train.tasks.base import Batch, Task
 from optpipe.train.update import StepOutcome, SumsLayout, Updates
+
+LOG = logging.getLogger("optpipe.train")
 
 
 class Model:
     """A task cut into the schedule's stages, of which this process keeps its own.
 
     `stages` and `optimizers` (one a stage, none for a stage without parameters to update): this process's, by stage
-    number. `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by
-    every process that has it, and counted once in `parameters`. `shared_buffers`: places of buffers that they share.
+    number. `shapes`: messages as functions of a microbatch's sizes, where these differ; then `messages` are those of
+    the first one, and `size_costs` says what a size costs. `shared`: parameters that several stages of the whole model
+    hold; each is one parameter, updated once by every process that has it, and counted once in `parameters`.
+    `shared_buffers`: places of buffers that they share.
 
     `optimistic`: update before the global norm is known; None: as the config says, under torchrun alone. `task`: None
     builds the task of the config.
@@ -62,6 +81,7 @@ class Model:
         self.task = task or build_task(config, len(program.placement), program.microbatches, launch)
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.stages = self._build_stages()
+        self.shapes: MessageShapes | None = None
         self.messages = self._learn_messages()
         placement = program.placement
         self._sync: GradientSync | None = None
@@ -69,6 +89,9 @@ class Model:
             with peer_errors("the groups of processes that share parameters"):
                 shared = with_groups(self.shared, lambda stage: launch.ranks_of(placement[stage]))
             self._sync = GradientSync(self.stages, launch.same_device, shared)
+        self.size_costs = SizeCosts(self.task.reference)
+        self._excess_bytes = 0
+        self._places = self._build_places()
         self.pipeline = self._pipeline()
         self._updates = Updates(
             config.optimizer,
@@ -83,6 +106,7 @@ class Model:
         self._step_number = 0
         self._term_names: tuple[str, ...] | None = None
         self._own_terms: Tensor | None = None
+        self._tokens: dict[int, int] = {}
 
     @property
     def microbatches(self) -> int:
@@ -124,6 +148,7 @@ class Model:
         with the step's sums (`take_requests`).
         """
         begin = perf_counter()
+        self._tokens[self._step_number] = self._tokens_of(batch[0])
         self._set_step(self._step_number)
         losses = self.run(
             *self.own_part(batch),
@@ -156,22 +181,26 @@ class Model:
         terms, last_stage = [], self.stages.get(len(self.program.placement) - 1)
         for n in range(count):
             part, last = slice(n * m, (n + 1) * m), n == count - 1
-            self._set_random(n)
+            order = self.order_of(inputs[part])
+            self._set_random(n, order)
             if self._sync:
                 self._sync.paused = not last
-            losses.append(
-                self.pipeline.run(
-                    inputs[part],
-                    targets[part],
-                    meter=None if n else meter,
-                    recorder=None if n else recorder,
-                    validate=None if n else validate,
-                    leave_sends=leave_sends and last,
-                    zero_gradients=not n,
-                )
+            in_order = self.pipeline.run(
+                inputs[part] if order is None else [inputs[n * m + i] for i in order],
+                targets[part] if order is None else [targets[n * m + i] for i in order],
+                meter=None if n else meter,
+                recorder=None if n else recorder,
+                validate=None if n else validate,
+                leave_sends=leave_sends and last,
+                zero_gradients=not n,
             )
-            if last_stage and last_stage.loss_terms.values is not None:
-                terms.append(last_stage.loss_terms.values)
+            of_terms = last_stage.loss_terms.values if last_stage else None
+            if order is not None:
+                back = np.argsort(order)
+                in_order, of_terms = in_order[back], None if of_terms is None else of_terms[back]
+            losses.append(in_order)
+            if of_terms is not None:
+                terms.append(of_terms)
         self._own_terms = torch.cat(terms) if terms else None
         return torch.cat(losses)
 
@@ -196,6 +225,38 @@ class Model:
         if self._own_terms is not None:
             columns = list(self._own_terms.unbind(1))
         return dict(zip(self._term_names, columns, strict=True))
+
+    def order_of(self, inputs: Sequence[Tree]) -> Sequence[int] | None:
+        """The microbatch that runs in the place of each microbatch of the schedule, of one run; None: each in its own.
+
+        A function of the sizes of the inputs alone, so that every process of a pipeline finds the same.
+        """
+        sizes = [Sizes.of(microbatch) for microbatch in inputs] if self._places else []
+        if self._places is None or all(size == sizes[0] for size in sizes):
+            return None
+        factors = self.size_costs.factors(sizes)
+        order = self._places.assign(factors)
+        excess = self._places.excess_bytes(factors, order)
+        if excess > self._excess_bytes and self.launch.rank == 0:
+            self._excess_bytes = excess
+            LOG.warning(
+                "the microbatches of step %d need %s bytes more than the schedule's budget of a device, in any order "
+                "that was tried. Maybe solve with less memory, or split long microbatches.",
+                self._step_number,
+                f"{excess:,}",
+            )
+        return order
+
+    def take_tokens(self, step: int) -> int:
+        """Tokens of the batch of a step, of all replicas. Those of other replicas that read their own count as ours."""
+        return self._tokens.pop(step, 0)
+
+    def _tokens_of(self, inputs: Sequence[Tree]) -> int:
+        """Tokens of a batch's inputs."""
+        if self.shapes is None:
+            return self.task.tokens * len(inputs)
+        known = [tokens_of(microbatch) for microbatch in inputs if microbatch is not None]
+        return sum(known) * len(inputs) // len(known)
 
     def settle(self) -> list[StepOutcome]:
         """Validate the last update, in all processes together. Returns its outcome if it was not known."""
@@ -230,6 +291,7 @@ class Model:
         if any(digest != program.digest for digest in digests):
             raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
         self.program, self.schedule = program, schedule
+        self._places = self._build_places()
         self.pipeline = self._pipeline()
 
     def own_part(self, batch: Batch) -> Batch:
@@ -238,10 +300,10 @@ class Model:
         part = slice(self.launch.replica * m, (self.launch.replica + 1) * m)
         return moved((batch[0][part], batch[1][part]), self.hardware)
 
-    def messages_at(self, stage: int) -> tuple[Spec | None, Spec | None]:
-        """The messages before and after a stage, None at the ends of the model."""
-        before = self.messages[stage - 1] if stage else None
-        return before, self.messages[stage] if stage < len(self.messages) else None
+    def messages_at(self, stage: int, microbatch: Tree | None = None) -> tuple[Spec | None, Spec | None]:
+        """The messages before and after a stage, None at the ends of the model: of the microbatch with this input."""
+        messages = self.messages if self.shapes is None or microbatch is None else self.shapes.of(microbatch)
+        return messages[stage - 1] if stage else None, messages[stage] if stage < len(messages) else None
 
     @property
     def message_bytes(self) -> list[int]:
@@ -256,11 +318,12 @@ class Model:
         self._step_number = step
         self._set_random(0)
 
-    def _set_random(self, run: int) -> None:
-        """Set the random numbers of the stages to those of a run of the schedule in the step."""
+    def _set_random(self, run: int, order: Sequence[int] | None = None) -> None:
+        """Set the random numbers of the stages to those of a run of the schedule in the step, and its `order_of`."""
         for stage in self.stages.values():
             if stage.random:
                 stage.random.step = self._step_number * self.config.accumulate + run
+                stage.random.numbers = order
 
     def _build_stages(self) -> dict[int, Stage]:
         placement, config = self.program.placement, self.config
@@ -319,6 +382,9 @@ class Model:
         [[microbatch], [target]] = moved((inputs[:1], targets[:1]), self.hardware)
         count, gather = len(self.program.placement), self.launch.gather_pipeline
         try:
+            if self.config.model.varies:
+                varied = [map_leaves(lambda leaf: leaf.to(self.hardware), x) for x in varied_samples(inputs)]
+                self.shapes = learn_shapes(self.stages, count, varied, gather)
             messages = learn_messages(self.stages, count, microbatch, target, gather)
             self._refuse_changed_buffers(messages, microbatch, target)
             return messages
@@ -368,6 +434,10 @@ class Model:
                     "equal on several stages. Maybe give each stage a buffer of its own."
                 )
 
+    def _build_places(self) -> Places | None:
+        """Places of the schedule's microbatches, where sizes are others in every step."""
+        return Places(self.schedule, memory_steps(self.program, self.problem)) if self.shapes else None
+
     def _pipeline(self) -> Pipeline:
         if not self.launch.distributed:
             transport: Transport = local_transport(self.hardware)
@@ -376,7 +446,8 @@ class Model:
                 transport = Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
         else:
             transport = Gloo(self.launch.pipeline)
-        return Pipeline(self.program, self.stages, self.devices, transport, self.messages, sync=self._sync)
+        messages = self.shapes or self.messages
+        return Pipeline(self.program, self.stages, self.devices, transport, messages, sync=self._sync)
 
 
 def _digest(tensor: Tensor) -> str | None:

@@ -62,7 +62,6 @@ class Watch(Callback):
         self._model, self._steps, self._events, self._report = model, steps, events, report
         self._first = model.step_number
         self._measures = model.launch.distributed and model.hardware.type == "cpu"
-        self._tokens = model.task.tokens * model.microbatches * model.launch.replicas
         self._reported = 0
         self._begun: _Begun | None = None
         self._bubbles: dict[int, float] = {}
@@ -96,7 +95,7 @@ class Watch(Callback):
                 self._steps,
                 outcome.loss,
                 outcome.seconds,
-                tokens=self._tokens,
+                tokens=self._model.take_tokens(outcome.step),
                 gradient_norm=outcome.gradient_norm,
                 learning_rate=outcome.learning_rate,
                 clipped=outcome.clipped,

@@ -22,8 +22,9 @@ EVERY_STEPS = 100
 class Peaks(Callback):
     """Compares the peaks of metered steps with the schedule's plan and budget.
 
-    If the schedule is another model's, peaks are compared with the plan that `--check` has measured; without a check no
-    step is metered. A device is reported again only if its peak is higher than the last reported one.
+    If the schedule is another model's, peaks are compared with the plan that `--check` has measured; without a check,
+    and where microbatches are of other sizes in each step, no step is metered. A device is reported again only if its
+    peak is higher than the last reported one.
     """
 
     def __init__(self, model: Model, margin: float, events: Events, check: CheckResult | None) -> None:
@@ -75,6 +76,6 @@ class Peaks(Callback):
 
     def _plan(self) -> Sequence[PlannedMemory] | None:
         planned = scheduled_memory(self._model)
-        if planned is None and self._check is not None:
+        if planned is None and self._check is not None and self._model.shapes is None:
             return [PlannedMemory(device.planned_peak_bytes, None) for device in self._check.devices]
         return planned

@@ -9,6 +9,7 @@ from torch import nn
 
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree
+from optpipe.train.lengths import Sizes
 from optpipe.train.tasks.loader import LoadedBatches
 
 Batch = tuple[list[Tree], list[Tree]]
@@ -36,6 +37,11 @@ class Task(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens (rows, where there are none) of one microbatch."""
+        ...
+
+    @property
+    def reference(self) -> Sizes:
+        """Size of the microbatch whose costs a profile of this task states."""
         ...
 
     def build_stages(self, own: Collection[int] | None = None, /) -> list[nn.Module]:

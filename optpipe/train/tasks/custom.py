@@ -7,17 +7,18 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from optpipe.errors import InputError, Issue
 from optpipe.models.cut import Unit, joined, parse_cut
 from optpipe.models.loss import PerToken, is_counted
 from optpipe.profile.subject import Data, Named, Subject, batch_of, load_subject
 from optpipe.runtime.loss import Loss
-from optpipe.runtime.messages import leaves, message_spec, spec_text
+from optpipe.runtime.messages import message_spec, spec_text
 from optpipe.runtime.shared_parameters import shared_parameters
 from optpipe.train.config import TrainingConfig
 from optpipe.train.launch import leads
+from optpipe.train.lengths import Sizes, tokens_of
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.loader import LoadedBatches
 
@@ -52,6 +53,12 @@ class OwnStages:
             raise InputError([Issue(("model", "name"), "wrong_count", detail)])
         self._inputs, self._targets = first.inputs, first.targets
         self._loss: Loss = PerToken(first.loss) if is_counted(first.loss) else first.loss
+        if self._model.varies and not is_counted(first.loss):
+            detail = (
+                f"is 'varying', but the loss of {self._model.name} has no count, so that tokens of short microbatches "
+                "would weigh more than those of long ones. Maybe give it one: see 'Losses by tokens' in the guide."
+            )
+            raise InputError([Issue("model.lengths", "no_count", detail)])
         # No stage would own a parameter of the loss: no optimizer would have it, or only another process's.
         in_loss = first.loss.named_parameters() if isinstance(first.loss, nn.Module) else ()
         if trained := [name for name, parameter in in_loss if parameter.requires_grad]:
@@ -82,10 +89,12 @@ class OwnStages:
     @property
     def tokens(self) -> int:
         """Tokens of the first input: its integers, N * T of floats of shape (N, T, C), otherwise its rows."""
-        first: Tensor = leaves(self._inputs)[0]
-        if not first.dim() or not first.is_floating_point():
-            return first.numel()
-        return first.shape[0] * first.shape[1] if first.dim() == 3 else first.shape[0]
+        return tokens_of(self._inputs)
+
+    @property
+    def reference(self) -> Sizes:
+        """The microbatch that the callable returned."""
+        return Sizes.of(self._inputs)
 
     def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """New modules, the same weights at each call."""
@@ -97,7 +106,9 @@ class OwnStages:
         inputs, targets = [self._inputs] * self._microbatches, [self._targets] * self._microbatches
         if self._data is not None:
             like = (self._inputs, self._targets)
-            inputs, targets = batch_of(self._data, step, self._model.name, like, self._microbatches)
+            inputs, targets = batch_of(
+                self._data, step, self._model.name, like, self._microbatches, varies=self._model.varies
+            )
         if isinstance(self._loss, PerToken):
             targets = self._loss.with_tokens(targets, self.loader.tokens if self.loader else int)
         return inputs, targets
@@ -115,6 +126,7 @@ class OwnStages:
             "model": self._model.name,
             "data": self._model.data,
             **({"loader": self.loader.name} if self.loader else {}),
+            **({"lengths": self._model.lengths} if self._model.varies else {}),
             "seed": self._seed,
             "microbatch": spec_text(message_spec(self._inputs)),
             "parameters": self._shapes,

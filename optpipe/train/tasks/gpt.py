@@ -16,14 +16,19 @@ from torch import Tensor, nn
 
 from optpipe.errors import TrainingError
 from optpipe.models.cut import evenly
+from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.runtime.loss import Loss
 from optpipe.train.config import SIZES, GPTShape, GPTSize, TrainingConfig
+from optpipe.train.lengths import Sizes
 from optpipe.train.tasks.base import Batch
 
 __all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "build_stages", "byte_loss"]
 
 VOCABULARY = 256
 """The model reads bytes."""
+
+MEDIAN, DEVIATION = 0.4, 0.6
+"""Varying lengths: their median as a share of the longest, and the deviation of their logarithms."""
 
 
 def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *, tied: bool = False) -> list[nn.Module]:
@@ -71,7 +76,7 @@ class _Embedding(nn.Module):
         self.register_buffer("positions", torch.arange(shape.sequence), persistent=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        embedded: Tensor = self.byte(text) + self.position(self.positions)
+        embedded: Tensor = self.byte(text) + self.position(self.positions[: text.shape[1]])
         return embedded
 
 
@@ -142,11 +147,15 @@ def standard_library_text() -> Tensor:
 class Batches:
     """Random pieces of a text, the same for the same seed and step.
 
-    `microbatches` of `size` sequences of `sequence` bytes; the target of each byte is the next one.
+    `microbatches` of `size` sequences of `sequence` bytes; the target of each byte is the next one. With `varying` the
+    sequences of each microbatch are of a length of their own, log-normal and at most `sequence`.
     """
 
-    def __init__(self, text: Tensor, *, microbatches: int, size: int, sequence: int, seed: int) -> None:
+    def __init__(
+        self, text: Tensor, *, microbatches: int, size: int, sequence: int, seed: int, varying: bool = False
+    ) -> None:
         self._text, self._microbatches, self._size, self._seed = text, microbatches, size, seed
+        self._varying = varying
         self._offsets = torch.arange(sequence + 1)
 
     def batch(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -155,8 +164,19 @@ class Batches:
         last = len(self._text) - len(self._offsets)
         starts = torch.randint(last + 1, (self._microbatches, self._size, 1), generator=generator)
         pieces = self._text[starts + self._offsets].long()
+        if self._varying:
+            lengths = self._lengths(generator)
+            parts = [piece[:, : length + 1] for piece, length in zip(pieces, lengths, strict=True)]
+            return [part[:, :-1].contiguous() for part in parts], [part[:, 1:].contiguous() for part in parts]
         inputs, targets = pieces[..., :-1].contiguous(), pieces[..., 1:].contiguous()
         return [x.clone() for x in inputs], [y.clone() for y in targets]
+
+    def _lengths(self, generator: torch.Generator) -> list[int]:
+        """Lengths of the microbatches' sequences: the median is MEDIAN of the longest, no length below MEDIAN of it."""
+        longest = len(self._offsets) - 1
+        drawn = torch.empty(self._microbatches, dtype=torch.float64).log_normal_(0, DEVIATION, generator=generator)
+        shares = (MEDIAN * drawn).clamp(MEDIAN * MEDIAN, 1)
+        return [max(1, round(share * longest)) for share in shares.tolist()]
 
 
 class GPTTask:
@@ -175,7 +195,9 @@ class GPTTask:
             size=model.microbatch_size,
             sequence=self.shape.sequence,
             seed=config.seed,
+            varying=model.varies,
         )
+        self._loss = PerToken(LabelLoss(shift=False)) if model.varies else None
         self._data = {"text_bytes": len(text), "text_sum": int(text.sum())}
 
     @property
@@ -185,13 +207,18 @@ class GPTTask:
 
     @property
     def loss(self) -> Loss:
-        """Cross entropy in nats a byte."""
-        return byte_loss
+        """Cross entropy in nats a byte, of all bytes of the batch where microbatches differ."""
+        return self._loss or byte_loss
 
     @property
     def tokens(self) -> int:
         """Bytes of text."""
         return self._model.microbatch_size * self.shape.sequence
+
+    @property
+    def reference(self) -> Sizes:
+        """The longest sequences."""
+        return Sizes(self.tokens, self._model.microbatch_size)
 
     def build_stages(self, _own: Collection[int] | None = None) -> list[nn.Module]:
         """Stages with the weights drawn from the seed."""
@@ -200,7 +227,8 @@ class GPTTask:
 
     def batch(self, step: int) -> Batch:
         """Random pieces of the text."""
-        return self._batches.batch(step)
+        inputs, targets = self._batches.batch(step)
+        return (inputs, self._loss.with_tokens(targets)) if self._loss else (inputs, targets)
 
     def model_name(self, stage: int, name: str) -> str:
         """Names of layers by their numbers in the model; `embedding` and `head` beside them."""
@@ -214,6 +242,7 @@ class GPTTask:
     def identity(self) -> dict[str, Any]:
         """All sizes, the cut, the precision, and which text it is."""
         model = self._model
-        chosen = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
+        chosen: dict[str, Any] = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
+        chosen |= {"lengths": model.lengths} if model.varies else {}
         cut = list(evenly(self.shape.layers, self._stages))
         return {"model": model.name, "seed": self._seed, "cut": cut} | chosen | asdict(self.shape) | self._data

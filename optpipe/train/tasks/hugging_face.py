@@ -17,6 +17,7 @@ from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
 from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.launch import leads
+from optpipe.train.lengths import Sizes
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
 from optpipe.train.tasks.loader import LoadedBatches
@@ -67,6 +68,11 @@ class HuggingFaceTask:
         first: Tensor = leaves(self._first[0][0])[0]
         return first.shape[0] if first.is_floating_point() else first.numel()
 
+    @property
+    def reference(self) -> Sizes:
+        """The longest sequences of text, or the first microbatch of other data."""
+        return self.batches.reference
+
     def build_stages(self, own: Collection[int] | None = None) -> list[nn.Module]:
         """Stages with weights of the folder, or drawn; compared with the uncut model where all are this process's."""
         return self.model.build_stages(own, self._first[0][0] if own is None else None)
@@ -100,7 +106,10 @@ class HuggingFaceBatches:
         self._microbatches = microbatches
         self._text: Batches | None = None
         self._like: tuple[Tree, Tree] | None = None
+        self._varies = config.varies
         self._identity: dict[str, Any] = {"data": config.data}
+        if config.varies:
+            self._identity["lengths"] = config.lengths
         if loader is not None:
             self._identity["loader"] = loader.name
         name = f"{model.kind.__name__} of {folder_name(model.name)}"
@@ -108,6 +117,7 @@ class HuggingFaceBatches:
             self._like = self._first_of_data(self._data)
             self.name = f"{name}, {spec_text(message_spec(self._like[0]))}"
             self._identity["microbatch"] = spec_text(message_spec(self._like[0]))
+            self.reference = Sizes.of(self._like[0])
             return
         if model.vocabulary is None or model.vocabulary < VOCABULARY or not model.causal:
             what = f"a vocabulary of {model.vocabulary}" if model.causal else "no tokens to predict"
@@ -119,9 +129,15 @@ class HuggingFaceBatches:
             raise InputError([Issue("model.sequence", "out_of_range", detail)])
         text = standard_library_text()
         self._text = Batches(
-            text, microbatches=microbatches or 1, size=config.microbatch_size, sequence=sequence, seed=seed
+            text,
+            microbatches=microbatches or 1,
+            size=config.microbatch_size,
+            sequence=sequence,
+            seed=seed,
+            varying=config.varies,
         )
         self.name = f"{name}, {config.microbatch_size} x {sequence}"
+        self.reference = Sizes(config.microbatch_size * sequence, config.microbatch_size)
         self._identity |= {"text_bytes": len(text), "text_sum": int(text.sum()), "sequence": sequence}
         self._identity["microbatch_size"] = config.microbatch_size
 
@@ -132,7 +148,8 @@ class HuggingFaceBatches:
             return list(inputs), [x.clone() for x in inputs]
         assert self._data is not None, "there is text or data"
         assert self._like is not None, "the first batch was read"
-        return batch_of(self._data, step, "the first microbatch of step 0", self._like, self._microbatches)
+        first = "the first microbatch of step 0"
+        return batch_of(self._data, step, first, self._like, self._microbatches, varies=self._varies)
 
     def identity(self) -> dict[str, Any]:
         """JSON values that tell these batches from others."""

@@ -66,7 +66,8 @@ class LoadedBatches:
         """Read, from now on, what these stages of so many need: inputs of the first, targets of the last."""
         self._training = True
         self._reads_targets = count - 1 in stages
-        self._reads = 0 in stages or self._reads_targets
+        # Where sizes differ, every process knows all of them from the inputs: no message has to tell its receiver.
+        self._reads = 0 in stages or self._reads_targets or self._config.model.varies
         self._reader, self._step, self._first = None, -1, None
 
     def tokens(self, own: int) -> int:

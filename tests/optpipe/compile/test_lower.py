@@ -14,15 +14,20 @@ from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, check_program, compile_forward, compile_schedule, fuse_adjacent
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.compile.program import RECEIVES, SENDS
-from optpipe.errors import DeadlockError, OrderError
+from optpipe.errors import BudgetError, DeadlockError, MethodError, OrderError
 from optpipe.ops import KINDS, Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from solver.build import build_schedule
+from solver.solve import solve
 from tests.optpipe.compile.player import play
 from tests.optpipe.compile.test_check import moved
 from tests.optpipe.compile.test_streams import placed_problems
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
 from tests.problems import problems
+from tests.unequal import random_orders as random_unequal_orders
+from tests.unequal import random_unequal, unequal
+from tests.unequal_schedules import with_factors
 
 
 def text(program: Program) -> list[str]:
@@ -82,6 +87,44 @@ def test_one_list_a_device_needs_no_more_memory_than_three_streams(problem: Prob
     schedule = random_schedule(unlimited(problem), seed)
     peaks = planned_peaks_bytes(compile_schedule(schedule), problem, [0] * (len(problem.stages) - 1))
     assert all(peak <= d.peak_bytes_any_timing for peak, d in zip(peaks, schedule.devices, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_unequal_microbatches_are_lowered_in_their_order_within_the_memory_of_any_timing(seed: int) -> None:
+    """With modes, copies and transfers; the peaks of kept activations are above those of equal microbatches."""
+    rng = Random(seed)
+    data = random_unequal(rng) | {"slices": None}
+    stages = [{k: v for k, v in stage.items() if not k.startswith("slice_")} for stage in data["stages"]]
+    problem = unlimited(Problem.from_data(data | {"stages": stages}))
+    orders, _, _ = random_unequal_orders(problem, rng)
+    schedule = build_schedule(problem, orders, 0.0, "random", 0.0)
+    program = compile_schedule(schedule)
+    for device, actions in zip(schedule.orders.devices, program.devices, strict=True):
+        assert [a.key for a in actions if a.key in set(device.compute)] == list(device.compute)
+    peaks = planned_peaks_bytes(program, problem, [0] * (len(stages) - 1))
+    assert all(peak <= d.peak_bytes_any_timing for peak, d in zip(peaks, schedule.devices, strict=True))
+
+
+def test_the_memory_of_a_program_is_that_of_its_microbatches() -> None:
+    """Activations times 1, 2 and 2.9, rounded up; device 0 of 1F1B holds two microbatches at a time."""
+    schedule = with_factors(one_f_one_b(2, 3, fused=True), [{"bytes": 1}, {"bytes": 2}, {"bytes": 2.9}])
+    [of_bytes] = {stage.activation_bytes for stage in schedule.problem.stages}
+    program = compile_schedule(schedule)
+    last = -(-of_bytes * 29 // 10)
+    assert planned_peaks_bytes(program, schedule.problem, [0]) == [2 * of_bytes + last, last]
+    # Device 0 makes the message of microbatch 2 beside the gradient of 1; device 1 receives it when it holds nothing.
+    with_messages = planned_peaks_bytes(program, schedule.problem, [[10, 20, 40]])
+    assert with_messages == [2 * of_bytes + last + 20 + 40, 40]
+    budget = [{"memory_bytes": 2 * of_bytes + last - 1}, {"memory_bytes": None}]
+    tight = Problem.from_data(schedule.problem.to_data() | {"devices": budget})
+    with pytest.raises(BudgetError, match="device 0 holds"):
+        check_program(program, tight)
+
+
+def test_slices_are_refused_by_name() -> None:
+    problem = unequal(2, 2, slices={"count": 2})
+    with pytest.raises(MethodError, match="cuts them into 2 slices"):
+        compile_schedule(solve(problem, "seq1f1b"))
 
 
 def test_the_digest_is_that_of_the_program_alone() -> None:

@@ -1,0 +1,140 @@
+"""Microbatches of different sizes: the gradients and losses of the uncut model, and peaks as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.compile import compile_schedule
+from optpipe.errors import InputError, RunFailedError, TrainingError
+from optpipe.schedule import Schedule
+from optpipe.train import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train.launch import Launch
+from optpipe.train.model import Model
+from optpipe.train.result import StepReport
+from optpipe.train.tasks import build_task
+from tests.optpipe.train.cases import MAX_ERROR, M, decaying, schedules
+from tests.unequal_schedules import with_factors
+
+FACTORS: list[Mapping[str, float]] = [
+    {"time": 2, "bytes": 1.5},
+    {"time": 0.5, "bytes": 0.5, "transfer": 0.5},
+    {},
+    {"time": 1.5, "bytes": 2},
+]
+ORDER = [2, 0, 3, 1]
+SCHEDULES = {name: with_factors(schedule, FACTORS, ORDER) for name, schedule in schedules(2).items()}
+STAGES = "tests.optpipe.train.unequal_stages"
+
+
+def varying(schedule: Schedule, dtype: Any = "float64", **settings: Any) -> TrainingConfig:
+    return TrainingConfig(schedule, ModelConfig("tiny", dtype=dtype, lengths="varying"), **settings)
+
+
+def assert_right(config: TrainingConfig) -> None:
+    """A checked run: gradients and loss of the plain step, peaks as planned, and nothing left."""
+    check = train(config).check
+    assert check is not None
+    assert check.failures == ()
+    assert check.max_gradient_error <= MAX_ERROR[config.model.dtype]
+    assert check.loss_error <= MAX_ERROR[config.model.dtype]
+    for device in check.devices:
+        assert device.live_bytes == (0, 0)
+        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_chosen_order_of_equal_shapes_equals_the_plain_step(name: str) -> None:
+    assert SCHEDULES[name].microbatch_order == ORDER
+    assert_right(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", dtype="float64"), steps=1, check=True))
+
+
+@pytest.mark.parametrize("dtype", MAX_ERROR)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatches_of_different_lengths_equal_the_plain_step_in_the_planned_memory(name: str, dtype: str) -> None:
+    assert_right(varying(SCHEDULES[name], dtype, steps=1, check=True))
+
+
+def test_schedules_of_equal_microbatches_take_different_lengths_too() -> None:
+    assert_right(varying(schedules(2)["V, offload"], steps=1, check=True, accumulate=2))
+
+
+def test_lengths_differ_within_a_step_and_between_steps() -> None:
+    task = build_task(varying(SCHEDULES["linear"]), 2, M)
+    lengths = [[len(x[0]) for x in task.batch(step)[0]] for step in range(8)]
+    assert lengths == [[len(x[0]) for x in task.batch(step)[0]] for step in range(8)]
+    assert len(set(map(tuple, lengths))) == 8
+    assert min(map(min, lengths)) >= 5
+    assert max(map(max, lengths)) <= 32
+
+
+def test_losses_are_those_of_training_the_uncut_model_by_tokens() -> None:
+    """Cross entropy over all bytes of a batch, with nothing of ours: each byte weighs the same."""
+    config = varying(SCHEDULES["recomputed"], steps=4)
+    task = build_task(config, 2, M)
+    model = nn.Sequential(*task.build_stages())
+    optimizer = torch.optim.AdamW(decaying(model.parameters()), lr=config.optimizer.learning_rate)
+    plain = []
+    for step in range(4):
+        inputs, targets = task.batch(step)
+        logits = [model(x).flatten(0, 1) for x in inputs]
+        loss = nn.functional.cross_entropy(torch.cat(logits), torch.cat([target.flatten() for target, _ in targets]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        plain.append(loss.item())
+    reports: list[StepReport] = []
+    assert train(config, reports.append).losses == pytest.approx(plain, rel=1e-12)
+    assert [r.tokens for r in reports] == [sum(x.numel() for x in task.batch(step)[0]) for step in range(4)]
+
+
+def test_the_order_in_which_microbatches_run_depends_on_their_sizes_but_not_what_is_drawn_for_them() -> None:
+    schedule = schedules(2)["linear"]
+    config = varying(schedule, steps=6)
+    model = Model(config, compile_schedule(schedule), Launch(2))
+    batches = [model.task.batch(step) for step in range(6)]
+    orders = [model.order_of(inputs) for inputs, _ in batches]
+    assert len({tuple(order or ()) for order in orders}) > 1
+    model.run(*batches[0])
+    assert all(stage.random is None or stage.random.numbers == orders[0] for stage in model.stages.values())
+
+
+@pytest.mark.parametrize("source", ["data", "loader"])
+def test_stages_of_ones_own_take_microbatches_of_different_lengths(source: str) -> None:
+    model = ModelConfig(f"{STAGES}:build", lengths="varying", **{source: f"{STAGES}:{source}"})
+    assert_right(TrainingConfig(SCHEDULES["linear, offload"], model, steps=1, check=True))
+
+
+def test_a_loss_that_counts_no_tokens_is_refused() -> None:
+    with pytest.raises(InputError, match="tokens of short microbatches would weigh more"):
+        train(TrainingConfig(SCHEDULES["linear"], ModelConfig(f"{STAGES}:uncounted", lengths="varying"), steps=1))
+
+
+def test_other_sizes_are_refused_unless_they_may_vary() -> None:
+    model = ModelConfig(f"{STAGES}:build", data=f"{STAGES}:data")
+    with pytest.raises(InputError, match="Maybe --lengths varying"):
+        train(TrainingConfig(SCHEDULES["linear"], model, steps=1))
+
+
+def test_messages_that_no_size_explains_are_refused() -> None:
+    model = ModelConfig(f"{STAGES}:odd", lengths="varying", data=f"{STAGES}:data")
+    with pytest.raises((TrainingError, RunFailedError), match="message between stages 0 and 1"):
+        train(TrainingConfig(SCHEDULES["linear"], model, steps=1))
+
+
+def test_a_trace_of_varying_lengths_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"output\.trace"):
+        varying(SCHEDULES["linear"], output=OutputConfig(trace=tmp_path / "trace.json"))
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    def run(steps: int, folder: Path) -> tuple[float, ...]:
+        return train(varying(SCHEDULES["V"], steps=steps, checkpoints=CheckpointConfig(folder))).losses
+
+    whole = run(4, tmp_path / "whole")
+    assert run(2, tmp_path / "parts") + run(4, tmp_path / "parts") == whole

@@ -1,0 +1,78 @@
+"""Microbatches of different sizes in several processes, which know all sizes without telling one another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instances.schedules import one_f_one_b
+from optpipe.schedule import Schedule
+from optpipe.train import train
+from tests.optpipe.train.cases import M, everything, schedules
+from tests.optpipe.train.test_unequal import FACTORS, ORDER, SCHEDULES
+from tests.optpipe.train.unequal_worker import config_of
+from tests.ranks import RunRanks
+from tests.unequal_schedules import with_factors
+
+WORKER = Path(__file__).parent / "unequal_worker.py"
+TWO = {"linear, offload": SCHEDULES["linear, offload"], "V": SCHEDULES["V"], "recomputed": SCHEDULES["recomputed"]}
+
+Ranks = list[dict[str, Any]]
+
+
+def run(launch: RunRanks, folder: Path, runs: dict[str, Schedule], processes: int, replicas: int = 1) -> Ranks:
+    for name, schedule in runs.items():
+        data = schedule.to_data() | {"problem": schedule.problem.to_data()}
+        (folder / f"{name}.schedule.json").write_text(json.dumps(data))
+    launch(WORKER, processes, str(folder), str(replicas))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run(run_ranks, tmp_path_factory.mktemp("two"), TWO, 2)
+
+
+def assert_right(found: dict[str, Any]) -> None:
+    assert found["check"]["failures"] == []
+    assert found["check"]["max_gradient_error"] <= 1e-12
+    for device in found["check"]["devices"]:
+        assert device["live_bytes"] == [0, 0]
+        assert device["peak_bytes"] == pytest.approx(device["planned_peak_bytes"], rel=0.02)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_do_what_one_process_does(two_ranks: Ranks, name: str) -> None:
+    """Gradients equal to the plain step, peaks as planned, loss by loss."""
+    found = two_ranks[0][f"{name}, gpt"]
+    assert found["processes"] == 2
+    assert_right(found)
+    assert found["losses"] == list(train(config_of(TWO[name], "gpt", 1)).losses)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("model", ["data", "loader"])
+def test_two_ranks_read_batches_of_ones_own(two_ranks: Ranks, model: str) -> None:
+    found = two_ranks[0][f"linear, offload, {model}"]
+    assert found["check"]["failures"] == []
+    assert found["losses"] == list(train(config_of(TWO["linear, offload"], model, 1)).losses)
+
+
+@pytest.mark.torchrun
+def test_four_ranks_equal_the_plain_step(run_ranks: RunRanks, tmp_path: Path) -> None:
+    offloading = one_f_one_b(4, M, moved=everything(4))
+    [found, *_] = run(run_ranks, tmp_path, {"four": with_factors(offloading, FACTORS, ORDER)}, 4)
+    assert found["four, gpt"]["processes"] == 4
+    assert_right(found["four, gpt"])
+
+
+@pytest.mark.torchrun
+def test_replicas_put_their_own_microbatches_in_order(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Two replicas of two devices: one batch, cut into parts of different lengths; gradients are those of all of it."""
+    [found, *_] = run(run_ranks, tmp_path, {"linear": schedules(2)["linear"]}, 4, replicas=2)
+    assert found["linear, gpt"]["processes"] == 4
+    assert_right(found["linear, gpt"])
