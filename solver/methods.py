@@ -88,7 +88,17 @@ METHODS: dict[str, Method] = {
             slices=True,
             free_order=True,
         ),
-        Method("milp", "exact", _HIGHS, _ANY, search=searches.milp, refuse=refuse_too_large, modes=True),
+        Method(
+            "milp",
+            "exact",
+            _HIGHS,
+            f"{_ANY}, slices",
+            search=searches.milp,
+            refuse=refuse_too_large,
+            modes=True,
+            factors=True,
+            slices=True,
+        ),
         Method(
             "search",
             "search",

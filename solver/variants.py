@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from optpipe.problem import Mode, Stage
+from optpipe.problem import Mode, Problem, Stage
 
 
 class Variant(NamedTuple):
@@ -47,3 +47,9 @@ def variants(stage: Stage) -> Sequence[Variant]:
         if mode.recomputes and mode.segment_bytes is not None:
             result.append(Variant(choice, mode, inside=True))
     return result
+
+
+def unit_variants(problem: Problem, stage: int, unit: int) -> Sequence[Variant]:
+    """The variants of a stage for one of its units: those of the stage, whatever the unit's factors leave of them."""
+    choices = problem.stage_of(stage, unit).choices
+    return [variant._replace(mode=choices[variant.choice]) for variant in variants(problem.stages[stage])]

@@ -70,25 +70,31 @@ def random_unequal(rng: Random) -> dict[str, Any]:
     return data
 
 
-def random_case(data: dict[str, Any], rng: Random) -> tuple[Ints, dict[unit_oracle.Key, unit_oracle.Cost]]:
-    """A random mode and set of ops for each unit of each stage: modes as in `Orders`, and all costs."""
+def random_case(
+    data: dict[str, Any], rng: Random, *, split: bool = False
+) -> tuple[Ints, dict[unit_oracle.Key, unit_oracle.Cost]]:
+    """A random mode and set of ops for each unit of each stage: modes as in `Orders`, and all costs.
+
+    `split`: all backwards are B and W.
+    """
     units = data["microbatches"] * unit_oracle.slices_of(data)
     numbers, costs = [], {}
     for s, stage in enumerate(data["stages"]):
         names = [rng.choice(mode_oracle.mode_names(stage)) for _ in range(units)]
         numbers.append([mode_oracle.mode_names(stage).index(name) for name in names])
         for unit, name in enumerate(names):
-            for kind in ("F", *rng.choice(mode_oracle.ways(stage, name))):
+            ways = [way for way in mode_oracle.ways(stage, name) if "W" in way or not split]
+            for kind in ("F", *rng.choice(ways)):
                 costs[kind, s, unit] = unit_oracle.cost(data, s, unit, name, kind)
     return np.array(numbers), costs
 
 
 def random_orders(
-    problem: Problem, rng: Random
+    problem: Problem, rng: Random, *, split: bool = False
 ) -> tuple[Orders, dict[unit_oracle.Key, unit_oracle.Cost], dict[Op, tuple[float, float]]]:
     """Random orders of a problem, the costs of their ops, and the times of the list schedule that they are of."""
     data = problem.to_data()
-    modes, costs = random_case(data, rng)
+    modes, costs = random_case(data, rng, split=split)
     microbatch_order = list(range(data["microbatches"]))
     if data.get("microbatch_order") == "free":
         rng.shuffle(microbatch_order)

@@ -189,21 +189,29 @@ class Edge(NamedTuple):
 
 
 def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
-    """The precedences between the ops of `index`, delays in us; microbatches of one op type of a stage in order.
+    """The precedences between the ops of `index`, delays in us; units of one op type of a stage in their given order.
 
     Zero Bubble, appendix G (F, B, W along the pipeline); OptPipe, section 4 (F, O, R, B of an activation that leaves).
     """
+    forward_us, backward_us = (problem.unit_delays_us[way].tolist() for way in ("forward", "backward"))
+    earlier = {kind: units_before(problem, kind) for kind in {op.kind[0] for op in index}}
     for op, k in index.items():
         kind, s, i = op
         if kind == "F" and s:
-            yield Edge(index[Op("F", s - 1, i)], k, problem.forward_delay_us[s - 1])
+            yield Edge(index[Op("F", s - 1, i)], k, forward_us[s - 1][i])
         if kind == "B" and s + 1 < len(problem.stages):
-            yield Edge(index[Op("B", s + 1, i)], k, problem.backward_delay_us[s])
+            yield Edge(index[Op("B", s + 1, i)], k, backward_us[s][i])
         for before in {"B": "FR", "W": "B", "O": "F", "R": "O"}.get(kind, ""):
             if Op(before, s, i) in index:
                 yield Edge(index[Op(before, s, i)], k, 0.0)
-        if i:
-            yield Edge(index[Op(kind, s, i - 1)], k, 0.0)
+        before_unit = earlier[kind[0]].get(i)
+        if before_unit is not None:
+            yield Edge(index[Op(kind, s, before_unit)], k, 0.0)
+
+
+def units_before(problem: Problem, kind: str) -> dict[int, int]:
+    """The unit right before each but the first in the given order of a kind."""
+    return {after: before for before, after in pairwise(problem.units_in_order(kind).tolist())}
 
 
 Pair = tuple[Op, Op]

@@ -13,7 +13,7 @@ from optpipe.ops import Op
 from optpipe.problem import Problem
 from solver.bounds.device import fusing_may_help
 from solver.exact.ticks import TimeGrid
-from solver.variants import Variant, variants
+from solver.variants import Variant, unit_variants
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,7 @@ class Variables:
         """A literal for each variant of a stage with modes, and the ops that a microbatch has in it alone."""
         ways: list[Way] = []
         starts: dict[str, cp_model.IntVar] = {}
-        choices = self.problem.stage_of(s, i).choices
-        for n, of_stage in enumerate(variants(self.problem.stages[s])):
-            variant = of_stage._replace(mode=choices[of_stage.choice])
+        for n, variant in enumerate(unit_variants(self.problem, s, i)):
             literal, copy = self.model.new_bool_var(f"variant{s}.{i}.{n}"), variant.mode.offload
             times_us = {"O": copy.offload_us, "R": copy.reload_us} if copy else {}
             if variant.mode.recomputes:

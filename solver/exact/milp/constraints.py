@@ -70,8 +70,15 @@ class Constraints:
         again = [way.end for way in variables.recomputing if way.variant.ahead and way.variant.mode.offload]
         x = np.array(again, np.int64)
         r = variables.partners(x, "R")
-        big = np.maximum(self.length[r] + self.widest[r, x], 0.0)
-        self.rows.block(self.length[r] - big).term(x, 1.0).term(r, -1.0).term(variables.leaves[x], -big)
+        self._if_there(r, x)
+        pairs = np.array(self.variables.windows.if_there, np.int64).reshape(-1, 2)
+        self._if_there(pairs[:, 0], pairs[:, 1])
+
+    def _if_there(self, before: Ints, after: Ints) -> None:
+        """`after`, which may be absent, starts when `before` has ended if it is there."""
+        big = np.maximum(self.length[before] + self.widest[before, after], 0.0)
+        block = self.rows.block(self.length[before] - big).term(after, 1.0).term(before, -1.0)
+        block.term(self.variables.leaves[after], -big)
 
     def _after(
         self, table: Table, pair: tuple[Ints, Ints], before: Ints, after: Ints, gap: Floats | None = None
@@ -243,16 +250,14 @@ class Constraints:
         block.choices(variables.counted, offloads, offloads, -moved[offloads])
 
     def chains(self) -> None:
-        """If an op comes before another, so does the same op of the microbatch before, and before that of the next.
+        """If an op comes before another, so does the same op of the unit before it, and before that of the next.
 
-        Microbatches keep their order, so every integer point has it; the relaxation does not (OptPipe, section 4).
+        Units keep their order, so every integer point has it; the relaxation does not (OptPipe, section 4).
         """
         variables = self.variables
-        microbatch = np.array([op.microbatch for op in variables.ops], np.int64)
         for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
             a, b = table.open_pairs()
-            # Ops of one kind and stage lie next to each other, by microbatch (`Variables.ops`).
-            has_before, has_next = microbatch[a] > 0, microbatch[b] < self.problem.units - 1
+            has_before, has_next = variables.place[a] > 0, variables.place[b] < self.problem.units - 1
             self._at_most(table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
             self._at_most(table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
 
@@ -302,11 +307,14 @@ def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:
     """An op begins no sooner than its device can have done what it must, and leaves time for what is left.
 
     The rows on memory say so only for whole binaries; these hold in the linear relaxation too (docs/math/bounds.md).
+    They suppose that microbatches are whole and alike, and are left out where they are not.
     """
 
     def length(kind: str, s: int) -> float:
         return float(variables.windows.length[variables.index[Op(kind, s, 0)]])
 
+    if not variables.alike:
+        return
     least = list(least_work_around(variables.problem, length))
     ops = np.array([variables.index[bound.op] for bound in least], np.int64)
     before, after = np.array([bound.before for bound in least]), np.array([bound.after for bound in least])

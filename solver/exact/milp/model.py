@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from math import isfinite
 
 import highspy
@@ -25,7 +25,7 @@ from solver.exact.milp.constraints import (
     add_work_that_memory_holds_back,
 )
 from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables, Way
-from solver.exact.rules import in_weight_order
+from solver.exact.rules import in_weight_order, units_before
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
 from solver.scale import refuse_too_large
@@ -97,7 +97,7 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
         if not stages:
             continue
         first, compute = variables.first_of(device), variables.of("FBWC", device)
-        last = variables.problem.units - 1
+        last = int(variables.problem.units_in_order("W")[-1])
         ends = compute if options.workloads else np.array([variables.index[Op("W", s, last)] for s in stages])
         block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
         if spans:
@@ -170,26 +170,29 @@ def _ways_taken(variables: Variables, orders: Orders) -> dict[tuple[int, int], W
 def _place_absent(variables: Variables, start: Floats, present: Bools, places: Ints) -> None:
     """Times of absent ops, which have no length.
 
-    A copy follows F, or O, and those of the microbatch before at once. A recomputation comes as late as it can: right
-    before its backward, or before one of a later microbatch.
+    A copy follows F, or O, and those of the unit before at once. A recomputation comes as late as it can: right before
+    its backward, or before one of a later unit; with slices a reload too.
     """
-    length, index = variables.windows.length, variables.index
+    problem, length, index = variables.problem, variables.windows.length, variables.index
+    late = "C" if problem.slice_count == 1 else "RC"
+    earlier = {kind: units_before(problem, kind) for kind in "OR"}
     kinds: dict[tuple[str, int], set[str]] = defaultdict(set)
     for kind, s, _ in variables.ops:
         kinds[kind[0], s].add(kind)
     for k, (kind, s, i) in enumerate(variables.ops):
-        if kind[0] in "OR" and not present[k]:
+        if kind[0] in "OR" and kind[0] not in late and not present[k]:
             before = [variables.partner(k, "F" if kind[0] == "O" else "O")]
-            before += [index[Op(other, s, i - 1)] for other in kinds[kind[0], s] if i]
+            if variables.place[k]:  # behind that of the unit before it, of whatever variant
+                before += [index[Op(other, s, earlier[kind[0]][i])] for other in kinds[kind[0], s]]
             start[k] = max(start[b] + length[b] * present[b] for b in before)
-    for s in range(len(variables.problem.stages)):
+    for s, kind in product(range(len(problem.stages)), late):
         latest = np.inf
-        for i in reversed(range(variables.problem.units)):
-            again = [index[Op(kind, s, i)] for kind in kinds["C", s]]
-            latest = min(latest, start[index[Op("B", s, i)]], *(start[k] for k in again if present[k]), np.inf)
-            for k in again:
+        for at, i in reversed(list(enumerate(problem.units_in_order(kind).tolist()))):
+            own = [index[Op(other, s, i)] for other in kinds[kind, s]]
+            latest = min(latest, start[index[Op("B", s, i)]], *(start[k] for k in own if present[k]), np.inf)
+            for k in own:
                 if not present[k]:
-                    start[k], places[k] = latest, i - variables.problem.units
+                    start[k], places[k] = latest, at - problem.units
 
 
 def _set_binaries(variables: Variables, values: Floats, present: Bools, places: Ints, longer: Floats) -> None:

@@ -129,7 +129,7 @@ class _Statement:
                 self._work_before(d)
             if self.options.triangles and self.problem.units <= self.options.triangle_microbatches:
                 self._triangles(d)
-        if self.options.work:
+        if self.options.work and self.variables.alike:
             self._work_that_memory_holds_back()
         if self.options.weight_order:
             self._weight_order()
@@ -187,10 +187,15 @@ class _Statement:
             self._add(pulp.lpSum(self.columns[way.column] for way in ways) <= 1, "one_way", ways[0].forward)
         for way in self.variables.recomputing:
             if way.variant.ahead and way.variant.mode.offload:
-                x, r = way.end, self._partner(way.end, "R")
-                big = max(0.0, self.length[r] + self._latest_lead(r, x))
-                apart = self.start[x] - self.start[r]
-                self._add(apart >= self.length[r] - big * (1 - self._leaves(x)), "reloaded_before", r, x)
+                self._if_there(self._partner(way.end, "R"), way.end, "reloaded_before")
+        for before, after in self.windows.if_there:
+            self._if_there(before, after, "before_if_there")
+
+    def _if_there(self, before: int, after: int, family: str) -> None:
+        """Make `after` start when `before` has ended if it is there."""
+        big = max(0.0, self.length[before] + self._latest_lead(before, after))
+        apart = self.start[after] - self.start[before]
+        self._add(apart >= self.length[before] - big * (1 - self._leaves(after)), family, before, after)
 
     def _if_then_after(self, decision: Expression, before: int, after: int, gap: float, family: str) -> None:
         """Make `after` start at least `gap` later than `before` if `decision` is 1."""
@@ -327,7 +332,8 @@ class _Statement:
     def _objective(self, device: int) -> None:
         compute, first = self._kinds("FBWC", device), self.variables.first_of(device)
         begin = self.start[first] if self.problem.objective == "device_span" else 0
-        last = [Op("W", s, self.problem.units - 1) for s in self.problem.stages_of[device]]
+        final = int(self.problem.units_in_order("W")[-1])
+        last = [Op("W", s, final) for s in self.problem.stages_of[device]]
         for x in compute if self.options.workloads else [self.variables.index[op] for op in last]:
             others = compute if self.options.workloads else []
             after = pulp.lpSum(self.surely[k] * self._is(self.variables.order, x, k) for k in others)
@@ -342,9 +348,9 @@ class _Statement:
             for a, b in self._pairs(table):
                 if table.slope[a, b] > 0:
                     decision = self._is(table, a, b)
-                    if variables.ops[a].microbatch > 0:
+                    if variables.place[a] > 0:
                         self._at_most(decision, table, a - 1, b, "chain", a, b, a - 1, b)
-                    if variables.ops[b].microbatch < self.problem.units - 1:
+                    if variables.place[b] < self.problem.units - 1:
                         self._at_most(decision, table, a, b + 1, "chain", a, b, a, b + 1)
 
     def _work_before(self, device: int) -> None:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Op
-from optpipe.problem import Problem, Stage
-from solver.exact.rules import Edge, rule_edges
-from solver.variants import Variant, variants
+from optpipe.problem import Problem, Stage, UnitStage
+from solver.exact.rules import Edge, rule_edges, units_before
+from solver.variants import Variant, unit_variants, variants
 
 LARGEST_SIZE = 10_000
 """Largest coefficient of a row on memory, in units of bytes."""
@@ -74,8 +74,11 @@ class Variables:
     not on the device when x starts. `ahead[o, q]`, `returned[o, q]`, `counted[o, q]`: when offload q starts, o counts
     as started, its reload has ended, its bytes are on the host.
 
-    `ways`: of every stage and microbatch the variants that are decided on, by those columns (`leaves` has the column of
-    a variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
+    `place`: of each op in the order of its kind on its stage, which is theirs in `ops`. `alike`: microbatches are whole
+    and have equal costs.
+
+    `ways`: of every stage and unit the variants that are decided on, by those columns (`leaves` has the column of a
+    variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
     of that kind runs when reload r starts. `longer`: for each B the columns and times of what recomputes inside it.
     """
 
@@ -90,9 +93,11 @@ class Variables:
             kinds = list("FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW")
             if limited and stage.modes:
                 kinds = ["F", "B", "W", *(kind + str(n) for n, way in enumerate(variants(stage)) for kind in _own(way))]
-            self.ops += [Op(kind, s, i) for kind in kinds for i in range(problem.units)]
+            self.ops += [Op(kind, s, i) for kind in kinds for i in problem.units_in_order(kind[0]).tolist()]
         self.index = {op: k for k, op in enumerate(self.ops)}
         size = len(self.ops)
+        self.place = np.arange(size) % problem.units
+        self.alike = not problem.has_factors and problem.slice_count == 1
         self.windows = TimeWindows(
             problem, self.ops, self.unit_us, self.horizon, min(value_us, horizon_us) / self.unit_us, options.windows
         )
@@ -101,9 +106,13 @@ class Variables:
         self.leaves = np.full(size, -1, np.int64)
         self.order, self.started, self.ended, self.away = (Table(size) for _ in range(4))
         self.ahead, self.returned, self.counted = (Table(size) for _ in range(3))
-        sizes = [_sizes_bytes(problem.stages[op.stage], op.kind) for op in self.ops]
+        sizes = [_sizes_bytes(problem, op) for op in self.ops]
         self.take, self.free, self.moved = np.array(sizes, np.int64).T.copy()
-        self.rises, self.falls = self.take > 0, self.free > 0
+        # All ops of a kind and stage alike, so that what is decided about one says something about its neighbours.
+        self.rises, self.falls = (
+            np.repeat((change > 0).reshape(-1, problem.units).any(axis=1), problem.units)
+            for change in (self.take, self.free)
+        )
         for k, op in enumerate(self.ops):
             if op.kind == "O":
                 self.leaves[[k, self.partner(k, "R")]] = len(self.names)
@@ -237,10 +246,11 @@ class Variables:
 
     def _add_ways(self, s: int, i: int) -> None:
         """One column for each variant but kept."""
-        stage, work = self.problem.stages[s], self.problem.stages[s].workspace_bytes
+        stage = self.problem.stage_of(s, i)
+        work = stage.workspace_bytes
         forward, backward = self.index[Op("F", s, i)], self.index[Op("B", s, i)]
         ways = self.ways[s, i] = []
-        for n, variant in enumerate(variants(stage)):
+        for n, variant in enumerate(unit_variants(self.problem, s, i)):
             if n == 0:
                 continue
             mode, end, column = variant.mode, backward, len(self.names)
@@ -255,8 +265,10 @@ class Variables:
                     beside["C"] = mode.workspace_bytes
                 else:
                     # Growth counts from the start of B, as for `take`.
+                    taken, freed = _gradients_bytes(stage)
                     inside = max(
-                        variant.backward_bytes - mode.kept_bytes + work.B, stage.backward_weight_bytes - mode.kept_bytes
+                        variant.backward_bytes - mode.kept_bytes + work.B + taken,
+                        stage.backward_weight_bytes - mode.kept_bytes + taken - freed,
                     )
                     beside["B"] = inside - int(self.take[backward])
             ways.append(Way(n, variant, column, forward, end, mode.recomputed_bytes, beside))
@@ -317,35 +329,43 @@ def _own(variant: Variant) -> str:
     return "OR" * (variant.mode.offload is not None) + "C" * variant.ahead
 
 
-def _sizes_bytes(stage: Stage, kind: str) -> tuple[int, int, int]:
+def _sizes_bytes(problem: Problem, op: Op) -> tuple[int, int, int]:
     """Bytes that a compute op takes at its start and frees at its end, and that a transfer moves.
 
     A B that holds more after it than before counts from its start: no wait could keep it from ending before another op
     has freed memory.
     """
-    held, kept, work = stage.activation_bytes, stage.backward_weight_bytes, stage.workspace_bytes
-    if kind[0] == "C":
+    if op.kind[0] == "C":
         return 0, 0, 0  # in `Way.beside_bytes`, since the activation may be held in another way
-    if kind[0] in "OR":
-        return 0, 0, _variant(stage, kind).moved_bytes
-    take = {"F": held + work.F, "B": max(kept - held, work.B), "W": work.W}[kind]
-    free = {"F": work.F, "B": take - kept + held, "W": kept + work.W}[kind]
+    if op.kind[0] in "OR":
+        return 0, 0, _variant(problem, op).moved_bytes
+    stage = problem.stage_of(op.stage, op.microbatch)
+    held, kept, work = stage.activation_bytes, stage.backward_weight_bytes, stage.workspace_bytes
+    taken, freed = _gradients_bytes(stage)
+    grown = kept - held + taken - freed  # by B
+    take = {"F": held + work.F, "B": max(grown, work.B + taken), "W": work.W}[op.kind]
+    free = {"F": work.F, "B": take - grown, "W": kept + work.W}[op.kind]
     return take, free, 0
 
 
-def _variant(stage: Stage, kind: str) -> Variant:
+def _gradients_bytes(stage: Stage) -> tuple[int, int]:
+    """Gradients of keys and values that the backward of a unit takes at its start, and frees at its end."""
+    return (stage.gradients_taken_bytes, stage.gradients_freed_bytes) if isinstance(stage, UnitStage) else (0, 0)
+
+
+def _variant(problem: Problem, op: Op) -> Variant:
     """The variant whose op this is, by its number; of stages without modes the one that leaves."""
-    return variants(stage)[int(kind[1:] or 1)]
+    return unit_variants(problem, op.stage, op.microbatch)[int(op.kind[1:] or 1)]
 
 
-def _duration_us(stage: Stage, kind: str) -> float:
-    if kind in "FBW":
-        return stage.duration_us(kind)
-    mode = _variant(stage, kind).mode
-    if kind[0] == "C":
+def _duration_us(problem: Problem, op: Op) -> float:
+    if op.kind in "FBW":
+        return problem.stage_of(op.stage, op.microbatch).duration_us(op.kind)
+    mode = _variant(problem, op).mode
+    if op.kind[0] == "C":
         return mode.recompute_us
     assert mode.offload is not None
-    return mode.offload.offload_us if kind[0] == "O" else mode.offload.reload_us
+    return mode.offload.offload_us if op.kind[0] == "O" else mode.offload.reload_us
 
 
 TOLERANCE = 1e-6
@@ -361,7 +381,9 @@ class TimeWindows:
     `distance[a, b]`: b starts at least that much later than a, -inf where nothing orders them so. `earliest` and
     `latest`: bounds on starts. `widest[a, b]`: a starts at most that much later than b. `edges`: precedences that the
     model must state, those of the rules and those implied by budgets, the horizon and `value` (the largest objective
-    of interest). Orders that follow are OptPipe's variable fixing (section 4).
+    of interest). Orders that follow are OptPipe's variable fixing (section 4). `if_there`: precedences of ops whose
+    second may be absent and is in nobody's way then. With slices R and C run in another order than F and O, and an
+    absent one that kept both orders would hold others back.
     """
 
     def __init__(
@@ -371,12 +393,19 @@ class TimeWindows:
         self.ops = ops
         self.index = {op: k for k, op in enumerate(ops)}
         self.horizon, self.value = horizon, min(value, horizon)
-        self.length = np.array([_duration_us(problem.stages[op.stage], op.kind) / unit_us for op in ops])
+        self.length = np.array([_duration_us(problem, op) / unit_us for op in ops])
         self.surely = np.array([0.0 if op.kind[0] in "ORC" else 1.0 for op in ops]) * self.length
         self.device = np.array([problem.stages[op.stage].device for op in ops])
         self.computes = np.array([op.kind[0] not in "OR" for op in ops])
-        self.edges = [edge._replace(delay=edge.delay / unit_us) for edge in rule_edges(problem, self.index)]
-        self.edges += [Edge(*edge, 0.0) for edge in _variant_edges(problem, self.index)]
+        edges = [edge._replace(delay=edge.delay / unit_us) for edge in rule_edges(problem, self.index)]
+        edges += [Edge(*edge, 0.0) for edge in _variant_edges(problem, self.index)]
+        kinds = [op.kind[0] for op in ops]
+        loose = {("O", "R"), ("F", "C")} if problem.slice_count > 1 else set()
+        self.if_there = [(a, b) for a, b, _ in edges if (kinds[a], kinds[b]) in loose]
+        self.edges = [edge for edge in edges if (kinds[edge.before], kinds[edge.after]) not in loose]
+        for _, k in self.if_there:  # where it is absent, one that runs later has no more than begun its microbatch
+            first = self.ops[k].microbatch // problem.slice_count * problem.slice_count
+            self.edges.append(Edge(self.index[Op("F", self.ops[k].stage, first)], k, 0.0))
         if fix:
             self.edges += [Edge(*edge, 0.0) for edge in _budget_edges(problem, self.index)]
         self._measure(())
@@ -459,34 +488,51 @@ def _variant_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int
 
     R before C is not among these: where both are absent, C may have to come before a reload of an earlier microbatch.
     """
+    earlier = {kind: units_before(problem, kind) for kind in "ORC"}
     for (kind, s, i), k in index.items():
         if not kind[1:]:
             continue
         yield index[Op("O" + kind[1:] if kind[0] == "R" else "F", s, i)], k
         if kind[0] in "RC":
             yield k, index[Op("B", s, i)]
-        if i:
+        if i in earlier[kind[0]]:
             for n in range(len(variants(problem.stages[s]))):
-                before = Op(f"{kind[0]}{n}", s, i - 1)
+                before = Op(f"{kind[0]}{n}", s, earlier[kind[0]][i])
                 if before in index and before.kind != kind:
                     yield index[before], k
 
 
 def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int, int]]:
-    """B(s,j) and W(s,j) that must come before F(s,i), because j and all later ones would not fit beside it."""
-    for s, stage in enumerate(problem.stages):
-        budget = problem.devices[stage.device].memory_bytes
+    """B(s,j) and W(s,j) that must come before F(s,i), because j and all later ones would not fit beside it.
+
+    Those that have ended are the first ones in the order of the backwards.
+    """
+    backwards = problem.units_in_order("B")
+    for s, of_classes in enumerate(problem.unit_stages):
+        budget = problem.devices[problem.stages[s].device].memory_bytes
         if budget is None:
             continue
-        # The least that a microbatch holds from the start of F to the end of B, and to the end of W.
-        ways = variants(stage)
-        stays = min(way.waiting_bytes for way in ways)
-        taken = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways)
-        for kind, least in (("B", stays), ("W", min(stays, stage.backward_weight_bytes))):
-            room = budget - taken - stage.workspace_bytes.F
-            behind = room // least + 1 if least and room >= 0 else problem.units
-            for i in range(behind, problem.units):
-                yield index[Op(kind, s, i - behind)], index[Op("F", s, i)]
+        # The least that a unit holds from the start of F to the end of B, and to the end of W.
+        stays, taken = (
+            np.array(sizes)[problem.unit_class] for sizes in zip(*map(_least_bytes, of_classes), strict=True)
+        )
+        left = np.array([stage.backward_weight_bytes for stage in of_classes])[problem.unit_class]
+        for kind, least in (("B", stays), ("W", np.minimum(stays, left))):
+            begun = np.concatenate([[0], np.cumsum(least)])
+            ended = np.concatenate([[0], np.cumsum(least[backwards])])
+            excess = begun[:-1] - (budget - taken)
+            # Where F itself does not fit, or waits for a backward that waits for it, there is no schedule at all.
+            first = np.arange(problem.units) // problem.slice_count * problem.slice_count
+            count = np.searchsorted(ended, excess)
+            for i in np.flatnonzero((excess > 0) & (taken <= budget) & (count <= first)).tolist():
+                yield index[Op(kind, s, int(backwards[count[i] - 1]))], index[Op("F", s, i)]
+
+
+def _least_bytes(stage: Stage) -> tuple[int, int]:
+    """The least bytes between F and B in any variant, and at the start of F."""
+    ways = variants(stage)
+    taken = min(way.mode.kept_bytes + way.mode.forward_workspace_bytes for way in ways)
+    return min(way.waiting_bytes for way in ways), taken + stage.workspace_bytes.F
 
 
 def longest_paths(size: int, source: Ints, target: Ints, weight: Floats) -> Floats | None:

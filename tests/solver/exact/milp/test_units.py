@@ -1,0 +1,140 @@
+"""The mixed-integer program on slices and unequal microbatches: every schedule is a point, optima are those of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import highspy
+import numpy as np
+import pytest
+
+from optpipe.errors import MethodError
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds.device import split_backward_suffices
+from solver.build import build_schedule, peak_budgets
+from solver.exact.cp_sat.model import solve_cp_sat
+from solver.exact.milp.model import Timing, build_program, point_from_orders, solve_milp
+from solver.exact.milp.variables import Options
+from solver.limits import Limits
+from solver.model_export import export_model
+from solver.scale import horizon_us
+from solver.solution import INFEASIBLE, Solution
+from solver.solve import solve
+from tests.solver.exact.cp_sat.test_units import CAUSAL, schedules
+from tests.solver.exact.milp.test_statement import OPTIONS, assert_same_model
+from tests.unequal import random_orders, random_unequal, times, unequal
+
+
+def tight(seed: int) -> tuple[Problem, Orders]:
+    """A random problem in the given order, and orders of it with split backwards that need all of its budgets."""
+    rng = Random(seed)
+    data = random_unequal(rng) | {"microbatch_order": "given"}
+    data["stages"] = [stage | {"split_backward": True} for stage in data["stages"]]
+    problem = Problem.from_data(data)
+    orders, _, _ = random_orders(problem, rng, split=True)
+    budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+    return problem.from_data(problem.to_data() | {"devices": budgets}), orders
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_the_model_has_every_schedule(first: int) -> None:
+    """Random orders within their own peaks are a point of the model, and come back from its binaries."""
+    for seed in range(first, first + 20):
+        problem, orders = tight(seed)
+        value_us = simulate(problem, orders).value_us
+        program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
+        point = point_from_orders(program.variables, orders)
+        short = program.row_lower - program.matrix @ point
+        assert short.max(initial=0.0) <= 1e-6, (seed, int(np.argmax(short)))
+        assert (point >= program.lower - 1e-6).all()
+        assert (point <= program.upper + 1e-6).all()
+        again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
+        assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
+    for seed in range(6):
+        problem, _ = tight(seed)
+        assert_same_model(problem, horizon_us(problem, float("inf")), float("inf"), options)
+
+
+FAMILIES = {
+    "slices": (1, 1, {"slices": CAUSAL, "slice_gradient_bytes": 2, "workspace_bytes": {"B": 1, "W": 2, "BW": 4}}),
+    "slices of two devices": (2, 1, {"slices": CAUSAL, "slice_gradient_bytes": 1, "transfer_us": 0.5}),
+    "unequal": (1, 3, {"microbatch_factors": [{"time": 2}, {}, {"time": 3, "bytes": 0.5}], "backward_weight_us": 0}),
+    "span": (2, 2, {"microbatch_factors": times(3, 1), "backward_weight_us": 0, "objective": "device_span"}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_optima_are_those_of_every_schedule(name: str) -> None:
+    devices, microbatches, fields = FAMILIES[name]
+    values = schedules(unequal(devices, microbatches, backward_weight_bytes=0, **fields))
+    for budget in sorted({max(peaks) for peaks in values}):
+        problem = unequal(devices, microbatches, budget, backward_weight_bytes=0, **fields)
+        optimum = min(value for peaks, value in values.items() if max(peaks) <= budget)
+        answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda _: None)
+        assert answer.value_us == pytest.approx(optimum, rel=1e-9), budget
+        if split_backward_suffices(problem):
+            assert answer.bound_us == pytest.approx(optimum, rel=1e-9)
+    too_small = unequal(
+        devices, microbatches, min(max(peaks) for peaks in values) - 1, backward_weight_bytes=0, **fields
+    )
+    assert solve_milp(too_small, Limits(60, workers=1), Solution(), lambda _: None) == INFEASIBLE
+
+
+@pytest.mark.parametrize("first", range(100, 106, 2))
+def test_agrees_with_cp_sat(first: int) -> None:
+    """Neither proves what the other refutes, with modes and every kind of copy, from no schedule at all."""
+    for seed in range(first, first + 2):
+        problem, orders = tight(seed)
+        other = solve_cp_sat(
+            problem,
+            Limits(workers=1, deterministic_limit=0.5),
+            Solution(orders, simulate(problem, orders).value_us, 0.0),
+            lambda _: None,
+        )
+        answer = solve_milp(problem, Limits(1, workers=1), Solution(), lambda _: None)
+        assert answer.bound_us <= other.value_us * (1 + 1e-9), seed
+        assert other.bound_us <= answer.value_us * (1 + 1e-9), seed
+        if answer.orders is not None:
+            build_schedule(problem, answer.orders, answer.bound_us, "milp", 0.0)  # which verifies it
+
+
+def test_an_absent_reload_holds_no_other_back() -> None:
+    """Slice 0 leaves and comes back before F of slice 1, which stays: reloads of later slices come first otherwise."""
+    copies = {"bytes": 4, "offload_us": 1, "reload_us": 1}
+    longer = {"count": 2, "factors": {"forward": [1, 5]}}
+    problem = unequal(1, 2, 12, slices=longer, offload=copies, backward_weight_bytes=0)
+    ops = "F0.0 F0.1 B0.1 B0.0 W0.1 W0.0 F0.2 F0.3 B0.3 B0.2 W0.3 W0.2"
+    device = DeviceOrders(*(OpArray.of([Op.parse(op) for op in text.split()]) for text in (ops, "O0.2", "R0.2")))
+    orders = Orders([device])
+    simulation = simulate(problem, orders)
+    assert simulation.end_us[simulation.index[Op("R", 0, 2)]] < simulation.end_us[simulation.index[Op("F", 0, 3)]]
+    program = build_program(problem, horizon_us(problem, simulation.value_us), 0.0, simulation.value_us)
+    point = point_from_orders(program.variables, orders)
+    assert (program.row_lower - program.matrix @ point).max() <= 1e-6
+
+
+@pytest.mark.parametrize("form", ["lp", "mps"])
+def test_the_written_model_has_the_optimum(form: str, tmp_path: Path) -> None:
+    problem = unequal(2, 2, 9, slices=CAUSAL, backward_weight_bytes=0)
+    path = tmp_path / f"model.{form}"
+    path.write_text(export_model(problem).to_text(form))
+    highs = highspy.Highs()
+    highs.silent()
+    assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
+    highs.run()
+    optimum = solve(problem, "cp-sat", Limits(60, workers=1))
+    assert optimum.status == "optimal"
+    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+
+
+def test_a_free_order_is_refused_by_name() -> None:
+    problem = unequal(2, 2, microbatch_factors=times(1, 2), microbatch_order="free")
+    with pytest.raises(MethodError, match=r"^milp keeps the order .*microbatch_order is 'free'.*cp-sat"):
+        export_model(problem)
