@@ -88,7 +88,10 @@ def _answer(problem: Problem, method: str, limits: Limits, starts: list[Orders],
         return channel.error_message(error)
     except MemoryError:
         return channel.OUT_OF_MEMORY
-    answer = channel.solution_message("answer", Progress(solution, limits.seconds))
+    sent = outbox.flushed()
+    answer = channel.solution_message(
+        "answer", Progress(solution, limits.seconds), with_orders=sent is None or sent is not solution.orders
+    )
     return answer | {"limit": _limit(solution, method, limits)}
 
 
@@ -130,12 +133,17 @@ class Outbox:
         """Say that all published schedules were tried: at once, since the parent's clock depends on it."""
         self._write(channel.SEARCHING)
 
-    def end(self, last: Message) -> None:
-        """Send the newest incumbent if it is still here, then the last message."""
+    def flushed(self) -> Orders | None:
+        """Send the newest incumbent if it is still here, and take no more; the orders that were sent last."""
         with self._changed:
             self._ended = True
             self._changed.notify()
         self._sender.join()
+        return self._sent
+
+    def end(self, last: Message) -> None:
+        """Send the newest incumbent if it is still here, then the last message."""
+        self.flushed()
         self._write(last)
 
     def _send_newest(self) -> None:

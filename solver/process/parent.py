@@ -49,6 +49,12 @@ MOST_WAITED_S = 5.0
 VERIFY_S_PER_OP = 5e-6
 """Seconds to read, time and verify an answer, per op (4 us measured on one core). Part of the limit."""
 
+LARGE_S = 0.5
+"""Seconds to verify an answer from which a problem is large: there, what a busy machine adds to them matters."""
+
+MOST_SLOWER = 2.0
+"""Most times by which verifying is expected to take longer on a busy machine: searches need the rest."""
+
 OnEvent = Callable[[Progress | Heartbeat], None]
 
 
@@ -131,12 +137,15 @@ class _Solve:
         self.best = Solution()
         self.last: Message | None = None
         self.stop_reason: Limit | None = None
-        self.verify_s = 3 * len(problem.stages) * problem.units * VERIFY_S_PER_OP
+        self.verify_s = count_ops(problem) * VERIFY_S_PER_OP
+        self.is_large = self.verify_s > LARGE_S
         self.search_s = max(limits.time_limit_s - self.verify_s, limits.time_limit_s / 2)
         self.kill_at_s = self.search_s + STOP_S
         self.cancelled = False
+        self.told_to_end = False
         self.searching = False
         self.waited_s = 0.0
+        self.slower = 1.0
         self.waited_before_s = child.kept_waiting_s
         self.fallback = Fallback(problem, limits)
 
@@ -209,6 +218,10 @@ class _Solve:
             self.cancelled = True
             self.child.say(channel.CANCEL)
             self.kill_at_s = self.limits.seconds + max(0.0, CANCEL_S - self.verify_s)
+        elif not self.told_to_end and self.limits.seconds > self._end_at_s:
+            self.told_to_end = True
+            self.child.say(channel.CANCEL)
+            self.kill_at_s = self._seconds_given + STOP_S
         held = self.child.memory_bytes if self.memory_limit_bytes is not None else None
         if held is not None and self.memory_limit_bytes is not None and held > self.memory_limit_bytes:
             self._end("memory")
@@ -216,15 +229,25 @@ class _Solve:
             self._end("interrupted" if self.cancelled else "time")
 
     @property
+    def _end_at_s(self) -> float:
+        """When the search of a large problem has to end for its answer to be verified in time on a machine so busy."""
+        if not self.is_large or self.best.orders is None or self.limits.deterministic_limit is not None:
+            return float("inf")
+        verify_s = min(self.slower, MOST_SLOWER) * self.verify_s
+        return max(self.limits.time_limit_s - verify_s, self.limits.time_limit_s / 2)
+
+    @property
     def _seconds_given(self) -> float:
         """Seconds since the start, without those in which the child found no free processor before it searched.
 
         Waiting extends the limit to twice its length and `MOST_WAITED_S` at most: on a machine that never has time for
-        the child, there is an answer all the same. To a request to cancel all seconds count.
+        the child, there is an answer all the same. To a request to cancel all seconds count. For a large problem,
+        whose published schedules take many seconds, it counts no longer once there is one of them.
         """
-        if not self.searching:
+        if not (self.searching or (self.is_large and self.best.orders is not None)):
             most_s = self.limits.time_limit_s + MOST_WAITED_S
             self.waited_s = min(self.child.kept_waiting_s - self.waited_before_s, most_s)
+            self.slower = self.limits.seconds / max(self.limits.seconds - self.waited_s, TICK_S)
         return self.limits.seconds - (0.0 if self.cancelled else self.waited_s)
 
     def _end(self, limit: Limit) -> None:
@@ -237,7 +260,8 @@ class _Solve:
         work = self.limits.deterministic_limit
         answer = channel.read_solution(self.last, self.best)
         schedule = answer.solution.to_schedule(self.problem, answer.seconds if work is None else work)
-        return self._found(schedule, self.last["limit"])
+        limit = self.last["limit"]
+        return self._found(schedule, "time" if limit == "interrupted" and not self.cancelled else limit)
 
     def _failed(self) -> ChildResult:
         assert self.last is not None

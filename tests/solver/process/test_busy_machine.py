@@ -14,7 +14,8 @@ import pytest
 from instances import uniform
 from solver.limits import Limits
 from solver.process import Child, Heartbeat, parent, solve_in_child
-from solver.process.channel import kept_waiting_s
+from solver.process.channel import CANCEL, kept_waiting_s
+from solver.scale import count_ops
 from solver.solution import Progress
 from tests.clock import Clock
 from tests.solver.process.slow_start import LOADS_S
@@ -105,3 +106,19 @@ def test_an_answer_waits_for_the_first_published_schedule(monkeypatch: pytest.Mo
         result = solve_in_child(PROBLEM, "auto", limits, child=child)
     assert result.schedule is not None
     assert result.schedule.method != "floor"
+
+
+def test_the_search_of_a_large_problem_ends_earlier_where_its_answer_takes_longer_to_verify(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that takes 1.5 s to verify on a core of its own takes 3 s on half a core."""
+    hard = uniform(6, 18, budget=4, offload={"bytes": 2, "offload_us": 11, "reload_us": 11})
+    limits = Limits(6.0, workers=1)
+    monkeypatch.setattr(parent, "VERIFY_S_PER_OP", 1.5 / count_ops(hard))
+    monkeypatch.setattr(Child, "kept_waiting_s", property(lambda _: limits.seconds / 2))
+    said: list[object] = []
+    say = Child.say
+    monkeypatch.setattr(Child, "say", lambda child, message: said.append(message) or say(child, message))
+    result = solve_in_child(hard, "search", limits)
+    assert said[-1] == CANCEL
+    assert result.limit == "time"
