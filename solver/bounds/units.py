@@ -22,11 +22,16 @@ from solver.bounds.unit_order import ordered_bounds_us
 def unit_bounds_us(problem: Problem) -> Sequence[float]:
     """One microbatch alone, the work and memory of each device, and what the given order and memory chain together."""
     costs = UnitCosts.of(problem)
-    bounds = [costs.longest_microbatch_us]
-    bounds += [UnitsOnDevice(costs, numbers).bound_us for numbers in problem.stages_of if numbers]
+    bounds = [costs.longest_microbatch_us, *unit_device_bounds_us(problem)]
     if not problem.has_free_order:
         bounds += ordered_bounds_us(costs)
     return bounds
+
+
+def unit_device_bounds_us(problem: Problem) -> Sequence[float]:
+    """The work and memory of each device that has stages."""
+    costs = UnitCosts.of(problem)
+    return [UnitsOnDevice(costs, numbers).bound_us for numbers in problem.stages_of if numbers]
 
 
 class UnitsOnDevice:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
+from math import floor
+from typing import Any
 
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.problem import MAX_TIME_US, Problem
+from optpipe.problem import MAX_FACTOR, MAX_TIME_US, MicrobatchFactors, Problem, Stage, exact
 from optpipe.simulate import simulate
-from solver.bounds.device import split_backward_suffices
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.limits import Limits
@@ -25,8 +27,6 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
     Where no schedule of a part keeps the budgets, none of the whole does.
     """
     answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
-    if not split_backward_suffices(problem):
-        return answer
     proved: dict[frozenset[int], float] = {}
     for number, kept in enumerate(_parts(problem), 1):
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
@@ -62,8 +62,77 @@ def projected(problem: Problem, kept: Sequence[int]) -> Problem:
     """
     data = problem.to_data()
     data["stages"] = [data["stages"][s] for s in kept]
-    data["transfer_us"] = [_delay(problem, before, after) for before, after in pairwise(kept)]
+    if problem.has_factors:
+        _leave_out_for_units(problem, kept, data)
+    else:
+        data["transfer_us"] = [_delay(problem, before, after) for before, after in pairwise(kept)]
     return Problem.from_data(data)
+
+
+def _leave_out_for_units(problem: Problem, kept: Sequence[int], data: dict[str, Any]) -> None:
+    """Put delays into the `data` of a part that are no longer than those of any unit, and as long where they can be.
+
+    A problem knows a delay as a base times a factor of the microbatch, the same on all boundaries, times one of the
+    slice, which is the sending stage's. The first is that of the microbatch's times. The second is what forwards need,
+    the least of any microbatch; the base of gradients is the least of any slice beside that. All are exact where
+    transfers take no time and F and B of a slice are longer than those of others in the same proportion.
+    """
+    boundaries = list(pairwise(kept))
+    least = {way: [_least_delays(problem, *pair, way) for pair in boundaries] for way in ("forward", "backward")}
+    shapes: list[Sequence[Fraction]] = [[Fraction(1)] * problem.slice_count for _ in kept]
+    if problem.slices is not None:
+        for k, stage in enumerate(data["stages"]):
+            sends = [least["forward"][k]] if k < len(boundaries) else []
+            sends += [least["backward"][k - 1]] if k else []
+            shape = next((delays for delays in sends if any(delays)), shapes[k])
+            while max(shape) > MAX_FACTOR:
+                shape = [share / 1000 for share in shape]
+            shapes[k] = shape
+            factors = stage.get("slice_factors") or problem.slices.factors.to_data()
+            stage["slice_factors"] = factors | {"transfer": [_rounded_down(share) for share in shape]}
+    data["transfer_us"] = [
+        {way: _base(least[way][k], shapes[sender]) for way, sender in (("forward", k), ("backward", k + 1))}
+        for k in range(len(boundaries))
+    ]
+    if problem.microbatch_factors is not None:
+        data["microbatch_factors"] = [
+            {"time": entry.time, "bytes": entry.bytes, "transfer": entry.time} for entry in problem.microbatch_factors
+        ]
+
+
+def _base(delays: Sequence[Fraction], shape: Sequence[Fraction]) -> float:
+    """The largest base that makes no delay longer."""
+    ratios = (delay / share for delay, share in zip(delays, shape, strict=True) if share)
+    return _rounded_down(min(ratios, default=Fraction(0)))
+
+
+def _least_delays(problem: Problem, before: int, after: int, direction: str) -> Sequence[Fraction]:
+    """The delay between two stages of each slice of a microbatch of times 1: the least of any, by its own times."""
+    delays_us, between = problem.unit_delays_us[direction], range(before + 1, after)
+    own = problem.microbatch_factors or [MicrobatchFactors()] * problem.microbatches
+    least: list[Fraction | None] = [None] * problem.slice_count
+    for unit in problem.class_units:
+        i, q = divmod(unit, problem.slice_count)
+        time = exact(own[i].time)
+        if time:
+            sums = [exact(float(delays_us[s, unit])) for s in range(before, after)]
+            sums += [exact(_passing_us(problem.stage_of(s, unit), direction)) for s in between]
+            delay, known = sum(sums, Fraction(0)) / time, least[q]
+            least[q] = delay if known is None else min(delay, known)
+    return [delay or Fraction(0) for delay in least]
+
+
+def _passing_us(stage: Stage, direction: str) -> float:
+    """The least time that an activation, or a gradient, takes to pass a stage."""
+    return stage.duration_us("F" if direction == "forward" else "B" if stage.split_backward else "BW")
+
+
+def _rounded_down(value: Fraction) -> float:
+    """The value, or a number of millionths that is less by less than one."""
+    for number in (float(value), float(Decimal(floor(value * 10**6)).scaleb(-6))):
+        if value - Fraction(1, 10**6) < exact(number) <= value:
+            return number
+    return float(floor(value))
 
 
 def restricted(orders: Orders, kept: Sequence[int]) -> Orders:
@@ -75,14 +144,15 @@ def restricted(orders: Orders, kept: Sequence[int]) -> Orders:
 
     devices = [DeviceOrders(*(part(stream) for stream in device.streams())) for device in orders.devices]
     waits = {op: part(before) for waiting, before in orders.waits.items() for op in part([waiting])}
-    return Orders(devices, waits, [part(channel) for channel in orders.channels])
+    modes = None if orders.modes is None else orders.modes[list(kept)]
+    return Orders(devices, waits, [part(channel) for channel in orders.channels], modes, orders.microbatch_order)
 
 
 def _delay(problem: Problem, before: int, after: int) -> dict[str, float]:
     """Delays between two stages and times of the ops of the stages between them, forward and backward."""
     between = problem.stages[before + 1 : after]
-    activations = [*problem.forward_delay_us[before:after], *(stage.forward_us for stage in between)]
-    gradients = [*problem.backward_delay_us[before:after], *(stage.backward_input_us for stage in between)]
+    activations = [*problem.forward_delay_us[before:after], *(_passing_us(stage, "forward") for stage in between)]
+    gradients = [*problem.backward_delay_us[before:after], *(_passing_us(stage, "backward") for stage in between)]
     return {"forward": _sum_us(activations), "backward": _sum_us(gradients)}
 
 
@@ -97,6 +167,7 @@ def _parts(problem: Problem) -> Iterator[Sequence[int]]:
     Parts in which the stages left out would be a longer delay than a problem may have are skipped.
     """
     devices = [d for d, stages in enumerate(problem.stages_of) if stages]
+    largest = _largest(problem)
     bounds = device_bounds_us(problem)
     first = devices[bounds.index(max(bounds))]
     before: Sequence[int] = []
@@ -104,10 +175,29 @@ def _parts(problem: Problem) -> Iterator[Sequence[int]]:
         spread = [devices[k * (len(devices) - 1) // max(1, number - 1)] for k in range(number)] if number > 1 else []
         kept = _connected(problem, {first, *spread})
         if before != kept and len(kept) < len(problem.stages):
-            delays_us = (delay_us for pair in pairwise(kept) for delay_us in _delay(problem, *pair).values())
+            delays_us = (delay_us for pair in pairwise(kept) for delay_us in _delay(largest, *pair).values())
             if max(delays_us, default=0.0) <= MAX_TIME_US:
                 yield kept
         before = kept
+
+
+def _largest(problem: Problem) -> Problem:
+    """The problem without factors, each time that of its largest unit: as much delay as any part can have."""
+    if not problem.has_factors:
+        return problem
+    data = problem.to_data()
+    for name in ("microbatch_factors", "slices"):
+        data.pop(name, None)
+    for stage, of_classes in zip(data["stages"], problem.unit_stages, strict=True):
+        for name in ("slice_factors", "slice_gradient_bytes"):
+            stage.pop(name, None)
+        for name in ("forward_us", "backward_input_us", "backward_weight_us"):
+            stage[name] = max(getattr(one, name) for one in of_classes)
+    data["transfer_us"] = [
+        {direction: float(delays_us[s].max()) for direction, delays_us in problem.unit_delays_us.items()}
+        for s in range(len(problem.stages) - 1)
+    ]
+    return Problem.from_data(data)
 
 
 def _connected(problem: Problem, devices: Collection[int]) -> Sequence[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from instances import HALF, REFERENCE, instance, uniform
 from optpipe.problem import MAX_TIME_US, Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
-from solver.build import within_budgets
+from solver.build import over_budget, peak_budgets, within_budgets
 from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.exact.relaxation import projected, relaxation_bound, restricted
 from solver.limits import Limits
@@ -21,6 +23,7 @@ from solver.published.ada_offload import in_flight_orders
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import problems
+from tests.unequal import random_orders, random_pipeline, random_unequal
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
 
@@ -143,3 +146,47 @@ def test_a_bound_of_the_whole_is_not_raised_to_the_values_of_a_part() -> None:
     limits = Limits(workers=1, deterministic_limit=10.0)
     assert solve_cp_sat(problem, limits, start, lambda answer: None).value_us == 14.5
     assert bound_of(problem, replace(start, bound_us=14.5)) == 14.5
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_parts_of_slices_and_unequal_microbatches_wait_no_longer_than_the_whole(first: int) -> None:
+    """No delay of a unit is longer than the stages that are left out, and orders of the whole serve the part."""
+    judged = 0
+    for seed in range(first, first + 40):
+        rng = Random(seed)
+        problem = random_pipeline(rng) if seed % 2 else Problem.from_data(random_unequal(rng))
+        orders, _, _ = random_orders(problem, rng)
+        budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+        problem = problem.from_data(problem.to_data() | {"devices": budgets})
+        last = len(problem.stages) - 1
+        kept = sorted({0, last} | {s for s in range(last) if rng.random() < 0.5})
+        devices = [problem.stages[s].device for s in kept]
+        if any(b > a + 1 and devices[k] == devices[k + 1] for k, (a, b) in enumerate(pairwise(kept))):
+            continue
+        judged += len(kept) <= last
+        part, served = projected(problem, kept), restricted(orders, kept)
+        for way, kinds in (("forward", "F"), ("backward", "B")):
+            for k, (a, b) in enumerate(pairwise(kept)):
+                passing_us = [problem.unit_delays_us[way][s] for s in range(a, b)]
+                for s in range(a + 1, b):
+                    kind = kinds if problem.stages[s].split_backward or kinds == "F" else "BW"
+                    passing_us.append([problem.stage_of(s, unit).duration_us(kind) for unit in range(problem.units)])
+                assert (part.unit_delays_us[way][k] <= np.sum(passing_us, axis=0) + 1e-9).all(), seed
+        assert simulate(part, served).value_us <= simulate(problem, orders).value_us + 1e-9, seed
+        assert not over_budget(part, served)
+    assert judged >= 3
+
+
+def test_parts_of_causal_slices_wait_exactly_as_long_as_the_whole() -> None:
+    """Without transfers, F and B of one shape: what is left out is a delay of each slice by itself."""
+    problem = instance("q-p4-m4-n4-fused-b8")
+    delays_us = projected(problem, [0, 3]).unit_delays_us
+    assert delays_us["forward"].tolist() == [[30, 42, 54, 66] * 4]
+    assert delays_us["backward"].tolist() == [[60, 84, 108, 132] * 4]
+
+
+def test_parts_bound_a_free_order_better_than_the_closed_forms() -> None:
+    """Two of four devices take 80, the four 82."""
+    problem = instance("u-p4-m8-b4")
+    start = Solution(bound_us=lower_bound_us(problem))
+    assert start.bound_us < 80 <= bound_of(problem, start) <= PROVED["u-p4-m8-b4"]
