@@ -21,6 +21,7 @@ from benchmarks import (
     seconds_by_size,
     service_load,
     suites,
+    time_limits,
     updates,
     value_over_time,
 )
@@ -34,6 +35,7 @@ MODULES = (
     pattern_curve,
     recomputation,
     seconds_by_size,
+    time_limits,
     suites,
     executor,
     predicted_steps,
