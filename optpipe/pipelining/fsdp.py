@@ -3,9 +3,10 @@
 FSDP reduces gradients in the backward. Here weight gradients may come later, so within a step it only adds them up,
 and the reduction begins where the program says that the last W is done.
 
-This is the one file of the package that uses private names of torch: FSDPModule has no public way to begin a reduction
-outside of a backward, nor to ask whether a module reshards. Tried with torch 2.13.0 on the CPU over gloo, and with the
-versions that tests/optpipe/pipelining/test_torch_versions.py names.
+This is the one file of `optpipe.pipelining` that uses private names of torch: FSDPModule has no public way to begin a
+reduction outside of a backward, nor to ask whether a module reshards. (The runtime's are in
+`optpipe.runtime.torch_private`.) Tried with torch 2.13.0 on the CPU over gloo, and with the versions that
+tests/optpipe/pipelining/test_torch_versions.py names.
 """
 
 from __future__ import annotations

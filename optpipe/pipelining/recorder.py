@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves
 
 from optpipe.compile.program import Action
 from optpipe.errors import InputError, Issue, TrainingError
@@ -25,6 +24,7 @@ from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.schedule import PlannedSchedule
 from optpipe.problem import KEPT, OFFLOAD, Problem
+from optpipe.runtime.messages import leaves
 from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, HostRecorder, MemoryMeter, Timing
 from optpipe.runtime.recorder import Recorder as ActionRecorder
 from optpipe.runtime.trace_step import Clock, align_clocks
@@ -287,7 +287,7 @@ class _Observed:
             result = self._method(microbatch, *args, **kwargs)
             actions.end()
         if self._kind == "F":
-            self.output_bytes = sum(_bytes(part) for part in tree_leaves(result) if isinstance(part, Tensor))
+            self.output_bytes = sum(_bytes(part) for part in leaves(result) if isinstance(part, Tensor))
         return result
 
 

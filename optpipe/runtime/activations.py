@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
-from torch.utils.checkpoint import _VersionWrapper
 
+from optpipe.runtime.torch_private import KeptByCheckpoint, kept_by_checkpoints
 from optpipe.runtime.weight_gradients import is_distributed
 
 ALIGNMENT_BYTES = 64
@@ -159,14 +158,11 @@ class ActivationStore:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Context in which autograd saves tensors through this store, and so do selective activation checkpoints."""
-        # What a selective checkpoint keeps is in a cache of its own, which hooks of autograd do not see. There is no
-        # public way into it: torch.utils.checkpoint wraps each kept value by the class of this name (2.4 to 2.13).
-        checkpoint._VersionWrapper = partial(_Kept, self._pack)  # type: ignore[misc, assignment]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
-        finally:
-            checkpoint._VersionWrapper = _VersionWrapper  # type: ignore[misc]
+        with (
+            kept_by_checkpoints(partial(_Kept, self._pack)),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+        ):
+            yield
 
     def hold(self, tensor: Tensor) -> object:
         """Hold a tensor outside of any graph; `held` gives it back from the description returned."""
@@ -262,7 +258,7 @@ class ActivationStore:
         return empty.set_(saved.slot.flat.untyped_storage(), saved.offset, saved.shape, saved.strides)
 
 
-class _Kept(_VersionWrapper):
+class _Kept(KeptByCheckpoint):
     """A value in the cache of a selective checkpoint, packed like a tensor that autograd saves."""
 
     def __init__(self, pack: Callable[[Tensor], Tensor | _Saved | _SavedShard], value: Any) -> None:

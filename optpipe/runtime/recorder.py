@@ -30,10 +30,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from optpipe.compile.program import Action
+from optpipe.runtime.torch_private import TorchDispatchMode
 
 
 class Recorder(Protocol):
@@ -302,6 +301,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor):
-            yield value.untyped_storage()
+    """Storages of the tensors among arguments or results."""
+    if isinstance(values, Tensor):
+        yield values.untyped_storage()
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _storages(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _storages(value)

@@ -14,7 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_DRAWING = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
 _DRAWING_WITHIN = (nn.RNNBase, nn.MultiheadAttention)
 """Layers that draw in their own forward if their dropout is not 0."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import TrainingError
@@ -20,6 +21,7 @@ from optpipe.runtime.loss import Loss, LossTerms, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
 from optpipe.runtime.recomputation import Replay, Segment, Segments, Values, parts_of, saving_nothing
 from optpipe.runtime.rng import GeneratorStates, RandomNumbers, never_draws
+from optpipe.runtime.torch_private import run_backward
 from optpipe.runtime.weight_gradients import (
     Splitting,
     WeightGradients,
@@ -87,9 +89,7 @@ class Exit:
         wanted = [(edge, part) for edge, part in pairs if edge is not None and part is not None]
         if wanted:
             edges, parts = zip(*wanted, strict=True)
-            # The end of torch.autograd.backward, without its checks of shapes, which the engine makes again: they take
-            # half of the time of an empty backward.
-            _engine_run_backward(edges, parts, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            run_backward(edges, parts, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _edge(part: Any) -> GradientEdge | None:
@@ -98,7 +98,7 @@ def _edge(part: Any) -> GradientEdge | None:
     if not part.requires_grad:
         return None
     node: Any = part.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(part)  # keeps the Python object of such a node alive
     return GradientEdge(node, part.output_nr)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from optpipe.errors import TrainingError
+from optpipe.runtime.torch_private import is_compiler_error
 from optpipe.runtime.weight_gradients.products import DeferredProducts, matrices
 from optpipe.runtime.weight_gradients.split import (
     Deferred,
@@ -97,6 +97,7 @@ class SplitEmbedding(SplitBackward[nn.Embedding]):
 
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 
@@ -105,7 +106,7 @@ class SplitConvolution(SplitBackward[Any]):
 
     lower_precision = True
 
-    def handles(self, layer: _ConvNd) -> bool:
+    def handles(self, layer: Convolution) -> bool:
         """True if the weight is a parameter and the padding is zeros of given widths."""
         zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         return own_weight(layer) and zeros
@@ -114,14 +115,14 @@ class SplitConvolution(SplitBackward[Any]):
         """As the plain layer does; keeps the input."""
         return layer._plain.forward(layer, x), (x,)
 
-    def input_gradient(self, layer: _ConvNd, saved: Saved, gradient: Tensor) -> Tensor:
+    def input_gradient(self, layer: Convolution, saved: Saved, gradient: Tensor) -> Tensor:
         """The gradient of the input, by torch's own backward of a convolution."""
         (x,) = saved
         found, _, _ = _backward(layer, x, gradient, [True, False, False])
         assert found is not None, "it was asked for"
         return found.view_as(x)
 
-    def add_weight_gradients(self, layer: _ConvNd, saved: Saved, gradient: Tensor) -> None:
+    def add_weight_gradients(self, layer: Convolution, saved: Saved, gradient: Tensor) -> None:
         """Add those of weight and bias that are wanted, by the same function."""
         parameters = (layer.weight, layer.bias)
         wanted = [parameter is not None and parameter.requires_grad for parameter in parameters]
@@ -131,7 +132,7 @@ class SplitConvolution(SplitBackward[Any]):
                 accumulate(parameter, its_gradient)
 
 
-def _backward(layer: _ConvNd, x: Tensor, gradient: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
+def _backward(layer: Convolution, x: Tensor, gradient: Tensor, wanted: list[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight and bias that are wanted, None for the others."""
     weight = layer.weight.to(x.dtype)
     if x.dim() < weight.dim():
@@ -295,8 +296,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def compiler_failure(error: Exception) -> str | None:
     """A failure of torch.compile in a line; None for an error that is not the compiler's."""
-    dynamo = sys.modules.get("torch._dynamo.exc")  # where nothing was compiled it need not be loaded
-    if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+    if not is_compiler_error(error):
         return None
     lines = [*str(error).strip().splitlines(), "", ""]
     text = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") else lines[0]  # "backend=... raised:", then what

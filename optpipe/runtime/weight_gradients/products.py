@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from optpipe.errors import TrainingError
+from optpipe.runtime.torch_private import GROUPED_PRODUCTS
 from optpipe.runtime.weight_gradients.split import (
     LARGE_BYTES,
     Deferred,
@@ -83,7 +84,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _grouped(offsets: Tensor) -> Product:
-    multiply = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
+    multiply = GROUPED_PRODUCTS[0]
     return Product(
         lambda x, weight, _: multiply(x, weight, offs=offsets),
         lambda gradient, weight: multiply(gradient, weight.transpose(-2, -1), offs=offsets),
@@ -267,7 +268,7 @@ class Products(TorchFunctionMode):
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm}
-_GROUPED = {getattr(nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+_GROUPED = {*GROUPED_PRODUCTS}
 _TRANSPOSE = {torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes}
 _PROPERTIES: Any = Tensor
 _TRANSPOSED = {_PROPERTIES.mT.__get__}

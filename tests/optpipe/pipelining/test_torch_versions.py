@@ -18,7 +18,7 @@ NOT_OURS = "not replicate and not torchs_schedule"
 """Functions of torch 2.13: replicate with a mesh, and metadata between stages of a subgroup over gloo."""
 
 
-@pytest.mark.parametrize("version", ["2.9.1", "2.12.1"])
+@pytest.mark.parametrize("version", ["2.9.1", "2.10.0", "2.11.0", "2.12.1"])
 def test_another_version_of_torch(version: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path)}))

@@ -1,0 +1,61 @@
+"""Private names of torch, all that the runtime uses: what has no public way, in one place, each with its reason.
+
+FSDP2's are in `optpipe.pipelining.fsdp`. Elsewhere only attributes of tensors, storages and modules are read that torch
+does not document but has had for years: `_version`, `_cdata`, `_parameters`, `_buffers`, `_modules`, dicts of hooks.
+
+Tried with torch 2.9.1, 2.10.0, 2.11.0, 2.12.1 (tests/optpipe/pipelining/test_torch_versions.py) and 2.13.0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# The end of torch.autograd.backward, without its checks of shapes, which the engine makes again: they take half of the
+# time of an empty backward.
+from torch.autograd.graph import _engine_run_backward as run_backward
+
+# The one way to see every allocation of an operator.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _VersionWrapper as KeptByCheckpoint
+
+__all__ = [
+    "GROUPED_PRODUCTS",
+    "KeptByCheckpoint",
+    "TorchDispatchMode",
+    "is_compiler_error",
+    "kept_by_checkpoints",
+    "run_backward",
+]
+
+GROUPED_PRODUCTS: list[Any] = [
+    multiply
+    for multiply in (getattr(nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if multiply is not None
+]
+"""Products of groups of rows with matrices of their own; older versions have the private name alone."""
+
+
+@contextmanager
+def kept_by_checkpoints(wrap: Callable[[Any], KeptByCheckpoint]) -> Iterator[None]:
+    """Context in which selective activation checkpoints wrap what they keep by `wrap`.
+
+    It is in a cache of theirs, which hooks of autograd do not see; torch.utils.checkpoint wraps each value by the class
+    of this name.
+    """
+    torch.utils.checkpoint._VersionWrapper = wrap  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._VersionWrapper = KeptByCheckpoint  # type: ignore[misc]
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """True for an error of torch.compile. Where nothing was compiled its module need not be loaded."""
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
