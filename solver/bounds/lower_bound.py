@@ -8,24 +8,34 @@ from optpipe.problem import Problem
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
+from solver.bounds.unit_costs import UnitCosts
+from solver.bounds.unit_order import MOST_RELEASE_NODES, ordered_bounds_us
 from solver.bounds.units import unit_bounds_us, unit_device_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
 
 
 def lower_bound_us(problem: Problem) -> float:
-    """The best bound known on the problem's objective without search: milliseconds, whatever the size.
+    """The best bound known on the problem's objective without search: a fraction of a second, whatever the size.
 
     The windows and byte-time apart hold where activations are kept or offloaded whole. Where there are other modes they
     are asked without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of
     modes. With budgets there are both in one (`solver.bounds.modes`).
-    Where microbatches have costs or slices of their own `solver.bounds.units` has all of these in its own terms.
+    Where microbatches have costs or slices of their own `solver.bounds.units` has all of these in its own terms. What
+    it says of the order of units counts for equal microbatches as well, up to `MOST_RELEASE_NODES`.
     """
     if problem.has_factors or problem.slice_count > 1:
         return float(max(unit_bounds_us(problem)))
     if problem.has_modes:
         bounds = (mode_bounds_us(problem), round_bounds_us(problem))
-        return max(lower_bound_us(_without_budgets(problem)), *map(max, bounds))
-    return max(longest_chain_us(problem), *device_bounds_us(problem))
+        return max(lower_bound_us(_without_budgets(problem)), _order_bound_us(problem), *map(max, bounds))
+    return max(longest_chain_us(problem), _order_bound_us(problem), *device_bounds_us(problem))
+
+
+def _order_bound_us(problem: Problem) -> float:
+    """What the order of equal microbatches and memory chain together over all devices; 0 where they are too many."""
+    if 2 * len(problem.stages) * problem.microbatches > MOST_RELEASE_NODES:
+        return 0.0
+    return float(max(ordered_bounds_us(UnitCosts.of(problem)), default=0.0))
 
 
 def device_bounds_us(problem: Problem) -> Sequence[float]:

@@ -26,6 +26,12 @@ MOST_NODES = 200_000
 MOST_WORK_NODES = 8_000
 """F and B up to which the work of devices between two ops counts as well: half a second."""
 
+MOST_RELEASE_NODES = 12_500
+"""F and B up to which all releases of a device are counted together: half a second."""
+
+MOST_IN_FLIGHT = 128
+"""Microbatches before that of an F whose releases it may wait for, at most; what older ones hold is not counted."""
+
 
 def ordered_bounds_us(costs: UnitCosts) -> Sequence[float]:
     """The longest path, and for each device its ops between their heads and tails; the order of units is given.
@@ -52,6 +58,20 @@ class _Held(NamedTuple):
     released: Ints
 
 
+class _Levels(NamedTuple):
+    """What is on a device when F of a stage starts, beside its budget.
+
+    `stages` are those of the device up to this one. `excess[x]`: the bytes by which the budget would be exceeded at F
+    of unit x if nothing had been released; `begun[x]`: those of them that units before x hold on these stages. No more
+    than `fitting` microbatches fit, each with the least that any unit holds on the lowest stage.
+    """
+
+    stages: Sequence[int]
+    excess: Sequence[float]
+    begun: Sequence[float]
+    fitting: int
+
+
 class _Paths:
     """Heads and tails of F and B of every unit on every stage, in lists by stage and unit."""
 
@@ -64,6 +84,9 @@ class _Paths:
         self.delays = {way: us.tolist() for way, us in self.problem.unit_delays_us.items()}
         self.held: dict[int, list[_Held]] = defaultdict(list)
         self.alone: dict[int, _OneStage] = {}
+        self.levels: dict[int, _Levels] = {}
+        at_weight = np.minimum(costs.staying, costs.left)
+        self.freed_by_backward, self.freed_by_weight = (costs.staying - at_weight).tolist(), at_weight.tolist()
         for d, numbers in enumerate(self.problem.stages_of):
             budget = usable_bytes(self.problem, d)
             sizes = costs.whole[numbers].sum() + costs.beside[numbers].sum() + costs.left[numbers].sum()
@@ -80,6 +103,11 @@ class _Paths:
         staying = np.cumsum(self.costs.staying[numbers], axis=0)
         for k, s in enumerate(numbers):
             own = (staying[k - 1] if k else 0.0) + self.costs.whole[s] + self.costs.beside[s]
+            if self.costs.forward.size * 2 <= MOST_RELEASE_NODES:
+                begun = np.cumsum(staying[k]) - staying[k]
+                least = min((size for size in staying[0].tolist() if size), default=budget)
+                excess = (begun + own - budget).tolist()
+                self.levels[s] = _Levels(numbers[: k + 1], excess, begun.tolist(), int(budget // max(least, 1)) + 1)
             for j, t in enumerate(numbers[: k + 1]):
                 begun = np.cumsum(staying[j]) - staying[j]
                 ended = np.concatenate([[0.0], np.cumsum(staying[j, self.back])])
@@ -103,6 +131,7 @@ class _Paths:
         f, b, back, n = self.f, self.b, self.back, self.count
         self.forward_heads = heads = [[0.0] * self.units for _ in range(self.stages)]
         self.backward_heads = backs = [[0.0] * self.units for _ in range(self.stages)]
+        self.releases: list[list[tuple[float, float]]] = [[] for _ in range(self.stages)]
         for first in range(0, self.units, n):
             own = range(first, first + n)
             for s in range(self.stages):
@@ -116,6 +145,8 @@ class _Paths:
                             ready = max(ready, backs[t][before] + b[t][before])
                     if s in self.alone:
                         ready = max(ready, self.alone[s].head_us(u, heads[s][0]))
+                    if s in self.levels and self.levels[s].excess[u] > 0:
+                        ready = max(ready, self._room_us(self.levels[s], u, first))
                     heads[s][u] = ready
             for s in reversed(range(self.stages)):
                 for u in reversed(own):
@@ -129,6 +160,25 @@ class _Paths:
                         ready = max(ready, self.alone[s].backward_head_us(place, first + n, heads[s][0]))
                         self.alone[s].backward_starts[place] = ready
                     backs[s][u] = ready
+                    ends = ready + b[s][u]
+                    self.releases[s].append((ends, self.freed_by_backward[s][u]))
+                    self.releases[s].append((ends + self.w[s][u], self.freed_by_weight[s][u]))
+
+    def _room_us(self, levels: _Levels, x: int, first: int) -> float:
+        """The earliest time at which F of unit x can have room: when enough can have been released.
+
+        Every unit before x has begun F of the stage and of all before it on the device, and holds what stays there
+        until its B and, of what B leaves, its W have ended. None of those of its own microbatch, from `first` on, has.
+        """
+        oldest = max(0, first - min(MOST_IN_FLIGHT, levels.fitting) * self.count)
+        excess = levels.excess[x] - levels.begun[oldest]
+        releases = [release for t in levels.stages for release in self.releases[t][2 * oldest :]]
+        releases.sort()
+        for at_us, size in releases if excess > 0 else []:
+            excess -= size
+            if excess <= 0:
+                return at_us
+        return 0.0
 
     def _follow_tails(self) -> None:
         """From the end of each op to the end of all; for spans to the end of the last W of the device of stage 0."""
