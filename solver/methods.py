@@ -21,7 +21,7 @@ from solver.published.seq1f1b import seq1f1b
 from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
-from solver.scale import refuse_too_large, refuse_too_many_costs
+from solver.scale import refuse_beyond_milp, refuse_too_many_costs
 from solver.strategy import Search
 
 
@@ -94,8 +94,9 @@ METHODS: dict[str, Method] = {
             _HIGHS,
             f"{_ANY}, slices",
             search=searches.milp,
-            refuse=refuse_too_large,
+            refuse=refuse_beyond_milp,
             modes=True,
+            unsplit=True,
             factors=True,
             slices=True,
         ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from optpipe.errors import InputError, Issue
 from optpipe.problem import Problem
-from solver.bounds.device import split_backward_suffices
 from solver.exact.milp.statement import Statement, state_in_us
+from solver.exact.milp.variables import has_every_schedule
 from solver.limits import Limits
 from solver.methods import METHODS, refuse_unsupported
 from solver.scale import count_milp_ops
@@ -20,8 +20,8 @@ MOST_OPS = 1000
 def export_model(problem: Problem) -> Statement:
     """State the model of a problem, with what the published schedules and the bounds say of it.
 
-    Schedules with a value above that of the best published one are left out, which narrows every window; not where a
-    fused backward may need less memory than a split one, because the model has split ones alone. Raises InputError
+    Schedules with a value above that of the best published one are left out, which narrows every window; not where the
+    model lacks fused backwards that may need less memory than split ones. Raises InputError
     where the model would be too large, MethodError where it does not cover what stages may do.
     """
     refuse_unsupported(METHODS["milp"], problem)
@@ -32,9 +32,10 @@ def export_model(problem: Problem) -> Statement:
             "rows for every pair of a device's ops. Maybe take fewer microbatches, or stages with more layers."
         )
         raise InputError([Issue("stages times microbatches", "too_large", detail)])
+    METHODS["milp"].refuse(problem)
     shared = SharedIncumbent(problem, Limits(workers=1), None)
     offer_published(problem, shared)
     start = shared.best
-    if not split_backward_suffices(problem):
+    if not has_every_schedule(problem):
         start = Solution(bound_us=start.bound_us)
     return state_in_us(problem, start)

@@ -122,8 +122,21 @@ def count_milp_ops(problem: Problem) -> int:
     return problem.units * (3 * len(problem.stages) + 2 * offloading + own)
 
 
-def refuse_too_large(problem: Problem) -> None:
-    """Raise MethodError with the size and the limit where the model would be too large."""
+def has_ways(problem: Problem, device: int) -> bool:
+    """True if activations of a device with a budget may leave it, or be recomputed."""
+    stages = [problem.stages[s] for s in problem.stages_of[device]]
+    limited = problem.devices[device].memory_bytes is not None
+    return limited and any(stage.modes or (stage.offload and stage.offload.bytes) for stage in stages)
+
+
+def refuse_beyond_milp(problem: Problem) -> None:
+    """Raise MethodError where the mixed-integer program would be too large, or has no fused backwards that it needs."""
+    for s, stage in enumerate(problem.stages):
+        if not stage.split_backward and has_ways(problem, stage.device):
+            raise MethodError(
+                f"milp splits backwards where activations may leave or be recomputed, but "
+                f"stages[{s}].split_backward is false. Maybe use cp-sat."
+            )
     ops = count_milp_ops(problem)
     if ops > MOST_MILP_OPS:
         raise MethodError(

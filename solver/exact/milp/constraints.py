@@ -35,6 +35,7 @@ class Constraints:
         """All families."""
         self.precedences()
         self.ways()
+        self.fused_backwards()
         self.one_op_at_a_time()
         self.channels()
         self.reload_order()
@@ -73,6 +74,29 @@ class Constraints:
         self._if_there(r, x)
         pairs = np.array(self.variables.windows.if_there, np.int64).reshape(-1, 2)
         self._if_there(pairs[:, 0], pairs[:, 1])
+
+    def fused_backwards(self) -> None:
+        """W follows its B at once in a fused backward, which hands its gradient over at its end; other W keep order."""
+        variables, edges = self.variables, self.variables.windows.edges
+        fused = list(variables.fused.values())
+        column, b, w = (np.array([one[k] for one in fused], np.int64) for k in range(3))
+        big = np.maximum(self.widest[w, b] - self.length[b], 0.0)
+        self.rows.block(-self.length[b] - big).term(b, 1.0).term(w, -1.0).term(column, -big)
+        of_backward = {one.backward: one for one in fused}
+        handed = [
+            (of_backward[edge.before], edge)
+            for edge in edges
+            if edge.before in of_backward and variables.ops[edge.after].stage < variables.ops[edge.before].stage
+        ]
+        before, after = (np.array([edge[k] for _, edge in handed], np.int64) for k in range(2))
+        delay = np.array([edge.delay for _, edge in handed])
+        column, w = (np.array([one[k] for one, _ in handed], np.int64) for k in (0, 2))
+        block = self.rows.block(self.length[before] + delay)
+        block.term(after, 1.0).term(before, -1.0).term(column, -self.length[w])
+        pairs = np.array(list(variables.overtaking()), np.int64).reshape(-1, 4).T
+        first, second, v, w = pairs
+        block = self.rows.block(np.ones(len(v))).choice(variables.order, v, w, 1.0)
+        block.term(first, 1.0).term(second, 1.0)
 
     def _if_there(self, before: Ints, after: Ints) -> None:
         """`after`, which may be absent, starts when `before` has ended if it is there."""
@@ -196,6 +220,9 @@ class Constraints:
         block.choices(variables.order, compute, takers, -kept[compute])
         block.choices(variables.away, offloads, takers, variables.moved[offloads] / unit)
         self._add_gone(block, takers, unit)
+        for one in variables.fused.values():
+            block.term(one.column, -one.start_bytes / unit, takers == one.backward)
+            block.term(one.column, one.weight_bytes / unit, takers == one.weight)
         for way in variables.recomputing:
             for kind, beside in way.beside_bytes.items():
                 # F begins without what is saved, and a backward that recomputes inside is the end of that.
@@ -257,7 +284,8 @@ class Constraints:
         variables = self.variables
         for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
             a, b = table.open_pairs()
-            has_before, has_next = variables.place[a] > 0, variables.place[b] < self.problem.units - 1
+            has_before = (variables.place[a] > 0) & variables.in_order[a]
+            has_next = (variables.place[b] < self.problem.units - 1) & variables.in_order[b]
             self._at_most(table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
             self._at_most(table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
 
@@ -315,7 +343,12 @@ def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:
 
     if not variables.alike:
         return
-    least = list(least_work_around(variables.problem, length))
+    fusing = {variables.problem.stages[s].device for s in variables.fusing}
+    least = [
+        bound
+        for bound in least_work_around(variables.problem, length)
+        if variables.problem.stages[bound.op.stage].device not in fusing
+    ]
     ops = np.array([variables.index[bound.op] for bound in least], np.int64)
     before, after = np.array([bound.before for bound in least]), np.array([bound.after for bound in least])
     device = variables.windows.device[ops]
@@ -330,7 +363,8 @@ def add_work_that_memory_holds_back(variables: Variables, rows: Rows) -> None:
 def add_weight_order(variables: Variables, rows: Rows) -> None:
     """W of like stages run in the order of their B: a symmetry (`solver.exact.rules`)."""
     pairs = [
-        [variables.index[op] for op in (*backwards, *weights)] for backwards, weights in like_pairs(variables.problem)
+        [variables.index[op] for op in (*backwards, *weights)]
+        for backwards, weights in like_pairs(variables.problem, variables.fusing)
     ]
     order = variables.order
     for columns in ((0, 1, 2, 3), (1, 0, 3, 2)):

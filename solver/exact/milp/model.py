@@ -14,7 +14,6 @@ from scipy.sparse import csr_matrix
 from optpipe.ops import Bools, Floats, Ints, Op, Orders
 from optpipe.problem import OFFLOAD, Problem
 from optpipe.simulate import simulate
-from solver.bounds.device import split_backward_suffices
 from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
 from solver.exact.milp.constraints import (
@@ -24,11 +23,11 @@ from solver.exact.milp.constraints import (
     add_weight_order,
     add_work_that_memory_holds_back,
 )
-from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables, Way
+from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables, Way, has_every_schedule
 from solver.exact.rules import in_weight_order, units_before
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
-from solver.scale import refuse_too_large
+from solver.scale import refuse_beyond_milp
 from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
@@ -97,8 +96,7 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
         if not stages:
             continue
         first, compute = variables.first_of(device), variables.of("FBWC", device)
-        last = int(variables.problem.units_in_order("W")[-1])
-        ends = compute if options.workloads else np.array([variables.index[Op("W", s, last)] for s in stages])
+        ends = compute if options.workloads else np.array(variables.last_of(device))
         block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
         if spans:
             block.term(first, 1.0)
@@ -141,7 +139,9 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
                 slots[part] = at, end, next(place)
                 at = end
     places = np.zeros(len(variables.ops), np.int64)
-    for op, (at, _, number) in in_weight_order(variables.problem, slots).items():
+    for (s, i), one in variables.fused.items():
+        values[one.column] = any(Op(kind, s, i) in simulation.index for kind in ("BW", "CBW"))
+    for op, (at, _, number) in in_weight_order(variables.problem, slots, variables.fusing).items():
         k = variables.index[op]
         start[k], present[k], places[k] = at, True, number
     _place_absent(variables, start, present, places)
@@ -290,6 +290,10 @@ class Timing:
             is_inside = any(decided[column] for column, _ in variables.longer.get(k, ()))
             op = Op("CB" if is_inside else kind[0], s, i)
             planned[op] = (float(start[k]), float(start[k] + variables.windows.length[k] + inside))
+        for (s, i), one in variables.fused.items():
+            if decided[one.column]:
+                (begin, _), (_, end) = (planned.pop(Op(kind, s, i)) for kind in "BW")
+                planned[Op("BW", s, i)] = (begin, end)
         problem, modes = variables.problem, None
         if problem.has_modes:
             modes = np.zeros((len(problem.stages), problem.units), np.int64)
@@ -317,7 +321,7 @@ def solve_milp(
     Returns the last answer: its bound holds whether or not the search ended. It is INFEASIBLE where that is proved.
     Raises MethodError, before anything is built, where the model would be too large.
     """
-    refuse_too_large(problem)
+    refuse_beyond_milp(problem)
     search = _Search(problem, limits, start, on_solution, options)
     with limits.cancel.calling(search.stop):
         return search.run()
@@ -329,7 +333,7 @@ class _Search(Incumbent):
     def __init__(
         self, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution, options: Options
     ) -> None:
-        super().__init__(problem, limits, start, on_solution, has_optimum=split_backward_suffices(problem))
+        super().__init__(problem, limits, start, on_solution, has_optimum=has_every_schedule(problem))
         self.options = options
         self.grid = TimeGrid.of(problem, self.horizon_us)
         self.stopped = False

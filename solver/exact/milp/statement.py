@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import pulp
 
-from optpipe.ops import Op
 from optpipe.problem import Problem
 from solver.exact.milp.variables import DEFAULT, Options, Table, Variables
 from solver.exact.rules import least_work_around, like_pairs
@@ -107,6 +106,7 @@ class _Statement:
         self.program.setObjective(self.value)
         self._precedences()
         self._ways()
+        self._fused_backwards()
         self._one_op_at_a_time()
         self._channels()
         self._reloads()
@@ -190,6 +190,20 @@ class _Statement:
                 self._if_there(self._partner(way.end, "R"), way.end, "reloaded_before")
         for before, after in self.windows.if_there:
             self._if_there(before, after, "before_if_there")
+
+    def _fused_backwards(self) -> None:
+        variables = self.variables
+        for one in variables.fused.values():
+            fused, b, w = self.columns[one.column], one.backward, one.weight
+            big = max(0.0, self._latest_lead(w, b) - self.length[b])
+            self._add(self.start[w] - self.start[b] <= self.length[b] + big * (1 - fused), "fused_at_once", b, w)
+            for before, after, delay in self.windows.edges:
+                if before == b and variables.ops[after].stage < variables.ops[b].stage:
+                    took = self.length[b] + self.length[w] * fused
+                    self._add(self.start[after] - self.start[b] - took >= delay, "fused_gradient", b, after)
+        for first, second, v, w in variables.overtaking():
+            fused = self.columns[first] + self.columns[second]
+            self._add(self._is(variables.order, v, w) + fused >= 1, "weights_in_order", v, w)
 
     def _if_there(self, before: int, after: int, family: str) -> None:
         """Make `after` start when `before` has ended if it is there."""
@@ -305,12 +319,19 @@ class _Statement:
 
     def _own_bytes(self, x: int, unit: float) -> Expression:
         """Bytes of F, C and B beyond those that they would take if their own activation were kept."""
-        return pulp.lpSum(
+        recomputing = [
             (beside - (0 if kind == "C" else way.saved_bytes)) / unit * self.columns[way.column]
             for way in self.variables.recomputing
             for kind, beside in way.beside_bytes.items()
             if self.variables.running(way, kind) == x
-        )
+        ]
+        fusing = [
+            size / unit * self.columns[one.column]
+            for one in self.variables.fused.values()
+            for k, size in ((one.backward, one.start_bytes), (one.weight, -one.weight_bytes))
+            if k == x
+        ]
+        return pulp.lpSum(recomputing + fusing)
 
     def _host_memory(self, limit: int) -> None:
         variables, unit = self.variables, self.variables.bytes_unit(None)
@@ -332,9 +353,7 @@ class _Statement:
     def _objective(self, device: int) -> None:
         compute, first = self._kinds("FBWC", device), self.variables.first_of(device)
         begin = self.start[first] if self.problem.objective == "device_span" else 0
-        final = int(self.problem.units_in_order("W")[-1])
-        last = [Op("W", s, final) for s in self.problem.stages_of[device]]
-        for x in compute if self.options.workloads else [self.variables.index[op] for op in last]:
+        for x in compute if self.options.workloads else self.variables.last_of(device):
             others = compute if self.options.workloads else []
             after = pulp.lpSum(self.surely[k] * self._is(self.variables.order, x, k) for k in others)
             if x == first:
@@ -348,9 +367,9 @@ class _Statement:
             for a, b in self._pairs(table):
                 if table.slope[a, b] > 0:
                     decision = self._is(table, a, b)
-                    if variables.place[a] > 0:
+                    if variables.place[a] > 0 and variables.in_order[a]:
                         self._at_most(decision, table, a - 1, b, "chain", a, b, a - 1, b)
-                    if variables.place[b] < self.problem.units - 1:
+                    if variables.place[b] < self.problem.units - 1 and variables.in_order[b]:
                         self._at_most(decision, table, a, b + 1, "chain", a, b, a, b + 1)
 
     def _work_before(self, device: int) -> None:
@@ -370,7 +389,10 @@ class _Statement:
 
     def _work_that_memory_holds_back(self) -> None:
         lengths = {(op.kind, op.stage): self.length[k] for k, op in enumerate(self.variables.ops)}
+        fusing = {self.problem.stages[s].device for s in self.variables.fusing}
         for op, before, after in least_work_around(self.problem, lambda kind, s: lengths[kind, s]):
+            if self.problem.stages[op.stage].device in fusing:
+                continue
             x, first = self.variables.index[op], self.variables.first_of(self.problem.stages[op.stage].device)
             if x != first and isfinite(before):
                 self._add(self.start[x] - self.start[first] >= before, "least_work_before", x)
@@ -379,7 +401,7 @@ class _Statement:
 
     def _weight_order(self) -> None:
         order, index = self.variables.order, self.variables.index
-        for backwards, weights in like_pairs(self.problem):
+        for backwards, weights in like_pairs(self.problem, self.variables.fusing):
             for turn in (1, -1):
                 b, c = (index[op] for op in backwards[::turn])
                 v, w = (index[op] for op in weights[::turn])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from math import floor, log10
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Op
 from optpipe.problem import Problem, Stage, UnitStage
+from solver.bounds.device import fusing_may_help
 from solver.exact.rules import Edge, rule_edges, units_before
+from solver.scale import has_ways
 from solver.variants import Variant, unit_variants, variants
 
 LARGEST_SIZE = 10_000
@@ -66,6 +68,34 @@ class Way(NamedTuple):
     beside_bytes: dict[str, int]
 
 
+class Fused(NamedTuple):
+    """The decision that `weight` follows `backward` at once, as one op.
+
+    Then the backward takes `start_bytes` more at its start (or less), and the level at the start of `weight`, which is
+    none of an op, counts `weight_bytes` too much.
+    """
+
+    column: int
+    backward: int
+    weight: int
+    start_bytes: int
+    weight_bytes: int
+
+
+def fusing_stages(problem: Problem) -> frozenset[int]:
+    """The stages on which backwards may be fused in the model: where that may help, on devices without copies."""
+    return frozenset(
+        s
+        for s, stage in enumerate(problem.stages)
+        if fusing_may_help(problem, s) and not has_ways(problem, stage.device)
+    )
+
+
+def has_every_schedule(problem: Problem) -> bool:
+    """True if the optimum of the model is that of the problem."""
+    return all(s in fusing_stages(problem) for s in range(len(problem.stages)) if fusing_may_help(problem, s))
+
+
 class Variables:
     """Columns for a problem; no op ends later than `horizon_us`, no value of interest exceeds `value_us`.
 
@@ -75,7 +105,8 @@ class Variables:
     as started, its reload has ended, its bytes are on the host.
 
     `place`: of each op in the order of its kind on its stage, which is theirs in `ops`. `alike`: microbatches are whole
-    and have equal costs.
+    and have equal costs. `fused`: of every stage in `fusing` and every unit the decision that its W follows its B at
+    once, as one op BW; `in_order`: False for W of these stages.
 
     `ways`: of every stage and unit the variants that are decided on, by those columns (`leaves` has the column of a
     variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
@@ -98,6 +129,9 @@ class Variables:
         size = len(self.ops)
         self.place = np.arange(size) % problem.units
         self.alike = not problem.has_factors and problem.slice_count == 1
+        self.fusing = fusing_stages(problem)
+        # W of a stage with fused backwards may overtake one another.
+        self.in_order = np.array([op.kind != "W" or op.stage not in self.fusing for op in self.ops])
         self.windows = TimeWindows(
             problem, self.ops, self.unit_us, self.horizon, min(value_us, horizon_us) / self.unit_us, options.windows
         )
@@ -117,6 +151,9 @@ class Variables:
             if op.kind == "O":
                 self.leaves[[k, self.partner(k, "R")]] = len(self.names)
                 self.names.append(f"leaves_{op.stage}_{op.microbatch}")
+        self.fused: dict[tuple[int, int], Fused] = {}
+        for s, i in product(sorted(self.fusing), range(problem.units)):
+            self._add_fused(s, i)
         self.ways: dict[tuple[int, int], list[Way]] = {}
         for s, stage in enumerate(problem.stages):
             if stage.modes and problem.devices[stage.device].memory_bytes is not None:
@@ -138,6 +175,18 @@ class Variables:
         for d in range(len(problem.devices)):
             self._add_memory(d)
         self._add_host()
+
+    def _add_fused(self, s: int, i: int) -> None:
+        stage = self.problem.stage_of(s, i)
+        backward, weight = self.index[Op("B", s, i)], self.index[Op("W", s, i)]
+        taken, _ = _gradients_bytes(stage)
+        start, grown = stage.workspace_bytes.BW + taken, int(self.take[backward] - self.free[backward])
+        more = start - int(self.take[backward])
+        self.fused[s, i] = Fused(
+            len(self.names), backward, weight, more, max(0, grown + int(self.take[weight]) - start)
+        )
+        self.names.append(f"fused_{s}_{i}")
+        self.rises[backward] = True
 
     @property
     def size(self) -> int:
@@ -163,6 +212,12 @@ class Variables:
         """The op that begins a device: the first F of its lowest stage."""
         return self.index[Op("F", self.problem.stages_of[device][0], 0)]
 
+    def last_of(self, device: int) -> list[int]:
+        """The W after which a device has nothing to do: the last of each stage, all where they may overtake."""
+        last = {s: self.problem.units_in_order("W")[-1:].tolist() for s in self.problem.stages_of[device]}
+        last |= {s: list(range(self.problem.units)) for s in last if s in self.fusing}
+        return [self.index[Op("W", s, i)] for s, units in last.items() for i in units]
+
     def bytes_unit(self, device: int | None) -> float:
         """Bytes that count as 1 in the rows of a device (None: of the host).
 
@@ -174,9 +229,19 @@ class Variables:
             way for way in self.recomputing if device in (None, self.problem.stages[self.ops[way.forward].stage].device)
         ]
         more = [size for way in ways for size in (way.saved_bytes, *way.beside_bytes.values())]
+        more += [size for one in self.fused.values() for size in (one.start_bytes, one.weight_bytes)]
         sizes = np.abs(np.concatenate([self.take[ops], self.free[ops], self.moved[ops], more, [1]]).astype(np.int64))
         divisor, largest = int(np.gcd.reduce(sizes[:-1])) or 1, int(sizes.max())
         return float(divisor) if largest <= LARGEST_SIZE * divisor else largest / LARGEST_SIZE
+
+    def overtaking(self) -> Iterator[tuple[int, int, int, int]]:
+        """W of stages with fused backwards that keep their order unless one is fused: two of `fused` and their W."""
+        for s in self.fusing:
+            units = self.problem.units_in_order("W").tolist()
+            for i, j in combinations(units, 2) if self.problem.stages[s].split_backward else ():
+                first, second = self.fused[s, i], self.fused[s, j]
+                if not self.windows.implies(first.weight, second.weight):
+                    yield first.column, second.column, first.weight, second.weight
 
     def _open(self, table: Table, prefix: str, a: Ints, b: Ints) -> None:
         """Make the pairs decisions: one new column each."""
@@ -308,6 +373,8 @@ class Variables:
         starts = slice(0, self.objective)
         lower[starts], upper[starts] = self.windows.earliest, self.windows.latest
         upper[self.objective] = self.windows.value
+        for (s, _), one in self.fused.items():
+            lower[one.column] = not self.problem.stages[s].split_backward
         return lower, upper
 
     def is_binary(self) -> Bools:
@@ -401,6 +468,15 @@ class TimeWindows:
         edges += [Edge(*edge, 0.0) for edge in _variant_edges(problem, self.index)]
         kinds = [op.kind[0] for op in ops]
         loose = {("O", "R"), ("F", "C")} if problem.slice_count > 1 else set()
+        fusing = fusing_stages(problem)
+        edges = [
+            edge
+            for edge in edges
+            if (kinds[edge.after], kinds[edge.before]) != ("W", "W") or ops[edge.after].stage not in fusing
+        ]
+        for before, after, delay in list(edges):  # where no backward is split, W is the end of it
+            if kinds[before] == kinds[after] == "B" and not problem.stages[ops[before].stage].split_backward:
+                edges.append(Edge(self.index[ops[before]._replace(kind="W")], after, delay))
         self.if_there = [(a, b) for a, b, _ in edges if (kinds[a], kinds[b]) in loose]
         self.edges = [edge for edge in edges if (kinds[edge.before], kinds[edge.after]) not in loose]
         for _, k in self.if_there:  # where it is absent, one that runs later has no more than begun its microbatch
@@ -507,7 +583,7 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
 
     Those that have ended are the first ones in the order of the backwards.
     """
-    backwards = problem.units_in_order("B")
+    backwards, fusing = problem.units_in_order("B"), fusing_stages(problem)
     for s, of_classes in enumerate(problem.unit_stages):
         budget = problem.devices[problem.stages[s].device].memory_bytes
         if budget is None:
@@ -517,7 +593,10 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
             np.array(sizes)[problem.unit_class] for sizes in zip(*map(_least_bytes, of_classes), strict=True)
         )
         left = np.array([stage.backward_weight_bytes for stage in of_classes])[problem.unit_class]
-        for kind, least in (("B", stays), ("W", np.minimum(stays, left))):
+        held = [("B", stays), ("W", np.minimum(stays, left))]
+        if s in fusing:
+            held = [("B" if problem.stages[s].split_backward else "W", stays)]
+        for kind, least in held:
             begun = np.concatenate([[0], np.cumsum(least)])
             ended = np.concatenate([[0], np.cumsum(least[backwards])])
             excess = begun[:-1] - (budget - taken)

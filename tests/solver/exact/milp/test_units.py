@@ -13,11 +13,10 @@ from optpipe.errors import MethodError
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.bounds.device import split_backward_suffices
 from solver.build import build_schedule, peak_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.exact.milp.model import Timing, build_program, point_from_orders, solve_milp
-from solver.exact.milp.variables import Options
+from solver.exact.milp.variables import Options, has_every_schedule
 from solver.limits import Limits
 from solver.model_export import export_model
 from solver.scale import horizon_us
@@ -25,7 +24,7 @@ from solver.solution import INFEASIBLE, Solution
 from solver.solve import solve
 from tests.solver.exact.cp_sat.test_units import CAUSAL, schedules
 from tests.solver.exact.milp.test_statement import OPTIONS, assert_same_model
-from tests.unequal import random_orders, random_unequal, times, unequal
+from tests.unequal import random_orders, random_pipeline, random_unequal, times, unequal
 
 
 def tight(seed: int) -> tuple[Problem, Orders]:
@@ -55,18 +54,64 @@ def test_the_model_has_every_schedule(first: int) -> None:
         assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
 
 
+def without_copies(seed: int) -> tuple[Problem, Orders]:
+    """A small random problem of stages that fuse backwards or need not, in the given order, and tight orders of it."""
+    rng = Random(seed)
+    while True:
+        data = random_pipeline(rng).to_data()
+        data.pop("microbatch_order", None)
+        data["stages"] = [{name: stage[name] for name in stage if name != "offload"} for stage in data["stages"]]
+        problem = Problem.from_data(data)
+        if problem.units * len(problem.stages) <= 9 and all(stage.forward_us for stage in problem.stages):
+            break
+    candidates = [random_orders(problem, rng)[0] for _ in range(4)]
+    orders = min(candidates, key=lambda orders: sum(peak_budgets(problem, orders)))
+    budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+    return problem.from_data(data | {"devices": budgets}), orders
+
+
+@pytest.mark.parametrize("first", range(0, 30, 15))
+def test_the_model_has_every_fused_backward(first: int) -> None:
+    fused = 0
+    for seed in range(first, first + 15):
+        problem, orders = without_copies(seed)
+        assert has_every_schedule(problem)
+        value_us = simulate(problem, orders).value_us
+        program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
+        point = point_from_orders(program.variables, orders)
+        assert (program.row_lower - program.matrix @ point).max(initial=0.0) <= 1e-6, seed
+        assert (point >= program.lower - 1e-6).all()
+        assert (point <= program.upper + 1e-6).all()
+        again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
+        assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+        fused += len(program.variables.fused) > 0 and any(op.kind == "BW" for op in again.ops())
+    assert fused >= 3
+
+
+def test_optima_with_fused_backwards_are_those_of_cp_sat() -> None:
+    """Without a start, and proved by both."""
+    for seed in range(40, 52):
+        problem, _ = without_copies(seed)
+        answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda _: None)
+        other = solve(problem, "cp-sat", Limits(60, workers=1))
+        assert other.status == "optimal"
+        assert answer.value_us == answer.bound_us == pytest.approx(other.value_us, rel=1e-9), seed
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
     for seed in range(6):
         problem, _ = tight(seed)
+        assert_same_model(problem, horizon_us(problem, float("inf")), float("inf"), options)
+        problem, _ = without_copies(seed)
         assert_same_model(problem, horizon_us(problem, float("inf")), float("inf"), options)
 
 
 FAMILIES = {
     "slices": (1, 1, {"slices": CAUSAL, "slice_gradient_bytes": 2, "workspace_bytes": {"B": 1, "W": 2, "BW": 4}}),
     "slices of two devices": (2, 1, {"slices": CAUSAL, "slice_gradient_bytes": 1, "transfer_us": 0.5}),
-    "unequal": (1, 3, {"microbatch_factors": [{"time": 2}, {}, {"time": 3, "bytes": 0.5}], "backward_weight_us": 0}),
-    "span": (2, 2, {"microbatch_factors": times(3, 1), "backward_weight_us": 0, "objective": "device_span"}),
+    "unequal": (1, 2, {"microbatch_factors": [{"time": 2}, {"time": 3, "bytes": 0.5}]}),
+    "span": (2, 2, {"microbatch_factors": times(3, 1), "split_backward": False, "objective": "device_span"}),
 }
 
 
@@ -79,8 +124,7 @@ def test_optima_are_those_of_every_schedule(name: str) -> None:
         optimum = min(value for peaks, value in values.items() if max(peaks) <= budget)
         answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda _: None)
         assert answer.value_us == pytest.approx(optimum, rel=1e-9), budget
-        if split_backward_suffices(problem):
-            assert answer.bound_us == pytest.approx(optimum, rel=1e-9)
+        assert answer.bound_us == pytest.approx(optimum, rel=1e-9)
     too_small = unequal(
         devices, microbatches, min(max(peaks) for peaks in values) - 1, backward_weight_bytes=0, **fields
     )
@@ -132,6 +176,14 @@ def test_the_written_model_has_the_optimum(form: str, tmp_path: Path) -> None:
     optimum = solve(problem, "cp-sat", Limits(60, workers=1))
     assert optimum.status == "optimal"
     assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+
+
+def test_backwards_in_one_piece_beside_copies_are_refused_by_name() -> None:
+    """Without a budget nothing leaves, and they are fused like any others."""
+    copies = {"bytes": 4, "offload_us": 1, "reload_us": 1}
+    with pytest.raises(MethodError, match=r"^milp splits backwards .*stages\[0\]\.split_backward .*cp-sat"):
+        solve(unequal(2, 2, 8, split_backward=False, offload=copies), "milp")
+    assert solve(unequal(2, 2, split_backward=False, offload=copies), "milp", Limits(30)).status == "optimal"
 
 
 def test_a_free_order_is_refused_by_name() -> None:
