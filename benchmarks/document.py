@@ -14,6 +14,7 @@ from benchmarks import (
     executor,
     first_solve,
     fleet,
+    lengths,
     milp_accelerations,
     pattern_curve,
     predicted_steps,
@@ -40,6 +41,7 @@ MODULES = (
     executor,
     predicted_steps,
     updates,
+    lengths,
     service_load,
     fleet,
 )

@@ -16,15 +16,18 @@ from random import Random
 import numpy as np
 from numba import njit
 
+from optpipe.ops import Orders
 from optpipe.problem import Floats, Ints, Problem
-from optpipe.schedule import Schedule
 from optpipe.simulate import UnitTimes
 
 CLUSTERS = 3
 """Clusters of similar microbatches, of which every order is tried."""
 
-EVALUATIONS = 1500
-"""Assignments that are tried after the likely ones."""
+CHANGES = 48
+"""Changes that are tried after the likely orders, for each microbatch."""
+
+MOST_OPS = 4_500_000
+"""Most ops that are timed for changes: some 70 ms of a processor."""
 
 PATIENCE = 20
 """Late acceptance: a change is kept if it is no worse than what was kept so many changes ago (Burke, Bykov 2017)."""
@@ -75,19 +78,18 @@ def _highest_sum(unit: Ints, change: Ints, factors: Ints) -> int:
 
 
 class Places:
-    """Places of the microbatches of a schedule.
+    """Places of the microbatches of a problem in orders of it.
 
-    `memory`: of the devices that have a budget. The times, sizes and transfers of the schedule's problem are those of a
-    microbatch with factor 1; its own factors are left out.
+    `memory`: of the devices that have a budget. The times, sizes and transfers of the problem are those of a microbatch
+    with factor 1; its own factors are left out.
     """
 
-    def __init__(self, schedule: Schedule, memory: Sequence[MemorySteps] = ()) -> None:
-        problem = schedule.problem
-        self._run = list(schedule.microbatch_order or range(problem.microbatches))
+    def __init__(self, problem: Problem, orders: Orders, memory: Sequence[MemorySteps] = ()) -> None:
+        self._run = list(orders.microbatch_order or range(problem.microbatches))
         own = problem.microbatch_factors
         self._planned = [entry.time for entry in own] if own else [1] * problem.microbatches
-        alike = Problem.from_data(problem.to_data() | {"microbatch_factors": None})
-        self._times = UnitTimes(alike, schedule.orders)
+        alike = Problem.from_data(problem.to_data() | {"microbatch_factors": None, "microbatch_order": "free"})
+        self._times = UnitTimes(alike, orders)
         self._memory = memory
 
     def value_us(self, factors: Floats, places: Sequence[int]) -> float:
@@ -110,12 +112,15 @@ class Places:
             ),
         )
 
-    def assign(self, factors: Floats, evaluations: int = EVALUATIONS) -> Sequence[int]:
+    def assign(self, factors: Floats, changes: int | None = None) -> Sequence[int]:
         """Find the microbatch for each place: within the budgets if possible, then with the least value.
 
-        Likely orders first, then late-acceptance hill climbing with a fixed seed and a fixed number of evaluations.
+        Likely orders first, then late-acceptance hill climbing with a fixed seed and as many changes (None: `CHANGES`
+        for each microbatch, within `MOST_OPS`).
         """
         m = len(self._run)
+        if changes is None:
+            changes = min(CHANGES * m, MOST_OPS // self._times.size)
 
         def of_running(order: Sequence[int]) -> list[int]:
             places = [0] * m
@@ -130,15 +135,16 @@ class Places:
         best = min(self._starts(factors[0]), key=judged)
         best_value = value = judged(best)
         order, late, rng = list(best), [value] * PATIENCE, Random(0)
-        for k in range(evaluations if m > 1 else 0):
+        for k in range(changes if m > 1 else 0):
             i, j = rng.sample(range(m), 2)
             changed = order.copy()
             if rng.random() < 0.5:
                 changed[i], changed[j] = changed[j], changed[i]
             else:
                 changed.insert(j, changed.pop(i))
-            found = judged(changed)
-            if found <= value or found <= late[k % PATIENCE]:
+            places, most = of_running(changed), max(value, late[k % PATIENCE])
+            found_us = self.value_us(factors, places)
+            if (0, found_us) <= most and (found := (self.excess_bytes(factors, places), found_us)) <= most:
                 order, value = changed, found
                 if value < best_value:
                     best, best_value = order, value

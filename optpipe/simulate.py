@@ -116,6 +116,8 @@ class UnitTimes:
         _, sequence = _earliest_starts(network.duration, source, target, delay, np.zeros(network.size))
         if len(sequence) < network.size:
             raise _deadlock(network, sequence)
+        self.size = network.size
+        """Number of ops."""
         self._objective = problem.objective
         copies = (network.kind == O) | (network.kind == R)
         self._row = np.where(copies, 1, 0)  # of the factors: times, bytes, transfers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from optpipe.problem import Floats
 from optpipe.runtime.messages import Tree, leaves
+
+OUTLIER = 6
+"""A time is left out of a fit if it is this many times as far off as half of them."""
 
 SAMPLES = 4
 """Microbatches from which the shapes of messages are learnt."""
@@ -36,23 +40,61 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class SizeCosts:
-    """Costs of microbatches as multiples of those of one of size `reference`.
+    """Costs of microbatches by their sizes.
 
-    Times are shares of a constant, of the elements and of the squares (`Sizes`), which add up to 1 at the reference.
-    Bytes and messages are in proportion to the elements.
+    Times are a constant, a part for each element and one for each of the squares (`Sizes`), in any unit. Bytes and
+    messages are in proportion to the elements.
     """
 
-    reference: Sizes
     linear: float = 1.0
     quadratic: float = 0.0
     constant: float = 0.0
 
-    def factors(self, sizes: Sequence[Sizes]) -> Floats:
-        """Factors of times, of bytes, and of transfers: array (3, microbatches)."""
-        elements = np.array([size.elements for size in sizes]) / max(self.reference.elements, 1)
-        squares = np.array([size.squares for size in sizes]) / max(self.reference.squares, 1)
-        time = self.constant + self.linear * elements + self.quadratic * squares
-        return np.array([time, elements, elements])
+    def factors(self, sizes: Sequence[Sizes], reference: Sizes) -> Floats:
+        """Factors of times, of bytes, and of transfers where a microbatch of size `reference` has 1.
+
+        Array of shape (3, microbatches).
+        """
+        elements = np.array([size.elements for size in sizes]) / max(reference.elements, 1)
+        return np.array([self._times(sizes) / self._times([reference]), elements, elements])
+
+    def _times(self, sizes: Sequence[Sizes]) -> Floats:
+        elements, squares = np.array([(size.elements, size.squares) for size in sizes], np.float64).T
+        return np.asarray(self.constant + self.linear * elements + self.quadratic * squares)
+
+
+def fit_times(sizes: Sequence[Sizes], times_us: Sequence[float]) -> Floats:
+    """Least-squares fit of times: their constant, linear and quadratic parts (`SizeCosts`), none of them negative.
+
+    Times that are far off, such as those with a pause of the interpreter in them, do not count.
+    """
+    columns = np.array([(1.0, size.elements, size.squares) for size in sizes])
+    times = np.asarray(times_us, np.float64)
+    scale = columns.max(axis=0).clip(1)
+    found = _non_negative(columns / scale, times)
+    off = np.abs(columns / scale @ found - times)
+    near = off <= OUTLIER * np.median(off)
+    return np.asarray(_non_negative(columns[near] / scale, times[near]) / scale)
+
+
+def _non_negative(columns: Floats, values: Floats) -> Floats:
+    """Least squares with no negative coefficient: the best of all subsets of the few columns."""
+    best, least = np.zeros(columns.shape[1]), float(values @ values)
+    for count in range(1, columns.shape[1] + 1):
+        for subset in combinations(range(columns.shape[1]), count):
+            found = np.linalg.lstsq(columns[:, subset], values)[0]
+            error = float(((columns[:, subset] @ found - values) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(columns.shape[1]), error
+                best[list(subset)] = found
+    return best
+
+
+def typical(factors: Floats, microbatches: int) -> Floats:
+    """Factors of so many microbatches that stand for all of these, by the quantiles of their times."""
+    ranked = factors[:, np.argsort(factors[0], kind="stable")]
+    places = (np.arange(microbatches) + 0.5) * ranked.shape[1] / microbatches
+    return np.asarray(ranked[:, places.astype(np.int64)])
 
 
 def tokens_of(microbatch: Tree) -> int:

@@ -78,6 +78,8 @@ def _trained(
         first = initial_schedule(config, launch, solver, events, lambda: interrupts.requested is not None)
     used = replace(config, schedule=first.schedule) if first else config
     model = Model(used, given or _compiled(used), launch, task=first.task if first else None)
+    if first is not None and config.schedule is None:
+        model.reference = first.reference
     check = _check(model) if config.check else None
     if check is not None and check.failures:
         return TrainingResult(

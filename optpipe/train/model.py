@@ -58,9 +58,10 @@ class Model:
 
     `stages` and `optimizers` (one a stage, none for a stage without parameters to update): this process's, by stage
     number. `shapes`: messages as functions of a microbatch's sizes, where these differ; then `messages` are those of
-    the first one, and `size_costs` says what a size costs. `shared`: parameters that several stages of the whole model
-    hold; each is one parameter, updated once by every process that has it, and counted once in `parameters`.
-    `shared_buffers`: places of buffers that they share.
+    the first one, and `size_costs` says what a size costs. `reference`: size of the microbatch whose costs the
+    schedule's problem states. `recorded_sizes`: those of the microbatches in each place, in each run with a recorder.
+    `shared`: parameters that several stages of the whole model hold; each is one parameter, updated once by every
+    process that has it, and counted once in `parameters`. `shared_buffers`: places of buffers that they share.
 
     `optimistic`: update before the global norm is known; None: as the config says, under torchrun alone. `task`: None
     builds the task of the config.
@@ -89,7 +90,8 @@ class Model:
             with peer_errors("the groups of processes that share parameters"):
                 shared = with_groups(self.shared, lambda stage: launch.ranks_of(placement[stage]))
             self._sync = GradientSync(self.stages, launch.same_device, shared)
-        self.size_costs = SizeCosts(self.task.reference)
+        self.size_costs, self.reference = SizeCosts(), self.task.reference
+        self.recorded_sizes: list[list[Sizes]] = []
         self._excess_bytes = 0
         self._places = self._build_places()
         self.pipeline = self._pipeline()
@@ -185,6 +187,8 @@ class Model:
             self._set_random(n, order)
             if self._sync:
                 self._sync.paused = not last
+            if recorder is not None and self.shapes is not None and not n:
+                self.recorded_sizes.append([Sizes.of(inputs[i]) for i in order or range(m)])
             in_order = self.pipeline.run(
                 inputs[part] if order is None else [inputs[n * m + i] for i in order],
                 targets[part] if order is None else [targets[n * m + i] for i in order],
@@ -234,7 +238,7 @@ class Model:
         sizes = [Sizes.of(microbatch) for microbatch in inputs] if self._places else []
         if self._places is None or all(size == sizes[0] for size in sizes):
             return None
-        factors = self.size_costs.factors(sizes)
+        factors = self.size_costs.factors(sizes, self.reference)
         order = self._places.assign(factors)
         excess = self._places.excess_bytes(factors, order)
         if excess > self._excess_bytes and self.launch.rank == 0:
@@ -269,8 +273,10 @@ class Model:
         """Requests of any process in the steps whose outcomes became known since the last call; empty if none did."""
         return self._updates.take_requests()
 
-    def swap(self, schedule: Schedule) -> None:
+    def swap(self, schedule: Schedule, reference: Sizes | None = None) -> None:
         """Switch to this schedule, in all processes together and between two settled steps.
+
+        `reference`: size of the microbatch whose costs its problem states, if that is another one.
 
         Stages, optimizers and numbers stay: neither the random numbers of a microbatch nor the order in which its
         gradients add up depends on the schedule. Raises TrainingError if placement or microbatches differ or processes
@@ -291,6 +297,7 @@ class Model:
         if any(digest != program.digest for digest in digests):
             raise TrainingError("processes were given different schedules to go on with. Maybe a solve was not shared.")
         self.program, self.schedule = program, schedule
+        self.reference = reference or self.reference
         self._places = self._build_places()
         self.pipeline = self._pipeline()
 
@@ -436,7 +443,9 @@ class Model:
 
     def _build_places(self) -> Places | None:
         """Places of the schedule's microbatches, where sizes are others in every step."""
-        return Places(self.schedule, memory_steps(self.program, self.problem)) if self.shapes else None
+        if self.shapes is None:
+            return None
+        return Places(self.problem, self.schedule.orders, memory_steps(self.program, self.problem))
 
     def _pipeline(self) -> Pipeline:
         if not self.launch.distributed:

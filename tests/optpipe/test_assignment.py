@@ -45,7 +45,7 @@ def test_values_are_those_of_the_simulator(name: str, objective: str) -> None:
     schedule, rng = OFFLOADING[name], Random(0)
     data = schedule.problem.to_data() | {"transfer_us": 2, "objective": objective}
     schedule = build_schedule(Problem.from_data(data), schedule.orders, 0.0, "test", 0.0)
-    places = Places(schedule)
+    places = Places(schedule.problem, schedule.orders)
     for _ in range(20):
         factors, order = drawn(rng, 4), rng.sample(range(4), 4)
         value = simulate((own := in_places(schedule, factors, order)).problem, own.orders).value_us
@@ -56,7 +56,7 @@ def test_values_are_those_of_the_simulator(name: str, objective: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_small_assignments_are_the_best_of_all(seed: int) -> None:
     schedule, rng = one_f_one_b(3, 6), Random(seed)
-    factors, places = drawn(rng, 6), Places(schedule)
+    factors, places = drawn(rng, 6), Places(schedule.problem, schedule.orders)
     found = places.assign(factors)
     assert sorted(found) == list(range(6))
     best = min(places.value_us(factors, order) for order in permutations(range(6)))
@@ -68,7 +68,7 @@ def test_eight_microbatches_under_1f1b_are_put_in_the_best_order() -> None:
     problem = unequal(4, 8, backward_weight_us=1)
     schedule = solve(problem, "1f1b")
     costs = np.array([1, 2, 3, 4, 1, 2, 3, 4], np.float64)
-    factors, places = np.array([costs, np.ones(8), np.ones(8)]), Places(schedule)
+    factors, places = np.array([costs, np.ones(8), np.ones(8)]), Places(schedule.problem, schedule.orders)
     assert places.value_us(factors, range(8)) == 106
     assert places.value_us(factors, places.assign(factors)) == 82
 
@@ -78,7 +78,7 @@ def test_a_schedule_in_an_order_of_its_own_keeps_it_for_the_sizes_that_it_was_ma
     problem = unequal(3, 4, microbatch_factors=times(3, 1, 2, 1), microbatch_order="free")
     schedule = solve(problem, "1f1b")
     factors = np.array([[3.0, 1, 2, 1], [1.0] * 4, [1.0] * 4])
-    places = Places(schedule)
+    places = Places(schedule.problem, schedule.orders)
     assert places.value_us(factors, range(4)) == schedule.value_us
     assert places.value_us(factors, places.assign(factors)) <= schedule.value_us
 
@@ -87,7 +87,7 @@ def test_orders_beyond_the_budget_are_left_where_one_fits() -> None:
     """Device 0 of 1F1B holds two activations of 4 bytes at once; the two long ones may not be among neighbours."""
     problem = unequal(2, 4, budget=12, backward_weight_bytes=0)
     schedule = solve(problem, "1f1b")
-    places = Places(schedule, memory_steps(compile_schedule(schedule), problem))
+    places = Places(problem, schedule.orders, memory_steps(compile_schedule(schedule), problem))
     factors = np.array([[2.0, 2, 1, 1], [2.0, 2, 1, 1], [1.0] * 4])
     assert places.excess_bytes(factors, range(4)) == 4
     found = places.assign(factors)

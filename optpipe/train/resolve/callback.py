@@ -11,15 +11,18 @@ before the switch, all ranks switch back.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
-from optpipe.ops import KINDS
-from optpipe.problem import Problem
+import numpy as np
+
+from optpipe.costs import COPIES
+from optpipe.ops import KINDS, Op
+from optpipe.problem import Floats, Problem
 from optpipe.profile.measured import Gather, Measured
 from optpipe.profile.ops import Spread, spread_of, timed_kind
 from optpipe.runtime.recorder import CudaRecorder, HostRecorder, Recorder, Timing
@@ -27,8 +30,9 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.train.callback import Callback
 from optpipe.train.config import OnlineConfig
+from optpipe.train.lengths import SizeCosts, Sizes, fit_times, typical
 from optpipe.train.model import Model
-from optpipe.train.resolve.initial import InitialSchedule
+from optpipe.train.resolve.initial import InitialSchedule, arranged
 from optpipe.train.resolve.search import Search, Solver
 from optpipe.train.result import Events
 from optpipe.train.update import StepOutcome
@@ -63,8 +67,10 @@ class Choice:
 
 
 def choose(problem: Problem, in_use: Schedule, found: Schedule, least_gain: float) -> Choice:
-    """Simulate both schedules' orders with the costs of a problem."""
-    in_use_us, found_us = (simulate(problem, schedule.orders_in(problem)).value_us for schedule in (in_use, found))
+    """Simulate both schedules' orders with the costs of a problem, each with its factors where they are best."""
+    in_use_us, found_us = (
+        simulate(arranged(problem, schedule), schedule.orders_in(problem)).value_us for schedule in (in_use, found)
+    )
     return Choice(in_use_us, found_us, least_gain)
 
 
@@ -105,23 +111,64 @@ class Trial:
         return self._after[FIRST_STEPS:]
 
 
+def numbered(timings: Iterable[Timing]) -> Iterator[tuple[int, Timing]]:
+    """Timings of several steps, each with the number of its step among them."""
+    seen: Counter[Op] = Counter()
+    for timing in timings:
+        yield seen[timing.action.key], timing
+        seen[timing.action.key] += 1
+
+
+def size_costs(
+    timings: Iterable[Timing],
+    sizes: Sequence[Sequence[Sizes]],
+    gather: Gather,
+    modes: Mapping[tuple[int, int], str] | None = None,
+) -> SizeCosts | None:
+    """Fit the times of compute ops to the `sizes` of the microbatches in each place, for each timed step.
+
+    Each kind of op of a stage is fitted by itself, and all parts are added up; None where nothing could be fitted.
+    Called by all processes together, with the same result.
+    """
+    groups: dict[tuple[int, str], tuple[list[Sizes], list[float]]] = {}
+    for step, timing in numbered(timings):
+        stage, place, kind = timing.action.stage, timing.action.microbatch, timing.action.kind
+        if kind in KINDS and kind not in COPIES:
+            of_group = groups.setdefault((stage, timed_kind(kind, (modes or {}).get((stage, place)))), ([], []))
+            of_group[0].append(sizes[step][place])
+            of_group[1].append((timing.end_ns - timing.start_ns) / 1000)
+    own = np.zeros(3)
+    for of_ops, times_us in groups.values():
+        if len(set(of_ops)) > 1:
+            own += fit_times(of_ops, times_us) * len(times_us)
+    constant, linear, quadratic = np.sum(gather(own.tolist()), axis=0).tolist()
+    return SizeCosts(linear, quadratic, constant) if linear + quadratic > 0 else None
+
+
 OpTimes = Mapping[int, Mapping[str, Spread]]
 """By stage and kind of op."""
 
 
-def op_times(timings: Iterable[Timing], gather: Gather, modes: Mapping[tuple[int, int], str] | None = None) -> OpTimes:
+def op_times(
+    timings: Iterable[Timing],
+    gather: Gather,
+    modes: Mapping[tuple[int, int], str] | None = None,
+    factors: Sequence[Floats] = (),
+) -> OpTimes:
     """Spread of every kind of op of every stage over all microbatches of the timed steps.
 
     `modes`: names by stage and microbatch, of those that are not kept or offloaded whole: their copies are of other
-    sizes. The slowest replica counts, because the others wait for it. Called by all processes together.
+    sizes. `factors`: of the microbatches in each place, for each timed step, where their sizes differ: times are
+    divided by them. The slowest replica counts, because the others wait for it. Called by all processes together.
     """
     samples: dict[str, dict[str, list[float]]] = {}
-    for timing in timings:
+    for step, timing in numbered(timings):
         action = timing.action
         if action.kind in KINDS:
             kinds = samples.setdefault(str(action.stage), {})
             kind = timed_kind(action.kind, (modes or {}).get((action.stage, action.microbatch)))
-            kinds.setdefault(kind, []).append((timing.end_ns - timing.start_ns) / 1000)
+            factor = factors[step][int(action.kind in COPIES), action.microbatch] if factors else 1.0
+            kinds.setdefault(kind, []).append((timing.end_ns - timing.start_ns) / 1000 / factor)
     own = {s: {kind: asdict(spread_of(us)) for kind, us in kinds.items()} for s, kinds in samples.items()}
     slowest: dict[int, dict[str, Spread]] = {}
     for rank in gather(own):
@@ -171,6 +218,15 @@ def drift(before: Problem, after: Problem) -> float:
     return max(drifts)
 
 
+def drift_of_factors(before: Problem, after: Problem) -> float:
+    """Relative change of the times of typical microbatches: the sum of the changes, divided by the sum of before."""
+    times = [
+        np.sort([entry.time for entry in problem.microbatch_factors or []]).astype(np.float64)
+        for problem in (before, after)
+    ]
+    return float(np.abs(times[1] - times[0]).sum() / times[0].sum()) if times[0].any() else 0.0
+
+
 class ResolveCallback(Callback):
     """Times ops, re-solves and switches, from the model's step on. `solver`: rank 0's, None on other ranks."""
 
@@ -179,7 +235,7 @@ class ResolveCallback(Callback):
     ) -> None:
         self._config, self._model, self._events = config, model, events
         self._search = Search(solver, config) if solver else None
-        self._setting, self._measured = first.setting, first.measured
+        self._setting, self._measured, self._reference = first.setting, first.measured, first.reference
         self._problem = first.setting.problem(first.measured)
         self._solved_for: Problem | None = None
         self._stale = False
@@ -188,7 +244,7 @@ class ResolveCallback(Callback):
         self._recorded: dict[int, float] = {}
         self._seconds: deque[float] = deque(maxlen=STEPS_BEFORE)
         self._trial: Trial | None = None
-        self._before = model.schedule
+        self._before = model.schedule, model.reference
 
     def recorder(self, step: int) -> Recorder | None:
         """Recorder of op times in `record_steps` out of every `every_steps` steps."""
@@ -236,10 +292,12 @@ class ResolveCallback(Callback):
 
     def _learn(self, step: int, recorder: HostRecorder | CudaRecorder) -> None:
         """Put the timed ops into the problem, which is stale if it has drifted from the one that was solved."""
-        begin, modes = perf_counter(), self._model.program.modes
-        self._measured = retimed(self._measured, op_times(recorder.timings(), self._model.launch.gather, modes))
+        begin, model, modes = perf_counter(), self._model, self._model.program.modes
+        timings, gather = recorder.timings(), model.launch.gather
+        factors = self._learn_sizes(timings) if model.shapes else []
+        self._measured = retimed(self._measured, op_times(timings, gather, modes, factors))
         self._problem, before = self._setting.problem(self._measured), self._solved_for or self._problem
-        changed = drift(before, self._problem)
+        changed = max(drift(before, self._problem), drift_of_factors(before, self._problem))
         self._stale = self._solved_for is None or changed > self._config.drift
         seconds = perf_counter() - begin
         cost = f"timed every op in {len(self._recorded)} steps of {median(self._recorded.values()):.3f} s"
@@ -248,9 +306,24 @@ class ResolveCallback(Callback):
         text = f"{cost}, gathered in {seconds:.3f} s; {changed:.1%} from what was solved"
         self._events.add(step, "timed", text if self._stale else f"{text}, too little to solve anew", seconds)
 
+    def _learn_sizes(self, timings: Sequence[Timing]) -> list[Floats]:
+        """Fit times to the sizes of the timed microbatches, and renew the factors of those that are typical.
+
+        Returns the factors of the microbatches in each place, for each timed step of this replica.
+        """
+        model, launch = self._model, self._model.launch
+        own, model.recorded_sizes = model.recorded_sizes, []
+        costs = size_costs(timings, own, launch.gather, model.program.modes)
+        model.size_costs = costs or model.size_costs
+        of_replicas = launch.gather(own)[:: launch.pipeline_processes]
+        sizes = [Sizes(*size) for steps in of_replicas for step in steps for size in step]
+        all_factors = model.size_costs.factors(sizes, self._reference)
+        self._setting = replace(self._setting, factors=typical(all_factors, self._setting.microbatches))
+        return [model.size_costs.factors(step, self._reference) for step in own]
+
     def _solve(self, step: int, search: Search) -> None:
         """Start a search with the newest costs, within the memory that messages leave. Rank 0 alone."""
-        self._problem = self._setting.problem(self._measured)
+        self._problem = arranged(self._setting.problem(self._measured), self._model.schedule)
         search.begin(self._problem, self._model.schedule)
         self._solved_for, self._stale = self._problem, False
         self._events.add(step, "solving", f"solving beside the training, up to {self._config.time_limit_s:g} s")
@@ -295,10 +368,11 @@ class ResolveCallback(Callback):
         self._trial = None
         if "schedule" in decision:
             data = decision["schedule"]
-            new = self._before if data is None else Schedule.from_data(data)
-            before = self._model.schedule
-            self._model.swap(new)
+            new = self._before if data is None else (Schedule.from_data(data), self._reference)
+            before = self._model.schedule, self._model.reference
+            self._model.swap(*new)
             self._recorder, self._recorded = None, {}  # what was timed is of other modes
+            self._model.recorded_sizes = []
             self._before = before
             self._trial = Trial(self._seconds) if decision["kind"] == "swapped" else None
             self._seconds.clear()

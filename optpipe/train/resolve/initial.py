@@ -9,11 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter, sleep
 
+import numpy as np
+
+from optpipe.assignment import Places
 from optpipe.compile import compile_schedule
-from optpipe.compile.memory import planned_peaks_bytes
+from optpipe.compile.memory import MessageBytes, memory_steps, planned_peaks_bytes
 from optpipe.errors import InputError, Issue, MethodError, NoSolutionError, RunFailedError, TrainingError
 from optpipe.mode_names import IN_LOW_PRECISION
-from optpipe.problem import OFFLOAD, Objective, Problem
+from optpipe.problem import OFFLOAD, Floats, Objective, Problem
 from optpipe.profile.measured import Measured, measure, without_margin
 from optpipe.profile.ops import OnRound
 from optpipe.profile.subject import Subject, build_chain, sampled
@@ -22,6 +25,7 @@ from optpipe.runtime.weight_gradients import compiled_part
 from optpipe.schedule import Schedule
 from optpipe.train.config import OnlineConfig, TrainingConfig
 from optpipe.train.launch import Launch
+from optpipe.train.lengths import SizeCosts, Sizes, typical
 from optpipe.train.resolve.search import Search, Solver
 from optpipe.train.result import Events
 from optpipe.train.tasks import build_task
@@ -43,7 +47,8 @@ class Setting:
 
     `limits_bytes`: most that a device may hold of activations, workspaces and messages; None: what `memory_bytes`
     leaves after weights and optimizer, with the share `memory_margin` free, or no limit. Budgets of a problem do not
-    count messages, so each is less by `reserved_bytes`.
+    count messages, so each is less by `reserved_bytes`. `factors`: of the microbatches of a step, where their sizes
+    differ (`SizeCosts.factors`): they may run in any order.
     """
 
     placement: Sequence[int]
@@ -53,11 +58,15 @@ class Setting:
     memory_margin: float = 0.0
     limits_bytes: Sequence[int] | None = None
     reserved_bytes: Sequence[int] = ()
+    factors: Floats | None = None
 
     def problem(self, measured: Measured) -> Problem:
         """Scheduling problem with measured costs. Raises InputError if weights alone exceed the memory."""
         problem = measured.problem(self.microbatches, self.memory_bytes, self.memory_margin)
         data = problem.to_data() | {"objective": self.objective}
+        if self.factors is not None:
+            entries = [dict(zip(FACTORS, column, strict=True)) for column in self.factors.T.tolist()]
+            data |= {"microbatch_factors": entries, "microbatch_order": "free"}
         if self.limits_bytes is not None:
             data["devices"] = [{"memory_bytes": limit} for limit in self.limits_bytes]
         for device, reserved in zip(data["devices"], self.reserved_bytes, strict=False):
@@ -70,8 +79,9 @@ class Setting:
 
         Memory is taken and freed in the order of a device's program, so this holds under any timing.
         """
-        unreserved = replace(self, reserved_bytes=()).problem(measured)
-        peaks = planned_peaks_bytes(compile_schedule(schedule), unreserved, measured.message_bytes)
+        unreserved = arranged(replace(self, reserved_bytes=()).problem(measured), schedule)
+        messages = message_bytes(unreserved, measured)
+        peaks = planned_peaks_bytes(compile_schedule(schedule), unreserved, messages)
         limits = [device.memory_bytes for device in unreserved.devices]
         return [0 if limit is None else max(0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
 
@@ -79,6 +89,28 @@ class Setting:
         """Setting with this many more bytes of each device reserved for messages."""
         before = self.reserved_bytes or [0] * len(bytes_)
         return replace(self, reserved_bytes=[old + more for old, more in zip(before, bytes_, strict=True)])
+
+
+FACTORS = ("time", "bytes", "transfer")
+
+
+def arranged(problem: Problem, schedule: Schedule) -> Problem:
+    """The problem with the factors of its microbatches in the places of a schedule in which they are best."""
+    own = problem.microbatch_factors
+    if own is None:
+        return problem
+    program, orders = compile_schedule(schedule), schedule.orders_in(problem)
+    factors = np.array([[getattr(entry, name) for entry in own] for name in FACTORS], np.float64)
+    order = Places(problem, orders, memory_steps(program, problem)).assign(factors)
+    return Problem.from_data(problem.to_data() | {"microbatch_factors": [own[i].to_data() for i in order]})
+
+
+def message_bytes(problem: Problem, measured: Measured) -> MessageBytes:
+    """Bytes of the message over each boundary, for each microbatch of the problem where these differ."""
+    own = problem.microbatch_factors
+    if own is None:
+        return measured.message_bytes
+    return [[math.ceil(size * entry.transfer) for entry in own] for size in measured.message_bytes]
 
 
 def build_setting(config: OnlineConfig, schedule: Schedule | None, objective: Objective) -> Setting:
@@ -99,11 +131,11 @@ def limited_to_peaks(setting: Setting, schedule: Schedule, measured: Measured) -
     """
     if setting.memory_bytes is not None:
         return setting
-    problem = setting.problem(measured)
+    problem = arranged(setting.problem(measured), schedule)
     orders = schedule.orders_in(problem)
     streams = [(device.compute, device.offload, device.reload) for device in orders.devices]
     peaks = [worst_case_peak_bytes(problem, own, orders.waits, orders.modes) for own in streams]
-    with_messages = planned_peaks_bytes(compile_schedule(schedule), problem, measured.message_bytes)
+    with_messages = planned_peaks_bytes(compile_schedule(schedule), problem, message_bytes(problem, measured))
     limits = [max(pair) for pair in zip(peaks, with_messages, strict=True)]
     return replace(setting, limits_bytes=limits, reserved_bytes=[a - b for a, b in zip(limits, peaks, strict=True)])
 
@@ -123,6 +155,8 @@ def measure_before(
         raise InputError([Issue("--modes", "not_measured", detail)])
     begin = perf_counter()
     batch, stages = list(zip(*task.batch(0), strict=True)), task.build_stages()
+    if config.model.varies:  # the costs of the others are multiples of those of the longest
+        batch = [max(batch, key=lambda pair: Sizes.of(pair[0]).elements)]
     for s, stage in enumerate(stages):  # before the first forward, at which torch.compile starts
         if config.schedule is not None:
             check_splits(s, stage, {op.kind for op in config.schedule.orders.ops() if op.stage == s})
@@ -151,12 +185,16 @@ def measure_before(
 
 @dataclass(frozen=True)
 class InitialSchedule:
-    """Schedule that training begins with, constraints of later ones, and measurements of the task."""
+    """Schedule that training begins with, constraints of later ones, and measurements of the task.
+
+    `reference`: size of the microbatch that was measured.
+    """
 
     schedule: Schedule
     setting: Setting
     measured: Measured
     task: Task
+    reference: Sizes
 
 
 def initial_schedule(
@@ -177,8 +215,12 @@ def initial_schedule(
     if any(launch.gather(interrupted())):
         raise KeyboardInterrupt
     events.add(0, "measured", f"measured every op in {online.rounds} rounds: {seconds:.2f} s", seconds)
+    sizes = [Sizes.of(inputs) for inputs in task.batch(0)[0]]
+    reference = max(sizes, key=lambda size: size.elements) if config.model.varies else sizes[0]
+    if config.model.varies:
+        setting = replace(setting, factors=typical(SizeCosts().factors(sizes, reference), setting.microbatches))
     if given is not None:
-        return InitialSchedule(given, limited_to_peaks(setting, given, measured), measured, task)
+        return InitialSchedule(given, limited_to_peaks(setting, given, measured), measured, task, reference)
     begin = perf_counter()
     largest = max(measured.message_bytes, default=0)
     schedule = _from_rank_0(online, setting.problem(measured), largest, launch, solver, interrupted)
@@ -190,7 +232,7 @@ def initial_schedule(
     seconds = perf_counter() - begin
     text = f"{schedule.method}: {schedule.value_us:,.0f} us a step predicted, found in {seconds:.2f} s"
     events.add(0, "found", text, seconds)
-    return InitialSchedule(schedule, setting, measured, task)
+    return InitialSchedule(schedule, setting, measured, task, reference)
 
 
 def _ending_on_interrupt(interrupted: Callable[[], bool], launch: Launch) -> OnRound:

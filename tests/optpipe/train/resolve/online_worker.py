@@ -1,6 +1,6 @@
 """Runs under torchrun: trains a schedule to which a better one is found on the way, and writes what became of it.
 
-Usage: online_worker.py FOLDER MODE. Rank 0 alone has a solver.
+Usage: online_worker.py FOLDER MODE LENGTHS. Rank 0 alone has a solver.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,14 +21,16 @@ from solver.solve import solve
 from tests.optpipe.train.resolve.solvers import Scripted
 
 
-def main(folder: Path, mode: str) -> None:
+def main(folder: Path, mode: str, lengths: str) -> None:
     torch.set_num_threads(1)
     online_room.choose = lambda *_: Choice(2.0, 1.0, 0.0)  # times of a busy machine may say anything
     online = OnlineConfig(mode, devices=2, rounds=1, first_step=1, record_steps=2, every_steps=1000, least_gain=0)  # type: ignore[arg-type]
+    if lengths == "varying":  # later microbatches are longer than the first, which would set the limit
+        online = replace(online, memory_bytes=10**9)
     given = None if mode == "first" else solve(uniform(2, 4), "gpipe")
     config = TrainingConfig(
         given,
-        ModelConfig("tiny", dtype="float64"),
+        ModelConfig("tiny", dtype="float64", lengths=lengths),  # type: ignore[arg-type]
         OptimizerConfig(clip_norm=0.5),
         online=online,
         steps=12,
@@ -42,4 +45,4 @@ def main(folder: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -17,9 +17,11 @@ from optpipe.errors import InputError, NoSolutionError, TrainingError
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import Problem
 from optpipe.profile.measured import Measured
+from optpipe.profile.ops import Spread
 from optpipe.runtime.recorder import HostRecorder, Timing
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, OnlineConfig, OptimizerConfig, TrainingConfig, TrainingResult, train
+from optpipe.train.lengths import SizeCosts, Sizes
 from optpipe.train.model import Model
 from optpipe.train.resolve.callback import (
     FIRST_STEPS,
@@ -31,6 +33,7 @@ from optpipe.train.resolve.callback import (
     drift,
     op_times,
     retimed,
+    size_costs,
 )
 from optpipe.train.resolve.initial import InitialSchedule, Setting
 from optpipe.train.result import Events
@@ -45,6 +48,7 @@ from tests.recomputing import recomputing
 
 MODEL = ModelConfig("tiny", dtype="float64", microbatch_size=1, sequence=8)
 STEPS = 14
+REFERENCE = Sizes(16, 2)
 ONLINE = OnlineConfig("online", rounds=1, first_step=1, record_steps=1, every_steps=1000, least_gain=0)
 
 
@@ -329,6 +333,57 @@ def test_timed_kinds_replace_and_others_are_scaled_as_they() -> None:
     }
 
 
+def _timings(sizes: list[list[Sizes]]) -> list[Timing]:
+    """F takes 3 us an element, B 1 us for each of the squares and 100 us, W nothing that depends on sizes."""
+    found = []
+    for of_step in sizes:
+        for place, size in enumerate(of_step):
+            times_us = {"F": 3 * size.elements, "B": size.squares + 100, "W": 50}
+            for kind, us in times_us.items():
+                found.append(Timing(0, Action(kind, 0, place), 0, 0, round(1000 * us)))
+    return found
+
+
+LENGTHS = [[Sizes(2 * length, 2) for length in lengths] for lengths in ((8, 3, 5, 16), (4, 9, 2, 7))]
+
+
+def test_times_are_fitted_to_the_sizes_of_the_microbatches_in_each_place() -> None:
+    costs = size_costs(_timings(LENGTHS), LENGTHS, lambda value: [value])
+    assert costs is not None
+    parts = np.array([costs.linear, costs.quadratic, costs.constant])
+    assert parts / parts[0] * 3 == pytest.approx([3, 1, 150], rel=1e-6)
+    assert size_costs(_timings([LENGTHS[0][:1]]), [LENGTHS[0][:1]], lambda value: [value]) is None
+
+
+def test_times_of_different_sizes_are_those_of_the_reference() -> None:
+    """Here times are in proportion to elements, so that all microbatches agree on what the reference takes."""
+    timings = [timing for timing in _timings(LENGTHS) if timing.action.kind == "F"]
+    factors = [SizeCosts().factors(sizes, REFERENCE) for sizes in LENGTHS]
+    assert op_times(timings, lambda value: [value], factors=factors)[0]["F"] == Spread(48.0, 48.0, 48.0, 8)
+
+
+VARYING = replace(MODEL, lengths="varying", sequence=24)
+
+
+@pytest.mark.parametrize("given", ["gpipe", None])
+def test_lengths_that_vary_are_measured_and_planned_for_while_training(given: str | None) -> None:
+    """Losses are those of a run that changes nothing; the new schedule is for unequal microbatches in their order."""
+    online = ONLINE if given else replace(ONLINE, devices=2, microbatches=6)
+    schedule = _given(given) if given else None
+    solver = Scripted(["zb-h1"], first="gpipe")
+    config = replace(_config(schedule, online), model=VARYING)
+    result = train(config, None, solver)
+    assert _kinds(result)[:2] == ["measured", "timed" if given else "found"]
+    assert "swapped" in _kinds(result), result.events
+    plain = train(replace(config, schedule=_given("gpipe"), online=OnlineConfig()))
+    assert result.losses == pytest.approx(plain.losses, rel=1e-9)
+    [problem] = solver.problems
+    assert problem.microbatch_order == "free"
+    assert problem.microbatch_factors is not None
+    assert len({entry.bytes for entry in problem.microbatch_factors}) > 1
+    assert max(entry.bytes for entry in problem.microbatch_factors) <= 24 / 4
+
+
 def test_a_stage_that_was_not_timed_stays() -> None:
     before = measured()
     assert retimed(before, {0: {"F": spread(20.0)}}).stages[1] == before.stages[1]
@@ -374,15 +429,18 @@ class _Training:
     launch: _TwoProcesses = field(default_factory=_TwoProcesses)
     program: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(modes={}))
     swaps: list[str] = field(default_factory=list)
+    shapes: None = None
+    reference: Sizes = REFERENCE
+    recorded_sizes: list[list[Sizes]] = field(default_factory=list)
 
-    def swap(self, schedule: Schedule) -> None:
+    def swap(self, schedule: Schedule, _reference: Sizes) -> None:
         self.swaps.append(schedule.method)
         self.schedule = schedule
 
 
 def _first(training: _Training, found: Measured) -> InitialSchedule:
     """As if measured before; the task has done its part by then."""
-    return InitialSchedule(training.schedule, SETTING, found, cast(Task, None))
+    return InitialSchedule(training.schedule, SETTING, found, cast(Task, None), REFERENCE)
 
 
 def _outcome(step: int, seconds: float) -> StepOutcome:

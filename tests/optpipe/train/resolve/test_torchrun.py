@@ -16,8 +16,8 @@ from tests.ranks import RunRanks
 WORKER = Path(__file__).parent / "online_worker.py"
 
 
-def _ranks(run_ranks: RunRanks, folder: Path, mode: str) -> list[dict[str, Any]]:
-    run_ranks(WORKER, 2, str(folder), mode)
+def _ranks(run_ranks: RunRanks, folder: Path, mode: str, lengths: str = "equal") -> list[dict[str, Any]]:
+    run_ranks(WORKER, 2, str(folder), mode, lengths)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -37,3 +37,14 @@ def test_both_processes_run_the_same_schedules_and_lose_as_much(
     assert first["losses"] == second["losses"] == pytest.approx(list(plain_losses), rel=1e-10)
     # too few steps for a verdict, which on a busy machine may be either
     assert ("swapped" in first["kinds"]) == ("swapped" in second["kinds"]) == (mode == "online")
+
+
+@pytest.mark.torchrun
+def test_both_processes_learn_the_same_costs_of_lengths_that_vary(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Else they would put microbatches in different orders, and messages would not fit their receives."""
+    first, second = _ranks(run_ranks, tmp_path, "online", "varying")
+    model, optimizer = ModelConfig("tiny", dtype="float64", lengths="varying"), OptimizerConfig(clip_norm=0.5)
+    plain = train(TrainingConfig(solve(uniform(2, 4), "gpipe"), model, optimizer, steps=12)).losses
+    assert first["method"] == second["method"]
+    assert "swapped" in first["kinds"]
+    assert first["losses"] == second["losses"] == pytest.approx(list(plain), rel=1e-10)
