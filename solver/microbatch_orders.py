@@ -27,18 +27,26 @@ def likely_orders(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
 
 def in_order(problem: Problem, microbatch_order: Sequence[int]) -> Problem:
     """The problem whose microbatches are given in this order."""
-    data = problem.to_data()
-    factors = data["microbatch_factors"]
-    data |= {"microbatch_factors": [factors[i] for i in microbatch_order], "microbatch_order": "given"}
+    data = problem.to_data() | {"microbatch_order": "given"}
+    if problem.microbatch_factors is not None:
+        data["microbatch_factors"] = [data["microbatch_factors"][i] for i in microbatch_order]
     return problem.from_data(data)
 
 
 def with_own_numbers(problem: Problem, orders: Orders, microbatch_order: Sequence[int]) -> Orders:
     """Orders of `in_order(problem, microbatch_order)` as orders of the problem."""
-    count = problem.slice_count
-    units = (np.asarray(microbatch_order)[:, None] * count + np.arange(count)).ravel()
+    return _renamed(orders, problem.units_in_order("F", microbatch_order), list(microbatch_order))
 
-    def own(ops: Sequence[Op]) -> OpArray:
+
+def with_numbers_in_order(problem: Problem, orders: Orders) -> Orders:
+    """Orders of a problem as orders of `in_order(problem, microbatch_order)`, for their own order of microbatches."""
+    return _renamed(orders, np.argsort(problem.units_in_order("F", orders.microbatch_order)), None)
+
+
+def _renamed(orders: Orders, units: Ints, microbatch_order: list[int] | None) -> Orders:
+    """Orders in which unit i is called ``units[i]``."""
+
+    def renamed(ops: Sequence[Op]) -> OpArray:
         columns = OpArray.of(ops)
         return OpArray(columns.kind, columns.stage, units[columns.microbatch])
 
@@ -48,9 +56,9 @@ def with_own_numbers(problem: Problem, orders: Orders, microbatch_order: Sequenc
         modes[:, units] = orders.modes
     waits = WaitArray.of(orders.waits)
     return Orders(
-        [DeviceOrders(*map(own, device.streams())) for device in orders.devices],
-        WaitArray(own(waits.op), own(waits.before)),
-        [own(channel) for channel in orders.channels],
+        [DeviceOrders(*map(renamed, device.streams())) for device in orders.devices],
+        WaitArray(renamed(waits.op), renamed(waits.before)),
+        [renamed(channel) for channel in orders.channels],
         modes,
-        list(microbatch_order),
+        microbatch_order,
     )

@@ -197,14 +197,14 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
     Shares of one subsolver sum up to at most 1.
     """
     subsolvers = _auto_subsolvers(problem, workers)
+    if not costs_have_codes(problem):
+        able = ([turn for turn in turns if turn.search is not searches.annealing] for turns in subsolvers)
+        subsolvers = [turns for turns in able if turns]
     return [[*time_slices[(at := lane % len(time_slices)) :], *time_slices[:at]] for time_slices in subsolvers]
 
 
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
-    split = all(stage.split_backward for stage in problem.stages)
-    if problem.has_factors or problem.slice_count > 1 or not split:
-        return _with_units(problem, ops, workers)
     if ops <= SMALL_OPS:
         return [
             [
@@ -214,6 +214,9 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
                 TimeSlice("search", searches.annealing, 0.15, workers),
             ]
         ]
+    split = all(stage.split_backward for stage in problem.stages)
+    if problem.has_factors or problem.slice_count > 1 or not split:
+        return _with_units(ops, workers)
     if problem.has_modes:
         return _with_modes(ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
@@ -244,28 +247,14 @@ def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:
     return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
 
 
-def _with_units(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
-    """Annealing and CP-SAT: in turns for small problems, side by side for others if there are the cores.
-
-    The other searches take microbatches to be alike and whole, and split all backwards.
-    """
-    if not costs_have_codes(problem):
-        return [[TimeSlice("cp-sat", searches.cp_sat, 1.0, workers)]] if ops <= MOST_MODEL_OPS else []
+def _with_units(ops: int, workers: int) -> Sequence[Subsolver]:
+    """Annealing beside windows and CP-SAT: the others take microbatches to be alike and whole, and split backwards."""
+    annealing = TimeSlice("search", searches.annealing, 0.35)
     if ops > MOST_MODEL_OPS:
         return [[TimeSlice("search", searches.annealing, 0.5, workers)]]
-    if ops <= SMALL_OPS:
-        return [
-            [
-                TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.75, workers),
-                TimeSlice("search", searches.annealing, 0.15, workers),
-            ]
-        ]
-    annealing = TimeSlice("search", searches.annealing, 0.35)
-    if workers == 1:
-        return [[annealing, TimeSlice("cp-sat", searches.cp_sat, 0.5)]]
-    beside = TimeSlice("search", searches.annealing, 0.25, workers - 1)
-    return [[annealing], [TimeSlice("cp-sat", searches.cp_sat, 0.5, workers - 1), beside]]
+    beside = max(workers - 1, 1)
+    behind = [TimeSlice("windows", searches.lns, 0.35, beside), TimeSlice("cp-sat", searches.cp_sat, 0.25, beside)]
+    return [[annealing, *behind]] if workers == 1 else [[annealing], behind]
 
 
 def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver:

@@ -54,10 +54,10 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (MODES_SMALL, {"search", "cp-sat", "windows"}),
         (MODES_LARGE, {"search", "pattern", "windows", "cp-sat"}),
         (MODES_LARGEST, {"search", "pattern"}),
-        (UNITS_SMALL, {"search", "cp-sat"}),
-        (UNITS_LARGE, {"search", "cp-sat"}),
+        (UNITS_SMALL, {"search", "cp-sat", "windows"}),
+        (UNITS_LARGE, {"search", "cp-sat", "windows"}),
         (UNITS_LARGEST, {"search"}),
-        (UNSPLIT, {"search", "cp-sat"}),
+        (UNSPLIT, {"search", "cp-sat", "windows"}),
     ],
     ids=[
         "small",

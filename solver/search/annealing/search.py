@@ -65,7 +65,7 @@ from solver.search.annealing.sequence import (
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 
-WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0, 0.5])
+WEIGHTS = np.array([3.0, 2.0, 1.0, 2.0, 0.5, 1.0, 0.5, 1.0, 1.0, 1.0])
 """Relative frequency of each kind of move; those without an object in a problem have none there."""
 
 VALUE, MEAN_SPAN, ENERGY, BEST = range(4)

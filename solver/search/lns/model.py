@@ -15,12 +15,12 @@ from ortools.sat.python import cp_model
 
 from optpipe.memory import derive_waits
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.problem import OFFLOAD
+from optpipe.problem import OFFLOAD, Mode, UnitStage
 from optpipe.schedule import shared_channels
 from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Surroundings, Window
-from solver.variants import Variant, variants
+from solver.variants import Variant, unit_variants
 
 
 class WindowModel:
@@ -34,6 +34,7 @@ class WindowModel:
         self.variables, self.model, self.decided = self.tasks.variables, self.tasks.model, self.tasks.decided
         self._add_rules()
         self._add_ways()
+        self._add_whole_backwards()
         self._add_copy_orders()
         self._add_compute()
         self._add_channels()
@@ -74,12 +75,19 @@ class WindowModel:
                 if "CB" in way.tasks:
                     self.model.add(chain[-1].start == way.tasks["CB"].end).only_enforce_if(way.literal)
 
+    def _add_whole_backwards(self) -> None:
+        """W right behind B on stages that cannot split their backward."""
+        for s, i in self.variables.fused:
+            if self.numbering.index[Op("W", s, i)] in self.decided:
+                self.model.add(self.variables.task("W", s, i).start == self.variables.task("B", s, i).end)
+
     def _add_copy_orders(self) -> None:
-        """Copies and C of one stage keep the order of their microbatches (absent ones take no time in it)."""
+        """Copies and C of one stage keep the order of their units (absent ones take no time in it)."""
         streams = defaultdict(list)
-        for op in sorted(self.numbering.ops[k] for k in self.decided):
+        for k in sorted(self.decided):
+            op = self.numbering.ops[k]
             if op.kind in ("O", "R", "C"):
-                streams[op.kind, op.stage].append(self.tasks.parts(self.numbering.index[op]))
+                streams[op.kind, op.stage].append(self.tasks.parts(k))
         for stream in streams.values():
             for before, after in pairwise(stream):
                 taken = sum(task.ticks * literal for literal, task in before if literal is not None)
@@ -134,10 +142,10 @@ class WindowModel:
     def _add_hints(self) -> None:
         """The window as it is: a complete hint, which CP-SAT takes as its first solution."""
         around, index, model = self.around, self.numbering.index, self.model
-        starts = {k: int(around.start[k] if around.present[k] else self.frame.heads[k]) for k in self.decided}
-        for k in sorted(self.decided):  # by kind, stage and microbatch: an absent op comes after the one before it
+        starts = {k: int(around.start[k]) if around.present[k] else self.tasks.earliest(k) for k in self.decided}
+        for k in sorted(self.decided):  # by stage, kind and order: an absent op comes after the one before it
             op = self.numbering.ops[k]
-            behind = [j for j in range(k - op.microbatch, k) if j in starts]
+            behind = [j for j in range(k - int(self.numbering.place[k]), k) if j in starts]
             if op.kind in ("O", "R", "C") and not around.present[k] and behind:
                 ends = starts[behind[-1]] + (around.length[behind[-1]] if around.present[behind[-1]] else 0)
                 starts[k] = max(starts[k], int(ends))
@@ -188,8 +196,7 @@ class WindowModel:
                 numbers = np.concatenate([old[where == BEFORE], of_stream, old[where == AFTER]])
                 times = zip(start[numbers].tolist(), (start + length)[numbers].tolist(), strict=True)
                 slots = dict(zip([ops[k] for k in numbers.tolist()], times, strict=True))
-                for op in [op for op in slots if op.kind == "CB"]:  # one op with the B behind it
-                    slots[op] = slots[op][0], slots.pop(op._replace(kind="B"))[1]
+                slots = self._whole(slots)
                 lists.append(list(slots))
                 planned.update(slots)
             devices.append(DeviceOrders(*lists))
@@ -200,6 +207,22 @@ class WindowModel:
         chosen = modes if problem.has_modes else None
         waits = derive_waits(problem, devices, planned, modes=chosen)
         return Orders(devices, waits, [channel for channel in channels if channel], chosen)
+
+    def _whole(self, slots: dict[Op, tuple[int, int]]) -> dict[Op, tuple[int, int]]:
+        """Starts and ends of a stream's ops, those that are one op of orders put together."""
+        result: dict[Op, tuple[int, int]] = {}
+        for op, (start, end) in slots.items():
+            kind = op.kind
+            if kind == "W" and not self.problem.stages[op.stage].split_backward:
+                continue
+            if kind == "B" and op._replace(kind="CB") in slots:
+                continue
+            if kind == "CB":
+                end = slots[op._replace(kind="B")][1]
+            if kind in ("B", "CB") and not self.problem.stages[op.stage].split_backward:
+                kind, end = f"{kind}W", slots[op._replace(kind="W")][1]
+            result[op._replace(kind=kind)] = start, end
+        return result
 
 
 class Memory:
@@ -245,11 +268,15 @@ class Memory:
         """Bytes that untouched microbatches hold throughout the window."""
         index, where, level = self.numbering.index, self.where, 0
         for s in self.problem.stages_of[device]:
-            stage = self.problem.stages[s]
             f, b, w = (where[[index[Op(kind, s, i)] for i in range(self.problem.units)]] for kind in "FBW")
+            count = self.problem.slice_count
             for i in np.flatnonzero((f == BEFORE) & (w == AFTER)).tolist():
                 if (s, i) in touched:
                     continue
+                stage = self.problem.stage_of(s, i)
+                last = i - i % count + count - 1  # whose backward takes gradients of keys and values for the others
+                if isinstance(stage, UnitStage) and b[last] == BEFORE and b[i] == AFTER:
+                    level += stage.gradients_freed_bytes
                 if b[i] == BEFORE:
                     level += stage.backward_weight_bytes
                     continue
@@ -280,7 +307,7 @@ class Memory:
         return bool(self.around.present[offload] and self.where[offload] == BEFORE and self.where[reload] == AFTER)
 
     def _moved(self, s: int, i: int) -> int:
-        stage = self.problem.stages[s]
+        stage = self.problem.stage_of(s, i)
         offload = stage.choices[self.around.modes[s, i]].offload if stage.modes else stage.offload
         return offload.bytes if offload else 0
 
@@ -301,20 +328,49 @@ class Tasks:
         self.decided = set(frame.inside.tolist())
         self.choices: list[tuple[int, int]] = []
         ops = self.numbering.ops
-        self.touched = sorted({ops[k][1:] for k in (*frame.inside.tolist(), *frame.running.tolist())})
+        touched = {ops[k][1:] for k in (*frame.inside.tolist(), *frame.running.tolist())}
+        count = self.problem.slice_count
+        for s, i in list(touched):  # gradients of keys and values are held between the backwards of two slices
+            if self.problem.stages[s].slice_gradient_bytes:
+                touched.update((s, i - i % count + q) for q in range(count))
+        self.touched = sorted(touched)
         for s, i in self.touched:
+            if not self.problem.stages[s].split_backward:
+                self.variables.fused[s, i] = self.model.new_constant(1)
             if not self.problem.stages[s].modes:
                 self._add_leaves(s, i)
             for kind in "FBW" + ("OR" if (s, i) in self.variables.leaves else ""):
                 op, k = Op(kind, s, i), self.numbering.index[Op(kind, s, i)]
                 if k in self.decided:
                     presence = self.variables.leaves[s, i] if kind in "OR" else None
-                    self.variables.add_task(op, presence, int(frame.heads[k]), frame.latest_end(k))
+                    self.variables.add_task(op, presence, self.earliest(k), self.latest_end(k))
+                    if presence is not None and self.earliest(k) < frame.heads[k]:
+                        rule = self.model.add(self.variables.tasks[op].start >= int(frame.heads[k]))
+                        rule.only_enforce_if(presence)
                 else:
                     later = frame.far if frame.where[k] == AFTER else 0
                     self.variables.place(op, int(self.around.start[k]) + later)
             if self.problem.stages[s].modes:
                 self._add_ways(s, i)
+
+    def earliest(self, k: int) -> int:
+        """The earliest start of the variable of an op of the window.
+
+        A reload or recomputation that is absent still has one, which those of the units behind it come after. They may
+        run before it could: of the slices of a microbatch the last is computed last, but comes back first.
+        """
+        absent = self.numbering.ops[k].kind in ("R", "C") and self.problem.slice_count > 1
+        return self.frame.window.begin if absent else int(self.frame.heads[k])
+
+    def latest_end(self, k: int) -> int:
+        """The latest end of an op of the window; of a copy whose length differs from those before it, a loose bound.
+
+        Absent it takes no time, and one before it that does may end when it would have to begin.
+        """
+        absent = self.numbering.ops[k].kind in ("O", "R", "C") and (
+            self.problem.has_factors or self.problem.slice_count > 1
+        )
+        return 2 * self.frame.last_end if absent else self.frame.latest_end(k)
 
     def of(self, k: int) -> IntervalTask:
         """The task of an op by number; of one that depends on a mode, one of its tasks, which share their start."""
@@ -332,12 +388,12 @@ class Tasks:
         index, around, window = self.numbering.index, self.around, self.frame
         choice = int(around.modes[s, i])
         inside = around.present[index[Op("CB", s, i)]] if Op("CB", s, i) in index else False
-        stage = self.problem.stages[s]
-        ways = [Variant(choice, stage.choices[choice], bool(inside))]
+        ways = [Variant(choice, self.problem.stage_of(s, i).choices[choice], bool(inside))]
         own = [k for k in (index.get(Op(kind, s, i)) for kind in ("O", "R", "C", "CB")) if k is not None]
         movable = all(window.where[k] == INSIDE for k in own if around.present[k])
         if movable and self._is_free(s, i):
-            ways += [way for way in variants(stage) if way != ways[0] and self._may_be(s, i, way, ways[0])]
+            others = unit_variants(self.problem, s, i)
+            ways += [way for way in others if way != ways[0] and self._may_be(s, i, way, ways[0])]
         starts: dict[str, cp_model.IntVar] = {}
         entries: list[Way] = []
         for n, way in enumerate(ways):
@@ -367,9 +423,11 @@ class Tasks:
             frame.heads[k] = frame.recomputation_head(k) if again else frame.copy_head(k)
             frame.tails[:, k] = frame.recomputation_tails(k) if again else frame.copy_tails(k)
         if op.kind not in starts:
-            head = int(frame.heads[k])
-            starts[op.kind] = self.model.new_int_var(head, max(frame.latest_end(k), head), str(op))
+            head = self.earliest(k)
+            starts[op.kind] = self.model.new_int_var(head, max(self.latest_end(k), head), str(op))
         start = starts[op.kind]
+        if self.earliest(k) < frame.heads[k]:
+            self.model.add(start >= int(frame.heads[k])).only_enforce_if(literal)
         interval = self.model.new_optional_fixed_size_interval_var(start, ticks, literal, f"{op}.{way.choice}")
         return IntervalTask(op, start, ticks, interval)
 
@@ -377,7 +435,7 @@ class Tasks:
         """True if an activation may be held in another way from this window on: all that differs lies inside it."""
         index, where, mode = self.numbering.index, self.frame.where, way.mode
         forward, backward = where[index[Op("F", s, i)]], where[index[Op("B", s, i)]]
-        if forward == AFTER or backward == BEFORE or (way.inside and backward != INSIDE):
+        if forward == AFTER or backward == BEFORE or (way.inside and backward != INSIDE) or self._is_endless(mode):
             return False
         if forward == BEFORE:  # its memory is taken: it may only be less
             taken, new = ([w.mode.kept_bytes, w.mode.kept_bytes + w.mode.forward_workspace_bytes] for w in (now, way))
@@ -400,6 +458,9 @@ class Tasks:
                 leaves[s, i] = self.model.new_constant(1)
         elif (
             self._is_free(s, i)
+            and not self._is_endless(
+                self.problem.stage_of(s, i).choices[self.problem.stages[s].choice_numbers[OFFLOAD]]
+            )
             and self.frame.where[f] < AFTER
             and self.frame.where[b] > BEFORE
             and self.frame.keeps_order("OR", s, i)
@@ -409,6 +470,10 @@ class Tasks:
                 self.decided.add(k)
                 self.frame.heads[k] = self.frame.copy_head(k)
                 self.frame.tails[:, k] = self.frame.copy_tails(k)
+
+    def _is_endless(self, mode: Mode) -> bool:
+        """True if a copy of a mode takes longer than the whole schedule."""
+        return any(self.numbering.ticks(kind, mode) > self.frame.last_end for kind in ("O", "R"))
 
     def _add_choice(self, s: int, i: int) -> None:
         self.variables.leaves[s, i] = self.model.new_bool_var(f"leaves{s}.{i}")

@@ -19,7 +19,7 @@ from optpipe.ops import STREAMS, Ints, Op, Orders
 from optpipe.problem import OFFLOAD, Mode, Problem, Stage
 from optpipe.simulate import Simulation, simulate
 from solver.build import orders_from_times, within_budgets
-from solver.exact.rules import in_weight_order, rule_edges
+from solver.exact.rules import Edge, in_weight_order, rule_edges
 from solver.exact.ticks import TimeGrid
 
 NEVER = -(2**60)
@@ -29,9 +29,10 @@ NEVER = -(2**60)
 class Numbering:
     """Every op that a schedule may have, by number, with its length in ticks; and the rules between them.
 
-    A backward that recomputes inside itself is two ops here, CB for the recomputation and B right behind it. Lengths of
-    copies and recomputations are those of `Surroundings.length` where activations have modes. `rules`: rows of (before,
-    after, delay).
+    A backward that recomputes inside itself is two ops here, CB for the recomputation and B right behind it; so is one
+    that cannot be split, B and W (`parts`). Ops of one kind and stage have numbers in the order in which they run, in
+    which each has its `place`. Lengths of copies and recomputations are those of `Surroundings.length` where
+    activations have modes. `rules`: rows of (before, after, delay).
     """
 
     def __init__(self, problem: Problem, grid: TimeGrid) -> None:
@@ -40,27 +41,41 @@ class Numbering:
             Op(kind, s, i)
             for s, stage in enumerate(problem.stages)
             for kind in _kinds(stage)
-            for i in range(problem.units)
+            for i in problem.units_in_order(kind[0]).tolist()
         ]
+        self.place = np.arange(len(self.ops)) % problem.units
         self.index = {op: k for k, op in enumerate(self.ops)}
         self.device = np.array([problem.stages[op.stage].device for op in self.ops])
         self.stream = np.array([STREAMS.index(op.stream) for op in self.ops])
         length, ticks = cache(grid.length), cache(grid.ticks)
         self.length = np.array(
             [
-                0 if self.has_modes(op.kind, op.stage) else length(problem.stages[op.stage].duration_us(op.kind))
+                0 if self.has_modes(op.kind, op.stage) else length(problem.stage_of(*op[1:]).duration_us(op.kind))
                 for op in self.ops
             ]
         )
-        edges = [(edge.before, edge.after, ticks(edge.delay)) for edge in rule_edges(problem, self.index)]
+        edges = [(self._handed_over(edge), edge.after, ticks(edge.delay)) for edge in rule_edges(problem, self.index)]
+        backward_us = problem.unit_delays_us["backward"].tolist()
         for op, k in self.index.items():
             before = {"C": "FR", "CB": "FR", "B": ("C", "CB")}.get(op.kind, ())
             there = (Op(kind, *op[1:]) for kind in before)
             edges += [(self.index[other], k, 0) for other in there if other in self.index]
             gradient = Op("B", op.stage + 1, op.microbatch)
             if op.kind == "CB" and gradient in self.index:
-                edges.append((self.index[gradient], k, ticks(problem.backward_delay_us[op.stage])))
+                edge = Edge(self.index[gradient], k, backward_us[op.stage][op.microbatch])
+                edges.append((self._handed_over(edge), k, ticks(edge.delay)))
         self.rules = np.array(edges, np.int64).reshape(-1, 3)
+
+    def _handed_over(self, edge: Edge) -> int:
+        """The op at whose end an edge begins: a backward that cannot be split hands its gradient over at W's end."""
+        before, after = self.ops[edge.before], self.ops[edge.after]
+        whole = before.stage > after.stage and not self.problem.stages[before.stage].split_backward
+        return self.index[before._replace(kind="W")] if whole else edge.before
+
+    def parts(self, op: Op) -> Sequence[int]:
+        """Numbers of the ops that an op of orders is here, in the order in which they run."""
+        kinds = {"CB": ("CB", "B"), "BW": ("B", "W"), "CBW": ("CB", "B", "W")}.get(op.kind, (op.kind,))
+        return [self.index[op._replace(kind=kind)] for kind in kinds]
 
     def has_modes(self, kind: str, s: int) -> bool:
         """True if what an op of this kind and stage takes depends on the mode of its activation."""
@@ -101,7 +116,8 @@ class Surroundings:
     def of(cls, numbering: Numbering, orders: Orders) -> Surroundings:
         """Time the orders; times are rounded down to ticks, which keeps every precedence."""
         simulation = simulate(numbering.problem, orders)
-        numbers = np.array([numbering.index[op] for op in simulation.ops])
+        parts = [numbering.parts(op) for op in simulation.ops]
+        numbers = np.array([first for first, *_ in parts])
         present = np.zeros(len(numbering.ops), bool)
         present[numbers] = True
         start = np.zeros(len(numbering.ops), np.int64)
@@ -117,12 +133,13 @@ class Surroundings:
                 copied = Op("O", s, i) in index and present[index[Op("O", s, i)]]
                 if orders.modes is None and copied:
                     modes[s, i] = stage.choice_numbers[OFFLOAD]
+                choices = problem.stage_of(s, i).choices
                 for kind in _kinds(stage)[3:]:
-                    length[index[Op(kind, s, i)]] = numbering.ticks(kind, stage.choices[modes[s, i]])
-                again = index.get(Op("CB", s, i))
-                if again is not None and present[again]:
-                    backward = index[Op("B", s, i)]
-                    present[backward], start[backward] = True, start[again] + length[again]
+                    length[index[Op(kind, s, i)]] = numbering.ticks(kind, choices[modes[s, i]])
+        for first, *others in parts:
+            for k in others:
+                present[k], start[k] = True, start[first] + length[first]
+                first = k
         return cls(numbering, orders, simulation, present, start, modes, length)
 
     @property
@@ -162,17 +179,14 @@ class Surroundings:
         return shared + alone
 
     def _numbers(self, ops: Sequence[Op]) -> Ints:
-        parts = (part for op in ops for part in ((op, op._replace(kind="B")) if op.kind == "CB" else (op,)))
-        return np.array([self.numbering.index[op] for op in parts], np.int64)
+        return np.array([part for op in ops for part in self.numbering.parts(op)], np.int64)
 
     @cached_property
     def tails(self) -> Ints:
         """Row d: the time from the start of each op to the end of device d's last (NEVER where there is no path)."""
-        length, index = self.length, self.numbering.index
+        length, parts = self.length, self.numbering.parts
         waits = [
-            (index[before._replace(kind="B") if before.kind == "CB" else before], index[op], 0)
-            for op, befores in self.orders.waits.items()
-            for before in befores
+            (parts(before)[-1], parts(op)[0], 0) for op, befores in self.orders.waits.items() for before in befores
         ]
         edges = np.concatenate([self.present_rules, *self._stream_edges(), np.array(waits, np.int64).reshape(-1, 3)])
         # Edges lead forward in time, so from the latest start back every tail is complete before it is used.
@@ -207,20 +221,25 @@ def _lengthen(tails: Ints, length: Ints, edges: Ints) -> None:
 
 
 def with_split_backwards(problem: Problem, orders: Orders) -> Orders:
-    """The orders with each fused backward split into B and W right behind it, and W in the order of their B."""
+    """The orders with fused backwards split, where they can be, into B and W right behind it, W in the order of B."""
     simulation = simulate(problem, orders)
     planned, inside = {}, set()
     for op, k in simulation.index.items():
         start, end = float(simulation.start_us[k]), float(simulation.end_us[k])
         backward = Op("B", *op[1:])
-        if op.kind in ("CB", "CBW"):
+        split = problem.stages[op.stage].split_backward
+        if op.kind in ("CB", "CBW") and split:
             inside.add(backward)
-        if op.kind in ("BW", "CBW"):
-            middle = end - problem.stages[op.stage].backward_weight_us
+        if op.kind in ("BW", "CBW") and split:
+            middle = end - problem.stage_of(*op[1:]).backward_weight_us
             planned[backward], planned[Op("W", *op[1:])] = (start, middle), (middle, end)
         else:
-            planned[backward if op.kind == "CB" else op] = (start, end)
+            planned[backward if op.kind == "CB" and split else op] = (start, end)
     in_order = in_weight_order(problem, planned)
+    if problem.has_factors:  # W that differ: their slots change hands, as long as they are; it is the order that counts
+        for s in range(len(problem.stages)):
+            weights = [op for i in problem.units_in_order("W").tolist() if (op := Op("W", s, i)) in in_order]
+            in_order.update(zip(weights, sorted(in_order[op] for op in weights), strict=True))
     times = {op._replace(kind="CB") if op in inside else op: slot for op, slot in in_order.items()}
     return orders_from_times(problem, times, modes=orders.modes)
 
@@ -254,9 +273,10 @@ class Frame:
         self.numbering = around.numbering
         self.problem = self.numbering.problem
         self.where = np.where(around.start < window.begin, BEFORE, np.where(around.start < window.end, INSIDE, AFTER))
-        for k in np.flatnonzero(around.present).tolist():
-            if self.numbering.ops[k].kind == "CB":  # one op: its B is where it begins
-                self.where[self.numbering.index[self.numbering.ops[k]._replace(kind="B")]] = self.where[k]
+        for op in around.simulation.ops:  # one op with several parts is where it begins
+            if op.kind in ("CB", "BW", "CBW"):
+                first, *others = self.numbering.parts(op)
+                self.where[others] = self.where[first]
         self.inside = np.flatnonzero((self.where == INSIDE) & around.present)
         self.running = np.flatnonzero((self.where == BEFORE) & (around.end > window.begin) & around.present)
         self.last_end = int(around.end[around.present].max())
@@ -319,9 +339,10 @@ class Frame:
         """True if ops of these kinds in the window would keep the order of the microbatches."""
         index, present, where = self.numbering.index, self.around.present, self.where
         for kind in kinds:
-            numbers = np.array([index[Op(kind, s, j)] for j in range(self.problem.units)])
+            place = int(self.numbering.place[index[Op(kind, s, i)]])
+            numbers = np.arange(self.problem.units) + index[Op(kind, s, i)] - place
             before, after = present[numbers] & (where[numbers] == BEFORE), present[numbers] & (where[numbers] == AFTER)
-            if after[:i].any() or before[i:].any():
+            if after[:place].any() or before[place:].any():
                 return False
         return True
 

@@ -6,6 +6,7 @@ model is as large as the window, however large the problem, and what it gains re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from optpipe.problem import Problem
 from solver.exact.cp_sat.model import configured_solver, solve_unless_cancelled
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
+from solver.microbatch_orders import in_order, with_numbers_in_order, with_own_numbers
 from solver.scale import horizon_us, without_endless_copies
 from solver.search.lns.model import WindowModel
 from solver.search.lns.neighbourhood import Numbering, Surroundings, choose_window, with_split_backwards
@@ -45,11 +47,17 @@ class _Search:
 
     def __init__(self, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> None:
         assert start.orders is not None
-        problem = without_endless_copies(problem, horizon_us(problem, start.value_us))
-        self.limits, self.on_solution = limits, on_solution
+        self.problem, self.limits, self.on_solution = problem, limits, on_solution
         self.best = start
+        problem, orders = without_endless_copies(problem, horizon_us(problem, start.value_us)), start.orders
+        self.microbatch_order: Sequence[int] | None = None
+        """That of the start where it is free: windows keep it, and number the microbatches by it."""
+        if problem.microbatch_order == "free":
+            self.microbatch_order = list(orders.microbatch_order or range(problem.microbatches))
+            orders = with_numbers_in_order(problem, orders)
+            problem = in_order(problem, self.microbatch_order)
         numbering = Numbering(problem, TimeGrid.of(problem, start.value_us))
-        self.current = Surroundings.of(numbering, with_split_backwards(problem, start.orders))
+        self.current = Surroundings.of(numbering, with_split_backwards(problem, orders))
         self.random = np.random.default_rng(limits.seed)
         self.size = float(FIRST)
         self.work_left = limits.deterministic_limit
@@ -104,5 +112,7 @@ class _Search:
             return
         self.current = candidate
         if candidate.value_us < self.best.value_us:
+            if self.microbatch_order is not None:
+                orders = with_own_numbers(self.problem, orders, self.microbatch_order)
             self.best = replace(self.best, orders=orders, value_us=candidate.value_us)
             self.on_solution(self.best)
