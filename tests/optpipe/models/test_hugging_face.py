@@ -123,6 +123,17 @@ def test_training_in_one_process(case: str) -> None:
     assert result.check is None or result.check.failures == ()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "qwen3-moe"])
+def test_microbatches_of_different_lengths_train_as_the_uncut_model(name: str) -> None:
+    """With rotary embeddings, sliding windows, alibi, and experts whose balance the messages carry."""
+    config = config_of(f"{name}, V, checked")
+    model = replace(config.model, data=f"{tiny_models.__name__}:short_batch", lengths="varying")
+    result = train(replace(config, model=model, steps=3))
+    assert result.losses == pytest.approx(plain_losses(name, 3, tiny_models.short_batch), rel=0, abs=1e-5)
+    assert result.check is not None
+    assert result.check.failures == ()
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("gpt2", "selective:attn"), ("qwen3-moe", "selective:mlp"), ("phi", "selective+offload")],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -96,6 +96,14 @@ def batch(step: int) -> tuple[list[Any], list[Tensor]]:
     return [{"input_ids": x, "attention_mask": m} for x, m in zip(text, mask, strict=True)], list(labels)
 
 
+def short_batch(step: int) -> tuple[list[Any], list[Tensor]]:
+    """Microbatches of different lengths, padded within."""
+    inputs, labels = batch(step)
+    lengths = [4 + (step + 2 * i) % (TOKENS - 3) for i in range(MICROBATCHES)]
+    cut = [{name: x[:, :n] for name, x in entry.items()} for entry, n in zip(inputs, lengths, strict=True)]
+    return cut, [y[:, :n] for y, n in zip(labels, lengths, strict=True)]
+
+
 READ: list[int] = []
 """Steps of the microbatches that this process has read from a loader."""
 
@@ -111,14 +119,16 @@ def loader(replica: int, replicas: int) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def plain_losses(name: str, steps: int = STEPS) -> list[float]:
+def plain_losses(
+    name: str, steps: int = STEPS, batches: Callable[[int], tuple[list[Any], list[Tensor]]] = batch
+) -> list[float]:
     """Losses of training the uncut model by the loss of transformers, over the tokens of the batch."""
     model = plain_model(name)
     groups = decaying(model.parameters())
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     losses = []
     for step in range(steps):
-        inputs, labels = batch(step)
+        inputs, labels = batches(step)
         tokens = sum(int((row[:, 1:] != -100).sum()) for row in labels)
         optimizer.zero_grad()
         total = 0.0

@@ -34,8 +34,9 @@ class Odd(nn.Module):
 
 
 def stages() -> list[nn.Module]:
+    """With dropout: what is drawn belongs to a microbatch, wherever it runs."""
     return [
-        nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()),
+        nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3)),
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)),
     ]
 
