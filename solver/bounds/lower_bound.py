@@ -8,6 +8,7 @@ from optpipe.problem import Problem
 from solver.bounds.device import longest_chain_us
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
+from solver.bounds.shared_channel import shared_channel_bounds_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import MOST_RELEASE_NODES, ordered_bounds_us
 from solver.bounds.units import unit_bounds_us, unit_device_bounds_us
@@ -42,8 +43,8 @@ def device_bounds_us(problem: Problem) -> Sequence[float]:
     """The best bound from each device that has stages."""
     if problem.has_factors or problem.slice_count > 1:
         return unit_device_bounds_us(problem)
-    kinds = (warmup_cooldown_bounds_us(problem), memory_time_bounds_us(problem), round_bounds_us(problem))
-    return [max(bounds) for bounds in zip(*kinds, strict=True)]
+    kinds = (warmup_cooldown_bounds_us, memory_time_bounds_us, round_bounds_us, shared_channel_bounds_us)
+    return [max(bounds) for bounds in zip(*(bounds_us(problem) for bounds_us in kinds), strict=True)]
 
 
 def _without_budgets(problem: Problem) -> Problem:

@@ -60,10 +60,10 @@ def warmup_cooldown_bounds_us(problem: Problem) -> Sequence[float]:
     asks only that what never leaves fits. The second holds where the shortest window idles, since a longer one idles
     more. The third does not look at the window at all.
     """
-    return [device.bound_us for device in _Windows.each(problem)]
+    return [device.bound_us for device in Windows.each(problem)]
 
 
-class _Windows(OnDevice):
+class Windows(OnDevice):
     """Both windows of a device."""
 
     @property
@@ -74,6 +74,28 @@ class _Windows(OnDevice):
         weights_us = self._weights_before_last_backward_us
         to_last_backward_us = self._work_us("FB") + self._together_us(warm_up_us, weights_us)
         return self.value_us(span_us, to_last_backward_us)
+
+    @property
+    def without_warm_up_us(self) -> float:
+        """As `bound_us`, without the idle time of the warm-up: each us of that adds as much to the value."""
+        apart = self._are_apart
+        span_us = self._work_us("FBW") + (max(0.0, self._cool_down_idle_us) if apart else 0.0)
+        weights_us = self._weights_before_last_backward_us if apart else self._weights_run_before_us
+        return self.value_us(span_us, self._work_us("FB") + weights_us)
+
+    @property
+    def warm_up_us(self) -> float:
+        """The least time from the first op to the first backward."""
+        return self.to_first_backward_us(self)
+
+    def to_first_backward_us(self, other: Windows) -> float:
+        """The least time from the first op of this device to the first backward of that or another one."""
+        return self.stages[0].forward_us + self.paths.turnaround_us(self._low, other._high)
+
+    @property
+    def room_for_forwards(self) -> float:
+        """Bytes that activations can take when an F starts, that of the F included."""
+        return self.budget - min(stage.workspace_bytes.F for stage in self.stages)
 
     @property
     def _low(self) -> int:
@@ -97,8 +119,7 @@ class _Windows(OnDevice):
 
     @cached_property
     def _warm_up_idle_us(self) -> float:
-        window_us = self.stages[0].forward_us + self.paths.turnaround_us(self._low, self._high)
-        room = self.budget - min(stage.workspace_bytes.F for stage in self.stages)
+        window_us, room = self.warm_up_us, self.room_for_forwards
         least_moved = min(stage.activation_bytes - _staying_bytes(stage) for stage in self.stages)
 
         def most_forwards_us(size_bytes: Callable[[Stage], int], room_bytes: float) -> float:
@@ -107,7 +128,7 @@ class _Windows(OnDevice):
 
         # With the channel's help whole activations; without it what never leaves of them, beside the whole last one.
         fits_us = min(
-            most_forwards_us(_activation_bytes, room + self._moved_bytes("O", window_us)),
+            most_forwards_us(_activation_bytes, room + self.moved_bytes("O", window_us)),
             most_forwards_us(_staying_bytes, room - least_moved),
         )
         return max(0.0, window_us - fits_us)
@@ -126,25 +147,37 @@ class _Windows(OnDevice):
     @cached_property
     def _weights_before_last_backward_us(self) -> float:
         """Time that W, and idling in the cool-down, take before the end of the last backward."""
+        # The third count of docs/math/bounds.md ("Both, and the way back"): all but one W and the idle time of the
+        # cool-down; with copies only where the shortest window idles.
+        if self._cool_down_idle_us >= 0 or not self._has_copies:
+            return max(self._weights_run_before_us, self._all_weights_but_last_us + self._cool_down_idle_us)
+        return self._weights_run_before_us
+
+    @cached_property
+    def _weights_run_before_us(self) -> float:
+        """Time of W alone before the end of the last backward, whatever the windows."""
 
         def pending(stage: Stage, size_bytes: int) -> Held:
             return Held(Piece(stage.backward_weight_us, min(size_bytes, stage.backward_weight_bytes)))
 
-        # The three counts of docs/math/bounds.md ("Both, and the way back").
+        # The first two counts of docs/math/bounds.md ("Both, and the way back").
         # 1. W that are neither in the stock of the last F nor of the last microbatch. A longer window may bring back
         # more where there are copies: then only what never leaves is counted, which no window changes.
-        copies = self._moved_bytes("R", 1.0) > 0
-        stock_us = self._most_staying_us(pending) if copies else self._most_in_stock_us(pending)
+        stock_us = self._most_staying_us(pending) if self._has_copies else self._most_in_stock_us(pending)
         before_us = [(self.problem.units - 1) * self._one_of_each_us("W") - stock_us]
         # 2. All but one W, less those that fit beside the activation of the last backward when it starts.
         weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
         room = self.budget - self.stages[0].activation_bytes
-        all_but_last_us = self._work_us("W") - self.stages[0].backward_weight_us
-        before_us.append(all_but_last_us - most_held_us(weights, self.problem.units, room))
-        # 3. All but one W and the idle time of the cool-down; with copies only where the shortest window idles.
-        if self._cool_down_idle_us >= 0 or not copies:
-            before_us.append(all_but_last_us + self._cool_down_idle_us)
+        before_us.append(self._all_weights_but_last_us - most_held_us(weights, self.problem.units, room))
         return max(0.0, *before_us)
+
+    @property
+    def _all_weights_but_last_us(self) -> float:
+        return self._work_us("W") - self.stages[0].backward_weight_us
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.moved_bytes("R", 1.0) > 0
 
     def _most_in_stock_us(self, pending: Callable[[Stage, int], Held]) -> float:
         """The most work of the microbatches in flight when the last F starts, beside the last microbatch.
@@ -153,10 +186,10 @@ class _Windows(OnDevice):
         """
         high = self.stages[-1]
         last_bytes = sum(stage.activation_bytes for stage in self.stages)
-        if self._room_at_last_forward + self._moved_bytes("R", high.forward_us) < last_bytes:
+        if self._room_at_last_forward + self.moved_bytes("R", high.forward_us) < last_bytes:
             last_bytes = 0  # a window of no length must have room for what is counted in every window
         whole = [pending(stage, stage.activation_bytes) for stage in self.stages]
-        moved_bytes = self._moved_bytes("R", high.forward_us + self._cool_down_us)
+        moved_bytes = self.moved_bytes("R", high.forward_us + self._cool_down_us)
         room = self._room_at_last_forward + moved_bytes - last_bytes
         most_us = most_held_us(whole, self.problem.units - 1, room, in_parts=moved_bytes > 0)
         return min(most_us, self._most_staying_us(pending)) if moved_bytes else most_us
@@ -171,7 +204,7 @@ class _Windows(OnDevice):
     def _room_at_last_forward(self) -> float:
         return self.budget - self.stages[-1].workspace_bytes.F
 
-    def _moved_bytes(self, kind: str, window_us: float) -> float:
+    def moved_bytes(self, kind: str, window_us: float) -> float:
         """Bytes that O can free, or R bring back, in a window."""
         moved_bytes = 0.0
         for stage in self.stages:
@@ -182,15 +215,20 @@ class _Windows(OnDevice):
 
     def _together_us(self, warm_up_us: float, cool_down_us: float) -> float:
         """Idle time of both windows, whether or not a backward precedes the last F."""
-        if self.problem.units * sum(map(_staying_bytes, self.stages)) > self.budget:
+        if self._are_apart:
             return warm_up_us + cool_down_us
         return min(warm_up_us + cool_down_us, max(warm_up_us, self._copies_idle_us + cool_down_us))
+
+    @property
+    def _are_apart(self) -> bool:
+        """True if a backward precedes the last F: not all microbatches can be in flight at once."""
+        return self.problem.units * sum(map(_staying_bytes, self.stages)) > self.budget
 
     @property
     def _copies_idle_us(self) -> float:
         """Idle time before the end of the last F if all F come first, since what does not fit has to leave by then."""
         leaving_bytes = self.problem.units * sum(map(_activation_bytes, self.stages)) - self.budget
-        rate = self._moved_bytes("O", 1.0)
+        rate = self.moved_bytes("O", 1.0)
         if leaving_bytes <= 0 or not rate:
             return 0.0
         last_forward_ends_us = self.stages[0].forward_us + leaving_bytes / rate + self.stages[-1].forward_us
