@@ -33,7 +33,7 @@ def check_program(program: Program, problem: Problem | None = None) -> None:
     the blocked actions. BudgetError: a device, or its slabs on the host, hold more than the problem allows.
     """
     positions = _positions(program)
-    rules = Rules(program.placement, positions)
+    rules = Rules(program.placement, positions, program.slices)
     _check_list_order(program, rules, positions)
     _check_first_in_first_out(program)
     check_events(program, rules, problem)

@@ -75,7 +75,7 @@ class Clocks:
 
 def with_events(program: Program) -> Program:
     """Replace `waits` by the fewest events that enforce them, the rules, and the memory order of receives."""
-    rules = Rules(program.placement, {action[:3] for action in program.actions()})
+    rules = Rules(program.placement, {action[:3] for action in program.actions()}, program.slices)
     devices = []
     for actions in program.devices:
         clocks, reduced = Clocks(), []
@@ -111,10 +111,14 @@ _OWN = {"O": "F", "RELEASE": "O", "PREPARE": "RELEASE", "R": "PREPARE", "SEND_F"
 
 @dataclass(frozen=True)
 class Rules:
-    """Dependency rules. `placement[s]` is the device of stage s; `present` holds all ops of the schedule."""
+    """Dependency rules. `placement[s]` is the device of stage s; `present` holds all ops of the schedule.
+
+    With `slices` of each microbatch, F follows that of the slice before, a backward that of the slice behind.
+    """
 
     placement: Sequence[int]
     present: Collection[Key]
+    slices: int = 1
 
     def crosses(self, boundary: int) -> bool:
         """True if stages `boundary` and `boundary + 1` are on different devices."""
@@ -133,15 +137,17 @@ class Rules:
         if kind in _OWN:
             return ((_OWN[kind], s, i),)
         if kind == "F":
+            before = (("F", s, i - 1),) if i % self.slices else ()
             if s == 0:
-                return ()
-            return (("RECV_F", s, i),) if self.crosses(s - 1) else (("F", s - 1, i),)
+                return before
+            return (*before, ("RECV_F", s, i) if self.crosses(s - 1) else ("F", s - 1, i))
         if kind == "W":
             return (self.backward(s, i),)
         if kind == "C" or kind in BACKWARDS:
             reload = self._first_present(("R",), s, i)
             again = self._first_present(("C",), s, i) if kind != "C" else None
-            own = (("F", s, i), *(need for need in (reload, again) if need))
+            later = self.backward(s, i + 1) if kind != "C" and (i + 1) % self.slices else None
+            own = (("F", s, i), *(need for need in (later, reload, again) if need))
             if kind == "C" or s + 1 == len(self.placement):
                 return own
             return (*own, ("RECV_B", s, i) if self.crosses(s) else self.backward(s + 1, i))

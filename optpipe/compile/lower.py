@@ -34,7 +34,6 @@ from optpipe.compile.program import (
     matching_send,
 )
 from optpipe.costs import Effect
-from optpipe.errors import MethodError
 from optpipe.memory import Times
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
@@ -151,14 +150,9 @@ def compile_schedule(
     when its gradients are complete, and with `reduce_every` also a REDUCE_PART after the weight gradients of so many
     microbatches; with `gather_parameters` it has a GATHER before its first F. Raises OrderError if an op is missing,
     repeated or misplaced, DeadlockError if ops wait for one another in a cycle, BudgetError if the program would exceed
-    a budget of the problem, and MethodError where microbatches are cut into slices.
+    a budget of the problem.
     """
     problem = schedule.problem
-    if problem.slice_count > 1:
-        raise MethodError(
-            f"the runtime takes microbatches to be whole, but the problem cuts them into {problem.slice_count} slices. "
-            "Maybe solve it without slices to train."
-        )
     simulation = simulate(problem, schedule.orders)  # raises if the orders cannot run
     spans = zip(simulation.start_us.tolist(), simulation.end_us.tolist(), strict=True)
     times = dict(zip(simulation.ops, spans, strict=True))
@@ -170,9 +164,10 @@ def compile_schedule(
     placement = tuple(stage.device for stage in problem.stages)
     plan = Plan(placement, orders, times, reload_begins_us(orders, times), host.slab_of)
     lists = insert_releases(lower(plan))
-    program = Program(problem.microbatches, placement, lists, host.slabs, _mode_names(problem, orders))
+    modes, slices = _mode_names(problem, orders), problem.slice_count
+    program = Program(problem.microbatches, placement, lists, host.slabs, modes, slices)
     if reduce_gradients:
-        program = _insert_reduces(program, reduce_every or program.microbatches)
+        program = _insert_reduces(program, (reduce_every or program.microbatches) * slices)
     if gather_parameters:
         program = _insert_gathers(program)
     program = with_events(program)
@@ -189,26 +184,31 @@ def _mode_names(problem: Problem, orders: Orders) -> dict[tuple[int, int], str]:
     return {(s, i): problem.stages[s].choices[orders.modes[s, i]].name for s, i in named}
 
 
-def compile_forward(placement: Sequence[int], microbatches: int, devices: int | None = None) -> Program:
+def compile_forward(
+    placement: Sequence[int], microbatches: int, devices: int | None = None, slices: int = 1
+) -> Program:
     """Compile a checked program of forwards only; `placement[s]` is the device of stage s.
 
     `devices` is the number of devices, by default those that the placement uses. Lists are in waves: wave k holds F of
-    every stage s and microbatch i with s + i = k. As in lowering there is one global sequence, and each message is one
-    entry, right after the F that makes it. A forward needs only the previous wave, so the sequence is a valid execution
-    for any placement. Within a wave earlier stages come first, so a receive is issued before the forward that runs
-    while the message arrives.
+    every stage s and unit (microbatch, or one of its `slices`) i with s + i = k. As in lowering there is one global
+    sequence, and each message is one entry, right after the F that makes it. A forward needs only the previous wave, so
+    the sequence is a valid execution for any placement. Within a wave earlier stages come first, so a receive is issued
+    before the forward that runs while the message arrives.
     """
     count = max(placement) + 1 if devices is None else devices
+    units = microbatches * slices
     lists: list[list[Action]] = [[] for _ in range(count)]
-    for wave in range(len(placement) + microbatches - 1):
-        for s in range(max(0, wave - microbatches + 1), min(len(placement), wave + 1)):
+    for wave in range(len(placement) + units - 1):
+        for s in range(max(0, wave - units + 1), min(len(placement), wave + 1)):
             home, i = placement[s], wave - s
             lists[home].append(Action("F", s, i))
             if s + 1 < len(placement) and placement[s + 1] != home:
                 peer = placement[s + 1]
                 lists[home].append(Action("SEND_F", s, i, peer=peer))
                 lists[peer].append(Action("RECV_F", s + 1, i, peer=home))
-    program = with_events(Program(microbatches, tuple(placement), tuple(map(tuple, lists)), ((),) * count))
+    program = with_events(
+        Program(microbatches, tuple(placement), tuple(map(tuple, lists)), ((),) * count, slices=slices)
+    )
     check_program(program)
     return program
 
@@ -272,7 +272,7 @@ def _insert_reduces(program: Program, every: int) -> Program:
             reduced.append(action)
             if action.kind in LAST_BACKWARDS:
                 done[action.stage] += 1
-                if done[action.stage] == program.microbatches:
+                if done[action.stage] == program.units:
                     reduced.append(Action("REDUCE", action.stage, 0))
                 elif done[action.stage] % every == 0:
                     reduced.append(Action("REDUCE_PART", action.stage, action.microbatch))

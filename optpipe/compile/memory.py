@@ -42,7 +42,7 @@ def planned_peaks_bytes(
     message_bytes: MessageBytes,
     replicas: Sequence[ReplicaMemory] | None = None,
     *,
-    of_units: Sequence[Problem] | None = None,
+    of_units: Sequence[Sequence[Stage]] | None = None,
 ) -> list[int]:
     """Peak memory of each device when it runs its list, one action at a time.
 
@@ -51,7 +51,7 @@ def planned_peaks_bytes(
     size of a message over the boundary between stages b and b+1 in each direction. A message counts on its receiver
     from the receive until the op that uses it starts, and on its sender from the end of the op that made it until it is
     sent. An offloaded activation counts until RELEASE, and again from PREPARE. `replicas`: of each stage, if it has
-    any. `of_units`: a problem for each unit, whose stages have the sizes of that unit, where these were measured.
+    any. `of_units`: for each unit the stages with its sizes, where these were measured.
     """
     beside = replicas or [ReplicaMemory()] * len(problem.stages)
     sizes = _UnitSizes.planned(problem) if of_units is None else _UnitSizes.measured(of_units)
@@ -146,12 +146,12 @@ class _UnitSizes:
         return cls(problem.unit_stages, problem.unit_class.tolist())
 
     @classmethod
-    def measured(cls, problems: Sequence[Problem]) -> _UnitSizes:
-        """Sizes of the stages of a problem for each unit."""
-        different = list({id(problem): problem for problem in problems}.values())
-        numbers = {id(problem): number for number, problem in enumerate(different)}
-        stages = zip(*(problem.stages for problem in different), strict=True)
-        return cls([list(column) for column in stages], [numbers[id(problem)] for problem in problems])
+    def measured(cls, of_units: Sequence[Sequence[Stage]]) -> _UnitSizes:
+        """Sizes of the stages for each unit; alike units have one list."""
+        different = list({id(stages): stages for stages in of_units}.values())
+        numbers = {id(stages): number for number, stages in enumerate(different)}
+        stages = [list(column) for column in zip(*different, strict=True)]
+        return cls(stages, [numbers[id(stages)] for stages in of_units])
 
 
 def unit_stage(program: Program, problem: Problem, stage: int, unit: int) -> tuple[Stage, Mode | None]:

@@ -137,7 +137,8 @@ class Program:
     """Actions of every device: `devices[d]` is the list of device d, `placement[s]` the device of stage s.
 
     `slabs[d]` are the host buffers of device d, allocated once before the first step; empty without offload. `modes`
-    names the activation mode of each (stage, microbatch) that is neither kept nor offloaded whole.
+    names the activation mode of each (stage, microbatch) that is neither kept nor offloaded whole. With `slices` of
+    each microbatch, what actions call their microbatch is a unit, ``microbatch * slices + slice``.
     """
 
     microbatches: int
@@ -145,6 +146,12 @@ class Program:
     devices: tuple[tuple[Action, ...], ...]
     slabs: tuple[tuple[Slab, ...], ...] = ()
     modes: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    slices: int = 1
+
+    @property
+    def units(self) -> int:
+        """Number of slices of all microbatches."""
+        return self.microbatches * self.slices
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
@@ -164,7 +171,8 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the program: processes compare it before they exchange messages."""
-        header = f"optpipe.program/2 {self.microbatches} {self.placement}"
+        slices = f"x{self.slices}" if self.slices > 1 else ""
+        header = f"optpipe.program/2 {self.microbatches}{slices} {self.placement}"
         return _sha256("\n".join((header, *self.device_digests)))
 
     @cached_property

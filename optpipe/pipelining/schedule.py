@@ -208,6 +208,11 @@ class PlannedSchedule:
         return self.schedule.problem.microbatches
 
     def _compiled(self, schedule: Schedule) -> Program:
+        if schedule.problem.slice_count > 1:
+            raise TrainingError(
+                f"the schedule cuts sequences into {schedule.problem.slice_count} slices, which PlannedSchedule does "
+                "not run: its stages are torch's. Maybe train with 'optpipe train', or solve without slices."
+            )
         return compile_schedule(
             schedule, reduce_gradients=True, gather_parameters=True, reduce_every=self._reduce_every
         )

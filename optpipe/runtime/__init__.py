@@ -6,6 +6,7 @@ from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.probe import learn_messages, learn_shapes
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.shapes import MessageShapes
+from optpipe.runtime.slices import SliceContext, slice_context
 from optpipe.runtime.stage import Stage
 from optpipe.runtime.transport import Mailbox, Transport, local_transport
 from optpipe.runtime.weight_gradients import SplitBackward, register_deferred
@@ -18,6 +19,7 @@ __all__ = [
     "MessageSpec",
     "Nccl",
     "Pipeline",
+    "SliceContext",
     "SplitBackward",
     "Stage",
     "Transport",
@@ -25,4 +27,5 @@ __all__ = [
     "learn_shapes",
     "local_transport",
     "register_deferred",
+    "slice_context",
 ]

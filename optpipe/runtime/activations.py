@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optpipe.runtime.slices import Rebuilt, packed, unpacked
 from optpipe.runtime.torch_private import KeptByCheckpoint, kept_by_checkpoints
 from optpipe.runtime.weight_gradients import is_distributed
 
@@ -118,7 +119,7 @@ class _Saved:
 class _SavedShard:
     """A saved DTensor: its local part and its placement."""
 
-    def __init__(self, local: Tensor | _Saved | _SavedShard, tensor: Any) -> None:
+    def __init__(self, local: Tensor | _Saved | _SavedShard | Rebuilt, tensor: Any) -> None:
         self.local = local
         self._kind, self._mesh, self._placements = type(tensor), tensor.device_mesh, tensor.placements
         self._shape, self._stride = tensor.shape, tensor.stride()
@@ -224,7 +225,9 @@ class ActivationStore:
             self._slab.give_back()
             self._slab = None
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard:
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved | _SavedShard | Rebuilt:
+        if (of_slices := packed(tensor)) is not None:
+            return of_slices
         if is_distributed(tensor):
             with torch.no_grad():
                 return _SavedShard(self._pack(tensor.to_local()), tensor)  # type: ignore[attr-defined]
@@ -248,9 +251,10 @@ class ActivationStore:
         )
 
     @staticmethod
-    def _unpack(saved: Tensor | _Saved | _SavedShard) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(saved: Tensor | _Saved | _SavedShard | Rebuilt) -> Tensor:
+        if isinstance(saved, Tensor | Rebuilt):
+            tensor: Tensor = unpacked(saved)
+            return tensor
         if isinstance(saved, _SavedShard):
             return saved.whole(ActivationStore._unpack(saved.local))
         assert saved.slot.flat is not None, "a backward needs activations that are on the host"
@@ -261,7 +265,7 @@ class ActivationStore:
 class _Kept(KeptByCheckpoint):
     """A value in the cache of a selective checkpoint, packed like a tensor that autograd saves."""
 
-    def __init__(self, pack: Callable[[Tensor], Tensor | _Saved | _SavedShard], value: Any) -> None:
+    def __init__(self, pack: Callable[[Tensor], Tensor | _Saved | _SavedShard | Rebuilt], value: Any) -> None:
         super().__init__(value)
         if isinstance(value, Tensor):
             self.val, self.version = pack(value), None
@@ -269,7 +273,7 @@ class _Kept(KeptByCheckpoint):
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:
         """The value, for the backward's second forward."""
         value = super().get_val(allow_cache_entry_mutation)  # type: ignore[no-untyped-call]
-        return ActivationStore._unpack(value) if isinstance(value, _Saved | _SavedShard) else value
+        return ActivationStore._unpack(value) if isinstance(value, _Saved | _SavedShard | Rebuilt) else value
 
 
 def _aligned(size_bytes: int) -> int:

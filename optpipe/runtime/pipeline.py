@@ -23,7 +23,7 @@ from optpipe.runtime.executor import Batch, DeviceExecutor, DeviceParts, Reducer
 from optpipe.runtime.gradient_sync import GradientReduction
 from optpipe.runtime.messages import Spec, Tree
 from optpipe.runtime.recorder import MemoryMeter, Recorder
-from optpipe.runtime.shapes import MessageShapes
+from optpipe.runtime.shapes import MessageShapes, SliceMessages
 from optpipe.runtime.stage import Stage, evaluating
 from optpipe.runtime.streams import Streams, make_streams
 from optpipe.runtime.transport import Transport, peer_errors
@@ -35,7 +35,7 @@ class Pipeline:
     """The devices of a program that this process runs.
 
     `stages` holds this process's stages by number, `devices` its devices; `messages[b]` is the spec of messages over
-    the boundary between stages b and b+1, or `messages` gives them for each microbatch's input. `sync` sums gradients
+    the boundary between stages b and b+1, or `messages` gives them for each microbatch or slice. `sync` sums gradients
     over replicas at the program's REDUCE actions, and those of shared parameters at the end of a step.
     `offload_bytes[s]` is the host memory of a microbatch of stage s, if known: slabs are then pinned before the first
     step, otherwise after it. `streams` makes the streams of a device.
@@ -47,18 +47,24 @@ class Pipeline:
         stages: Mapping[int, Stage],
         devices: Sequence[int],
         transport: Transport,
-        messages: Sequence[Spec] | MessageShapes,
+        messages: Sequence[Spec] | MessageShapes | SliceMessages,
         *,
         sync: GradientReduction | None = None,
         offload_bytes: Mapping[int, int] | None = None,
         streams: Callable[[torch.device], Streams] = make_streams,
     ) -> None:
         check_modes(program)
+        for number, stage in stages.items():
+            if stage.sequences.count != program.slices:
+                raise TrainingError(
+                    f"stages[{number}] takes {stage.sequences.count} slices of a sequence, but the program has "
+                    f"{program.slices}. Maybe make the stages for this schedule."
+                )
         self.program = program
         self._transport, self._stages, self._sync = transport, stages, sync
         self._last = stages.get(len(program.placement) - 1)
-        self._shapes = messages if isinstance(messages, MessageShapes) else None
-        specs = None if isinstance(messages, MessageShapes) else messages
+        self._shapes = messages if isinstance(messages, MessageShapes | SliceMessages) else None
+        specs = None if isinstance(messages, MessageShapes | SliceMessages) else messages
         reducers = sync.reducers if sync else {}
         for number, stage in stages.items():
             stage.join(number, program.kinds_of(number))
@@ -84,11 +90,11 @@ class Pipeline:
         """Run one step: every microbatch forward and backward, gradients added to `.grad`.
 
         `.grad` is zeroed first, unless `zero_gradients` is false: then gradients accumulate over steps. `inputs[i]` and
-        `targets[i]` belong to microbatch i, and are there in every process where messages differ. Returns the losses,
-        shape (microbatches,), on the device of the last stage; zeros in a process without it. The last stage keeps
-        their terms (`Stage.loss_terms`). A meter counts live and peak bytes by device, a recorder is called around
-        every action. Raises TrainingError that shows the program around a failed action, and RunFailedError if another
-        process has ended; nothing is held afterwards.
+        `targets[i]` belong to unit i (a microbatch, or a slice of one), and are there in every process where messages
+        differ. Returns the losses, shape (units,), on the device of the last stage; zeros in a process without it. The
+        last stage keeps their terms (`Stage.loss_terms`). A meter counts live and peak bytes by device, a recorder is
+        called around every action. Raises TrainingError that shows the program around a failed action, and
+        RunFailedError if another process has ended; nothing is held afterwards.
 
         `validate` is called once, at the validation points: the latest moment before a gradient of this step is added,
         until which `.grad` holds those of the last step. It returns true if the weights have not changed since the step
@@ -125,7 +131,8 @@ class Pipeline:
         """
         count = len(inputs)
         if count not in self._evaluators:
-            program = compile_forward(self.program.placement, count, len(self.program.devices))
+            slices = self.program.slices
+            program = compile_forward(self.program.placement, count // slices, len(self.program.devices), slices)
             self._evaluators[count] = [
                 DeviceExecutor(replace(parts, program=program, evaluates=True, batch=Batch()))
                 for parts in self._parts.values()
@@ -151,7 +158,7 @@ class Pipeline:
         leave_sends: bool = False,
     ) -> Tensor:
         losses = torch.zeros(len(inputs), dtype=torch.float64, device=self._last.device if self._last else None)
-        messages = [self._shapes.of(microbatch) for microbatch in inputs] if self._shapes else ()
+        messages = self._shapes.of_units(inputs) if self._shapes else ()
         batch = Batch(inputs, targets, losses.unbind(), messages)
         try:
             with meter or nullcontext():

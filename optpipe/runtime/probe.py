@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from optpipe.costs import BACKWARD_OF
 from optpipe.errors import TrainingError
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
-from optpipe.problem import Problem
+from optpipe.problem import Problem, UnitStage
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
 from optpipe.runtime.recorder import MemoryMeter
@@ -27,7 +27,8 @@ class StageSizes:
     """Bytes of one microbatch on one stage, as the fields of a problem's stage define them.
 
     `offload_bytes` can be offloaded. The workspace of an op is its peak beyond the memory held before it (F: after it),
-    including the messages that it uses and makes. `recomputed`: those that differ in modes that recompute, by name.
+    including the messages that it uses and makes. `recomputed`: those that differ in modes that recompute, by name. Of
+    slices, the gradients of keys and values that the backward takes at its start or frees at its end (`UnitStage`).
     """
 
     activation_bytes: int
@@ -35,6 +36,8 @@ class StageSizes:
     offload_bytes: int
     workspace_bytes: dict[str, int]
     recomputed: Mapping[str, RecomputedSizes] = field(default_factory=dict)
+    gradients_taken_bytes: int = 0
+    gradients_freed_bytes: int = 0
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
@@ -139,50 +142,94 @@ def measure_stage(
     with unchanged_stage(stage):
         stage.begin_step()
         stage.zero_gradients()
-        probe = _Probe(stage, batch, before, after, zeros)
-        sizes = _measured(stage, probe)
-        return replace(
-            sizes,
-            recomputed={mode: _measured_again(probe, sizes, mode, inside) for mode, inside in (modes or {}).items()},
-        )
+        [sizes] = _measured_in_modes(stage, [_Probe(stage, batch, before, after, zeros)], modes)
+        return sizes
 
 
-def _measured(stage: Stage, probe: _Probe) -> StageSizes:
-    with probe.meter, probe.meter.on(0):
-        activation, work_f = probe.forward(fused=True)
-        offload = probe.offload_and_reload()
-        kept, work_bw = probe.backward("BW")
-        workspace = {"F": work_f, "BW": work_bw}
-        if stage.splits:
-            split_activation, split_work_f = probe.forward(fused=False)
-            # the larger where a layer's split keeps more or less than autograd: F may come before either
-            activation, workspace["F"] = max(activation, split_activation), max(work_f, split_work_f)
-            kept, workspace["B"] = probe.backward("B")
-            workspace["W"] = probe.backward_weight()
-    return StageSizes(activation, kept, offload, workspace)
+def measure_slices(
+    stage: Stage,
+    samples: Sequence[Sample],
+    messages: Sequence[tuple[Spec | None, Spec | None]],
+    *,
+    modes: Modes | None = None,
+) -> list[StageSizes]:
+    """Sizes of each slice of one microbatch on a stage, as `measure_stage` has them of a whole one.
+
+    `samples` and `messages` are those of the slices in their order.
+    """
+    with unchanged_stage(stage):
+        stage.begin_step()
+        stage.zero_gradients()
+        meter = MemoryMeter()
+        probes = [
+            _Probe(stage, sample, *around, zeros=False, unit=unit, meter=meter)
+            for unit, (sample, around) in enumerate(zip(samples, messages, strict=True))
+        ]
+        return _measured_in_modes(stage, probes, modes)
 
 
-def _measured_again(probe: _Probe, sizes: StageSizes, mode: str, inside: Collection[str]) -> RecomputedSizes:
-    """Sizes of a microbatch that is recomputed in a mode, beside those of one that is kept."""
-    with probe.meter, probe.meter.on(0):
-        kept, work = probe.forward(fused=True, mode=mode)
-        offload = probe.offload_and_reload()
-        recomputation = probe.recompute()
-        probe.backward("BW")
-        peaks: dict[str, int] = {}
+def _measured_in_modes(stage: Stage, probes: Sequence[_Probe], modes: Modes | None) -> list[StageSizes]:
+    """Sizes of the slices of a microbatch, which are run forward in their order and backward from the last."""
+    sizes = _measured(stage, probes)
+    again = {mode: _measured_again(probes, sizes, mode, inside) for mode, inside in (modes or {}).items()}
+    return [
+        replace(own, recomputed={mode: of_slices[unit] for mode, of_slices in again.items()})
+        for unit, own in enumerate(sizes)
+    ]
+
+
+def _measured(stage: Stage, probes: Sequence[_Probe]) -> list[StageSizes]:
+    meter = probes[0].meter
+    with meter, meter.on(0):
+        fused = [probe.forward(fused=True) for probe in probes]
+        offloads = [probe.offload_and_reload() for probe in probes]
+        backwards = [probe.backward("BW") for probe in reversed(probes)][::-1]
+        if not stage.splits:
+            return [
+                StageSizes(f.held, f.held + b.held, moved, {"F": f.work, "BW": b.work}, {}, b.taken, b.freed)
+                for f, moved, b in zip(fused, offloads, backwards, strict=True)
+            ]
+        split = [probe.forward(fused=False) for probe in probes]
+        halves = [(probe.backward("B"), probe.backward_weight()) for probe in reversed(probes)][::-1]
+    sizes = []
+    for f, moved, bw, s, (b, work_w) in zip(fused, offloads, backwards, split, halves, strict=True):
+        # F: the larger where a layer's split keeps more or less than autograd, since it may come before either
+        workspace = {"F": max(f.work, s.work), "BW": bw.work, "B": b.work, "W": work_w}
+        sizes.append(StageSizes(max(f.held, s.held), s.held + b.held, moved, workspace, {}, b.taken, b.freed))
+    return sizes
+
+
+def _measured_again(
+    probes: Sequence[_Probe], sizes: Sequence[StageSizes], mode: str, inside: Collection[str]
+) -> list[RecomputedSizes]:
+    """Sizes of slices that are recomputed in a mode, beside those of slices that are kept."""
+    meter = probes[0].meter
+    with meter, meter.on(0):
+        forwards = [probe.forward(fused=True, mode=mode) for probe in probes]
+        offloads = [probe.offload_and_reload() for probe in probes]
+        recomputations: list[int] = []
+        for probe in reversed(probes):
+            recomputations.insert(0, probe.recompute())
+            probe.backward("BW")
+        peaks: dict[str, list[int]] = {}
         for kind in sorted(inside):
-            probe.forward(fused=kind == "CBW", mode=mode)
-            _, peaks[kind] = probe.backward(kind)
-            if kind == "CB":
-                probe.backward_weight()
-    segments = [peak - sizes.workspace_bytes[BACKWARD_OF[kind]] for kind, peak in peaks.items()]
-    return RecomputedSizes(
-        kept_bytes=kept,
-        offload_bytes=offload,
-        forward_workspace_bytes=max(work - sizes.workspace_bytes["F"], 0),
-        workspace_bytes=max(recomputation - (sizes.activation_bytes - kept), 0),
-        segment_bytes=max([*segments, 0]),
-    )
+            for probe in probes:
+                probe.forward(fused=kind == "CBW", mode=mode)
+            peaks[kind] = []
+            for probe in reversed(probes):
+                peaks[kind].insert(0, probe.backward(kind).work)
+                if kind == "CB":
+                    probe.backward_weight()
+    return [
+        RecomputedSizes(
+            kept_bytes=forwards[n].held,
+            offload_bytes=offloads[n],
+            forward_workspace_bytes=max(forwards[n].work - own.workspace_bytes["F"], 0),
+            workspace_bytes=max(recomputations[n] - (own.activation_bytes - forwards[n].held), 0),
+            segment_bytes=max([*(peaks[k][n] - own.workspace_bytes[BACKWARD_OF[k]] for k in peaks), 0]),
+        )
+        for n, own in enumerate(sizes)
+    ]
 
 
 @contextmanager
@@ -199,12 +246,30 @@ def unchanged_stage(stage: Stage) -> Iterator[None]:
             stage.random.step = step
 
 
-class _Probe:
-    """Ops of microbatch 0; each returns the bytes held after it, its workspace, or both."""
+class _Found(NamedTuple):
+    """Change of the memory held by an op, its workspace, and the gradients of keys and values that it took or freed."""
 
-    def __init__(self, stage: Stage, batch: Sample, before: Spec | None, after: Spec | None, zeros: bool) -> None:
+    held: int
+    work: int
+    taken: int = 0
+    freed: int = 0
+
+
+class _Probe:
+    """Ops of one unit: of a whole microbatch, or of a slice of it, whose probes share a meter."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        batch: Sample,
+        before: Spec | None,
+        after: Spec | None,
+        zeros: bool,
+        unit: int = 0,
+        meter: MemoryMeter | None = None,
+    ) -> None:
         self.stage, self.batch, self.before, self.after, self.zeros = stage, batch, before, after, zeros
-        self.meter = MemoryMeter()
+        self.unit, self.meter = unit, meter or MemoryMeter()
 
     @property
     def _live(self) -> int:
@@ -214,13 +279,14 @@ class _Probe:
     def _peak(self) -> int:
         return self.meter.peak_bytes[0]
 
-    def forward(self, *, fused: bool, mode: str | None = None) -> tuple[int, int]:
+    def forward(self, *, fused: bool, mode: str | None = None) -> _Found:
+        held = self._live if self.unit else 0  # what an earlier run has left counts as the first slice's
         self.meter.restart_peak()
         received = self._received()
         forward = self.stage.forward_of(mode)
-        forward(0, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
+        forward(self.unit, received, self.batch[1] if self.after is None else None, offloads=True, fused=fused)
         del received
-        return self._live, self._peak - self._live
+        return _Found(self._live - held, self._peak - self._live)
 
     def _received(self) -> Tree:
         """The batch, which the caller owns, or a message, which counts as the stage's memory."""
@@ -233,21 +299,21 @@ class _Probe:
     def offload_and_reload(self) -> int:
         held = self._live
         with self.meter.on(None):
-            self.stage.copy_out(0, HostSlab())
-        self.stage.free(0)
+            self.stage.copy_out(self.unit, HostSlab())
+        self.stage.free(self.unit)
         moved = held - self._live
-        self.stage.allocate(0)
-        self.stage.copy_in(0)
+        self.stage.allocate(self.unit)
+        self.stage.copy_in(self.unit)
         return moved
 
     def recompute(self) -> int:
         held = self._live
         self.meter.restart_peak()
-        self.stage.recompute(0)
+        self.stage.recompute(self.unit)
         return self._peak - held
 
-    def backward(self, kind: str) -> tuple[int, int]:
-        held = self._live
+    def backward(self, kind: str) -> _Found:
+        held, gradients = self._live, self.stage.sequences.gradient_bytes(self.unit)
         self.meter.restart_peak()
         gradient = None if self.after is None else map_leaves(self._zero_gradient, self.after)
         backward = {
@@ -256,14 +322,16 @@ class _Probe:
             "CB": self.stage.recompute_and_backward_input,
             "CBW": self.stage.recompute_and_backward,
         }[kind]
-        backward(0, gradient)
+        backward(self.unit, gradient)
         del gradient
-        return self._live, self._peak - held
+        taken = self.stage.sequences.gradient_bytes(self.unit) - gradients
+        work = max(self._peak - held - max(taken, 0), 0)
+        return _Found(self._live - held - taken, work, max(taken, 0), max(-taken, 0))
 
     def backward_weight(self) -> int:
         held = self._live
         self.meter.restart_peak()
-        self.stage.backward_weight(0)
+        self.stage.backward_weight(self.unit)
         return self._peak - held
 
     def _zeros(self, spec: MessageSpec) -> Tensor:
@@ -283,6 +351,7 @@ def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
     for s, (stage, size) in enumerate(zip(problem.stages, sizes, strict=True)):
         measured = asdict(size)
         moved, recomputed = measured.pop("offload_bytes"), measured.pop("recomputed")
+        del measured["gradients_taken_bytes"], measured["gradients_freed_bytes"]
         offload = stage.offload.to_data() | {"bytes": moved} if stage.offload else None
         data = stage.to_data() | measured | {"offload": offload, "modes": []}
         for mode in stage.modes:
@@ -301,6 +370,17 @@ def with_measured_sizes(problem: Problem, sizes: list[StageSizes]) -> Problem:
             data["modes"].append(own | {"offload": copies})
         stages.append(data)
     return Problem.from_data(problem.to_data() | {"stages": stages})
+
+
+def stages_of_slice(problem: Problem, sizes: Sequence[StageSizes]) -> list[UnitStage]:
+    """The stages of a problem with the sizes measured of a slice (`measure_slices`)."""
+    return [
+        UnitStage.from_data(
+            stage.to_data()
+            | {"gradients_taken_bytes": size.gradients_taken_bytes, "gradients_freed_bytes": size.gradients_freed_bytes}
+        )
+        for stage, size in zip(with_measured_sizes(problem, [*sizes]).stages, sizes, strict=True)
+    ]
 
 
 Gather = Callable[[Any], list[Any]]
@@ -322,6 +402,7 @@ def learn_messages(
         if s in stages:
             with evaluating([stages[s].module]):
                 own = _to_data(message_spec(stages[s].evaluate(0, received, target)))
+                stages[s].sequences.clear()
         [spec] = [data for data in gather(own) if data is not None]
         specs.append(_from_data(spec))
         received = None

@@ -23,6 +23,7 @@ from optpipe.mode_names import Recomputed
 from optpipe.runtime.activations import ActivationStore, storage_key
 from optpipe.runtime.messages import leaves, rebuild
 from optpipe.runtime.rng import GeneratorStates
+from optpipe.runtime.slices import Rebuilt, packed, unpacked
 from optpipe.runtime.weight_gradients import is_distributed
 
 
@@ -249,7 +250,7 @@ class Segment:
         self._outputs: dict[int, object] = {}
         self._resolve: Callable[[Any], Tensor] = _itself
         self._count: int | None = None
-        self._saved: list[Tensor | None] | None = None
+        self._saved: list[Tensor | Rebuilt | None] | None = None
 
     def first(self, inputs: Any, activations: ActivationStore | None) -> Any:
         """Run the block on its positional and named arguments in F; of its tensors the input stays.
@@ -286,11 +287,15 @@ class Segment:
         Layers split their backward as the weight gradients of the stage say at this time. Raises TrainingError if
         autograd saves more or less than in F.
         """
-        tensors: list[Tensor | None] = []
+        tensors: list[Tensor | Rebuilt | None] = []
 
         def pack(tensor: Tensor) -> int:
             known = self._outputs.get(len(tensors))
-            tensors.append(tensor.detach() if known is None else self._resolve(known))
+            of_slices = packed(tensor)
+            if of_slices is not None:
+                tensors.append(of_slices)
+            else:
+                tensors.append(tensor.detach() if known is None else self._resolve(known))
             return len(tensors) - 1
 
         received = [
@@ -330,7 +335,8 @@ class Segment:
                 "the backward of a recomputed block asks twice for a tensor that it has saved. Maybe a "
                 "torch.autograd.Function in it reads ctx.saved_tensors twice: read it once, or solve without this mode."
             )
-        return tensor
+        made: Tensor = unpacked(tensor)
+        return made
 
 
 class _Held(NamedTuple):

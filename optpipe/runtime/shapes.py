@@ -8,6 +8,7 @@ learnt from a few microbatches as a function of the sizes of the input. A sender
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 from math import prod
@@ -48,6 +49,10 @@ class MessageShapes:
             self._rules.append(rules)
         self._known: dict[tuple[int, ...], list[Spec]] = {}
 
+    def of_units(self, inputs: Sequence[Tree]) -> Sequence[Sequence[Spec]]:
+        """Messages of each microbatch of a step (`of`)."""
+        return [self.of(microbatch) for microbatch in inputs]
+
     def of(self, microbatch: Tree) -> Sequence[Spec]:
         """Messages of a microbatch with this input. Raises TrainingError for an input of another form."""
         spec = message_spec(microbatch)
@@ -63,6 +68,17 @@ class MessageShapes:
                 for form, rules in zip(self._forms, self._rules, strict=True)
             ]
         return self._known[sizes]
+
+
+@dataclass(frozen=True)
+class SliceMessages:
+    """Messages of slices of sequences: `slices[q][b]` is that of slice q of each microbatch over boundary b."""
+
+    slices: Sequence[Sequence[Spec]]
+
+    def of_units(self, inputs: Sequence[Tree]) -> Sequence[Sequence[Spec]]:
+        """Messages of each slice of a step."""
+        return [self.slices[unit % len(self.slices)] for unit in range(len(inputs))]
 
 
 def alike(one: Spec, other: Spec) -> bool:

@@ -21,6 +21,7 @@ from optpipe.runtime.loss import Loss, LossTerms, total_loss
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, no_tensor, rebuild
 from optpipe.runtime.recomputation import Replay, Segment, Segments, Values, parts_of, saving_nothing
 from optpipe.runtime.rng import GeneratorStates, RandomNumbers, never_draws
+from optpipe.runtime.slices import Sequences, check_slices
 from optpipe.runtime.torch_private import run_backward
 from optpipe.runtime.weight_gradients import (
     Splitting,
@@ -197,6 +198,9 @@ class Stage:
     layers draw from torch's generators as they run. A stage of torch's own layers of which none draws spares the
     switch (`never_draws`).
 
+    With `slices` of each microbatch, what methods call a microbatch is a unit, ``microbatch * slices + slice``, and the
+    module asks for what earlier slices have left to it (`optpipe.runtime.slices`).
+
     Raises TrainingError where autocast is of another dtype.
     """
 
@@ -210,6 +214,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         seed: int | None = None,
         own_random_numbers: bool = True,
+        slices: int = 1,
     ) -> None:
         _check_autocast(autocast)
         self.module = module
@@ -223,6 +228,7 @@ class Stage:
         self._draws = draws
         self.loss_terms = LossTerms()
         self._loss_differentiates: bool | None = None
+        self.sequences = Sequences(slices)
         self._graphs: dict[int, _Graph] = {}
         self._inputs: dict[int, _Input] = {}
         self._replay = Replay(module)
@@ -245,11 +251,13 @@ class Stage:
     def join(self, number: int, kinds: Collection[str]) -> None:
         """Become stage `number` of a program whose ops on it are of these kinds.
 
-        Raises TrainingError if there are B and W, or recomputations, among them but the module is compiled.
+        Raises TrainingError if there are B and W, or recomputations, among them but the module is compiled, or if it is
+        to run slices but does not take them.
         """
         if self.random:
             self.random.stage = number
         check_splits(number, self.module, kinds)
+        check_slices(number, self.module, self.sequences.count)
 
     def begin_step(self) -> None:
         """Begin the next step's random numbers. Gradients stay: the last step may still need them."""
@@ -281,7 +289,7 @@ class Stage:
         autograd, which costs the host less.
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
-        saving = activations.hooks if activations else nullcontext
+        saving = activations.hooks if activations else self.sequences.saving
         self._graphs[microbatch], output = self._run(microbatch, received, target, fused, saving)
         self._graphs[microbatch].activations = activations
         return output
@@ -338,7 +346,7 @@ class Stage:
         run again.
         """
         activations = ActivationStore(self._resident(received, target)) if offloads else None
-        saving = activations.hooks if activations else nullcontext
+        saving = activations.hooks if activations else self.sequences.saving
         with segments.recording(activations, self._device, draws=self._draws) as calls:
             graph, output = self._run(microbatch, received, target, fused, saving)
         graph.activations, graph.segments = activations, calls
@@ -363,7 +371,7 @@ class Stage:
             graph = self._graphs[microbatch]
             if graph.activations:
                 graph.activations.hand_over()
-            with self._weight_gradients.forward(graph.splitting):
+            with self._weight_gradients.forward(graph.splitting), self.sequences.again(microbatch):
                 for segment in graph.segments:
                     segment.recompute()
             return
@@ -374,7 +382,7 @@ class Stage:
             kept.activations.hand_over()
         with self._replay.second(kept.buffers), kept.generators.again() if kept.generators else _NOTHING:
             self._graphs[microbatch], _ = self._run(
-                microbatch, received, kept.target, kept.fused, nullcontext, loss=kept.loss
+                microbatch, received, kept.target, kept.fused, self.sequences.saving, loss=kept.loss, again=True
             )
 
     def _run(
@@ -387,12 +395,13 @@ class Stage:
         *,
         loss_apart: bool = False,
         loss: tuple[_LossGraph, tuple[torch.dtype, torch.device]] | None = None,
+        again: bool = False,
     ) -> tuple[_Graph, Tree]:
         """Run the module, and the loss on the last stage, with autograd saving tensors in contexts of `saving`.
 
         With `loss_apart` a loss that differentiates has a graph of its own, which saves all; `loss` is such a graph of
-        an earlier run: then the loss is not run. Returns the graph, which alone keeps what was saved, and the output
-        without it.
+        an earlier run: then the loss is not run. `again`: the unit has run before. Returns the graph, which alone keeps
+        what was saved, and the output without it.
         """
         # Under autocast autograd would keep a cast copy of every weight until the backward.
         splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
@@ -400,6 +409,7 @@ class Stage:
             torch.enable_grad(),
             self.random.of(microbatch, self._device) if self._draws and self.random else _NOTHING,
             self._autocasting(),
+            self.sequences.again(microbatch) if again else self.sequences.first(microbatch, received),
         ):
             entry = None
             loss_graph, loss_kind = loss or (None, None)
@@ -449,9 +459,11 @@ class Stage:
         """F for evaluation: returns as `forward`, and leaves nothing behind."""
         if self._heard is not None:
             self._heard.append(received)
-        with torch.no_grad(), self._autocasting():
+        with torch.no_grad(), self._autocasting(), self.sequences.first(microbatch, received):
             output = self._output(microbatch, received)
-            return output if self._loss is None else total_loss(self._loss(output, target))
+            result = output if self._loss is None else total_loss(self._loss(output, target))
+        self.sequences.evaluated(microbatch)
+        return result
 
     @contextmanager
     def listening(self) -> Iterator[list[Tree]]:
@@ -489,7 +501,7 @@ class Stage:
             raise TrainingError(_cannot_split(self._compiled))
         graph = self._graphs.pop(microbatch)
         with self._weight_gradients.backward_input(microbatch, graph.splitting):
-            return self._backward(graph, gradient)
+            return self._backward(microbatch, graph, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add the weight gradients that B deferred to `.grad`."""
@@ -499,7 +511,7 @@ class Stage:
         """BW: `backward_input` with the weight gradients added at once."""
         graph = self._graphs.pop(microbatch)
         with self._weight_gradients.backward(graph.splitting):
-            return self._backward(graph, gradient)
+            return self._backward(microbatch, graph, gradient)
 
     def recompute_and_backward_input(self, microbatch: int, gradient: Gradient) -> Gradient:
         """CB: `recompute`, then B; where blocks run again, each of them when B comes to it."""
@@ -522,6 +534,7 @@ class Stage:
         self._graphs.clear()
         self._inputs.clear()
         self._weight_gradients.clear()
+        self.sequences.clear()
 
     def _roots(self, microbatch: int) -> list[Any]:
         """Autograd nodes at which the backward of a microbatch begins; None for what has no gradient."""
@@ -539,7 +552,7 @@ class Stage:
         assert target is not None, "the last stage has a target"
         return self.loss_terms.total(microbatch, self._loss(output, target))
 
-    def _backward(self, graph: _Graph, gradient: Gradient) -> Gradient:
+    def _backward(self, microbatch: int, graph: _Graph, gradient: Gradient) -> Gradient:
         if graph.activations:
             graph.activations.hand_over()
         if graph.loss_kind is not None:
@@ -548,7 +561,9 @@ class Stage:
         if graph.loss is not None:
             graph.loss.exit.backward(gradient)
             gradient = graph.loss.entry.gradient()
-        graph.exit.backward(gradient)
+        with self.sequences.again(microbatch):
+            graph.exit.backward(gradient)
+        self.sequences.release(microbatch)
         return graph.entry.gradient() if graph.entry else None
 
     def _autocasting(self) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 
@@ -23,7 +23,15 @@ from optpipe.profile.subject import random_gradient
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
 from optpipe.runtime.loss import Loss, total_loss
 from optpipe.runtime.messages import Tree, leaves, map_leaves, message_spec, size_bytes, spec_text
-from optpipe.runtime.probe import StageSizes, measure_samples, measure_stage, size_range, with_measured_sizes
+from optpipe.runtime.probe import (
+    StageSizes,
+    measure_samples,
+    measure_slices,
+    measure_stage,
+    size_range,
+    stages_of_slice,
+    with_measured_sizes,
+)
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.rng import RandomNumbers
 from optpipe.runtime.shapes import MessageShapes
@@ -131,6 +139,8 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
     """
     inputs, targets = model.own_part(batch)
     received = _received(model, inputs, targets)
+    if model.program.slices > 1:
+        return _planned_peaks_of_slices(model, received, model.cut(inputs, targets)[1])
     if model.shapes is not None:
         return _planned_peaks_of_unequal(model, model.shapes, inputs, targets, received)
     own_sizes = {}
@@ -144,8 +154,30 @@ def planned_peaks(model: Model, batch: Batch) -> list[int]:
             sizes[int(s)].append(StageSizes.from_data(size))
     measured = with_measured_sizes(model.problem, [size_range(sizes[s]).largest for s in sorted(sizes)])
     # Microbatches are of one shape here, whatever factors the schedule was planned with.
-    of_units = [measured] * model.program.microbatches
+    of_units = [measured.stages] * model.program.microbatches
     return planned_peaks_bytes(model.program, measured, model.message_bytes, of_units=of_units)
+
+
+def _planned_peaks_of_slices(
+    model: Model, received: Mapping[int, Sequence[Tree]], targets: Sequence[Tree]
+) -> list[int]:
+    """Peak bytes of each device with the sizes of each slice of the first microbatch."""
+    slices = model.program.slices
+    own_sizes = {}
+    for s, stage in model.stages.items():
+        samples = list(zip(received[s][:slices], targets[:slices], strict=True))
+        measured = measure_slices(
+            stage, samples, model.messages_of_slices(s), modes=_recomputing_modes(model.program, s)
+        )
+        own_sizes[str(s)] = [asdict(size) for size in measured]
+    sizes = {
+        int(s): [StageSizes.from_data(size) for size in of_stage]
+        for rank in model.launch.gather_pipeline(own_sizes)
+        for s, of_stage in rank.items()
+    }
+    of_slices = [stages_of_slice(model.problem, [sizes[s][q] for s in sorted(sizes)]) for q in range(slices)]
+    of_units = of_slices * model.program.microbatches
+    return planned_peaks_bytes(model.program, model.problem, model.message_bytes, of_units=of_units)
 
 
 def _planned_peaks_of_unequal(
@@ -187,8 +219,8 @@ def _planned_peaks_of_unequal(
         text: with_measured_sizes(model.problem, [sizes[s][k] for s in stages]) for k, text in enumerate(firsts)
     }
     messages = zip(*([size_bytes(spec) for spec in shapes.of(inputs[i])] for i in order), strict=True)
-    of_units = [problems[text] for text in texts]
-    return planned_peaks_bytes(model.program, of_units[0], list(messages), of_units=of_units)
+    of_units = [problems[text].stages for text in texts]
+    return planned_peaks_bytes(model.program, problems[texts[0]], list(messages), of_units=of_units)
 
 
 def _recomputing_modes(program: Program, stage: int) -> dict[str, set[str]]:
@@ -215,11 +247,12 @@ def warn_undeferred(model: Model, measured: Measured | None) -> None:
             return
         inputs, targets = model.own_part(model.task.batch(0))
         received = _received(model, inputs[:1], targets[:1])
+        [own_target, *_] = model.cut(inputs[:1], targets[:1])[1]
         layers = []
         for s in suspects:
             _, after = model.messages_at(s)
             gradient = None if after is None else map_leaves(lambda spec: random_gradient(spec, model.hardware), after)
-            target = targets[0] if after is None else None
+            target = own_target if after is None else None
             try:
                 layers += measure_undeferred(s, model.stages[s], received[s][0], target, gradient)
             except OptPipeError:
@@ -240,8 +273,9 @@ def _received(model: Model, inputs: Sequence[Tree], targets: Sequence[Tree]) -> 
     """Messages that each stage of this process receives for these microbatches; called by all processes together."""
     with unchanged(model), ExitStack() as contexts:
         received = {s: contexts.enter_context(stage.listening()) for s, stage in model.stages.items()}
-        model.pipeline.evaluate(inputs, targets)
-    return {s: inputs if s == 0 else trees for s, trees in received.items()}
+        model.evaluate(inputs, targets)
+    units = model.cut(inputs, targets)[0]
+    return {s: units if s == 0 else trees for s, trees in received.items()}
 
 
 def scheduled_memory(model: Model) -> list[PlannedMemory] | None:
@@ -363,7 +397,7 @@ def evaluation_loss(model: Model, first_step: int, count: int) -> float:
     """
     losses = []
     for step in range(first_step, first_step + count):
-        of_step = model.pipeline.evaluate(*model.own_part(model.task.batch(step)))
+        of_step = model.evaluate(*model.own_part(model.task.batch(step)))
         losses.append(model.mean_loss(model.launch.sum(of_step)))
     return sum(losses) / count
 
@@ -377,7 +411,9 @@ def record_trace(model: Model, batch: Batch, step: int) -> Trace:
     inputs, targets = model.own_part(batch)
     first, rank = model.program.microbatches, model.launch.rank
     with unchanged(model):
-        part = record_step(model.pipeline, inputs[:first], targets[:first], process=rank, device=model.hardware)
+        part = record_step(
+            model.pipeline, *model.cut(inputs[:first], targets[:first]), process=rank, device=model.hardware
+        )
     config = model.config.model
     precision = f"{config.dtype}, autocast to {config.autocast}" if config.autocast else config.dtype
     hardware = hardware_name(model.hardware, platform.machine())

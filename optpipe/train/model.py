@@ -15,6 +15,7 @@ from optpipe.assignment import Places
 from optpipe.compile import Program, compile_schedule
 from optpipe.compile.memory import memory_steps
 from optpipe.errors import OptPipeError, TrainingError
+from optpipe.models.loss import PerToken
 from optpipe.problem import Problem
 from optpipe.runtime import (
     Gloo,
@@ -30,6 +31,7 @@ from optpipe.runtime import (
 from optpipe.runtime.gradient_sync import GradientSync, with_groups
 from optpipe.runtime.messages import Spec, Tree, map_leaves, size_bytes
 from optpipe.runtime.recorder import MemoryMeter, Recorder
+from optpipe.runtime.shapes import SliceMessages
 from optpipe.runtime.shared_parameters import (
     SharedParameter,
     hold_once,
@@ -38,6 +40,7 @@ from optpipe.runtime.shared_parameters import (
     shared_parameters,
     with_own_modules,
 )
+from optpipe.runtime.slices import SlicedLoss, check_slices, cut_sequences, sequence_length, slice_lengths
 from optpipe.runtime.stage import check_splits
 from optpipe.runtime.transport import peer_errors
 from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
@@ -83,6 +86,8 @@ class Model:
         self.devices, self.hardware = launch.own_devices, launch.hardware
         self.stages = self._build_stages()
         self.shapes: MessageShapes | None = None
+        self._slice_lengths: Sequence[int] = ()
+        self._slice_messages: Sequence[Sequence[Spec]] = ()
         self.messages = self._learn_messages()
         placement = program.placement
         self._sync: GradientSync | None = None
@@ -190,8 +195,10 @@ class Model:
             if recorder is not None and self.shapes is not None and not n:
                 self.recorded_sizes.append([Sizes.of(inputs[i]) for i in order or range(m)])
             in_order = self.pipeline.run(
-                inputs[part] if order is None else [inputs[n * m + i] for i in order],
-                targets[part] if order is None else [targets[n * m + i] for i in order],
+                *self.cut(
+                    inputs[part] if order is None else [inputs[n * m + i] for i in order],
+                    targets[part] if order is None else [targets[n * m + i] for i in order],
+                ),
                 meter=None if n else meter,
                 recorder=None if n else recorder,
                 validate=None if n else validate,
@@ -199,6 +206,11 @@ class Model:
                 zero_gradients=not n,
             )
             of_terms = last_stage.loss_terms.values if last_stage else None
+            if (slices := self.program.slices) > 1:
+                in_order = in_order.view(m, slices).sum(1)
+                of_terms = (
+                    None if of_terms is None else torch.stack([of_terms[q::slices] for q in range(slices)]).sum(0)
+                )
             if order is not None:
                 back = np.argsort(order)
                 in_order, of_terms = in_order[back], None if of_terms is None else of_terms[back]
@@ -229,6 +241,26 @@ class Model:
         if self._own_terms is not None:
             columns = list(self._own_terms.unbind(1))
         return dict(zip(self._term_names, columns, strict=True))
+
+    def evaluate(self, inputs: Sequence[Tree], targets: Sequence[Tree]) -> Tensor:
+        """Losses of this replica's microbatches, forward only (`Pipeline.evaluate`)."""
+        losses = self.pipeline.evaluate(*self.cut(inputs, targets))
+        return losses if self.program.slices == 1 else losses.view(len(inputs), self.program.slices).sum(1)
+
+    def cut(self, inputs: Sequence[Tree], targets: Sequence[Tree]) -> tuple[Sequence[Tree], Sequence[Tree]]:
+        """Inputs and targets of the schedule's units: of the slices of each microbatch, where it has slices.
+
+        The target of a slice comes with its share of the sequence, unless the loss is one by tokens.
+        """
+        if self.program.slices == 1:
+            return inputs, targets
+        lengths = self._slice_lengths
+        of_inputs = [part for microbatch in inputs for part in cut_sequences(microbatch, lengths)]
+        of_targets = [part for target in targets for part in cut_sequences(target, lengths)]
+        if not isinstance(self.task.loss, PerToken):
+            shares = [length / sum(lengths) for length in lengths] * len(targets)
+            of_targets = [t if t is None else (t, share) for t, share in zip(of_targets, shares, strict=True)]
+        return of_inputs, of_targets
 
     def order_of(self, inputs: Sequence[Tree]) -> Sequence[int] | None:
         """The microbatch that runs in the place of each microbatch of the schedule, of one run; None: each in its own.
@@ -287,6 +319,7 @@ class Model:
         for field, theirs, ours in (
             ("placement", program.placement, old.placement),
             ("microbatches", program.microbatches, old.microbatches),
+            ("slices", program.slices, old.slices),
         ):
             if theirs != ours:
                 raise TrainingError(
@@ -313,9 +346,19 @@ class Model:
         return messages[stage - 1] if stage else None, messages[stage] if stage < len(messages) else None
 
     @property
-    def message_bytes(self) -> list[int]:
-        """Size of the message at each boundary."""
-        return [size_bytes(spec) for spec in self.messages]
+    def message_bytes(self) -> list[int | Sequence[int]]:
+        """Size of the message at each boundary; of each unit where slices differ."""
+        if not self._slice_messages:
+            return [size_bytes(spec) for spec in self.messages]
+        columns = zip(*self._slice_messages, strict=True)
+        return [[size_bytes(spec) for spec in column] * self.program.microbatches for column in columns]
+
+    def messages_of_slices(self, stage: int) -> list[tuple[Spec | None, Spec | None]]:
+        """The messages before and after a stage of each slice of a microbatch, None at the ends of the model."""
+        return [
+            (messages[stage - 1] if stage else None, messages[stage] if stage < len(messages) else None)
+            for messages in self._slice_messages
+        ]
 
     def mean_loss(self, losses: Tensor) -> float:
         """Mean loss of the batch, from the sum of all processes' losses, shape (microbatches,)."""
@@ -341,18 +384,23 @@ class Model:
         last = len(modules) - 1
         for s, module in enumerate(modules):  # of all processes, before any compiles what would be refused
             check_splits(s, module, self.program.kinds_of(s))
+            check_slices(s, module, self.program.slices)
         own = {s: module.to(self.hardware) for s, module in enumerate(modules) if placement[s] in self.devices}
         hold_once(self.shared, own, placement)
         for module in own.values():
             accumulate_in_float32(module)
+        slices, loss = self.program.slices, self.task.loss
+        if slices > 1 and not isinstance(loss, PerToken):
+            loss = SlicedLoss(loss)
         return {
             s: Stage(
                 module,
                 first=s == 0,
-                loss=self.task.loss if s == last else None,
+                loss=loss if s == last else None,
                 gradient_scale=1 / (self.launch.replicas * self.microbatches),
                 autocast=config.model.torch_autocast,
                 seed=config.seed + self.launch.replica,
+                slices=slices,
             )
             for s, module in own.items()
         }
@@ -392,7 +440,22 @@ class Model:
             if self.config.model.varies:
                 varied = [map_leaves(lambda leaf: leaf.to(self.hardware), x) for x in varied_samples(inputs)]
                 self.shapes = learn_shapes(self.stages, count, varied, gather)
-            messages = learn_messages(self.stages, count, microbatch, target, gather)
+            if self.program.slices > 1:
+                if self.config.model.varies:
+                    raise TrainingError(
+                        "the schedule has slices of sequences, but model.lengths is 'varying'. Maybe train on "
+                        "sequences of one length, or solve without slices."
+                    )
+                slices = self.problem.slices
+                shares = (slices and slices.factors.bytes) or [1] * self.program.slices
+                self._slice_lengths = slice_lengths(sequence_length(microbatch), shares)
+                units, of_units = self.cut([microbatch], [target])
+                self._slice_messages = [
+                    learn_messages(self.stages, count, x, y, gather) for x, y in zip(units, of_units, strict=True)
+                ]
+                microbatch, target, messages = units[0], of_units[0], [*self._slice_messages[0]]
+            else:
+                messages = learn_messages(self.stages, count, microbatch, target, gather)
             self._refuse_changed_buffers(messages, microbatch, target)
             return messages
         except OptPipeError:
@@ -455,7 +518,9 @@ class Model:
                 transport = Nccl(self.program, self.hardware, replicas=self.launch.pipelines)
         else:
             transport = Gloo(self.launch.pipeline)
-        messages = self.shapes or self.messages
+        messages: Sequence[Spec] | MessageShapes | SliceMessages = self.shapes or self.messages
+        if any(of_slice != self.messages for of_slice in self._slice_messages):
+            messages = SliceMessages(self._slice_messages)
         return Pipeline(self.program, self.stages, self.devices, transport, messages, sync=self._sync)
 
 

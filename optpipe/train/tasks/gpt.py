@@ -18,6 +18,7 @@ from optpipe.errors import TrainingError
 from optpipe.models.cut import evenly
 from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.runtime.loss import Loss
+from optpipe.runtime.slices import slice_context
 from optpipe.train.config import SIZES, GPTShape, GPTSize, TrainingConfig
 from optpipe.train.lengths import Sizes
 from optpipe.train.tasks.base import Batch
@@ -76,12 +77,16 @@ class _Embedding(nn.Module):
         self.register_buffer("positions", torch.arange(shape.sequence), persistent=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        embedded: Tensor = self.byte(text) + self.position(self.positions[: text.shape[1]])
+        context = slice_context()
+        begin = context.offset if context else 0
+        embedded: Tensor = self.byte(text) + self.position(self.positions[begin : begin + text.shape[1]])
         return embedded
 
 
 class _Block(nn.Module):
     """Attention and a two-layer perceptron, each on the normed activations (N, T, C) and added to them."""
+
+    takes_slices = True
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -103,7 +108,11 @@ class _Block(nn.Module):
     def _attention(self, qkv: Tensor) -> Tensor:
         """Causal attention on queries, keys and values side by side: (N, T, 3C) -> (N, T, C)."""
         q, k, v = qkv.view(*qkv.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        context, mask = slice_context(), None
+        if context is not None:  # the rest of a slice's queries, keys and values side by side is not kept
+            q, (k, v) = q.contiguous(), context.extend(self, k, v)
+            mask = context.causal_mask(q) if context.index else None
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return mixed.transpose(1, 2).flatten(2)
 
 

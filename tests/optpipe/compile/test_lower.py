@@ -14,7 +14,7 @@ from instances.schedules import one_f_one_b, v_wave
 from optpipe.compile import Program, check_program, compile_forward, compile_schedule, fuse_adjacent
 from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.compile.program import RECEIVES, SENDS
-from optpipe.errors import BudgetError, DeadlockError, MethodError, OrderError
+from optpipe.errors import BudgetError, DeadlockError, OrderError
 from optpipe.ops import KINDS, Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -121,10 +121,23 @@ def test_the_memory_of_a_program_is_that_of_its_microbatches() -> None:
         check_program(program, tight)
 
 
-def test_slices_are_refused_by_name() -> None:
-    problem = unequal(2, 2, slices={"count": 2})
-    with pytest.raises(MethodError, match="cuts them into 2 slices"):
-        compile_schedule(solve(problem, "seq1f1b"))
+def test_slices_run_forward_from_the_first_and_backward_from_the_last() -> None:
+    program = compile_schedule(solve(unequal(2, 2, slices={"count": 2}), "seq1f1b"))
+    assert (program.microbatches, program.slices, program.units) == (2, 2, 4)
+    last = [str(action) for action in program.devices[1] if action.stream == "compute"]
+    assert last == ["F1.0", "F1.1", "BW1.1", "F1.2", "BW1.0", "F1.3", "BW1.3", "BW1.2"]
+
+
+@pytest.mark.parametrize(("kind", "units"), [("F", (0, 1)), ("BW", (3, 2))])
+def test_a_program_whose_slices_are_exchanged_is_refused(kind: str, units: tuple[int, int]) -> None:
+    program = compile_schedule(solve(unequal(1, 2, slices={"count": 2}), "seq1f1b"))
+    other = dict(zip(units, reversed(units), strict=True))
+    exchanged = [
+        action._replace(microbatch=other.get(action.microbatch, action.microbatch)) if action.kind == kind else action
+        for action in program.devices[0]
+    ]
+    with pytest.raises(OrderError, match=f"before {kind}0.{units[0]}"):
+        check_program(replace(program, devices=(tuple(exchanged),)))
 
 
 def test_the_digest_is_that_of_the_program_alone() -> None:
