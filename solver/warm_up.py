@@ -17,6 +17,8 @@ from itertools import product
 from threading import Thread
 from typing import Any
 
+import numpy as np
+
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from solver.kernels import WARM, are_being_compiled, compiler_lock, forget_stale, is_marked, mark
@@ -39,6 +41,7 @@ def is_warm() -> bool:
 
 def warm_up() -> None:
     """Let all that has kernels solve toy problems, so that each kernel is compiled and kept; searches first."""
+    from optpipe.assignment import MemorySteps, Places
     from optpipe.simulate import simulate
     from solver.build import build_schedule
     from solver.limits import Limits
@@ -55,6 +58,8 @@ def warm_up() -> None:
         value_us = simulate(problem, orders).value_us
         starts.append((problem, Solution(orders, value_us, 0.0)))
         build_schedule(problem, orders, 0.0, "floor", 0.0)
+        nothing = MemorySteps(np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
+        Places(problem, orders, [nothing]).assign(np.ones((3, problem.microbatches)), 1)
     for search, stage in KERNELS.items():
         for problem, start in starts:
             search(problem, Limits(workers=1, deterministic_limit=WORK), start, lambda _: None)

@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 from optpipe.compile import compile_schedule
+from optpipe.compile.memory import planned_peaks_bytes
 from optpipe.errors import InputError, RunFailedError, TrainingError
+from optpipe.problem import Problem
+from optpipe.runtime.messages import size_bytes
+from optpipe.runtime.probe import measure_stage, with_measured_sizes
 from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig, train
+from optpipe.train.check import planned_peaks
 from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.result import StepReport
@@ -139,3 +144,26 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 
     whole = run(4, tmp_path / "whole")
     assert run(2, tmp_path / "parts") + run(4, tmp_path / "parts") == whole
+
+
+def test_sizes_in_proportion_to_tokens_predict_the_peaks_of_different_lengths() -> None:
+    """A problem with the sizes of the longest microbatch and factors of bytes, against every length measured."""
+    schedule = schedules(2)["linear, offload"]
+    model = Model(varying(schedule), compile_schedule(schedule), Launch(2))
+    batch = model.task.batch(0)
+    measured = planned_peaks(model, batch)
+    inputs, targets = batch
+    longest = max(range(M), key=lambda i: inputs[i].numel())
+    received = [inputs[longest], model.stages[0].module(inputs[longest]).detach()]
+    sizes = [
+        measure_stage(stage, (received[s], targets[longest]), *model.messages_at(s, inputs[longest]), zeros=False)
+        for s, stage in model.stages.items()
+    ]
+    order = model.order_of(inputs) or range(M)
+    bytes_ = [inputs[i].numel() / inputs[longest].numel() for i in order]
+    data = with_measured_sizes(schedule.problem, sizes).to_data()
+    problem = Problem.from_data(data | {"microbatch_factors": [{"bytes": factor} for factor in bytes_]})
+    assert model.shapes is not None
+    messages = [[size_bytes(spec) for spec in model.shapes.of(inputs[i])] for i in order]
+    planned = planned_peaks_bytes(model.program, problem, [*zip(*messages, strict=True)])
+    assert planned == pytest.approx(measured, rel=0.02)
