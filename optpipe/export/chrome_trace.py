@@ -18,6 +18,7 @@ from typing import Any
 from optpipe.files import write_atomically
 from optpipe.memory import Curve, planned_memory
 from optpipe.ops import STREAMS, Op
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule, ScheduledOp
 from optpipe.trace.document import LANES, MeasuredAction, Trace
 
@@ -61,8 +62,9 @@ def _ops(schedule: Schedule, shift_us: float) -> Iterator[Event]:
         for thread, (_, ops) in enumerate(device.streams()):
             for op in ops:
                 mode = {} if op.mode is None else {"mode": op.mode}
+                waits = [_name(schedule.problem, Op.parse(before)) for before in op.waits]
                 times_us = op.start_us + shift_us, op.end_us - op.start_us
-                yield complete_event((d, thread), op.key, times_us, {"waits": op.waits} | mode)
+                yield complete_event(schedule.problem, (d, thread), op.key, times_us, {"waits": waits} | mode)
 
 
 def _flows(schedule: Schedule, shift_us: float) -> Iterator[Event]:
@@ -126,18 +128,25 @@ def memory_events(process: int, curve: Curve, shift_us: float) -> Iterator[Event
         }
 
 
-def complete_event(lane: Lane, op: Op, times_us: tuple[float, float], args: dict[str, Any]) -> Event:
+def complete_event(problem: Problem, lane: Lane, op: Op, times_us: tuple[float, float], args: dict[str, Any]) -> Event:
     """Event of an op or an action with its start and duration."""
+    microbatch, slice_number = divmod(op.microbatch, problem.slice_count)
+    of_slice = {"slice": slice_number} if problem.slice_count > 1 else {}
     return {
         "ph": "X",
-        "name": str(op),
+        "name": _name(problem, op),
         "cat": op.kind,
         "pid": lane[0],
         "tid": lane[1],
         "ts": times_us[0],
         "dur": times_us[1],
-        "args": {"op": op.kind, "stage": op.stage, "microbatch": op.microbatch} | args,
+        "args": {"op": op.kind, "stage": op.stage, "microbatch": microbatch} | of_slice | args,
     }
+
+
+def _name(problem: Problem, op: Op) -> str:
+    """Name of an op, with microbatch and slice where microbatches are cut: ``F0.2/1``."""
+    return f"{op.kind}{op.stage}.{problem.unit_name(op.microbatch)}"
 
 
 def flow_events(
@@ -183,7 +192,8 @@ def _actions(trace: Trace) -> Iterator[Event]:
             peer = {} if action.peer is None else {"peer": action.peer}
             times_us = action.start_us, action.duration_us
             waited_us = action.start_us - action.turn_us
-            yield complete_event(_lane(d, action), action.key, times_us, {"waited_us": waited_us} | peer)
+            args = {"waited_us": waited_us} | peer
+            yield complete_event(trace.schedule.problem, _lane(d, action), action.key, times_us, args)
 
 
 def _measured_flows(trace: Trace) -> Iterator[Event]:

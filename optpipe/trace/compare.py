@@ -2,10 +2,11 @@
 
 If each device had a process of its own, the measured times are compared directly. Devices that share a process
 alternate, so their times do not show a pipeline; then the schedule is *re-timed*: its orders, waits and transfer
-delays, each op with the median measured duration of its kind on its stage in its activation mode. Medians, because
-devices that alternate on one processor share it with everything else on the machine.
+delays, each op with the median measured duration of its kind on its stage in its activation mode. Where microbatches or
+slices have costs of their own, it has its planned duration times the median ratio of measured to planned. Medians,
+because devices that alternate on one processor share it with everything else on the machine.
 
-`optpipe.simulate` has one duration for each kind and stage; here every op has its own.
+`optpipe.simulate` takes durations from the problem; here every op has its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from optpipe.compile.events import Rules
-from optpipe.compile.program import COLLECTIVES, RECEIVES, message_of
+from optpipe.compile.program import COLLECTIVES, RECEIVES, Message, message_of
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.ops import KINDS, Op
 from optpipe.problem import Problem
@@ -106,13 +107,14 @@ def _by_rule(rules: Rules, problem: Problem, op: Op) -> Iterator[Need]:
             delay_us = 0.0
             if before.kind in RECEIVES:
                 message = message_of(before)
-                delay_us = planned_delay_us(problem, message.direction, message.boundary)
+                delay_us = planned_delay_us(problem, message)
             yield from (Need(need.op, need.delay_us + delay_us) for need in _by_rule(rules, problem, before))
 
 
-def planned_delay_us(problem: Problem, direction: str, boundary: int) -> float:
-    """Planned transfer delay of an activation (F) or a gradient (B) over a boundary."""
-    return (problem.forward_delay_us if direction == "F" else problem.backward_delay_us)[boundary]
+def planned_delay_us(problem: Problem, message: Message) -> float:
+    """Planned transfer delay of a message, which has the factors of its microbatch or slice."""
+    direction = "forward" if message.direction == "F" else "backward"
+    return float(problem.unit_delays_us[direction][message.boundary, message.microbatch])
 
 
 def retimed(needs: Needs, duration_us: Mapping[Op, float]) -> dict[Op, Span]:
@@ -150,10 +152,7 @@ def compare(trace: Trace) -> Comparison:
     mode_of = partial(_mode_of, trace.schedule)
     kinds = tuple(_kinds(planned, measured, mode_of))
     at_once = trace.devices_ran_at_once
-    medians = {(kind.kind, kind.stage, kind.mode): kind.median_us for kind in kinds}
-    spans = measured
-    if not at_once:
-        spans = retimed(needs, {op: medians[op.kind, op.stage, mode_of(op)] for op in measured})
+    spans = measured if at_once else retimed(needs, _typical_us(trace.schedule.problem, planned, measured, mode_of))
     path = deciding_path(needs, spans)
     path_ops = frozenset(step.op for step in path)
     ops_us = sum(spans[step.op].duration_us - planned[step.op].duration_us for step in path)
@@ -252,12 +251,32 @@ def _differences(trace: Trace, planned: Spans, measured: Spans, on_path: Set[Op]
 
 
 def _kinds(planned: Spans, measured: Spans, mode_of: Callable[[Op], str | None]) -> Iterator[KindFigures]:
-    groups: dict[tuple[int, int, str], list[Op]] = defaultdict(list)
-    for op in measured:
-        groups[op.stage, KINDS.index(op.kind), mode_of(op) or ""].append(op)
-    for (stage, kind, mode), ops in sorted(groups.items()):
+    for (stage, kind, mode), ops in sorted(_groups(measured, mode_of).items()):
         before, after = (median(spans[op].duration_us for op in ops) for spans in (planned, measured))
         yield KindFigures(KINDS[kind], stage, len(ops), before, after, mode or None)
+
+
+def _groups(ops: Iterable[Op], mode_of: Callable[[Op], str | None]) -> dict[tuple[int, int, str], list[Op]]:
+    """Ops of each stage, index of the kind, and mode (empty where none is named)."""
+    groups: dict[tuple[int, int, str], list[Op]] = defaultdict(list)
+    for op in ops:
+        groups[op.stage, KINDS.index(op.kind), mode_of(op) or ""].append(op)
+    return groups
+
+
+def _typical_us(
+    problem: Problem, planned: Spans, measured: Spans, mode_of: Callable[[Op], str | None]
+) -> dict[Op, float]:
+    """Typical duration of each op for its kind, stage and mode; in proportion to the plan where units differ."""
+    typical_us = {}
+    for ops in _groups(measured, mode_of).values():
+        middle_us = median(measured[op].duration_us for op in ops)
+        ratios = [measured[op].duration_us / planned[op].duration_us for op in ops if planned[op].duration_us]
+        if not problem.has_factors or not ratios:
+            typical_us |= dict.fromkeys(ops, middle_us)
+        else:
+            typical_us |= {op: median(ratios) * planned[op].duration_us for op in ops}
+    return typical_us
 
 
 OF_EVERY_MODE = ("B", "BW", "W")
@@ -273,16 +292,18 @@ def _mode_of(schedule: Schedule, op: Op) -> str | None:
 
 
 def _transfers(trace: Trace) -> Iterator[TransferFigures]:
-    groups: dict[tuple[str, int], list[float | None]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[tuple[float, float | None]]] = defaultdict(list)
     for send, user in trace.messages():
         message = message_of(send.key)
+        planned_us = planned_delay_us(trace.schedule.problem, message)
         awaited = user.turn_us <= send.start_us
-        groups[message.direction, message.boundary].append(user.start_us - send.start_us if awaited else None)
+        time_us = user.start_us - send.start_us if awaited else None
+        groups[message.direction, message.boundary].append((planned_us, time_us))
     for (direction, boundary), times_us in sorted(groups.items()):
-        timed = [time_us for time_us in times_us if time_us is not None]
-        delay_us = planned_delay_us(trace.schedule.problem, direction, boundary)
-        middle = median(timed) if timed else None
-        yield TransferFigures(direction, boundary, len(times_us), len(timed), delay_us, middle)
+        timed = [(planned_us, time_us) for planned_us, time_us in times_us if time_us is not None]
+        planned_us = median(planned_us for planned_us, _ in timed or times_us)
+        middle = median(time_us for _, time_us in timed) if timed else None
+        yield TransferFigures(direction, boundary, len(times_us), len(timed), planned_us, middle)
 
 
 Basis = Literal["measured", "re-timed"]
@@ -341,6 +362,7 @@ class TransferFigures:
 
     Only a message for which its receiver was already waiting shows its duration: `timed` of `messages` did. `median_us`
     is the median from the start of the send to the start of the op that used the message; None if none was waited for.
+    `planned_us` is the median of the plan for the same messages, for all of them if none was waited for.
     """
 
     direction: str

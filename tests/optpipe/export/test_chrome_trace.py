@@ -12,8 +12,10 @@ from optpipe.document import parse_json
 from optpipe.export.chrome_trace import chrome_trace, write_chrome_trace
 from optpipe.ops import STREAMS
 from optpipe.schedule import Schedule
+from solver.solve import solve
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.recomputing import every_mode
+from tests.unequal import unequal
 
 Event = dict[str, Any]
 
@@ -54,6 +56,16 @@ def test_every_op_is_one_complete_event_at_its_times(schedule: Schedule, events:
     assert found == expected
     assert {op for _, stream, op, *_ in found if stream != "compute"} == {"O0.1", "O0.3", "R0.1", "R0.3"}
     assert any(args["waits"] for *_, args in found)
+
+
+def test_slices_are_named_by_microbatch_and_slice() -> None:
+    events = chrome_trace(solve(unequal(2, 2, slices={"count": 3}), "seq1f1b"))["traceEvents"]
+    ops = _of(events, "X")
+    assert [event["name"] for event in ops if event["args"]["op"] == "F" and event["pid"] == 0] == [
+        *("F0.0/0", "F0.0/1", "F0.0/2", "F0.1/0", "F0.1/1", "F0.1/2")
+    ]
+    [last] = [event["args"] for event in ops if event["name"] == "BW1.1/2"]
+    assert (last["microbatch"], last["slice"]) == (1, 2)
 
 
 def test_memory_counters_reach_the_peak_and_end_at_zero(schedule: Schedule, events: list[Event]) -> None:

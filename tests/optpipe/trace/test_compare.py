@@ -18,11 +18,13 @@ from optpipe.simulate import simulate
 from optpipe.trace.compare import Span, compare, deciding_path, find_precedences, planned_spans, retimed
 from optpipe.trace.document import Trace
 from solver.build import build_schedule
+from solver.solve import solve
 from tests.optpipe.plot.schedules import all_forwards_first, pair
 from tests.optpipe.trace.traces import action, trace_data, trace_of
 from tests.problems import problems
 from tests.random_plans import execute, random_orders
 from tests.recomputing import FULL, FULL_AND_OFFLOAD, SELECTIVE, SELECTIVE_AND_OFFLOAD, random_executable
+from tests.unequal import unequal
 
 
 def slower(schedule: Schedule, by_us: dict[Op, float]) -> dict[Op, Span]:
@@ -216,6 +218,38 @@ def test_only_a_message_that_was_waited_for_shows_its_time() -> None:
     transfer = next(t for t in compare(Trace.from_data(data)).transfers if t.direction == "F")
     assert (transfer.boundary, transfer.messages, transfer.timed, transfer.planned_us) == (0, 4, 3, 1)
     assert transfer.median_us == 4.0
+
+
+def unequal_schedule() -> Schedule:
+    """1F1B over slices and microbatches whose times and transfers differ."""
+    factors = [{"time": 1, "transfer": 1}, {"time": 3, "transfer": 4}, {"time": 2, "transfer": 2}]
+    slices = {"count": 2, "factors": {"forward": [1, 2], "transfer": [1, 0.5]}}
+    return solve(unequal(2, 3, microbatch_factors=factors, slices=slices, transfer_us=8), "seq1f1b")
+
+
+def test_transfers_are_those_of_each_microbatch_and_slice() -> None:
+    schedule = unequal_schedule()
+    planned = planned_spans(schedule)
+    again = retimed(find_precedences(schedule), {op: span.duration_us for op, span in planned.items()})
+    assert again == planned
+    found = compare(trace_of(schedule))
+    assert found.path.gap_difference_us == 0.0
+    forward = next(transfer for transfer in found.transfers if transfer.direction == "F")
+    assert (forward.messages, forward.planned_us) == (6, 12.0)  # the median of 8, 4, 32, 16, 16 and 8
+
+
+def test_units_that_differ_are_re_timed_by_the_ratio_to_their_plan() -> None:
+    """Every op takes half as long again, one is disturbed: each is as long as its own plan says, not as its median."""
+    schedule = unequal_schedule()
+    turns = one_after_the_other(schedule)
+    found = compare(trace_of(schedule, turns, processes=False))
+    assert (found.basis, found.step_us) == ("re-timed", schedule.value_us)
+    slow = {op: Span(1.5 * s.start_us, 1.5 * s.end_us) for op, s in turns.items()}
+    last = max(slow, key=lambda op: slow[op].end_us)
+    slow[last] = Span(slow[last].start_us, slow[last].end_us + 500.0)
+    found = compare(trace_of(schedule, slow, processes=False))
+    planned = planned_spans(schedule)
+    assert all(s.duration_us == pytest.approx(1.5 * planned[op].duration_us) for op, s in found.spans.items())
 
 
 def test_a_plan_for_another_machine_does_not_fit() -> None:
