@@ -17,7 +17,7 @@ from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
 from solver.published.passes import general_methods
 from solver.published.pipe_offload import gis, gis_h, po_f, po_h
 from solver.published.recompute import one_f_one_b_recompute, one_f_one_b_recompute_ahead
-from solver.published.seq1f1b import seq1f1b
+from solver.published.seq1f1b import seq1f1b, slimpipe
 from solver.published.v_family import v_half, v_min, v_zb
 from solver.published.zb_auto import zb_auto
 from solver.published.zb_v import zb_v
@@ -158,6 +158,17 @@ METHODS: dict[str, Method] = {
             "1F1B over slices of sequences",
             "one stage a device or interleaved, slices, no offload",
             orders=seq1f1b,
+            unsplit=True,
+            factors=True,
+            slices=True,
+            free_order=True,
+        ),
+        Method(
+            "slimpipe",
+            "published",
+            "1F1B over slices, further ahead",
+            "one stage a device or interleaved, slices, no offload",
+            orders=slimpipe,
             unsplit=True,
             factors=True,
             slices=True,

@@ -91,7 +91,7 @@ def _lengthened(ops: OpArray, stage: int, begin: int, group: int, copies: int) -
     return OpArray(ops.kind[place], ops.stage[place], ops.microbatch[place] + later)
 
 
-WITHOUT_KERNELS = ("1f1b", "gpipe", "seq1f1b", "zb-h1", "zb-h2", "gis", "interleaved-1f1b")
+WITHOUT_KERNELS = ("1f1b", "gpipe", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b")
 """Published schedules made without a compiled kernel, within a tenth of a second each for 400,000 ops."""
 
 WITH_KERNELS = (
@@ -159,7 +159,7 @@ def _is_able(name: str, problem: Problem) -> bool:
     method, *how = name.split(", ")
     if "repeated" in how and (problem.has_factors or problem.slice_count > 1):
         return False
-    if method == "seq1f1b" and problem.slice_count == 1:  # then it is 1F1B
+    if method in ("seq1f1b", "slimpipe") and problem.slice_count == 1:  # then it is 1F1B
         return False
     with suppress(MethodError):
         refuse_unsupported(METHODS[method], problem)

@@ -1,8 +1,13 @@
-"""Seq1F1B: 1F1B over slices of sequences (arXiv 2406.03488), on one stage a device or interleaved.
+"""1F1B over slices of sequences: Seq1F1B (arXiv 2406.03488) and SlimPipe (2504.14519), with one stage a device or more.
 
-A backward begins with the last slice of a microbatch, so a stage runs n - 1 forwards more ahead than 1F1B: stage i of p
+A backward begins with the last slice of a microbatch, so Seq1F1B runs n - 1 forwards more ahead than 1F1B: stage i of p
 holds at most ``n + p - 1 - i`` slices. With equal slices and no transfers m microbatches take
 ``(m + (p - 1) / n)(F + BW)``, F and BW being of a whole microbatch: the bubble of 1F1B, divided by n.
+
+SlimPipe cuts sequences into slices of equal length, at least as many as there are devices, runs twice as far ahead as
+Seq1F1B does beyond the first microbatch, and moves attention between devices so that slices take the same time. The
+order is that of its authors' code as forks of it have it (`pipelining_with_slicing`), since the abstract alone says no
+more than "uniform slicing with 1F1B".
 """
 
 from __future__ import annotations
@@ -30,6 +35,35 @@ def seq1f1b(problem: Problem) -> Orders:
             f"does not divide {p}. Maybe cut sequences into {max(k for k in range(1, n) if p % k == 0)} slices."
         )
     return Orders.of_compute(_order(problem, stages, d, chunks) for d, stages in enumerate(problem.stages_of))
+
+
+def slimpipe(problem: Problem) -> Orders:
+    """SlimPipe with B and W fused: device i of p holds at most ``v n + 2(p - 1 - i)`` slices of its v stages.
+
+    What its devices exchange to even out attention is not planned: `slices.factors` say what each slice takes. Stages
+    that are interleaved take turns in groups of slices of one microbatch, at least one a device. Raises MethodError on
+    placement, and where stages are interleaved on more devices than there are slices.
+    """
+    p, n, chunks = len(problem.devices), problem.slice_count, 1
+    if any(len(stages) != 1 for stages in problem.stages_of):
+        chunks = require_interleaved(problem, "slimpipe")
+        if n < p:
+            raise MethodError(
+                f"slimpipe takes interleaved stages in groups of at least {p} slices, one a device, but slices.count "
+                f"is {n}. Maybe cut sequences into {p} slices."
+            )
+    group = next((size for size in range(p, n) if n % size == 0), n) if chunks > 1 else n
+    orders = []
+    for stages in problem.stages_of:
+        ahead = p - 1 - (stages[0] % p)
+        forwards = _passes(problem, "F", stages, group)
+        backwards = _passes(problem, "BW", stages[::-1], group)
+        warm_up = min(chunks * n + 2 * ahead, len(forwards))
+        order = forwards[:warm_up]
+        for k, backward in enumerate(backwards):
+            order += [backward, *forwards[warm_up + k : warm_up + k + 1]]
+        orders.append(order)
+    return Orders.of_compute(orders)
 
 
 def _order(problem: Problem, stages: Sequence[int], device: int, chunks: int) -> list[Op]:

@@ -29,7 +29,7 @@ from tests.unequal import unequal
 
 RECOMPUTING = {"1f1b-recompute", "1f1b-recompute-ahead"}
 """1F1B with one choice of mode for each stage, as it is tried with every other such choice (`solver.by_stage`)."""
-OF_SLICES = {"seq1f1b"}
+OF_SLICES = {"seq1f1b", "slimpipe"}
 """Tried where there are slices; without them it is 1F1B once more."""
 PUBLISHED = {method.name for method in METHODS.values() if method.orders} - RECOMPUTING - OF_SLICES
 IN_ORDER = [name for name in (*WITHOUT_KERNELS, *WITH_KERNELS) if "repeated" not in name and name not in OF_SLICES]
