@@ -23,6 +23,7 @@ from benchmarks import (
     service_load,
     suites,
     time_limits,
+    unequal,
     updates,
     value_over_time,
 )
@@ -35,6 +36,7 @@ MODULES = (
     milp_accelerations,
     pattern_curve,
     recomputation,
+    unequal,
     seconds_by_size,
     time_limits,
     suites,

@@ -18,6 +18,7 @@ from benchmarks.marks import replaced
 from benchmarks.runs import run, warm_up
 from benchmarks.section import SIZES, Size, say
 from optpipe.problem import Problem
+from optpipe.sequences import slice_lengths, slice_times_us
 from optpipe.units import share_text
 from solver.methods import METHODS
 
@@ -47,6 +48,7 @@ class Numbers:
     and W together (PipeOffload's k); None where nothing may leave. `recomputed`: the share of an activation that may
     be made anew, in the time of F; None where all is kept. `head`: the time of the output layers over that of a
     device's share, on top of it; `even`: the layers before them are cut so that every device has as much to do.
+    `attention`: its share of F and of B, W has none; `slices`: of equal length, into which each sequence is cut.
     """
 
     devices: int = 8
@@ -59,6 +61,8 @@ class Numbers:
     recomputed: float | None = None
     head: float = 0.0
     even: bool = False
+    attention: float = 0.0
+    slices: int = 1
 
     def problem(self, placement: Placement) -> Problem:
         """Build the problem; with two stages per device each has half of the device's share."""
@@ -73,15 +77,21 @@ class Numbers:
             {
                 "format": "optpipe.problem/1",
                 "microbatches": self.microbatches,
-                "transfer_us": 1000 * self.transfer,
+                "transfer_us": 1000 * self.transfer / self.slices,
                 "devices": [{"memory_bytes": round(self.budget * p * UNIT_BYTES)}] * p,
                 "stages": stages,
             }
+            | ({"slices": self._slices()} if self.slices > 1 else {})
         )
+
+    def _slices(self) -> dict[str, Any]:
+        times = slice_times_us(self.slices, 0, self.attention * self.slices, slice_lengths(UNIT_BYTES, self.slices))
+        return {"count": self.slices, "factors": {"forward": times, "backward_input": times}}
 
     def _stage(self, device: int, share: float, last: bool) -> dict[str, Any]:
         whole = 1 + self.head / self.devices if self.even else 1.0
-        load = 1000 * (share * whole + (0 if self.even else self.head * last))
+        share /= self.slices
+        load = 1000 * (share * whole + (0 if self.even else self.head * last / self.slices))
         held = round(share * UNIT_BYTES)
         stage: dict[str, Any] = {
             "device": device,
@@ -120,10 +130,12 @@ Row = tuple[str, list[Offer | None]]
 
 COLUMNS = (
     *("1F1B", "best published", "OptPipe", "PipeOffload", "OptPipe with offload"),
-    *("OptPipe with recomputation", "OptPipe with both"),
+    *("OptPipe with recomputation", "OptPipe with both", "Seq1F1B", "SlimPipe", "OptPipe with slices"),
 )
 RESIDENT, OFFLOADING, ALL, RECOMPUTING = (0, 1, 2), (3, 4), (0, 1, 2, 3, 4), (2, 5, 4, 6)
 """Columns of schedules without offload, with offload, both, and without either beside with each and both."""
+SLICED = (2, 5, 4, 7, 8, 9)
+"""Columns of whole sequences, also recomputed or offloaded, beside slices of them."""
 
 NEED_NOT = {4: (2,), 5: (2,), 6: (2, 4, 5)}
 """Columns whose schedules stand for a column too: what may leave or be recomputed need not."""
@@ -134,6 +146,8 @@ def _row(
 ) -> Row:
     say(f"-- {label}")
     exact = "cp-sat" if columns == RECOMPUTING else "auto"
+    sliced = replace(numbers, recomputed=None, round_trip=None)
+    numbers = replace(numbers, slices=1)
     kept = replace(numbers, recomputed=None)
     resident = replace(kept, round_trip=None)
     asked = (
@@ -144,6 +158,9 @@ def _row(
         (kept, [exact]),
         (replace(numbers, round_trip=None), [exact]),
         (numbers, [exact]),
+        (sliced, ["seq1f1b"]),
+        (sliced, ["slimpipe"]),
+        (sliced, [exact]),
     )
     found = {column: list(_offers(*asked[column], placements, time_limit_s)) for column in columns}
     best = []
@@ -226,6 +243,8 @@ def _subtitle(numbers: Numbers) -> str:
 BASE = Numbers()
 SMALL = Numbers(devices=4, microbatches=8, transfer=0)
 """Small enough that nearly all is proved."""
+LONG = Numbers(devices=4, microbatches=4, transfer=0, attention=1 / 3, slices=4, recomputed=0.9)
+"""A few long sequences, in four slices."""
 
 TABLES = (
     Table(
@@ -253,6 +272,16 @@ TABLES = (
             for budget, k in ((0.5, 0.5), (0.5, 2), (0.375, 0.5), (0.375, 1), (0.375, 2))
         ],
         RECOMPUTING,
+        placements=("linear",),
+    ),
+    Table(
+        "which-slices",
+        "memory over 1F1B's, k",
+        [
+            (f"{budget:g}, {k:g}", replace(LONG, budget=budget, round_trip=k))
+            for budget, k in ((1, 0.5), (0.5, 0.5), (0.5, 2), (0.375, 0.5), (0.375, 2), (0.25, 0.5), (0.25, 2))
+        ],
+        SLICED,
         placements=("linear",),
     ),
     Table(

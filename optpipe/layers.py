@@ -45,6 +45,19 @@ class LayerRecomputation(Document):
         return self
 
 
+class LayerAttention(Document):
+    """Causal attention in a layer: the parts of its times that grow with the square of a sequence, and its memory.
+
+    `key_value_bytes` are the keys and values of the microbatch, which later slices of a sequence read; the gradients
+    of them take as much.
+    """
+
+    forward_us: TimeUs
+    backward_input_us: TimeUs
+    backward_weight_us: TimeUs = 0
+    key_value_bytes: Bytes = 0
+
+
 class Layer(Document):
     """A layer, or `repeat` equal ones in a row.
 
@@ -53,6 +66,7 @@ class Layer(Document):
     gradients and the optimizer's state. `output_bytes` crosses to the next layer's device, and back as a gradient.
     `fixed_us` is the part of each of the three times that does not grow with the microbatch. `recomputation`: what it
     keeps if it is recomputed by itself; None where it is no block that the runtime runs again (embedding, head).
+    `attention`: what of its costs is causal attention; None: its times grow with the tokens.
     """
 
     name: str = Field(default="", max_length=200)
@@ -68,9 +82,24 @@ class Layer(Document):
     parameter_bytes: Bytes = 0
     output_bytes: Bytes = 0
     recomputation: LayerRecomputation | None = None
+    attention: LayerAttention | None = None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        for name in ("forward_us", "backward_input_us", "backward_weight_us") if self.attention else ():
+            part_us, whole_us = getattr(self.attention, name), getattr(self, name)
+            if part_us > whole_us - min(self.fixed_us, whole_us):
+                raise reject(
+                    "attention_too_large",
+                    f"has attention.{name} {part_us}, but {name} is {whole_us}, of which {self.fixed_us} are fixed_us. "
+                    "Maybe attention counts all layers",
+                )
+        if self.attention and self.attention.key_value_bytes > self.activation_bytes:
+            raise reject(
+                "attention_too_large",
+                f"has attention.key_value_bytes {self.attention.key_value_bytes} but activation_bytes is "
+                f"{self.activation_bytes}. Maybe keys and values are not counted in the activation",
+            )
         if self.recomputation and self.recomputation.kept_bytes > self.activation_bytes:
             raise reject(
                 "recomputation_too_large",
@@ -106,7 +135,7 @@ class LayerProfile(Displayed, Document):
     """The layers of a model in order, and the memory, link and copy channels of the machine.
 
     `memory_bytes` is the whole memory of a device that the model may use, parameters included (None: no limit).
-    Without `copies` nothing can be offloaded.
+    Without `copies` nothing can be offloaded. `sequence` is the number of tokens in a sequence, if it is known.
     """
 
     format: Literal["optpipe.layers/1"]
@@ -117,6 +146,7 @@ class LayerProfile(Displayed, Document):
     link: Link = Link()
     copies: HostCopies | None = None
     source: str = Field(default="", max_length=2000)
+    sequence: Count | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

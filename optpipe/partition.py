@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from optpipe.errors import InputError, Issue
 from optpipe.layers import HostCopies, Layer, LayerProfile
 from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, parse_recomputed, without_offload, without_shorthand
 from optpipe.problem import MAX_NAME, Objective, Problem
+from optpipe.sequences import DECIMALS, slice_times_us
 
 Kind = Literal["linear", "interleaved", "v"]
 
@@ -146,12 +147,15 @@ def build_problem(
     modes: Sequence[str] = (),
     objective: Objective = "makespan",
     name: str = "",
+    slices: Sequence[int] = (),
+    factors: Sequence[Mapping[str, float]] = (),
 ) -> Problem | None:
     """Build the scheduling problem of a layout; None if parameters alone exceed the memory of a device.
 
     A stage's times and activations are the sums over its layers, its workspace is the maximum over them. It may offload
     if `offload` is set, the profile has `copies`, and some of its layers can. `modes` names activation modes that
-    recompute (`check_layer_modes`); a stage has those by which it saves memory.
+    recompute (`check_layer_modes`); a stage has those by which it saves memory. `slices` are the tokens of each slice
+    of a sequence (`slice_lengths`; none or one: whole), `factors` those of microbatches in a free order.
     """
     budgets = [
         None if profile.memory_bytes is None else profile.memory_bytes - held
@@ -163,7 +167,7 @@ def build_problem(
     link = profile.link
     stages = layout.cut(profile.each_layer)
     befores = [None, *(layers[-1] for layers in stages[:-1])]
-    data = {
+    data: dict[str, Any] = {
         "format": "optpipe.problem/1",
         "name": name or profile.name,
         "microbatches": batching.microbatches,
@@ -184,6 +188,10 @@ def build_problem(
         ],
         "source": profile.source,
     }
+    if len(slices) > 1:
+        data |= _in_slices(profile, stages, scale, slices, data)
+    if factors:
+        data |= {"microbatch_factors": list(factors), "microbatch_order": "free"}
     if profile.copies:
         data |= {
             "copy_channels": profile.copies.channels.to_data(),
@@ -308,6 +316,95 @@ def _blocks(layers: Sequence[Layer], scale: float, count: int | None) -> dict[st
         "segment_bytes": segment,
         "moved_bytes": min(moved, sum(kept)),
     }
+
+
+def _in_slices(
+    profile: LayerProfile, stages: Sequence[Sequence[Layer]], scale: float, lengths: Sequence[int], data: dict[str, Any]
+) -> dict[str, Any]:
+    """Fields of the problem `data` of whole sequences that change where these are cut into slices.
+
+    Costs become those of a mean slice, with factors. Keys and values stay on the device, since later slices read them:
+    no mode throws them away or offloads them.
+    """
+    n, sequence = len(lengths), sum(lengths)
+    sizes = [round(n * length / sequence, DECIMALS) for length in lengths]
+    cut, transfers = [], []
+    for s, (stage, layers) in enumerate(zip(data["stages"], stages, strict=True)):
+        kv = _rounded_up(sum(layer.attention.key_value_bytes for layer in layers if layer.attention) * scale / n)
+        factors: dict[str, list[float]] = {"bytes": sizes}
+        one = _scaled_sizes(stage, n)
+        for kind in ("forward", "backward_input", "backward_weight"):
+            times_us = [
+                sum(times)
+                for times in zip(*(_slices_of(layer, f"{kind}_us", scale, lengths) for layer in layers), strict=True)
+            ]
+            mean_us = sum(times_us) / n
+            one[f"{kind}_us"] = mean_us
+            factors[kind] = [round(time_us / mean_us, DECIMALS) if mean_us else 1 for time_us in times_us]
+        factors["recompute"] = factors["forward"]
+        ratio = one["forward_us"] / stage["forward_us"] if stage["forward_us"] else 1 / n
+        _keep(one, max(0, one["activation_bytes"] - kv))
+        modes = []
+        for mode in one.pop("modes", ()):
+            mode["recompute_us"] *= ratio
+            mode["kept_bytes"] += kv
+            leaves = "offload" in mode
+            _keep(mode, mode["kept_bytes"] - kv)
+            if mode["kept_bytes"] < one["activation_bytes"] and leaves == ("offload" in mode):
+                modes.append(mode)
+        one |= {"modes": modes} if modes else {}
+        sent_bytes = (layers if s < len(stages) - 1 else stages[s - 1])[-1].output_bytes * scale
+        latency_us, rate = profile.link.latency_us, profile.link.bytes_per_us
+        delays_us = [latency_us + (sent_bytes * length / sequence / rate if rate else 0) for length in lengths]
+        mean_us = sum(delays_us) / n
+        transfers.append(mean_us)
+        factors["transfer"] = [round(delay_us / mean_us, DECIMALS) if mean_us else 1 for delay_us in delays_us]
+        own = {name: values for name, values in factors.items() if any(value != 1 for value in values)}
+        cut.append(one | {"slice_factors": own, "slice_gradient_bytes": kv})
+    common = cut[0]["slice_factors"]
+    alike = all(stage["slice_factors"] == common for stage in cut)
+    return {
+        "transfer_us": transfers[:-1] or 0,
+        "stages": [{k: v for k, v in stage.items() if not (alike and k == "slice_factors")} for stage in cut],
+        "slices": {"count": n, "factors": common if alike else {}},
+    }
+
+
+def _slices_of(layer: Layer, name: str, scale: float, lengths: Sequence[int]) -> list[float]:
+    """Times of one layer's op for each slice."""
+    whole_us = getattr(layer, name)
+    fixed_us = min(layer.fixed_us, whole_us)
+    attention_us = scale * getattr(layer.attention, name) if layer.attention else 0.0
+    return slice_times_us(scaled_us(layer, whole_us, scale), fixed_us, attention_us, lengths)
+
+
+def _scaled_sizes(fields: Mapping[str, Any], parts: int) -> dict[str, Any]:
+    """Fields of a stage or a mode with every size a part of what it was, rounded up."""
+    scaled: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "modes":
+            scaled[name] = [_scaled_sizes(mode, parts) for mode in value]
+        elif name == "workspace_bytes" and isinstance(value, Mapping):
+            scaled[name] = {kind: -(-size // parts) for kind, size in value.items()}
+        elif name == "offload":
+            scaled[name] = _fewer_bytes(value, -(-value["bytes"] // parts))
+        else:
+            scaled[name] = -(-value // parts) if name.endswith("_bytes") else value
+    return scaled
+
+
+def _keep(fields: dict[str, Any], most_bytes: int) -> None:
+    """Let at most so many bytes of a stage or a mode leave; without any it has no offload."""
+    if "offload" in fields:
+        fields["offload"] = _fewer_bytes(fields["offload"], most_bytes)
+        if not fields["offload"]["bytes"]:
+            del fields["offload"]
+
+
+def _fewer_bytes(offload: Mapping[str, float], most_bytes: int) -> dict[str, float]:
+    """Copies of at most so many bytes, at the same rates."""
+    size = min(most_bytes, offload["bytes"])
+    return {"bytes": size} | {name: offload[name] * size / offload["bytes"] for name in ("offload_us", "reload_us")}
 
 
 def _rounded_up(size: float) -> int:

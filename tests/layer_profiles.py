@@ -19,6 +19,12 @@ BLOCK: dict[str, Any] = {
 }
 
 
+ATTENDING: dict[str, Any] = BLOCK | {
+    "attention": {"forward_us": 5, "backward_input_us": 5, "key_value_bytes": 20},
+}
+"""A block of which half of F and B is attention."""
+
+
 def profile(blocks: int = 8, *, head: int = 1, **more: Any) -> LayerProfile:
     """Equal blocks, and a head that takes `head` times a block's time."""
     times = {key: head * BLOCK[key] for key in ("forward_us", "backward_input_us", "backward_weight_us")}

@@ -6,11 +6,21 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from examples.pictures import any_timing, budgets, front, objectives, offload, passes, placements, recomputation
+from examples.pictures import (
+    any_timing,
+    budgets,
+    front,
+    objectives,
+    offload,
+    passes,
+    placements,
+    recomputation,
+    slices,
+)
 from optpipe.plot.figure import encode, settings
 from optpipe.plot.panel import Panel
 
-MODULES = (front, passes, objectives, budgets, offload, recomputation, placements, any_timing)
+MODULES = (front, passes, objectives, budgets, offload, recomputation, slices, placements, any_timing)
 PICTURES: Mapping[str, Callable[[], Panel]] = {
     name: draw for module in MODULES for name, draw in module.PICTURES.items()
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from matplotlib.collections import PolyCollection
+from matplotlib.patches import Patch
 
 from examples.pictures.memory import draw_memory, highest_bytes
 from optpipe.ops import KINDS, STREAM_OF_KIND
@@ -35,12 +37,16 @@ COMPUTE = 0
 
 @dataclass(frozen=True)
 class Strip:
-    """Schedule with a title. `devices`: devices to draw (empty: all); `memory`: devices whose memory is drawn too."""
+    """Schedule with a title. `devices`: devices to draw (empty: all); `memory`: devices whose memory is drawn too.
+
+    `microbatch_shades`: the shade of a box says of which microbatch it is, instead of which stage of its device.
+    """
 
     title: str
     timed: Simulation
     devices: Sequence[int] = ()
     memory: Sequence[int] = ()
+    microbatch_shades: bool = False
 
     @property
     def shown(self) -> Sequence[int]:
@@ -64,15 +70,17 @@ def sheet(strips: Sequence[Strip]) -> tuple[Panel, Sequence[Rows]]:
     longest_us = max(float(strip.timed.end_us.max()) for strip in strips)
     panel = Panel.of(WIDTH_INCHES, layout[-1].bottom, MARGINS, 0.0, longest_us, time_unit(longest_us))
     top_bytes = max(highest_bytes(strip.timed, strip.memory) for strip in strips)
-    boxes: list[Box] = []
+    boxes = [_boxes(strip, rows) for strip, rows in zip(strips, layout, strict=True)]
     for strip, rows in zip(strips, layout, strict=True):
         _draw_idle(panel, strip.timed, rows)
         _draw_words(panel, strip, rows)
-        boxes += _boxes(strip.timed, rows)
         for device, lane in rows.memory.items():
             draw_memory(panel, lane, strip.timed, device, top_bytes)
-    draw_boxes(panel, boxes)
-    draw_numbers(panel, boxes)
+    draw_boxes(panel, list(chain(*boxes)))
+    # Slices are narrower than whole microbatches, whose numbers are drawn all the same.
+    sliced = any(strip.timed.problem.slice_count > 1 for strip in strips)
+    for alike in boxes if sliced else [list(chain(*boxes))]:
+        draw_numbers(panel, alike)
     _draw_legend(panel, strips)
     return panel, layout
 
@@ -107,14 +115,18 @@ def _streams(timed: Simulation, device: int) -> list[int]:
     return sorted({COMPUTE, *np.asarray(STREAM_OF_KIND)[kinds].tolist()})
 
 
-def _boxes(timed: Simulation, rows: Rows) -> list[Box]:
-    boxes = []
+def _boxes(strip: Strip, rows: Rows) -> list[Box]:
+    boxes, timed = [], strip.timed
     for op, device, start_us, end_us in zip(timed.ops, timed.device, timed.start_us, timed.end_us, strict=True):
         lane = rows.lanes.get((int(device), STREAM_OF_KIND[KINDS.index(op.kind)]))
         if lane:
-            stages = timed.problem.stages_of[device]
-            colour = op_colour(op.kind, stages.index(op.stage), len(stages))
-            label = timed.problem.unit_name(op.microbatch)
+            problem = timed.problem
+            stages = problem.stages_of[device]
+            shade = stages.index(op.stage), len(stages)
+            if strip.microbatch_shades:
+                shade = op.microbatch // problem.slice_count, problem.microbatches
+            colour = op_colour(op.kind, *shade)
+            label = problem.unit_name(op.microbatch)
             boxes.append(Box(float(start_us), float(end_us), op, lane, colour, label))
     return boxes
 
@@ -141,6 +153,10 @@ def _draw_legend(panel: Panel, strips: Sequence[Strip]) -> None:
     kinds = {KINDS[code] for strip in strips for code in strip.timed.ops.kind.tolist()}
     stages = max(len(stages) for strip in strips for stages in strip.timed.problem.stages_of)
     entries = op_entries(kinds, stages)
+    if any(strip.microbatch_shades for strip in strips):
+        count = max(strip.timed.problem.microbatches for strip in strips)
+        shades = tuple(Patch(facecolor=op_colour("F", rank, count)) for rank in range(count))
+        entries.insert(len(kinds), (shades, "first to last microbatch"))
     ops, rest = entries[: len(kinds)], entries[len(kinds) :]
     if any(strip.memory for strip in strips):
         rest += memory_entries(any(strip.timed.problem.devices[0].memory_bytes for strip in strips))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,14 +35,27 @@ from optpipe.units import share_text, us_text
 if TYPE_CHECKING:
     from optpipe.layers import LayerProfile
     from optpipe.problem import Objective
+    from optpipe.schedule import Schedule
+    from optpipe.sequences import Lengths, SliceBy
     from solver.layout.candidates import Search
+    from solver.layout.imbalance import InOrder
     from solver.layout.ranking import Judged, OnJudged
 
 SHOWN = 24
 """Most rows of the table, and most reasons printed if no layout has a schedule; `--json` has all."""
 
+MOST_ORDER = 64
+"""Most microbatches whose order is printed; the schedule has all."""
+
 MAX_DIGITS = 7
 """Digits of the largest global batch."""
+
+
+class SliceChoice(StrEnum):
+    """What slices of one sequence have in common."""
+
+    COMPUTE = "compute"
+    LENGTH = "length"
 
 
 class OffloadChoice(StrEnum):
@@ -55,7 +69,9 @@ class OffloadChoice(StrEnum):
 def command(
     layers: Annotated[Path, typer.Argument(help="A layer profile (optpipe.layers/1).", metavar="LAYERS.json")],
     devices: Annotated[int, typer.Option(min=1, max=4096, help="Devices of the pipeline.")],
-    global_batch: Annotated[int, typer.Option(min=1, max=10**6, help="Sequences in one training step.")],
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="Sequences in one training step; needed without --lengths.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file for the best schedule.")] = None,
     microbatch_sizes: Annotated[
         str | None, typer.Option(help="Microbatch sizes to try, in sequences; default: 1, 2, 4, ...", metavar="1,2,4")
@@ -77,6 +93,26 @@ def command(
             "selective (each layer from its own), selective-2 (the first two), blocks (selective with each number), "
             "and +offload behind these. Default: none.",
             metavar="a,b",
+        ),
+    ] = None,
+    slices: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of slices to try, into which each sequence is cut; default: 1. Needs a profile that says "
+            "what attention costs, such as one of a table.",
+            metavar="1,2,4",
+        ),
+    ] = None,
+    slice_by: Annotated[
+        SliceChoice | None,
+        typer.Option(help="Slices of a sequence have equal compute or equal length; default: compute."),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="The microbatches of one step, instead of --global-batch: a JSON list or a line for each, with the "
+            "tokens of its sequence, or of each document packed into it. Their order is chosen too.",
+            metavar="FILE",
         ),
     ] = None,
     memory: Annotated[
@@ -105,6 +141,7 @@ def command(
     The table shows which layout wins and why the others lose; the schedule of the best is ready for `optpipe train`.
     """
     from optpipe.layers import LayerProfile
+    from optpipe.sequences import load_lengths
     from solver.layout.candidates import candidates
     from solver.layout.ranking import rank
     from solver.limits import Limits, available_cores
@@ -121,7 +158,22 @@ def command(
             )
             raise InputError([Issue("--memory-margin", "meaningless", detail)])
         profile = profile.model_copy(update={"memory_bytes": int(profile.memory_bytes * (1 - memory_margin))})
+    given = None if lengths is None else load_lengths(lengths)
+    if given is not None:
+        meaningless = {"--global-batch": global_batch, "--microbatch-sizes": microbatch_sizes, "--slices": slices}
+        for option, value in meaningless.items():
+            if value is not None:
+                detail = "has no meaning here: --lengths gives the microbatches, which stay whole. Maybe leave it out."
+                raise InputError([Issue(option, "meaningless", detail)])
+        global_batch, microbatch_sizes = len(given) * profile.microbatch_size, str(profile.microbatch_size)
+    elif global_batch is None:
+        detail = "is missing. Maybe --global-batch 64, or --lengths with a file."
+        raise InputError([Issue("--global-batch", "missing", detail)])
+    if slices is None and slice_by is not None:
+        detail = "has no meaning here: --slices is not given. Maybe --slices 1,2,4."
+        raise InputError([Issue("--slice-by", "meaningless", detail)])
     search = _search(profile, devices, global_batch, microbatch_sizes, placements, offload, objective, modes)
+    search = _of_unequal(profile, search, slices, slice_by, given)
     compile_once()
     limits = Limits(time_limit, workers=workers or available_cores())
     what = f"judging layouts of {profile.name or layers.name} for up to {time_limit:g} s"
@@ -137,10 +189,15 @@ def command(
         from optpipe.schedule import schedule_text
 
         write_atomically(output, schedule_text(schedule))
+    imbalance = None if given is None else _Imbalance.of(profile, schedule, given)
     if as_json:
-        print_json({"layouts": [_document(one) for one in judged], "output": str(output) if output else None})
+        document: dict[str, Any] = {"layouts": [_document(one) for one in judged]}
+        document |= {"output": str(output) if output else None}
+        print_json(document | ({"lengths": imbalance.document()} if imbalance else {}))
     else:
         _print(judged, output)
+        if imbalance:
+            imbalance.print()
     return 130 if limits.cancel.requested else 0
 
 
@@ -182,6 +239,81 @@ def _search(
     return Search(devices, global_batch, microbatch_sizes, names, choices, aim, recomputing)
 
 
+def _of_unequal(
+    profile: LayerProfile, search: Search, slices: str | None, slice_by: SliceChoice | None, lengths: Lengths | None
+) -> Search:
+    """Add slices, or microbatches of unequal lengths, to the search space. Raises InputError."""
+    from optpipe.sequences import microbatch_factors, require_attention
+
+    if lengths is not None:
+        require_attention(profile, "--lengths")
+        factors = microbatch_factors(profile, lengths)
+        return replace(search, factors=factors, documents=sum(map(len, lengths)))
+    if slices is None:
+        return search
+    counts = []
+    for part in names_in(slices):
+        count = int(part) if part.isdecimal() and len(part) <= MAX_DIGITS else 0
+        sequence = profile.sequence or 10**MAX_DIGITS
+        if not 1 <= count <= sequence:
+            detail = f"holds {shown(part)}, but a sequence of {sequence:,} tokens has from 1 to as many slices."
+            raise InputError([Issue("--slices", "out_of_range", detail)])
+        counts.append(count)
+    if max(counts) > 1:
+        require_attention(profile, "--slices")
+    by: SliceBy = "length" if slice_by is SliceChoice.LENGTH else "compute"
+    return replace(search, slices=list(dict.fromkeys(counts)), slice_by=by)
+
+
+@dataclass(frozen=True)
+class _Imbalance:
+    """What unequal lengths cost: the plan beside published schedules of each order and of equal microbatches."""
+
+    schedule: Schedule
+    orders: Sequence[InOrder]
+    equal: Sequence[InOrder]
+
+    @classmethod
+    def of(cls, profile: LayerProfile, schedule: Schedule, lengths: Lengths) -> _Imbalance:
+        """Time the published schedules of the layout that won."""
+        from optpipe.sequences import evened, microbatch_factors
+        from solver.layout.imbalance import best_published, published_in_orders, without_imbalance
+
+        problem = schedule.problem
+        count = range(problem.microbatches)
+        equal = {
+            "equal, the same work": None,
+            "equal lengths, the same tokens": microbatch_factors(profile, evened(lengths)),
+        }
+        found = [best_published(without_imbalance(problem, own), name, count) for name, own in equal.items()]
+        return cls(schedule, published_in_orders(problem), [one for one in found if one])
+
+    def document(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        schedule = self.schedule
+        return {
+            "microbatch_factors": schedule.problem.to_data()["microbatch_factors"],
+            "microbatch_order": schedule.microbatch_order,
+            "published": [asdict(one) for one in self.orders],
+            "equal": [asdict(one) for one in self.equal],
+        }
+
+    def print(self) -> None:
+        """Print the table of orders and the order of the plan."""
+        schedule, console = self.schedule, stdout()
+        rows = table("order of the microbatches", "schedule", "step", "bubble")
+        rows.columns[1].justify = "left"
+        for one in (*sorted(self.orders, key=lambda one: (one.name != "given", one.value_us)), *self.equal):
+            rows.add_row(one.name, one.method, us_text(one.value_us), share_text(one.bubble))
+        bubble = 1 - max(schedule.problem.work_us) / schedule.value_us
+        rows.add_row("this plan", schedule.method, us_text(schedule.value_us), share_text(bubble))
+        console.print()
+        console.print(rows)
+        order = schedule.microbatch_order or range(schedule.problem.microbatches)
+        text = " ".join(map(str, order[:MOST_ORDER]))
+        console.print(f"microbatches in the order {text}{' ...' if len(order) > MOST_ORDER else ''}")
+
+
 def _microbatch_sizes(text: str | None, devices: int, global_batch: int, issues: list[Issue]) -> list[int]:
     """Parse the sizes, or default to powers of two that leave a microbatch per device; all divide the global batch."""
     if text is None:
@@ -221,6 +353,8 @@ def _document(one: Judged) -> dict[str, Any]:
         "microbatch_size": candidate.batching.microbatch_size,
         "microbatches": candidate.batching.microbatches,
         "offload": candidate.offload,
+        "slices": max(1, len(candidate.slices)),
+        "slice_lengths": list(candidate.slices) or None,
         "value_us": schedule.value_us if schedule else None,
         "bound_us": one.bound_us if one.bound_us < float("inf") else None,
         "sequences_per_s": one.sequences_per_s if schedule else None,
@@ -234,7 +368,8 @@ def _document(one: Judged) -> dict[str, Any]:
 
 
 def _print(judged: Sequence[Judged], output: Path | None) -> None:
-    choices = ("placement", "cut", "microbatch", "offload")
+    sliced = ("slices",) if any(one.candidate.slices for one in judged) else ()
+    choices = ("placement", "cut", "microbatch", *sliced, "offload")
     again = ("recomputed",) if any(one.recomputed for one in judged) else ()
     rows = table(*choices, "step", "sequences / s", "bubble", "peak bytes", "host bytes", *again, "")
     rows.columns[1].justify = rows.columns[-1].justify = "left"
@@ -250,7 +385,8 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
             figures += [f"{one.recomputed:,}" for _ in again]
             reason = one.why_not or f"{100 * (one.value_us / best.value_us - 1):.1f} % slower"
         offload = "yes" if candidate.offload else "no"
-        rows.add_row(candidate.placement, candidate.cut, size, offload, *figures, "wins" if one is best else reason)
+        where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
+        rows.add_row(*where, offload, *figures, "wins" if one is best else reason)
     console = stdout()
     console.print(rows)
     if len(judged) > SHOWN:
@@ -260,5 +396,7 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
     console.print(
         f"layers of each stage: {' '.join(map(str, best.candidate.layout.sizes))} (optpipe train --cut {cut})"
     )
+    if best.candidate.slices:
+        console.print(f"tokens of each slice: {' '.join(f'{length:,}' for length in best.candidate.slices)}")
     if output:
         console.print(f"wrote {output}")

@@ -14,7 +14,7 @@ bs(32h) of it, or the same share of the rest after recomputing; 20bsh of it can 
 these. The head keeps its input and the float32 logits, 4bsV bytes, until B, and the input and the gradient of the
 logits until W. Tensor parallelism with sequence parallelism divides all of this, including the bytes of messages. The
 message of a microbatch is its activation, bsh elements, and that is what a recomputed layer keeps; recomputing it takes
-as long as F.
+as long as F. Keys and values are twice that, with as many heads as queries have.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def build_profile(table: SizeTable) -> LayerProfile:
             "link": Link(latency_us=machine.link_latency_us, bytes_per_us=machine.link_gb_per_s * 1e3),
             "copies": copies,
             "source": " ".join(filter(None, (table.source, "By formula from a table of sizes, nothing measured."))),
+            "sequence": table.model.sequence,
         },
         f"by formula from {table.name or 'the table'}",
     )
@@ -79,7 +80,8 @@ def assumptions(table: SizeTable) -> list[str]:
     return [
         f"Matrix products run at {machine.teraflops:g} TFLOP/s, the same for every layer; nothing else takes time but "
         f"{machine.launch_us:g} us a layer and pass.",
-        "Attention is counted in full: nothing is saved for a causal mask.",
+        "Attention is counted in full: nothing is saved for a causal mask. Slices of a sequence share this time as a "
+        "causal mask would, by the pairs of tokens.",
         f"A layer keeps {units}, {scores}; norms and GeLU "
         f"{'are computed again in B' if kept.recomputed else 'are kept'}.",
         "A layer that is recomputed keeps its input alone, and its second forward takes as long as the first.",
@@ -137,6 +139,7 @@ class _Costs:
             4 * h * h + 2 * h * self.inner + 9 * h + self.inner,
             repeat=model.layers,
             recomputed=True,
+            attention=scores,
         )
 
     def head(self) -> Layer:
@@ -160,12 +163,21 @@ class _Costs:
         repeat: int = 1,
         *,
         recomputed: bool = False,
+        attention: float = 0,
     ) -> Layer:
         precision, parallel, launch_us = self.table.precision, self.table.parallel, self.table.machine.launch_us
         shared_by = parallel.data if parallel.sharded_optimizer else 1
         parameter_bytes = precision.weight_bytes + precision.gradient_bytes + precision.optimizer_bytes / shared_by
         message = self._bytes(2 * self.elements * self.tokens * self.hidden)
-        again = {"recomputation": {"kept_bytes": message, "offload_bytes": message}} if recomputed else {}
+        own: dict[str, object] = {}
+        if recomputed:
+            own["recomputation"] = {"kept_bytes": message, "offload_bytes": message}
+        if attention:
+            own["attention"] = {
+                "forward_us": self._us(4 * attention),
+                "backward_input_us": self._us(8 * attention),
+                "key_value_bytes": 2 * message,
+            }
         return Layer.from_data(
             {
                 "name": name,
@@ -180,7 +192,7 @@ class _Costs:
                 "parameter_bytes": self._bytes(parameters * parameter_bytes),
                 "output_bytes": message,
             }
-            | again,
+            | own,
             f"{name}, by formula from {self.table.name or 'the table'}",
         )
 

@@ -7,9 +7,9 @@ time left when it begins: an overrun shortens the slices after it, and the searc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import inf
 from threading import Lock
 
@@ -29,6 +29,7 @@ from optpipe.partition import (
     work_us,
 )
 from optpipe.problem import Objective, Problem
+from optpipe.sequences import SliceBy, model_times_us, require_attention, slice_lengths
 from solver.exact.cp_sat.model import configured_solver, solve_unless_cancelled
 from solver.limits import Limits
 
@@ -152,7 +153,10 @@ class _CutModel:
 class Search:
     """Search space of layouts. `microbatch_sizes` must divide `global_batch` (both in sequences).
 
-    `modes` names activation modes that recompute (`check_layer_modes`), which every layout may use.
+    `modes` names activation modes that recompute (`check_layer_modes`), which every layout may use. `slices`: numbers
+    of slices of a sequence, which is cut by equal compute or equal length (`slice_by`). `factors` are those of the
+    microbatches of a step in which lengths differ, in a free order: then `microbatch_sizes` is the profile's alone, and
+    `global_batch` that times their number. `documents`: how many sequences they have (None: `global_batch`).
     """
 
     devices: int
@@ -162,11 +166,18 @@ class Search:
     offload: Sequence[bool] = (False, True)
     objective: Objective = "makespan"
     modes: Sequence[str] = ()
+    slices: Sequence[int] = (1,)
+    slice_by: SliceBy = "compute"
+    factors: Sequence[Mapping[str, float]] = ()
+    documents: int | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout with its problem, or why it has none. `cut` is `even` or `balanced`."""
+    """Layout with its problem, or why it has none. `cut` is `even` or `balanced`.
+
+    `sequences` is their number in one training step. `slices`: tokens of each slice of a sequence; empty: whole.
+    """
 
     placement: str
     cut: str
@@ -174,18 +185,16 @@ class Candidate:
     batching: Batching
     offload: bool
     problem: Problem | None
+    sequences: int
     why_not: str = ""
-
-    @property
-    def sequences(self) -> int:
-        """Sequences in one training step: microbatches times microbatch size."""
-        return self.batching.microbatches * self.batching.microbatch_size
+    slices: Sequence[int] = ()
 
     @property
     def name(self) -> str:
         """Description of the layout, for users."""
         offload = ", offload" if self.offload else ""
-        return f"{self.placement}, {self.cut} cut, microbatch {self.batching.microbatch_size}{offload}"
+        slices = f", {len(self.slices)} slices" if self.slices else ""
+        return f"{self.placement}, {self.cut} cut, microbatch {self.batching.microbatch_size}{slices}{offload}"
 
 
 def candidates(profile: LayerProfile, search: Search, limits: Limits | None = None) -> Iterator[Candidate]:
@@ -197,13 +206,14 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
     cutter = Cutter(profile)
     may_offload = profile.copies is not None and any(layer.offload_bytes for layer in profile.layers)
     offloads = tuple(dict.fromkeys(offload and may_offload for offload in search.offload))
+    slicings = _slicings(profile, search)
     for name in search.placements:
         kind, chunks = parse_placement(name)
         devices = placement(kind, search.devices, chunks)
         for size in search.microbatch_sizes:
             batching = Batching(size, search.global_batch // size)
             for cut, layout, why_not in _layouts(cutter, profile, devices, size / profile.microbatch_size, limits):
-                for offload in offloads:
+                for slices, offload in product(slicings, offloads):
                     problem, reason = None, why_not
                     if layout is not None:
                         problem = build_problem(
@@ -214,13 +224,27 @@ def candidates(profile: LayerProfile, search: Search, limits: Limits | None = No
                             modes=search.modes,
                             objective=search.objective,
                             name=name_with_cut(profile.name, layout),
+                            slices=slices,
+                            factors=search.factors,
                         )
                         reason = ""
                     if layout is not None and problem is None:
                         held = parameter_bytes(profile, layout)
                         device, budget = max(range(len(held)), key=held.__getitem__), profile.memory_bytes
                         reason = f"parameters alone take {held[device]:,} of {budget:,} bytes on device {device}"
-                    yield Candidate(placement_name(kind, chunks), cut, layout, batching, offload, problem, reason)
+                    sequences = search.global_batch if search.documents is None else search.documents
+                    where = placement_name(kind, chunks), cut, layout, batching
+                    yield Candidate(*where, offload, problem, sequences, reason, slices)
+
+
+def _slicings(profile: LayerProfile, search: Search) -> Sequence[Sequence[int]]:
+    """Tokens of the slices for each number of them; empty for whole sequences."""
+    total_us, _, attention_us = model_times_us(profile)
+    share = attention_us / total_us if total_us else 0.0
+    return [
+        () if count == 1 else slice_lengths(require_attention(profile, "slices"), count, search.slice_by, share)
+        for count in search.slices
+    ]
 
 
 def _layouts(

@@ -37,6 +37,18 @@ def test_round_trip() -> None:
             {"recomputation": {"kept_bytes": 10, "offload_bytes": 11}},
             "layers[0].recomputation has offload_bytes 11 but kept_bytes is 10",
         ),
+        (
+            {"attention": {"forward_us": 11, "backward_input_us": 0}},
+            "layers[0] has attention.forward_us 11, but forward_us is 10, of which 0 are fixed_us",
+        ),
+        (
+            {"fixed_us": 6, "attention": {"forward_us": 0, "backward_input_us": 5}},
+            "layers[0] has attention.backward_input_us 5, but backward_input_us is 10, of which 6 are fixed_us",
+        ),
+        (
+            {"attention": {"forward_us": 0, "backward_input_us": 0, "key_value_bytes": 101}},
+            "layers[0] has attention.key_value_bytes 101 but activation_bytes is 100",
+        ),
         ({"repeat": 3000}, "layers hold 3000 with repeats, but at most 2000"),
         ({"forward_ms": 1}, "layers[0].forward_ms is not a field. Maybe you meant forward_us"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
-from tests.layer_profiles import BLOCK, profile
+from tests.layer_profiles import ATTENDING, BLOCK, profile
 from tests.optpipe.cli.conftest import Cli
 
 
@@ -80,6 +80,96 @@ def test_bad_options(cli: Cli, layers: Path, options: tuple[str, ...], message: 
     run = cli("plan", layers, "--devices", "2", "--global-batch", "8", *options)
     assert run.code == 2
     assert message in run.err
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    """Sequences of 64 tokens whose attention takes half of F and B, with room for one of two stages' whole ones."""
+    path = tmp_path / "long.json"
+    more = {"sequence": 64, "name": "long", "memory_bytes": 4000 + 550}
+    path.write_text(profile(8, head=1, **more, layers=[ATTENDING | {"repeat": 8}]).to_json())
+    return path
+
+
+def test_slices_are_chosen_where_they_fit_better(cli: Cli, long: Path, tmp_path: Path) -> None:
+    out = tmp_path / "best.json"
+    options = ("--devices", "2", "--global-batch", "3", "--placements", "linear", "-o", out)
+    run = cli("plan", long, *options, "--slices", "1,4", "--time-limit", "6", "--json")
+    assert run.code == 0
+    first = run.document["layouts"][0]
+    assert (first["slices"], len(first["slice_lengths"]), sum(first["slice_lengths"])) == (4, 4, 64)
+    assert first["slice_lengths"] == sorted(first["slice_lengths"], reverse=True)
+    assert {one["slices"] for one in run.document["layouts"]} == {1, 4}
+    schedule = Schedule.load(out)
+    assert verify(schedule).ok
+    assert schedule.problem.slice_count == 4
+    shown = cli("plan", long, *options, "--slices", "4", "--slice-by", "length", "--time-limit", "2").out
+    assert "tokens of each slice: 16 16 16 16" in shown
+    assert shown.splitlines()[0].split()[:4] == ["placement", "cut", "microbatch", "slices"]
+
+
+def test_lengths_of_microbatches(cli: Cli, long: Path, tmp_path: Path) -> None:
+    """Which order is chosen, and what the imbalance costs beside other orders and equal microbatches."""
+    lengths, out = tmp_path / "lengths.txt", tmp_path / "best.json"
+    lengths.write_text("64\n16\n32 32\n8\n")
+    options = (
+        "--devices",
+        "2",
+        "--lengths",
+        lengths,
+        "--placements",
+        "linear",
+        "--memory",
+        "6KB",
+        "--time-limit",
+        "20",
+    )
+    run = cli("plan", long, *options, "--time-limit", "5", "-o", out, "--json")
+    assert run.code == 0
+    schedule, found = Schedule.load(out), run.document["lengths"]
+    assert verify(schedule).ok
+    assert found["microbatch_order"] == list(schedule.microbatch_order or ())
+    assert sorted(found["microbatch_order"]) == [0, 1, 2, 3]
+    assert [entry["bytes"] for entry in found["microbatch_factors"]] == [1, 0.25, 1, 0.125]
+    given = found["published"][0]
+    assert (given["name"], given["microbatch_order"]) == ("given", [0, 1, 2, 3])
+    assert schedule.value_us <= min(one["value_us"] for one in found["published"])
+    same, level = found["equal"]
+    assert same["bubble"] <= given["bubble"]
+    assert level["value_us"] < same["value_us"]  # long documents have more attention
+    shown = cli("plan", long, *options, "--time-limit", "2").out
+    assert "this plan" in shown
+    assert "microbatches in the order " in shown
+    assert "equal lengths, the same tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--global-batch is missing. Maybe --global-batch 64, or --lengths with a file."),
+        (("--global-batch", "4", "--slices", "0"), "--slices holds '0', but a sequence of 64 tokens has from 1 to"),
+        (("--global-batch", "4", "--slices", "65"), "--slices holds '65', but a sequence of 64 tokens has from 1 to"),
+        (("--global-batch", "4", "--slice-by", "length"), "--slice-by has no meaning here: --slices is not given."),
+        (("--lengths", "LENGTHS", "--global-batch", "4"), "--global-batch has no meaning here: --lengths gives the"),
+        (("--lengths", "LENGTHS", "--slices", "2"), "--slices has no meaning here: --lengths gives the microbatches"),
+    ],
+)
+def test_bad_slices_and_lengths(cli: Cli, long: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    (tmp_path / "lengths.json").write_text("[64, 32]")
+    named = [str(tmp_path / "lengths.json") if option == "LENGTHS" else option for option in options]
+    run = cli("plan", long, "--devices", "2", *named)
+    assert run.code == 2
+    assert message in run.err
+
+
+def test_slices_need_the_costs_of_attention(cli: Cli, layers: Path, tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[64, 32]")
+    run = cli("plan", layers, "--devices", "2", "--global-batch", "4", "--slices", "1,2")
+    assert run.code == 2
+    assert "--slices needs to know how costs grow with the length of a sequence, but the profile has no seq" in run.err
+    run = cli("plan", layers, "--devices", "2", "--lengths", tmp_path / "lengths.json")
+    assert run.code == 2
+    assert "--lengths needs to know how costs grow" in run.err
 
 
 def test_nothing_fits(cli: Cli, layers: Path) -> None:

@@ -29,6 +29,22 @@ def test_layer_times_are_zero_bubbles_operations() -> None:
     assert head.forward_us == pytest.approx(2 * s * h * 50_000 / rate)
 
 
+def test_attention_is_the_part_that_grows_with_the_square() -> None:
+    short, long = (
+        build_profile(table(model=MODEL | {"sequence": s, "microbatch_size": 4096 // s})) for s in (1024, 4096)
+    )
+    assert (short.sequence, long.sequence) == (1024, 4096)
+    for kind in ("forward_us", "backward_input_us", "backward_weight_us"):
+        times_us = [getattr(profile.layers[1], kind) for profile in (short, long)]
+        parts_us = [getattr(profile.layers[1].attention, kind) for profile in (short, long)]
+        assert parts_us[1] == pytest.approx(4 * parts_us[0])  # of as many tokens
+        assert times_us[1] - parts_us[1] == pytest.approx(times_us[0] - parts_us[0])
+    attention = long.layers[1].attention
+    assert attention is not None
+    assert attention.key_value_bytes == 2 * 2 * 4096 * 2048
+    assert long.layers[0].attention is long.layers[2].attention is None
+
+
 def test_layer_memory_is_zero_bubbles() -> None:
     s, h, a = 1024, 2048, 16
     kept = build_profile(table(kept={"attention_scores": True})).layers[1]

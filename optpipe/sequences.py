@@ -1,0 +1,174 @@
+"""Sequences cut into slices, and microbatches of unequal lengths: what each costs beside the others.
+
+A layer's time has a part that grows with the tokens and, with causal attention, one that grows with the pairs of
+tokens of one document: ``S^2 / 2`` in a document of S tokens. A slice of L tokens that ends at token P of its sequence
+attends to ``L P - L^2 / 2`` of these pairs (Seq1F1B, arXiv 2406.03488), so later slices take longer, or are shorter. Of
+microbatches the tokens and the squares of the documents' lengths add up (WLB-LLM, arXiv 2503.17924).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log2, sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+from optpipe.document import parse_json, read_bounded, shown
+from optpipe.errors import InputError, Issue
+from optpipe.layers import Layer, LayerProfile
+from optpipe.problem import MAX_COUNT
+
+SliceBy = Literal["compute", "length"]
+"""What slices of one sequence have in common: the time they take, or the tokens they have."""
+
+DECIMALS = 6
+"""Decimals of a factor."""
+
+MOST_MULTIPLE = 128
+"""Largest number of tokens of which the length of a slice is a multiple by default."""
+
+MAX_LENGTHS_BYTES = 2**24
+MOST_ISSUES = 20
+"""Most wrong entries of a file that are named."""
+
+MAX_LENGTH = 10**9
+"""Most tokens of a document."""
+
+
+def slice_lengths(
+    sequence: int, count: int, by: SliceBy = "length", attention_share: float = 0.0, multiple: int | None = None
+) -> tuple[int, ...]:
+    """Tokens of each slice of a sequence, all with the same number of tokens or all with the same work.
+
+    `attention_share`: share of attention in the work on the whole sequence. Lengths are multiples of `multiple`, but
+    for the rest at the end; None: of the largest power of two up to 128 that is at most a 64th of an equal slice.
+    Raises ValueError if the slices are too many.
+    """
+    if not 1 <= count <= sequence:
+        raise ValueError(f"a sequence of {sequence:,} tokens has no {count:,} slices. Maybe from 1 to {sequence:,}.")
+    if multiple is None:
+        multiple = min(MOST_MULTIPLE, 2 ** int(log2(max(1, sequence // (64 * count)))))
+    linear = 1 - attention_share if by == "compute" else 1.0
+    ends = [0]
+    for k in range(1, count):
+        # Up to this place the work, ``linear x + (1 - linear) x^2`` in a sequence of length 1, is k of count parts.
+        work = k / count
+        place = 2 * work / (linear + sqrt(linear**2 + 4 * (1 - linear) * work))
+        rounded = multiple * round(place * sequence / multiple)
+        ends.append(min(max(rounded, ends[-1] + 1), sequence - (count - k)))
+    return tuple(end - begin for begin, end in zip(ends, [*ends[1:], sequence], strict=True))
+
+
+def attention_shares(lengths: Sequence[int]) -> list[float]:
+    """Share of each slice in the causal attention of the whole sequence."""
+    sequence, end, shares = sum(lengths), 0, []
+    for length in lengths:
+        end += length
+        shares.append(length * (2 * end - length) / sequence**2)
+    return shares
+
+
+def slice_times_us(time_us: float, fixed_us: float, attention_us: float, lengths: Sequence[int]) -> list[float]:
+    """Time of each slice in an op that takes `time_us` on the whole sequence.
+
+    `attention_us` of it is causal attention; `fixed_us` does not depend on the length, and every slice takes it.
+    """
+    sequence, linear_us = sum(lengths), time_us - fixed_us - attention_us
+    return [
+        fixed_us + linear_us * length / sequence + attention_us * share
+        for length, share in zip(lengths, attention_shares(lengths), strict=True)
+    ]
+
+
+def require_attention(profile: LayerProfile, field: str) -> int:
+    """Tokens of a profile's sequences. Raises InputError if it does not say, or not what attention costs."""
+    if profile.sequence is None or not any(layer.attention for layer in profile.layers):
+        missing = "sequence" if profile.sequence is None else "layers[].attention"
+        detail = (
+            f"needs to know how costs grow with the length of a sequence, but the profile has no {missing}. Maybe "
+            "add it, or make the profile of a table: optpipe profile --from-table."
+        )
+        raise InputError([Issue(field, "missing_attention", detail)])
+    return profile.sequence
+
+
+def model_times_us(profile: LayerProfile) -> tuple[float, float, float]:
+    """Time of F, B and W of the whole model for one microbatch: all of it, its fixed part, and that of attention."""
+    layers = profile.each_layer
+    total_us = sum(layer.forward_us + layer.backward_input_us + layer.backward_weight_us for layer in layers)
+    return total_us, sum(map(_fixed_us, layers)), sum(map(_attention_us, layers))
+
+
+def _fixed_us(layer: Layer) -> float:
+    times = (layer.forward_us, layer.backward_input_us, layer.backward_weight_us)
+    return sum(min(layer.fixed_us, time_us) for time_us in times)
+
+
+def _attention_us(layer: Layer) -> float:
+    part = layer.attention
+    return part.forward_us + part.backward_input_us + part.backward_weight_us if part else 0.0
+
+
+Lengths = Sequence[Sequence[int]]
+"""Tokens of the documents in each microbatch."""
+
+
+def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str, float]]:
+    """Factors of microbatches of these documents (`Problem.microbatch_factors`), beside the profile's microbatch.
+
+    The time is that of the whole model: one factor holds for all stages and ops.
+    """
+    sequence = require_attention(profile, "lengths")
+    total_us, fixed_us, attention_us = model_times_us(profile)
+    factors = []
+    for documents in lengths:
+        tokens = sum(documents) / (profile.microbatch_size * sequence)
+        pairs = sum(length**2 for length in documents) / (profile.microbatch_size * sequence**2)
+        time_us = fixed_us + (total_us - fixed_us - attention_us) * tokens + attention_us * pairs
+        size = round(tokens, DECIMALS)
+        factors.append(
+            {"time": round(time_us / total_us if total_us else 1.0, DECIMALS), "bytes": size, "transfer": size}
+        )
+    return factors
+
+
+def evened(lengths: Lengths) -> Lengths:
+    """As many microbatches with as many tokens in all, of documents of equal lengths, all with the same number of them.
+
+    One document each if they have one each; the length is rounded.
+    """
+    documents = sum(map(len, lengths))
+    each = max(1, round(documents / len(lengths)))
+    length = max(1, round(sum(map(sum, lengths)) / (each * len(lengths))))
+    return [[length] * each] * len(lengths)
+
+
+def load_lengths(path: Path) -> Lengths:
+    """Read the documents of each microbatch: a JSON list of lengths or of lists of them, or text with a line for each.
+
+    Raises InputError naming the entry, the value and the limit.
+    """
+    content = read_bounded(path, MAX_LENGTHS_BYTES)
+    entries: Any
+    if content.lstrip()[:1] in (b"[", b"{"):
+        entries = parse_json(content, str(path))
+    else:
+        lines = content.decode("utf-8", "replace").splitlines()
+        rows = [line.replace(",", " ").split() for line in lines]
+        entries = [[int(part) if part.isdecimal() and len(part) <= 10 else part for part in row] for row in rows if row]
+    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_COUNT:
+        count = f"has {len(entries)}" if isinstance(entries, list) else f"is {shown(entries)}"
+        detail = f"{count} but must be a list of 1 to {MAX_COUNT:,} lengths, one for each microbatch."
+        raise InputError([Issue("", "no_lengths", detail)], str(path))
+    issues, microbatches = [], []
+    for i, entry in enumerate(entries):
+        documents = entry if isinstance(entry, list) else [entry]
+        wrong = [one for one in documents if type(one) is not int or not 1 <= one <= MAX_LENGTH]
+        if wrong or not documents:
+            value = shown(wrong[0]) if wrong else "empty"
+            detail = f"is {value} but must be a whole number of tokens from 1 to {MAX_LENGTH:,}, or a list of such."
+            issues.append(Issue((i,), "no_length", detail))
+        microbatches.append(documents)
+    if issues:
+        raise InputError(issues[:MOST_ISSUES], str(path))
+    return microbatches
