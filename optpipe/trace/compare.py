@@ -268,7 +268,7 @@ def _typical_us(
     problem: Problem, planned: Spans, measured: Spans, mode_of: Callable[[Op], str | None]
 ) -> dict[Op, float]:
     """Typical duration of each op for its kind, stage and mode; in proportion to the plan where units differ."""
-    typical_us = {}
+    typical_us: dict[Op, float] = {}
     for ops in _groups(measured, mode_of).values():
         middle_us = median(measured[op].duration_us for op in ops)
         ratios = [measured[op].duration_us / planned[op].duration_us for op in ops if planned[op].duration_us]
