@@ -21,7 +21,7 @@ SAMPLES = 4
 
 
 class Sizes(NamedTuple):
-    """Size of a microbatch: elements of the first tensor of its input, and the rows that these are of."""
+    """Size of a microbatch: elements of the largest tensor of its input, and the rows that these are of."""
 
     elements: int
     rows: int
@@ -29,8 +29,8 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, microbatch: Tree) -> Sizes:
         """Size of an input. A tensor of one dimension is one row."""
-        first: Tensor = leaves(microbatch)[0]
-        return cls(first.numel(), first.shape[0] if first.dim() > 1 else 1)
+        largest: Tensor = max(leaves(microbatch), key=Tensor.numel)
+        return cls(largest.numel(), largest.shape[0] if largest.dim() > 1 else 1)
 
     @property
     def squares(self) -> float:
