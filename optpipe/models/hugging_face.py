@@ -8,6 +8,7 @@ them. The whole model stands on the meta device, where it takes no memory. Param
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
 import json
@@ -24,6 +25,7 @@ from optpipe.errors import InputError, Issue, TrainingError, needs_extra
 from optpipe.models.cut import Unit, evenly, parse_cut, ranges
 from optpipe.models.loss import LabelLoss
 from optpipe.runtime.messages import Tree
+from optpipe.runtime.slices import SliceContext, slice_context
 from optpipe.runtime.stage import evaluating
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ PART = "model."
 """Prefix of the names of a stage's parameters, before the names that the model gives them."""
 
 _OWN_STAGES = "Maybe give stages of your own, as package.module:callable."
+
+SLICED = ("gpt2", "llama", "qwen2", "qwen3")
+"""Kinds of models (`model_type`) whose attention may run slice by slice."""
 
 HIDDEN, EXPERTS = "hidden_states", "experts"
 """Entries of a message that is more than the hidden states."""
@@ -102,6 +107,13 @@ class HuggingFace:
         """The longest sequence that the configuration allows, if it says so."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
+
+    @property
+    def takes_slices(self) -> bool:
+        """True if the stages may run slices of sequences: full causal attention that reads keys from a cache."""
+        config = self.config.get_text_config()
+        full = {*(getattr(config, "layer_types", None) or ())} <= {"full_attention"}
+        return self.causal and self._balanced is None and full and config.model_type in SLICED
 
     @property
     def loss(self) -> LabelLoss:
@@ -316,9 +328,11 @@ class HuggingFace:
         own = {name for u in part for name in self.units[u].modules}
         model = _pruned_copy(whole, self._spine, own | self._everywhere(whole), in_tuple=self._in_tuple)
         last = s == len(self.sizes) - 1
-        return ModelStage(
+        stage = ModelStage(
             model, self._layers, part, last=last, balanced=self._balanced, in_tuple=self._in_tuple is not None
         )
+        stage.takes_slices = self.takes_slices
+        return stage
 
     def _everywhere(self, whole: PreTrainedModel) -> set[str]:
         """Modules beside the layers that belong to no unit: those without parameters."""
@@ -559,6 +573,7 @@ class ModelStage(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.takes_slices = False
         self._first, self._last, self._balanced = part.start == 0, last, balanced
         arguments = inspect.signature(type(model).forward).parameters
         self._main = model.main_input_name
@@ -587,13 +602,21 @@ class ModelStage(nn.Module):
         message = dict(received) if isinstance(received, dict) else {self._main if self._first else HIDDEN: received}
         sums = message.pop(EXPERTS, None)
         states = message.pop(self._main if self._first else HIDDEN)
+        cached: dict[str, Any] = {}
+        if slice_context() is not None:
+            if message:
+                raise TrainingError(
+                    f"the batch has {', '.join(sorted(message))} beside {self._main}, which slices of sequences do not "
+                    "take yet. Maybe leave it out, or solve without slices."
+                )
+            cached["past_key_values"] = _slice_cache()()
         for before in self._before:
             before.__dict__["received"] = states
         heard: list[Tensor] | None = [] if self._balanced else None
         self._heard, self._running = heard, True
         model: Any = self.model if self._last else self.model.base_model
         try:
-            found = model(**{self._takes: states}, **message, return_dict=True)
+            found = model(**{self._takes: states}, **message, **cached, return_dict=True)
             result: Tree = found.logits if self._last else self._sent
         finally:
             self._heard, self._sent, self._running = None, None, False
@@ -617,6 +640,45 @@ class ModelStage(nn.Module):
         """Note the logits of a router within `forward`; a checkpoint that runs it again does so without effect."""
         if self._heard is not None and self._balanced is not None:
             self._heard.append(self._balanced.logits_of(output))
+
+
+@functools.cache
+def _slice_cache() -> Any:
+    """The class of caches that hand the keys and values of a layer to the slice that runs (`slice_context`)."""
+    from transformers import Cache
+
+    def running() -> SliceContext:
+        context = slice_context()
+        assert context is not None, "stages give the cache to slices alone"
+        return context
+
+    class SliceCache(Cache):
+        """Keeps nothing itself: a block that is recomputed asks the same cache again."""
+
+        def __init__(self) -> None:
+            super().__init__(layers=[])
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        ) -> tuple[Tensor, Tensor]:
+            """Keys and values of a layer, of all slices so far."""
+            keys, values = running().extend(layer_idx, key_states, value_states)
+            return keys, values
+
+        def get_seq_length(self, *_: Any, **__: Any) -> int:
+            """Positions before the slice."""
+            return running().offset
+
+        def get_query_offset(self, *_: Any, **__: Any) -> int:
+            """Likewise: where queries begin."""
+            return running().offset
+
+        def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+            """Number of keys, and the position of the first."""
+            context = running()
+            return context.offset + context.length, 0
+
+    return SliceCache
 
 
 def _refuse_tensors(layer: nn.Module, _inputs: Any, output: Any) -> None:

@@ -89,5 +89,9 @@ class LabelLoss:
             return loss
         return {"cross_entropy": loss, "auxiliary": self.coefficient * output["auxiliary"]}
 
+    def shifted(self, target: Tensor) -> Tensor:
+        """The label of each position at the position itself, as a loss without `shift` takes it."""
+        return self._labels(target)
+
     def _labels(self, target: Tensor) -> Tensor:
         return nn.functional.pad(target[..., 1:], (0, 1), value=IGNORED) if self.shift else target

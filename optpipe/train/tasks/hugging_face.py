@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, Issue
-from optpipe.models.hugging_face import PART, PREFIX, HuggingFace
-from optpipe.models.loss import PerToken
+from optpipe.models.hugging_face import PART, PREFIX, SLICED, HuggingFace
+from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.profile.subject import DATA_RETURNS, Data, Named, batch_of
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
@@ -48,7 +48,16 @@ class HuggingFaceTask:
         )
         if not self.model.weights and leads():
             LOG.info("%s has no weights: they are drawn from the seed", model.name)
-        self._loss = PerToken(self.model.loss)
+        self._labels = self.model.loss
+        self._slices = config.schedule.problem.slice_count if config.schedule else 1
+        if self._slices > 1 and not self.model.takes_slices:
+            detail = (
+                f"is a configuration of {self.model.config.model_type}, but the schedule has slices of sequences, "
+                f"which models with full causal attention of {', '.join(SLICED)} take. Maybe solve without slices."
+            )
+            raise InputError([Issue("model.name", "no_slices", detail)])
+        # The label of a slice's last position is in the next slice: labels are shifted before they are cut.
+        self._loss = PerToken(self.model.loss if self._slices == 1 else LabelLoss(shift=False))
         self.batches = HuggingFaceBatches(self.model, model, microbatches, config.seed, loader)
         self._first = self.batches.batch(0)
 
@@ -80,6 +89,8 @@ class HuggingFaceTask:
     def batch(self, step: int) -> Batch:
         """Inputs, and labels with the number of tokens of the batch."""
         inputs, labels = self._first if step == 0 and self.loader is None else self.batches.batch(step)
+        if self._slices > 1:
+            labels = [label if label is None else self._labels.shifted(label) for label in labels]
         return inputs, self._loss.with_tokens(labels, self.loader.tokens if self.loader else int)
 
     def model_name(self, _stage: int, name: str) -> str:

@@ -96,6 +96,12 @@ def batch(step: int) -> tuple[list[Any], list[Tensor]]:
     return [{"input_ids": x, "attention_mask": m} for x, m in zip(text, mask, strict=True)], list(labels)
 
 
+def unmasked_batch(step: int) -> tuple[list[Any], list[Tensor]]:
+    """Sequences of one length without a mask; labels of some positions are ignored."""
+    inputs, labels = batch(step)
+    return [x["input_ids"] for x in inputs], labels
+
+
 def short_batch(step: int) -> tuple[list[Any], list[Tensor]]:
     """Microbatches of different lengths, padded within."""
     inputs, labels = batch(step)

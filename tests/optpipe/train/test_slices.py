@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from optpipe.errors import TrainingError
+from optpipe.runtime.slices import check_slices
 from optpipe.schedule import Schedule
-from optpipe.train import ModelConfig, TrainingConfig, train
+from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
 from tests.optpipe.train.cases import MAX_ERROR
 from tests.sliced_schedules import COPY, microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
 
@@ -52,3 +56,39 @@ def assert_right(config: TrainingConfig) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float64") for name in SCHEDULES), ("seq1f1b", "float32")])
 def test_slices_equal_the_unsliced_step_in_the_planned_memory(name: str, dtype: Any) -> None:
     assert_right(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", layers=4, dtype=dtype), steps=1, check=True))
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    def losses(steps: int, folder: Path | None) -> tuple[float, ...]:
+        model, checkpoints = ModelConfig("tiny", layers=2, dtype="float64"), CheckpointConfig(folder)
+        return train(TrainingConfig(SCHEDULES["seq1f1b"], model, steps=steps, checkpoints=checkpoints)).losses
+
+    whole = losses(4, None)
+    assert losses(2, tmp_path) == whole[:2]
+    assert losses(4, tmp_path) == whole[2:]
+
+
+@pytest.mark.parametrize("evaluate", [2])
+def test_losses_are_those_of_whole_sequences_in_training_and_evaluation(evaluate: int) -> None:
+    sliced, whole = (
+        train(TrainingConfig(schedule, ModelConfig("tiny", layers=2, dtype="float64"), steps=3, evaluate=evaluate))
+        for schedule in (seq1f1b_schedule(2, 3, 4), seq1f1b_schedule(2, 3, 1))
+    )
+    assert sliced.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert sliced.evaluation_loss == pytest.approx(whole.evaluation_loss, rel=1e-12)
+
+
+def test_stages_that_do_not_take_slices_are_refused() -> None:
+    with pytest.raises(TrainingError, match=r"stages\[0\] runs 4 slices .* Linear does not take slices"):
+        check_slices(0, nn.Linear(2, 2), 4)
+
+
+def test_sequences_that_vary_are_refused() -> None:
+    config = TrainingConfig(SCHEDULES["seq1f1b"], ModelConfig("tiny", layers=2, lengths="varying"), steps=1)
+    with pytest.raises(TrainingError, match=r"slices of sequences, but model\.lengths is 'varying'"):
+        train(config)
+
+
+def test_sequences_shorter_than_their_slices_are_refused() -> None:
+    with pytest.raises(TrainingError, match="length 3 cannot be cut into 4 slices"):
+        train(TrainingConfig(SCHEDULES["seq1f1b"], ModelConfig("tiny", layers=2, sequence=3), steps=1))

@@ -1,0 +1,52 @@
+"""Models of transformers on slices of sequences: masks and positions go on from slice to slice."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.errors import InputError, TrainingError
+from optpipe.schedule import Schedule
+from optpipe.train import ModelConfig, TrainingConfig, train
+from tests.optpipe.models import tiny_models
+from tests.optpipe.models.tiny_models import MICROBATCHES, saved
+from tests.sliced_schedules import microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
+
+BLOCKS = {"name": "selective", "kept_bytes": 20, "recompute_us": 5, "segment_bytes": 80}
+
+SCHEDULES = {
+    "seq1f1b": seq1f1b_schedule(2, MICROBATCHES, 4),
+    "V, split": microbatch_by_microbatch(sliced_problem((0, 1, 1, 0), MICROBATCHES, 3), ("B", "W")),
+    "recomputed": microbatch_by_microbatch(
+        sliced_problem((0, 1), MICROBATCHES, 2, modes=[BLOCKS]), ("CBW",), mode="selective"
+    ),
+}
+
+
+def config(schedule: Schedule, name: str, data: str = "unmasked_batch") -> TrainingConfig:
+    model = ModelConfig(saved(name), data=f"{tiny_models.__name__}:{data}", dtype="float64")
+    return TrainingConfig(schedule, model, steps=1, check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("llama", "seq1f1b"), ("qwen3", "V, split"), ("gpt2", "seq1f1b"), ("llama", "recomputed"), ("gpt2", "V, split")],
+)
+def test_slices_equal_the_uncut_model_on_whole_sequences(name: str, way: str) -> None:
+    check = train(config(SCHEDULES[way], name)).check
+    assert check is not None
+    assert check.failures == ()
+    assert check.max_gradient_error <= 1e-12
+    assert check.loss_error <= 1e-12
+    for device in check.devices:
+        assert device.live_bytes == (0, 0)
+        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+
+
+def test_models_that_do_not_take_slices_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match="is a configuration of mistral, but the schedule has slices"):
+        train(config(SCHEDULES["seq1f1b"], "mistral"))
+
+
+def test_masks_of_padding_are_refused_by_name() -> None:
+    with pytest.raises(TrainingError, match="the batch has attention_mask beside input_ids, which slices"):
+        train(config(SCHEDULES["seq1f1b"], "llama", "batch"))

@@ -1,0 +1,56 @@
+"""Slices of sequences in several processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe.schedule import Schedule
+from optpipe.train import train
+from tests.optpipe.train.sliced_worker import config_of
+from tests.optpipe.train.test_slices import SCHEDULES
+from tests.ranks import RunRanks
+from tests.sliced_schedules import seq1f1b_schedule
+
+WORKER = Path(__file__).parent / "sliced_worker.py"
+TWO = {name: SCHEDULES[name] for name in ("unequal slices", "split", "offload", "recomputed ahead")}
+
+
+def run(launch: RunRanks, folder: Path, runs: dict[str, Schedule], processes: int) -> dict[str, Any]:
+    for name, schedule in runs.items():
+        data = schedule.to_data() | {"problem": schedule.problem.to_data()}
+        (folder / f"{name}.schedule.json").write_text(json.dumps(data))
+    launch(WORKER, processes, str(folder))
+    found: dict[str, Any] = json.loads((folder / "rank0.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(run_ranks, tmp_path_factory.mktemp("two"), TWO, 2)
+
+
+def assert_right(found: dict[str, Any]) -> None:
+    assert found["check"]["failures"] == []
+    assert found["check"]["max_gradient_error"] <= 1e-12
+    for device in found["check"]["devices"]:
+        assert device["live_bytes"] == [0, 0]
+        assert device["peak_bytes"] == pytest.approx(device["planned_peak_bytes"], rel=0.02)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_do_what_one_process_does(two_ranks: dict[str, Any], name: str) -> None:
+    assert two_ranks[name]["processes"] == 2
+    assert_right(two_ranks[name])
+    assert two_ranks[name]["losses"] == list(train(config_of(TWO[name])).losses)
+
+
+@pytest.mark.torchrun
+def test_four_ranks_equal_the_plain_step(run_ranks: RunRanks, tmp_path: Path) -> None:
+    found = run(run_ranks, tmp_path, {"four": seq1f1b_schedule(4, 4, 4)}, 4)["four"]
+    assert found["processes"] == 4
+    assert_right(found)
