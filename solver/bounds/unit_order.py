@@ -8,9 +8,10 @@ that runs ops with heads and tails one at a time takes at least as long as if it
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
 from itertools import groupby
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ MOST_RELEASE_NODES = 12_500
 
 MOST_IN_FLIGHT = 128
 """Microbatches before that of an F whose releases it may wait for, at most; what older ones hold is not counted."""
+
+MOST_BEFORE_ROOM = 24
+"""Backwards from which on the work of a device before an F that waits for room is counted: those that begin last."""
 
 
 def ordered_bounds_us(costs: UnitCosts) -> Sequence[float]:
@@ -58,17 +62,35 @@ class _Held(NamedTuple):
     released: Ints
 
 
+class _Release(NamedTuple):
+    """What B of a unit frees at its end, which is at `ends_us` the earliest, and W of it after that.
+
+    `pieces`: the least time for each byte that B and W free, and the bytes, such as lie on the lower hull of both.
+    """
+
+    head_us: float
+    ends_us: float
+    weight_us: float
+    by_backward: float
+    by_weight: float
+    pieces: Sequence[tuple[float, float]]
+
+    @property
+    def size(self) -> float:
+        """Bytes that both free."""
+        return self.by_backward + self.by_weight
+
+
 class _Levels(NamedTuple):
     """What is on a device when F of a stage starts, beside its budget.
 
-    `stages` are those of the device up to this one. `excess[x]`: the bytes by which the budget would be exceeded at F
-    of unit x if nothing had been released; `begun[x]`: those of them that units before x hold on these stages. No more
-    than `fitting` microbatches fit, each with the least that any unit holds on the lowest stage.
+    `excess[x]`: the bytes by which the budget would be exceeded at F of unit x if nothing had been released.
+    `begun[t]`: for each stage of the device how many units of microbatches before that of x have begun F there by then,
+    at least. No more than `fitting` microbatches fit, each with the least that any unit holds on the lowest stage.
     """
 
-    stages: Sequence[int]
     excess: Sequence[float]
-    begun: Sequence[float]
+    begun: dict[int, Sequence[int]]
     fitting: int
 
 
@@ -85,8 +107,11 @@ class _Paths:
         self.held: dict[int, list[_Held]] = defaultdict(list)
         self.alone: dict[int, _OneStage] = {}
         self.levels: dict[int, _Levels] = {}
-        at_weight = np.minimum(costs.staying, costs.left)
-        self.freed_by_backward, self.freed_by_weight = (costs.staying - at_weight).tolist(), at_weight.tolist()
+        self.counts_work = costs.forward.size * 2 <= MOST_WORK_NODES
+        by_weight = np.minimum(costs.staying, costs.left)
+        self.by_backward, self.by_weight = (costs.staying - by_weight).tolist(), by_weight.tolist()
+        self.staying_sums = [_sums(sizes).tolist() for sizes in costs.staying]
+        self.forward_sums = [_sums(times_us).tolist() for times_us in costs.forward]
         for d, numbers in enumerate(self.problem.stages_of):
             budget = usable_bytes(self.problem, d)
             sizes = costs.whole[numbers].sum() + costs.beside[numbers].sum() + costs.left[numbers].sum()
@@ -104,10 +129,7 @@ class _Paths:
         for k, s in enumerate(numbers):
             own = (staying[k - 1] if k else 0.0) + self.costs.whole[s] + self.costs.beside[s]
             if self.costs.forward.size * 2 <= MOST_RELEASE_NODES:
-                begun = np.cumsum(staying[k]) - staying[k]
-                least = min((size for size in staying[0].tolist() if size), default=budget)
-                excess = (begun + own - budget).tolist()
-                self.levels[s] = _Levels(numbers[: k + 1], excess, begun.tolist(), int(budget // max(least, 1)) + 1)
+                self.levels[s] = self._levels(numbers, k, staying, budget)
             for j, t in enumerate(numbers[: k + 1]):
                 begun = np.cumsum(staying[j]) - staying[j]
                 ended = np.concatenate([[0.0], np.cumsum(staying[j, self.back])])
@@ -116,6 +138,29 @@ class _Paths:
                 self.held[s].append(_Held(t, np.maximum.accumulate(released)))
         if len(numbers) == 1 and self.costs.forward.size * 2 <= MOST_WORK_NODES:
             self.alone[numbers[0]] = _OneStage(self.costs, numbers[0], budget, self.held[numbers[0]][0].released)
+
+    def _levels(self, numbers: Sequence[int], k: int, staying: Floats, budget: float) -> _Levels:
+        """Levels at F of the k-th stage of a device; `staying[k]` is what stays of a unit on its stages up to that.
+
+        Were F of unit x begun before F of unit i < x on a later stage u, all from i + 1 to x would be between F and B
+        of this stage when the latter starts. Where that does not fit, F of (u, i) comes first.
+        """
+        s, costs = numbers[k], self.costs
+        microbatch = np.arange(self.units) // self.count * self.count
+        held = np.cumsum(staying[k])
+        excess = held - staying[k] + (staying[k - 1] if k else 0.0) + costs.whole[s] + costs.beside[s] - budget
+        begun: dict[int, Sequence[int]] = dict.fromkeys(numbers[: k + 1], microbatch.tolist())
+        for j, u in enumerate(numbers[k + 1 :], k + 1):
+            fits = budget - staying[j - 1] - costs.whole[u] - costs.beside[u] + held
+            first, counts = 0, []  # units that are sure to have begun F of u, in whole microbatches
+            for x in range(self.units):
+                forced = np.flatnonzero(fits[first : microbatch[x]] < held[x])
+                first += (int(forced[-1]) + 1) // self.count * self.count if len(forced) else 0
+                counts.append(first)
+            begun[u] = counts
+            excess += np.concatenate([[0.0], np.cumsum(costs.staying[u])])[counts]
+        least = min((size for size in staying[0].tolist() if size), default=budget)
+        return _Levels(excess.tolist(), begun, int(budget // max(least, 1)) + 1)
 
     def follow(self) -> bool:
         """All heads and tails; False where a backward would have to end before an F that it waits for."""
@@ -131,7 +176,7 @@ class _Paths:
         f, b, back, n = self.f, self.b, self.back, self.count
         self.forward_heads = heads = [[0.0] * self.units for _ in range(self.stages)]
         self.backward_heads = backs = [[0.0] * self.units for _ in range(self.stages)]
-        self.releases: list[list[tuple[float, float]]] = [[] for _ in range(self.stages)]
+        self.releases: list[list[_Release]] = [[] for _ in range(self.stages)]
         for first in range(0, self.units, n):
             own = range(first, first + n)
             for s in range(self.stages):
@@ -146,7 +191,7 @@ class _Paths:
                     if s in self.alone:
                         ready = max(ready, self.alone[s].head_us(u, heads[s][0]))
                     if s in self.levels and self.levels[s].excess[u] > 0:
-                        ready = max(ready, self._room_us(self.levels[s], u, first))
+                        ready = max(ready, self._room_us(s, u, first))
                     heads[s][u] = ready
             for s in reversed(range(self.stages)):
                 for u in reversed(own):
@@ -160,25 +205,74 @@ class _Paths:
                         ready = max(ready, self.alone[s].backward_head_us(place, first + n, heads[s][0]))
                         self.alone[s].backward_starts[place] = ready
                     backs[s][u] = ready
-                    ends = ready + b[s][u]
-                    self.releases[s].append((ends, self.freed_by_backward[s][u]))
-                    self.releases[s].append((ends + self.w[s][u], self.freed_by_weight[s][u]))
+                    self.releases[s].append(self._release(s, u))
 
-    def _room_us(self, levels: _Levels, x: int, first: int) -> float:
-        """The earliest time at which F of unit x can have room: when enough can have been released.
+    def _release(self, s: int, u: int) -> _Release:
+        """What B and W of unit u on stage s free, by the head of that B."""
+        backward_us, weight_us = self.b[s][u], self.w[s][u]
+        by_backward, by_weight = self.by_backward[s][u], self.by_weight[s][u]
+        head_us, size = self.backward_heads[s][u], by_backward + by_weight
+        pieces: list[tuple[float, float]] = []
+        if by_backward and (not by_weight or backward_us * by_weight <= weight_us * by_backward):
+            pieces = [(backward_us / by_backward, by_backward)]
+            pieces += [(weight_us / by_weight, by_weight)] if by_weight else []
+        elif size:  # W frees more a time than the B that it has to wait for: both in one
+            pieces = [((backward_us + weight_us) / size, size)]
+        return _Release(head_us, head_us + backward_us, weight_us, by_backward, by_weight, pieces)
 
-        Every unit before x has begun F of the stage and of all before it on the device, and holds what stays there
-        until its B and, of what B leaves, its W have ended. None of those of its own microbatch, from `first` on, has.
+    def _room_us(self, s: int, x: int, first: int) -> float:
+        """The earliest time at which F of unit x on stage s can have room: when enough can have been released.
+
+        Units that have begun F of a stage hold what stays there until its B and, of what B leaves, its W have ended.
+        None of those of its own microbatch, from `first` on, has.
         """
+        levels = self.levels[s]
         oldest = max(0, first - min(MOST_IN_FLIGHT, levels.fitting) * self.count)
-        excess = levels.excess[x] - levels.begun[oldest]
-        releases = [release for t in levels.stages for release in self.releases[t][2 * oldest :]]
-        releases.sort()
-        for at_us, size in releases if excess > 0 else []:
-            excess -= size
-            if excess <= 0:
-                return at_us
-        return 0.0
+        excess, releases, ready = levels.excess[x], [], 0.0
+        for t, counts in levels.begun.items():
+            count = counts[x]
+            if t > s and count:
+                ready = max(ready, self.forward_heads[t][count - 1] + self.f[t][count - 1])
+            excess -= self.staying_sums[t][min(oldest, count)]
+            releases += self.releases[t][oldest:count]
+        if excess <= 0:
+            return ready
+        freed = sorted(
+            [(release.ends_us, release.by_backward) for release in releases]
+            + [(release.ends_us + release.weight_us, release.by_weight) for release in releases]
+        )
+        left = excess
+        for at_us, size in freed:
+            left -= size
+            if left <= 0:
+                ready = max(ready, at_us)
+                break
+        return max(ready, self._work_between_us(s, x, excess, releases)) if self.counts_work else ready
+
+    def _work_between_us(self, s: int, x: int, excess: float, releases: Sequence[_Release]) -> float:
+        """The earliest start of F of unit x on stage s by the work of its device since some backward can have begun.
+
+        What begins no earlier than that and has to end before F of x: F of the units before, and of these releases the
+        least time that frees what the others do not.
+        """
+        pieces: list[tuple[float, float]] = []  # time for each byte, bytes; the cheapest first
+        needed, ready = excess - sum(release.size for release in releases), 0.0
+        for release in nlargest(MOST_BEFORE_ROOM, releases, key=lambda release: release.head_us):
+            for piece in release.pieces:
+                insort(pieces, piece)
+            needed += release.size
+            if needed <= 0:
+                continue
+            left, work_us = needed, 0.0
+            for rate, size in pieces:
+                work_us += rate * min(left, size)
+                left -= min(left, size)
+            for t, counts in self.levels[s].begun.items():
+                count = x + 1 if t < s else x if t == s else counts[x]
+                since = bisect_left(self.forward_heads[t], release.head_us, 0, count)
+                work_us += self.forward_sums[t][count] - self.forward_sums[t][since]
+            ready = max(ready, release.head_us + work_us)
+        return ready
 
     def _follow_tails(self) -> None:
         """From the end of each op to the end of all; for spans to the end of the last W of the device of stage 0."""

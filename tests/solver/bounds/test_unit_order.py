@@ -49,12 +49,22 @@ def test_three_activations_pass_the_turn_of_a_v_one_by_one(p: int, m: int) -> No
     assert ordered_us(along_a_v(p, m, 3)) == p + (m - 1) * round_us + (round_us - 1) + p + 1
 
 
-def test_halves_the_gap_of_a_tight_v() -> None:
-    """The schedule known takes 84,500 us, or 85,000; device by device nothing is said above 66,200."""
+@pytest.mark.parametrize(("p", "m", "optimum"), [(2, 4, 33), (3, 6, 63), (4, 8, 101)])
+def test_is_the_optimum_where_one_microbatch_fits_on_a_device(p: int, m: int, optimum: int) -> None:
+    """CP-SAT proves these optima without it, in up to 23 s."""
+    assert ordered_us(along_a_v(p, m, 2)) == optimum
+
+
+def test_halves_the_gap_of_tight_vs() -> None:
+    """The schedules known take 84,500 us, or 85,000; device by device nothing is said above 66,200.
+
+    And 5,496,176 us at V-Min's memory on a measured profile, where 4,844,998 were known.
+    """
+    assert lower_bound_us(instance("zbv-6.2b-p16-m48-vmin")) >= 5_210_000
     for objective in ("make", "span"):
         problem = instance(f"a-p8-m16-c0-b1o3-vshape-{objective}")
         assert max(device_bounds_us(problem)) == 66_200
-        assert lower_bound_us(problem) == 77_000
+        assert lower_bound_us(problem) == 79_000
 
 
 def random_pipeline(rng: Random) -> Problem:
@@ -90,7 +100,7 @@ def random_pipeline(rng: Random) -> Problem:
     )
 
 
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", range(0, 60, 30))
 def test_no_schedule_of_equal_microbatches_is_below(first: int) -> None:
     """Most of these bounds are the best values found, and some say more than any device alone."""
     met, above = 0, 0
