@@ -5,25 +5,22 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ortools.sat.python import cp_model
 
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
-from solver.build import build_schedule, peak_budgets, within_budgets
-from solver.exact.ticks import TimeGrid
+from solver.build import build_schedule, peak_budgets
 from solver.limits import Limits
 from solver.microbatch_orders import in_order, with_numbers_in_order, with_own_numbers
-from solver.search.lns.model import WindowModel
-from solver.search.lns.neighbourhood import Numbering, Surroundings, choose_window, with_split_backwards
+from solver.search.lns.neighbourhood import with_split_backwards
 from solver.search.lns.search import lns_search
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.solve import solve
+from tests.solver.search.lns.test_modes import check_windows
 from tests.unequal import random_orders, random_unequal, times, unequal
 
 
@@ -44,23 +41,7 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 @given(st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_a_window_has_the_schedule_at_hand_and_its_solutions_keep_every_rule(seed: int) -> None:
-    problem, orders = tight(seed)
-    numbering = Numbering(problem, TimeGrid.of(problem, simulate(problem, orders).value_us))
-    around = Surroundings.of(numbering, orders)
-    random = np.random.default_rng(seed)
-    for size in (3, 8, 20):
-        model = WindowModel(around, choose_window(around, random, size))
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.fix_variables_to_their_hinted_value = True
-        assert solver.solve(model.model) == cp_model.OPTIMAL, "the schedule at hand is a point of the model"
-        solver.parameters.fix_variables_to_their_hinted_value = False
-        solver.parameters.max_deterministic_time = 0.2
-        assert solver.solve(model.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-        found = model.orders(solver)
-        if found is not None:
-            simulation = simulate(problem, found)  # which checks that all ops are there, in order, and of their modes
-            assert within_budgets(problem, found, simulation)
+    check_windows(*tight(seed), seed)
 
 
 CAUSAL = {"count": 2, "factors": {"forward": [1, 2], "backward_input": [2, 3], "bytes": [1, 0.75]}}
