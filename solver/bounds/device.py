@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from optpipe.problem import Floats, Problem, Stage, UnitStage
+from optpipe.problem import Floats, Ints, Problem, Stage, UnitStage
 from solver.variants import variants
 
 
@@ -110,6 +110,18 @@ def most_held_by_units_us(times_us: Floats, rests_us: Floats, wholes: Floats, re
     pieces_us = np.concatenate([times_us[only_whole], rests_us[~only_whole], (times_us - rests_us)[~only_whole]])
     sizes = np.concatenate([wholes[only_whole], rests[~only_whole], (wholes - rests)[~only_whole]])
     return float(Knapsack(pieces_us, sizes).most_us(room))
+
+
+def ended_before(held: Floats | Ints, room: Floats | Ints, order: Ints | Sequence[int]) -> Ints:
+    """For each unit how many must have ended when it begins, of all before it, for the others to fit in its `room`.
+
+    Units begin in ascending order and end in `order`; each has `held` bytes from its begin to its end. More than have
+    begun may be asked for: then there is no schedule.
+    """
+    begun = np.cumsum(held) - held
+    ended = np.concatenate([[0], np.cumsum(held[order])])
+    counts: Ints = np.maximum.accumulate(np.searchsorted(ended, begun - room, side="left"))
+    return counts
 
 
 def usable_bytes(problem: Problem, device: int) -> float:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.problem import Floats, Ints
-from solver.bounds.device import Knapsack, usable_bytes
+from solver.bounds.device import Knapsack, ended_before, usable_bytes
 from solver.bounds.unit_costs import LARGEST_SUM, UnitCosts
 
 MOST_NODES = 200_000
@@ -131,11 +131,7 @@ class _Paths:
             if self.costs.forward.size * 2 <= MOST_RELEASE_NODES:
                 self.levels[s] = self._levels(numbers, k, staying, budget)
             for j, t in enumerate(numbers[: k + 1]):
-                begun = np.cumsum(staying[j]) - staying[j]
-                ended = np.concatenate([[0.0], np.cumsum(staying[j, self.back])])
-                released = np.searchsorted(ended, begun + own - budget, side="left")
-                released[begun + own <= budget] = 0
-                self.held[s].append(_Held(t, np.maximum.accumulate(released)))
+                self.held[s].append(_Held(t, ended_before(staying[j], budget - own, self.back)))
         if len(numbers) == 1 and self.costs.forward.size * 2 <= MOST_WORK_NODES:
             self.alone[numbers[0]] = _OneStage(self.costs, numbers[0], budget, self.held[numbers[0]][0].released)
 

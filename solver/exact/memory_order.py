@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from optpipe.ops import Op
 from optpipe.problem import Problem, Stage
-from solver.bounds.device import fusing_may_help, usable_bytes
+from solver.bounds.device import ended_before, fusing_may_help, usable_bytes
 from solver.variants import variants
 
 
@@ -73,7 +75,13 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
     and t before s. Those after j are not beyond B of t, which comes after x: so F(t, j + n + 1) has not started when x
     starts, and one op runs at a time. Of a W that has not ended, the microbatch holds `held`, or what W needs if that
     is less; and W of one stage are in order, where none is fused with its B.
+
+    With slices or unequal units, in their given order, the first kind alone, with the sizes of each.
     """
+    if problem.has_factors or problem.slice_count > 1:
+        if not problem.has_free_order:
+            yield from _unit_precedences(problem)
+        return
     for numbers, budget in devices_with_budgets(problem):
         stages = [problem.stages[s] for s in numbers]
         held = list(accumulate(map(least_held_bytes, stages)))
@@ -89,6 +97,27 @@ def memory_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
                         least = min(held[0], other.backward_weight_bytes)
                         if not fusing_may_help(problem, u):
                             yield from _released_first(problem, Op("F", s, 0), Op("W", u, 0), room, least)
+
+
+def _unit_precedences(problem: Problem) -> Iterator[tuple[Op, Op]]:
+    """Backwards, and W, that have ended when an F starts: the first of their order, until the others fit beside it."""
+    order, classes = problem.units_in_order("B"), problem.unit_class
+    first = np.arange(problem.units) // problem.slice_count * problem.slice_count
+    for numbers, budget in devices_with_budgets(problem):
+        of_stage = [problem.unit_stages[s] for s in numbers]
+        held = np.cumsum([[least_held_bytes(stage) for stage in of_classes] for of_classes in of_stage], axis=0)
+        left = np.array([[stage.backward_weight_bytes for stage in of_classes] for of_classes in of_stage])
+        for k, s in enumerate(numbers):
+            own = np.array([least_started_bytes(stage, "F") for stage in of_stage[k]]) + (held[k - 1] if k else 0)
+            releases = [("B", t, held[j]) for j, t in enumerate(numbers[: k + 1])]
+            releases += [
+                ("W", u, np.minimum(held[0], left[j])) for j, u in enumerate(numbers) if not fusing_may_help(problem, u)
+            ]
+            for kind, t, sizes in releases:
+                counts = ended_before(sizes[classes], budget - own[classes], order)
+                # Only the first F that asks for one more; and none that waits for what waits for it.
+                for x in np.flatnonzero((np.diff(counts, prepend=0) > 0) & (counts <= first)).tolist():
+                    yield Op(kind, t, int(order[counts[x] - 1])), Op("F", s, x)
 
 
 def _apart(problem: Problem, op: Op, t: int, room: int, held_bytes: int) -> Iterator[tuple[Op, Op]]:

@@ -88,7 +88,7 @@ def build_model(
         add_work_that_memory_holds_back(variables)
     if options.weight_order and count_like_pairs(problem) <= options.most_weight_pairs:
         add_weight_order(variables)
-    if options.precedences and alike:
+    if options.precedences:
         add_memory_precedences(variables)
     if _has_memory_order(problem, options):
         add_memory_order(variables)

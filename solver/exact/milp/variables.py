@@ -19,7 +19,7 @@ import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Op
 from optpipe.problem import Problem, Stage, UnitStage
-from solver.bounds.device import fusing_may_help
+from solver.bounds.device import ended_before, fusing_may_help
 from solver.exact.rules import Edge, rule_edges, units_before
 from solver.scale import has_ways
 from solver.variants import Variant, unit_variants, variants
@@ -597,13 +597,10 @@ def _budget_edges(problem: Problem, index: dict[Op, int]) -> Iterator[tuple[int,
         if s in fusing:
             held = [("B" if problem.stages[s].split_backward else "W", stays)]
         for kind, least in held:
-            begun = np.concatenate([[0], np.cumsum(least)])
-            ended = np.concatenate([[0], np.cumsum(least[backwards])])
-            excess = begun[:-1] - (budget - taken)
             # Where F itself does not fit, or waits for a backward that waits for it, there is no schedule at all.
             first = np.arange(problem.units) // problem.slice_count * problem.slice_count
-            count = np.searchsorted(ended, excess)
-            for i in np.flatnonzero((excess > 0) & (taken <= budget) & (count <= first)).tolist():
+            count = ended_before(least, budget - taken, backwards)
+            for i in np.flatnonzero((count > 0) & (count <= first)).tolist():
                 yield index[Op(kind, s, int(backwards[count[i] - 1]))], index[Op("F", s, i)]
 
 

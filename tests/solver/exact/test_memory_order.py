@@ -27,6 +27,7 @@ from tests.problems import problems
 from tests.random_plans import random_plan
 from tests.recomputing import random_recomputing, recomputing
 from tests.solver.exact.test_rules import within_its_peaks
+from tests.unequal import random_orders, random_pipeline, random_unequal, unequal
 
 SLOW = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
@@ -141,3 +142,34 @@ def test_nothing_is_better_than_what_memory_lets_pass(name: str) -> None:
     solver.parameters.linearization_level = 0
     solver.parameters.cp_model_presolve = False
     assert solver.solve(variables.model) == cp_model.INFEASIBLE
+
+
+@pytest.mark.parametrize("first", [40, 160, 200])
+def test_every_schedule_of_slices_and_unequal_microbatches_keeps_the_precedences(first: int) -> None:
+    """Random orders within their own peaks; a fused backward is a B, and its W ends with it."""
+    judged = 0
+    for seed in range(first, first + 20):
+        rng = Random(seed)
+        problem = random_pipeline(rng) if seed % 2 else Problem.from_data(random_unequal(rng))
+        problem = problem.from_data(problem.to_data() | {"microbatch_order": "given"})
+        candidates = [random_orders(problem, rng)[0] for _ in range(6)]
+        orders = min(candidates, key=lambda orders: sum(peak_budgets(problem, orders)))
+        budgets = [{"memory_bytes": size} for size in peak_budgets(problem, orders)]
+        problem = problem.from_data(problem.to_data() | {"devices": budgets})
+        if not problem.has_factors and problem.slice_count == 1:
+            continue
+        places = {op: place for device in orders.devices for place, op in enumerate(device.compute)}
+        for before, after in memory_precedences(problem):
+            fused = ("BW", "CB", "CBW") if before.kind == "B" else ("BW", "CBW")
+            done = next(op for kind in (before.kind, *fused) if (op := before._replace(kind=kind)) in places)
+            assert places[done] < places[after], seed
+            judged += 1
+    assert judged >= 5
+
+
+def test_slices_wait_by_their_own_sizes() -> None:
+    """Of 1 and 3 bytes, with room for 4: the second microbatch begins beside a slice of the first, and ends alone."""
+    problem = unequal(1, 2, 4, slices={"count": 2, "factors": {"bytes": [0.25, 0.75]}}, backward_weight_bytes=0)
+    assert list(memory_precedences(problem)) == [(Op("B", 0, 1), Op("F", 0, 2)), (Op("B", 0, 0), Op("F", 0, 3))]
+    free = {"microbatch_factors": [{"bytes": 1}, {"bytes": 2}], "microbatch_order": "free"}
+    assert list(memory_precedences(unequal(1, 2, 8, **free))) == []
