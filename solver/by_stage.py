@@ -2,13 +2,12 @@
 
 Where all microbatches of a stage are held in the same way, recomputation is a longer backward with a workspace, and the
 rest a smaller activation. So whatever makes or improves schedules without modes serves problems with them: published
-schedules for a choice of variants, and searches from orders that keep to one. What is chosen for every microbatch by
-itself is for `solver.exact.cp_sat` to find.
+schedules and list schedules for a choice of variants. What is chosen for every microbatch by itself is for searches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,13 +18,7 @@ from numba import njit
 from optpipe.costs import Costs
 from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, OpArray, Orders, WaitArray
 from optpipe.problem import Problem, Stage
-from optpipe.simulate import simulate
-from solver.build import within_budgets
-from solver.limits import Limits
-from solver.solution import OnSolution, Solution
 from solver.variants import Variant, variants
-
-Search = Callable[[Problem, Limits, Solution, OnSolution], Solution]
 
 IN_FLIGHT = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25)
 """Microbatches in flight that a choice makes room for, as a share of the stages from a stage to the last (1F1B's)."""
@@ -108,41 +101,6 @@ class ByStage:
         """The last of the ops that each op of the plain problem is."""
         return OpArray(np.where(self._inside[ops.stage], _INSIDE[ops.kind], ops.kind), ops.stage, ops.microbatch)
 
-    def without_modes(self, orders: Orders) -> Orders | None:
-        """Orders of the problem as orders of the plain one, in which all microbatches of a stage are in its variant.
-
-        None where a C is not right before its backward, or what moves copies is in another mode.
-        """
-        devices, backward = [], np.full((len(self.problem.stages), self.problem.units), _BACKWARDS[0])
-        for device in orders.devices:
-            ops = OpArray.of(device.compute)
-            recomputed = np.flatnonzero(ops.kind == _C)
-            if len(recomputed) and recomputed[-1] + 1 == len(ops):
-                return None
-            ahead, following = ops[recomputed], ops[recomputed + 1]
-            if np.any(ahead.stage != following.stage) or np.any(ahead.microbatch != following.microbatch):
-                return None
-            compute = self._without_recomputation(ops[np.flatnonzero(ops.kind != _C)])
-            fused = compute[np.flatnonzero(compute.kind == _BACKWARDS[1])]
-            backward[fused.stage, fused.microbatch] = _BACKWARDS[1]
-            devices.append(replace(device, compute=compute))
-        waits = WaitArray.of(orders.waits)
-        waits = WaitArray(*(self._without_recomputation(ops, backward) for ops in (waits.op, waits.before)))
-        plain = Orders(devices, waits, orders.channels)
-        back = self.with_modes(plain)
-        if back is None or back.modes is None:
-            return None
-        others = orders.modes is not None and (orders.modes != back.modes) & (orders.modes != 0)
-        return None if np.any(others) else plain
-
-    @staticmethod
-    def _without_recomputation(ops: OpArray, backward: Ints | None = None) -> OpArray:
-        """Ops of the problem as ops of the plain one; a C is the backward of its stage and microbatch."""
-        kind = _PLAIN[ops.kind]
-        if backward is not None:
-            kind = np.where(ops.kind == _C, backward[ops.stage, ops.microbatch], kind)
-        return OpArray(kind, ops.stage, ops.microbatch)
-
 
 def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant, share: float) -> dict[str, Any]:
     mode, work = variant.mode, stage.workspace_bytes
@@ -208,20 +166,6 @@ def _roomy(problem: Problem, s: int, ways: Sequence[Variant], in_flight: float) 
     in_flight = min(in_flight, problem.units)
     fitting = (way for way in by_time if (in_flight - 1) * way.waiting_bytes + way.backward_bytes <= room)
     return next(fitting, min(ways, key=lambda way: way.waiting_bytes))
-
-
-def chosen_in(problem: Problem, orders: Orders) -> ByStage | None:
-    """The variant of each stage that orders use beside to keep; None where some stage uses two."""
-    inside = {op[1:] for device in orders.devices for op in device.compute if op.kind in ("CB", "CBW")}
-    chosen = []
-    for s, stage in enumerate(problem.stages):
-        modes = [] if orders.modes is None else orders.modes[s].tolist()
-        used = {(mode, (s, i) in inside) for i, mode in enumerate(modes) if mode}
-        ways = [way for way in variants(stage) if (way.choice, way.inside) in (used or {(0, False)})]
-        if len(used) > 1 or not ways:
-            return None
-        chosen.append(ways[0])
-    return ByStage(problem, chosen)
 
 
 def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
@@ -291,33 +235,3 @@ def _kept(
         after[begin:end] += more[k]
         beside[end] += inside[k]
     return kept
-
-
-def search_by_stage(
-    search: Search, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution
-) -> Solution:
-    """Let a search that knows no modes improve orders that use one variant for each stage, beside to keep.
-
-    It is asked about orders with that variant everywhere, and in what it answers all is kept that fits. Its bounds hold
-    for the choice alone, so they are dropped. A start with other orders comes back as it is.
-    """
-    by_stage = chosen_in(problem, start.orders) if start.orders is not None else None
-    plain = by_stage.without_modes(start.orders) if by_stage and start.orders is not None else None
-    if by_stage is None or plain is None:
-        return start
-    best = start
-
-    def offer(solution: Solution) -> None:
-        nonlocal best
-        orders = by_stage.with_modes(solution.orders) if solution.orders is not None else None
-        if orders is None:
-            return
-        orders = keep_what_fits(problem, orders)
-        simulation = simulate(problem, orders)  # C need not wait for the gradient, as its backward does
-        if simulation.value_us < best.value_us and within_budgets(problem, orders, simulation):
-            best = replace(start, orders=orders, value_us=simulation.value_us)
-            on_solution(best)
-
-    value_us = simulate(by_stage.plain, plain).value_us
-    offer(search(by_stage.plain, limits, Solution(plain, value_us, start.bound_us), offer))
-    return best

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.problem import Problem
-from solver.by_stage import Search, search_by_stage
 from solver.limits import Limits
 from solver.solution import OnSolution, Solution
 
@@ -49,7 +48,7 @@ def in_flight(problem: Problem, limits: Limits, start: Solution, on_solution: On
     """List schedules with as many microbatches in flight as memory has room for."""
     from solver.search.in_flight import in_flight_search
 
-    return _by_stage(in_flight_search, problem, limits, start, on_solution)
+    return in_flight_search(problem, limits, start, on_solution)
 
 
 def lns(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -66,14 +65,7 @@ def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: O
     return relaxation_bound(problem, limits, start, on_solution)
 
 
-def _by_stage(search: Search, problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """A search that knows no activation modes, where there are any by the problem that a choice of modes makes."""
-    if not problem.has_modes:
-        return search(problem, limits, start, on_solution)
-    return search_by_stage(search, problem, limits, start, on_solution)
-
-
-KERNELS = {modulo: "pattern", lns: "windows", annealing: "search"}
+KERNELS = {in_flight: "lists", modulo: "pattern", lns: "windows", annealing: "search"}
 """Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
 
 

@@ -218,7 +218,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     if problem.has_factors or problem.slice_count > 1 or not split:
         return _with_units(ops, workers)
     if problem.has_modes:
-        return _with_modes(ops, workers)
+        return _with_modes(problem, ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
     if _leaves(problem):
         shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.25, 0.4)
@@ -237,11 +237,12 @@ def _leaves(problem: Problem) -> bool:
     return budgets and any(stage.offload for stage in problem.stages)
 
 
-def _with_modes(ops: int, workers: int) -> Sequence[Subsolver]:
-    """Patterns beside annealing, and windows and CP-SAT behind both."""
+def _with_modes(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
+    """List schedules and patterns beside annealing, and windows and CP-SAT behind both."""
     beside = max(workers - 1, 1)
-    pattern = TimeSlice("pattern", searches.modulo, 0.5, once=True)
-    behind = [pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
+    lists = TimeSlice("ada-offload", searches.in_flight, 0.3 if _leaves(problem) else 0.1, once=True)
+    pattern = TimeSlice("pattern", searches.modulo, 0.4, once=True)
+    behind = [lists, pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
     if ops <= MOST_MODEL_OPS:
         behind += [TimeSlice("windows", searches.lns, 0.15, beside), TimeSlice("cp-sat", searches.cp_sat, 0.1, beside)]
     return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]

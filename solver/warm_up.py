@@ -102,12 +102,15 @@ def warm_up_in_background() -> bool:
 
 
 def _toys() -> Iterator[Problem]:
-    """Linear, along a V and interleaved, with and without offload, for both objectives."""
+    """Linear, along a V and interleaved, with and without offload, for both objectives; one that may recompute."""
     offload = {"bytes": 1, "offload_us": 10, "reload_us": 10}
-    for placement, moves, objective in product(([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]), (None, offload), _OBJECTIVES):
+    recompute = {"name": "full", "kept_bytes": 1, "recompute_us": 10}
+    kinds: list[tuple[Any, ...]] = [*product(([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]), (None, offload), ([],), _OBJECTIVES)]
+    kinds.append(([0, 1], None, [recompute], _OBJECTIVES[0]))
+    for placement, moves, modes, objective in kinds:
         stages: list[dict[str, Any]] = [
             {"device": device, "forward_us": 10, "backward_input_us": 10, "backward_weight_us": 10}
-            | {"activation_bytes": 2, "backward_weight_bytes": 1, "offload": moves}
+            | {"activation_bytes": 2, "backward_weight_bytes": 1, "offload": moves, "modes": modes}
             for device in placement
         ]
         budget = {"memory_bytes": 3 * len(placement)}

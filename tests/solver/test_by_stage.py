@@ -14,12 +14,10 @@ from optpipe.ops import DeviceOrders, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, peak_budgets
-from solver.by_stage import ByStage, choices, chosen_in, keep_what_fits, search_by_stage
+from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.limits import Limits
 from solver.published.ada_offload import ada_offload
-from solver.published.one_stage import one_f_one_b, zb_h1
 from solver.serial import serial_orders
-from solver.solution import OnSolution, Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, ops, random_problem, random_recomputing, recomputing
 
@@ -46,16 +44,6 @@ def test_orders_of_every_choice_are_valid_in_no_more_memory_and_time(first: int)
                 schedule = build_schedule(problem, orders, 0.0, "by stage", 0.0)  # which verifies it
                 assert schedule.value_us <= simulate(by_stage.plain, plain).value_us + 1e-9
                 assert peak_budgets(problem, orders) == peak_budgets(by_stage.plain, plain)
-                back = by_stage.without_modes(orders)
-                assert back is not None
-                assert back.devices == plain.devices
-
-
-def test_orders_with_two_variants_beside_to_keep_have_no_choice() -> None:
-    problem = recomputing(1, 2, [FULL, {**FULL, "name": "again"}])
-    both = Orders([DeviceOrders(ops("F0.0 C0.0 BW0.0 F0.1 C0.1 BW0.1"))], modes=np.array([[1, 2]]))
-    assert build_schedule(problem, both, 0.0, "one of each", 0.0).value_us == 8
-    assert chosen_in(problem, both) is None
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -89,27 +77,6 @@ def test_as_many_are_kept_as_there_can_be(budget: int, backward: str) -> None:
         kept = keep_what_fits(problem, orders((1, 1, 1, 1)))
         assert kept.modes is not None
         assert kept.modes.sum() == min(map(sum, fitting))
-
-
-def test_a_search_improves_what_keeps_to_one_variant() -> None:
-    """It is asked about the plain problem, and its value is that of the problem, where C need not wait."""
-    problem = recomputing(4, 8, [FULL], 20)
-    slow = next(by_stage for by_stage in choices(problem) if by_stage.chosen[0].ahead)
-    start = slow.with_modes(one_f_one_b(slow.plain))
-    assert start is not None
-    asked = []
-
-    def search(plain: Problem, limits: Limits, known: Solution, on_solution: OnSolution) -> Solution:
-        asked.append((plain, known.value_us))
-        return Solution(zb_h1(plain), 0.0, float("inf"))
-
-    value_us = simulate(problem, start).value_us
-    answer = search_by_stage(search, problem, Limits(), Solution(start, value_us, 3.0), lambda _: None)
-    assert asked[0][0].stages[0].modes == []
-    assert asked[0][1] > value_us
-    assert answer.bound_us == 3.0
-    assert answer.orders is not None
-    assert answer.value_us == simulate(problem, answer.orders).value_us
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(4, 8), (8, 16)])
