@@ -22,7 +22,7 @@ from solver.bounds.unit_order import ordered_bounds_us
 def unit_bounds_us(problem: Problem) -> Sequence[float]:
     """One microbatch alone, the work and memory of each device, and what the given order and memory chain together."""
     costs = UnitCosts.of(problem)
-    bounds = [costs.longest_microbatch_us, *unit_device_bounds_us(problem)]
+    bounds = [costs.longest_microbatch_us, *_device_bounds_us(costs)]
     if not problem.has_free_order:
         bounds += ordered_bounds_us(costs)
     return bounds
@@ -30,8 +30,11 @@ def unit_bounds_us(problem: Problem) -> Sequence[float]:
 
 def unit_device_bounds_us(problem: Problem) -> Sequence[float]:
     """The work and memory of each device that has stages."""
-    costs = UnitCosts.of(problem)
-    return [UnitsOnDevice(costs, numbers).bound_us for numbers in problem.stages_of if numbers]
+    return _device_bounds_us(UnitCosts.of(problem))
+
+
+def _device_bounds_us(costs: UnitCosts) -> Sequence[float]:
+    return [UnitsOnDevice(costs, numbers).bound_us for numbers in costs.problem.stages_of if numbers]
 
 
 class UnitsOnDevice:

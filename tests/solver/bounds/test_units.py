@@ -67,7 +67,7 @@ def test_the_best_schedules_found_are_not_below(first: int) -> None:
     assert met >= 4
 
 
-@pytest.mark.parametrize("name", ["q-p4-m4-n4-causal-b32", "q-p4-m4-n4-fused-b5", "q-p4-m4-n4-fused-b10"])
+@pytest.mark.parametrize("name", [f"q-p4-m4-n4-{own}" for own in ("causal-b20", "causal-b32", "fused-b5", "fused-b10")])
 def test_is_the_optimum_of_causal_slices(name: str) -> None:
     """Half of a microbatch more than one takes 2205, proved without any search."""
     assert lower_bound_us(instance(name)) == REFERENCE[name]["proved_optimum_us"]
