@@ -366,7 +366,8 @@ def _in_slices(
     return {
         "transfer_us": transfers[:-1] or 0,
         "stages": [{k: v for k, v in stage.items() if not (alike and k == "slice_factors")} for stage in cut],
-        "slices": {"count": n, "factors": common if alike else {}},
+        # The runtime cuts sequences by these sizes, whatever stages have beside.
+        "slices": {"count": n, "factors": common if alike else {"bytes": sizes}},
     }
 
 

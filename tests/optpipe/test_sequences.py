@@ -107,6 +107,9 @@ def test_slices_of_a_stage_differ_from_another_s() -> None:
     assert (first.slice_factors.backward_weight, first.slice_factors.bytes) == (None, None)
     assert problem.slices is not None
     assert problem.slices.factors.forward is None
+    cut = sliced(attending(layers=layers), (12, 4)).slices
+    assert cut is not None
+    assert cut.factors.bytes == [1.5, 0.5]  # by which a sequence is cut where a schedule runs
 
 
 def test_messages_of_slices_have_their_lengths() -> None:
