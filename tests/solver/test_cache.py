@@ -24,6 +24,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.verify import verify
 from solver import cache as module
+from solver.bounds import lower_bound_us
 from solver.build import build_schedule, within_budgets
 from solver.cache import Cache, canonical_form
 from solver.limits import Limits
@@ -409,6 +410,25 @@ def test_a_schedule_with_modes_comes_back_in_the_names_of_the_problem(cache: Cac
     found = cache.lookup(renamed)
     assert found is not None
     assert {op.mode for op in found.schedule.devices[0].compute if op.op == "F"} == {None, "other"}
+
+
+LIGHT = {"name": "light", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0}
+
+
+@pytest.mark.parametrize("modes", [[], [LIGHT]])
+def test_the_pattern_of_few_microbatches_is_a_neighbour_of_many(cache: Cache, modes: list[dict[str, object]]) -> None:
+    """It is as near to the bound with 16 times as many: a period does not depend on how many there are."""
+
+    def problem(microbatches: int) -> Problem:
+        return recomputing(4, microbatches, modes, 15, backward_weight_bytes=10)
+
+    few = solve(problem(64), "pattern", Limits(float("inf"), workers=1, deterministic_limit=1.0))
+    cache.store(few, "pattern", 1)
+    many = problem(1024)
+    [orders] = cache.neighbours(many)
+    simulation = simulate(many, orders)
+    assert within_budgets(many, orders, simulation)
+    assert simulation.value_us / lower_bound_us(many) <= 1.01 * few.value_us / few.bound_us
 
 
 def test_schedules_without_modes_are_neighbours_of_problems_with_them(cache: Cache) -> None:
