@@ -9,6 +9,7 @@ from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
 from tests.optpipe.models import tiny_models
 from tests.optpipe.models.tiny_models import MICROBATCHES, saved
+from tests.optpipe.train.cases import assert_plain_step
 from tests.sliced_schedules import microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
 
 BLOCKS = {"name": "selective", "kept_bytes": 20, "recompute_us": 5, "segment_bytes": 80}
@@ -32,14 +33,7 @@ def config(schedule: Schedule, name: str, data: str = "unmasked_batch") -> Train
     [("llama", "seq1f1b"), ("qwen3", "V, split"), ("gpt2", "seq1f1b"), ("llama", "recomputed"), ("gpt2", "V, split")],
 )
 def test_slices_equal_the_uncut_model_on_whole_sequences(name: str, way: str) -> None:
-    check = train(config(SCHEDULES[way], name)).check
-    assert check is not None
-    assert check.failures == ()
-    assert check.max_gradient_error <= 1e-12
-    assert check.loss_error <= 1e-12
-    for device in check.devices:
-        assert device.live_bytes == (0, 0)
-        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+    assert_plain_step(train(config(SCHEDULES[way], name)).check)
 
 
 def test_models_that_do_not_take_slices_are_refused_by_name() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
+import pytest
 from torch import nn
 
 from instances.schedules import one_f_one_b, v_wave
 from optpipe.schedule import Schedule
+from optpipe.train.result import CheckResult
 from tests.recomputing import EXECUTABLE, random_executable
 
 M = 4
@@ -37,3 +40,15 @@ def decaying(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     parameters = list(parameters)
     vectors = [p for p in parameters if p.dim() <= 1]
     return [{"params": [p for p in parameters if p.dim() > 1]}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def assert_plain_step(check: CheckResult | Mapping[str, Any] | None, dtype: str = "float64") -> None:
+    """A check, or its JSON: gradients and loss of the plain step, peaks as planned, and nothing left."""
+    assert check is not None
+    found = asdict(check) if isinstance(check, CheckResult) else check
+    assert not found["failures"]
+    assert found["max_gradient_error"] <= MAX_ERROR[dtype]
+    assert found["loss_error"] <= MAX_ERROR[dtype]
+    for device in found["devices"]:
+        assert not any(device["live_bytes"])
+        assert device["peak_bytes"] == pytest.approx(device["planned_peak_bytes"], rel=0.02)

@@ -12,7 +12,7 @@ from optpipe.errors import TrainingError
 from optpipe.runtime.slices import check_slices
 from optpipe.schedule import Schedule
 from optpipe.train import CheckpointConfig, ModelConfig, TrainingConfig, train
-from tests.optpipe.train.cases import MAX_ERROR
+from tests.optpipe.train.cases import assert_plain_step
 from tests.sliced_schedules import COPY, microbatch_by_microbatch, seq1f1b_schedule, sliced_problem
 
 FULL = {"name": "full", "kept_bytes": 10, "recompute_us": 5, "segment_bytes": 90}
@@ -41,21 +41,12 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def assert_right(config: TrainingConfig) -> None:
-    """A checked run: gradients and loss of the plain, unsliced step, peaks as planned, and nothing left."""
-    check = train(config).check
-    assert check is not None
-    assert check.failures == ()
-    assert check.max_gradient_error <= MAX_ERROR[config.model.dtype]
-    assert check.loss_error <= MAX_ERROR[config.model.dtype]
-    for device in check.devices:
-        assert device.live_bytes == (0, 0)
-        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
-
-
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float64") for name in SCHEDULES), ("seq1f1b", "float32")])
 def test_slices_equal_the_unsliced_step_in_the_planned_memory(name: str, dtype: Any) -> None:
-    assert_right(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", layers=4, dtype=dtype), steps=1, check=True))
+    assert_plain_step(
+        train(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", layers=4, dtype=dtype), steps=1, check=True)).check,
+        dtype,
+    )
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

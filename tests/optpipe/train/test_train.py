@@ -18,7 +18,7 @@ from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.tasks import build_task
 from tests.optpipe.runtime.schedules import random_placement, random_schedule
-from tests.optpipe.train.cases import MAX_ERROR, decaying, schedules
+from tests.optpipe.train.cases import MAX_ERROR, assert_plain_step, decaying, schedules
 
 SCHEDULES = schedules(2)
 
@@ -32,12 +32,7 @@ def checked(result: TrainingResult) -> CheckResult:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_equals_the_plain_step_in_the_planned_memory(name: str, dtype: str) -> None:
     config = TrainingConfig(SCHEDULES[name], ModelConfig("tiny", dtype=dtype), steps=1, check=True)  # type: ignore[arg-type]
-    check = checked(train(config))
-    assert check.max_gradient_error <= MAX_ERROR[dtype]
-    assert check.loss_error <= MAX_ERROR[dtype]
-    for device in check.devices:
-        assert device.live_bytes == (0, 0)
-        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
+    assert_plain_step(train(config).check, dtype)
 
 
 @pytest.mark.parametrize("placement", ["linear", "V"])

@@ -23,7 +23,7 @@ from optpipe.train.launch import Launch
 from optpipe.train.model import Model
 from optpipe.train.result import StepReport
 from optpipe.train.tasks import build_task
-from tests.optpipe.train.cases import MAX_ERROR, M, decaying, schedules
+from tests.optpipe.train.cases import MAX_ERROR, M, assert_plain_step, decaying, schedules
 from tests.unequal_schedules import with_factors
 
 FACTORS: list[Mapping[str, float]] = [
@@ -41,32 +41,22 @@ def varying(schedule: Schedule, dtype: Any = "float64", **settings: Any) -> Trai
     return TrainingConfig(schedule, ModelConfig("tiny", dtype=dtype, lengths="varying"), **settings)
 
 
-def assert_right(config: TrainingConfig) -> None:
-    """A checked run: gradients and loss of the plain step, peaks as planned, and nothing left."""
-    check = train(config).check
-    assert check is not None
-    assert check.failures == ()
-    assert check.max_gradient_error <= MAX_ERROR[config.model.dtype]
-    assert check.loss_error <= MAX_ERROR[config.model.dtype]
-    for device in check.devices:
-        assert device.live_bytes == (0, 0)
-        assert device.peak_bytes == pytest.approx(device.planned_peak_bytes, rel=0.02)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_chosen_order_of_equal_shapes_equals_the_plain_step(name: str) -> None:
     assert SCHEDULES[name].microbatch_order == ORDER
-    assert_right(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", dtype="float64"), steps=1, check=True))
+    assert_plain_step(
+        train(TrainingConfig(SCHEDULES[name], ModelConfig("tiny", dtype="float64"), steps=1, check=True)).check
+    )
 
 
 @pytest.mark.parametrize("dtype", MAX_ERROR)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_microbatches_of_different_lengths_equal_the_plain_step_in_the_planned_memory(name: str, dtype: str) -> None:
-    assert_right(varying(SCHEDULES[name], dtype, steps=1, check=True))
+    assert_plain_step(train(varying(SCHEDULES[name], dtype, steps=1, check=True)).check, dtype)
 
 
 def test_schedules_of_equal_microbatches_take_different_lengths_too() -> None:
-    assert_right(varying(schedules(2)["V, offload"], steps=1, check=True, accumulate=2))
+    assert_plain_step(train(varying(schedules(2)["V, offload"], steps=1, check=True, accumulate=2)).check)
 
 
 def test_lengths_differ_within_a_step_and_between_steps() -> None:
@@ -113,7 +103,7 @@ def test_the_order_in_which_microbatches_run_depends_on_their_sizes_but_not_what
 @pytest.mark.parametrize("source", ["data", "loader"])
 def test_stages_of_ones_own_take_microbatches_of_different_lengths(source: str) -> None:
     model = ModelConfig(f"{STAGES}:build", lengths="varying", **{source: f"{STAGES}:{source}"})
-    assert_right(TrainingConfig(SCHEDULES["linear, offload"], model, steps=1, check=True))
+    assert_plain_step(train(TrainingConfig(SCHEDULES["linear, offload"], model, steps=1, check=True)).check, "float32")
 
 
 def test_a_loss_that_counts_no_tokens_is_refused() -> None:
