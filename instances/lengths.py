@@ -7,7 +7,6 @@ or of single images among videos. `python -m instances.lengths` writes `u-p*-m*-
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from random import Random
 
@@ -77,4 +76,4 @@ if __name__ == "__main__":
     for distribution in DISTRIBUTIONS:
         for p, m in SIZES:
             problem = of_lengths(distribution, p, m)
-            (INSTANCES / f"{problem.name}.json").write_text(json.dumps(problem.to_data()) + "\n")
+            (INSTANCES / f"{problem.name}.json").write_text(problem.to_json())
