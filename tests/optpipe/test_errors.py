@@ -35,6 +35,7 @@ def test_other_errors_pass() -> None:
 
 def test_the_command_line_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "api.server", raising=False)  # which another test may have loaded
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve"])
     assert ended.value.code == 2

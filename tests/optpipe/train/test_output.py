@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.utils
 
 from instances.schedules import one_f_one_b
 from optpipe.compile import compile_schedule
@@ -297,6 +298,7 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
 
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.delattr(torch.utils, "tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"needs tensorboard, which is not installed\. Maybe pip install"):
         TensorBoard(tmp_path)
