@@ -19,7 +19,7 @@ from optpipe.layers import Layer, LayerProfile
 from optpipe.problem import MAX_COUNT
 
 SliceBy = Literal["compute", "length"]
-"""What slices of one sequence have in common: the time they take, or the tokens they have."""
+"""The quantity that slices of one sequence share equally: the time they take, or the tokens they have."""
 
 DECIMALS = 6
 """Decimals of a factor."""

@@ -52,7 +52,7 @@ MAX_DIGITS = 7
 
 
 class SliceChoice(StrEnum):
-    """What slices of one sequence have in common."""
+    """The quantity that slices of one sequence share equally."""
 
     COMPUTE = "compute"
     LENGTH = "length"
@@ -267,7 +267,7 @@ def _of_unequal(
 
 @dataclass(frozen=True)
 class _Imbalance:
-    """What unequal lengths cost: the plan beside published schedules of each order and of equal microbatches."""
+    """The cost of unequal lengths: the plan beside published schedules of each order and of equal microbatches."""
 
     schedule: Schedule
     orders: Sequence[InOrder]

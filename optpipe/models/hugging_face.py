@@ -670,7 +670,7 @@ def _slice_cache() -> Any:
             return running().offset
 
         def get_query_offset(self, *_: Any, **__: Any) -> int:
-            """Likewise: where queries begin."""
+            """Position of the first query: that of the slice."""
             return running().offset
 
         def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:

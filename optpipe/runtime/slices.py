@@ -203,7 +203,7 @@ class _Extended(torch.autograd.Function):
 
 
 class Sequences:
-    """What a stage keeps of all microbatches that it runs slice by slice; units as in `Problem.units`."""
+    """State that a stage keeps of all microbatches that it runs slice by slice; units as in `Problem.units`."""
 
     def __init__(self, count: int) -> None:
         self.count = count

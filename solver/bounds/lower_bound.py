@@ -33,7 +33,7 @@ def lower_bound_us(problem: Problem) -> float:
 
 
 def _order_bound_us(problem: Problem) -> float:
-    """What the order of equal microbatches and memory chain together over all devices; 0 where they are too many."""
+    """Bound by the chain of order and memory over all devices, for equal microbatches; 0 where they are too many."""
     if 2 * len(problem.stages) * problem.microbatches > MOST_RELEASE_NODES:
         return 0.0
     return float(max(ordered_bounds_us(UnitCosts.of(problem)), default=0.0))

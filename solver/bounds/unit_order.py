@@ -53,7 +53,7 @@ def ordered_bounds_us(costs: UnitCosts) -> Sequence[float]:
 
 
 class _Held(NamedTuple):
-    """What memory orders between F of a stage and backwards of a stage of its device.
+    """Precedences that memory forces between F of a stage and backwards of a stage of its device.
 
     `released[x]`: the number of backwards of stage t that have ended when F of unit x starts.
     """
@@ -63,7 +63,7 @@ class _Held(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """What B of a unit frees at its end, which is at `ends_us` the earliest, and W of it after that.
+    """Releases of a unit: by B at its end, which is at `ends_us` the earliest, and by W after that.
 
     `pieces`: the least time for each byte that B and W free, and the bytes, such as lie on the lower hull of both.
     """
@@ -82,7 +82,7 @@ class _Release(NamedTuple):
 
 
 class _Levels(NamedTuple):
-    """What is on a device when F of a stage starts, beside its budget.
+    """Bytes on a device when F of a stage starts, beside its budget.
 
     `excess[x]`: the bytes by which the budget would be exceeded at F of unit x if nothing had been released.
     `begun[t]`: for each stage of the device how many units of microbatches before that of x have begun F there by then,
@@ -119,7 +119,7 @@ class _Paths:
                 self._hold(numbers, float(budget))
 
     def _hold(self, numbers: Sequence[int], budget: float) -> None:
-        """What has been released at each F of a device.
+        """Record how many backwards must have ended before each F of a device, for their bytes to be free.
 
         Units that have begun F of stage t, and so of all earlier stages of the device, and have not ended B of t, hold
         what stays of these. When F of unit x on stage s starts, all units before x are such, but those whose B of t has
@@ -204,7 +204,7 @@ class _Paths:
                     self.releases[s].append(self._release(s, u))
 
     def _release(self, s: int, u: int) -> _Release:
-        """What B and W of unit u on stage s free, by the head of that B."""
+        """Bytes that B and W of unit u on stage s free, by the head of that B."""
         backward_us, weight_us = self.b[s][u], self.w[s][u]
         by_backward, by_weight = self.by_backward[s][u], self.by_weight[s][u]
         head_us, size = self.backward_heads[s][u], by_backward + by_weight

@@ -1,4 +1,4 @@
-"""What memory and the order of equal microbatches chain together: by hand, and never above an optimum."""
+"""The chain of memory and the order of equal microbatches: by hand, and never above an optimum."""
 
 from __future__ import annotations
 
