@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -46,8 +46,9 @@ class UnitCosts:
         """Costs of each class of units, and by them of each unit."""
         classes = problem.unit_class
         table = np.array([[_costs(stage) for stage in of_classes] for of_classes in problem.unit_stages], np.float64)
-        costs = _Costs(*np.moveaxis(table, 2, 0)[:, :, classes])
-        return cls(problem, *costs, *_paths(problem, costs.forward, costs.backward))
+        costs = list(np.moveaxis(table, 2, 0)[:, :, classes])
+        costs += _paths(problem, costs[0], costs[1])
+        return cls(problem, *costs)
 
     @property
     def longest_microbatch_us(self) -> float:
@@ -77,23 +78,8 @@ class UnitCosts:
         return values.reshape(len(values), self.problem.microbatches, self.problem.slice_count)
 
 
-class _Costs(NamedTuple):
-    """The first fields of `UnitCosts`."""
-
-    forward: Floats
-    backward: Floats
-    weight: Floats
-    offload: Floats
-    reload: Floats
-    whole: Floats
-    staying: Floats
-    beside: Floats
-    left: Floats
-    gradients: Floats
-
-
 def _costs(stage: Stage) -> Sequence[float]:
-    """The costs of a class of units on a stage, the least of any mode, in the order of `_Costs`."""
+    """The costs of a class of units on a stage, the least of any mode, in the order of `UnitCosts`."""
     backward, weight, left = stage.backward_input_us, stage.backward_weight_us, stage.backward_weight_bytes
     if not stage.split_backward:
         backward, weight, left = backward + weight, 0, 0
