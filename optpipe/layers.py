@@ -49,13 +49,17 @@ class LayerAttention(Document):
     """Causal attention in a layer: the parts of its times that grow with the square of a sequence, and its memory.
 
     `key_value_bytes` are the keys and values of the microbatch, which later slices of a sequence read; the gradients
-    of them take as much.
+    of them take as much. `forward_slice_us` and so on are what each slice takes beside its share of the time: more
+    launches, joining keys and values, and a mask over all of the earlier positions.
     """
 
     forward_us: TimeUs
     backward_input_us: TimeUs
     backward_weight_us: TimeUs = 0
     key_value_bytes: Bytes = 0
+    forward_slice_us: TimeUs = 0
+    backward_input_slice_us: TimeUs = 0
+    backward_weight_slice_us: TimeUs = 0
 
 
 class Layer(Document):

@@ -335,8 +335,7 @@ def _in_slices(
         one = _scaled_sizes(stage, n)
         for kind in ("forward", "backward_input", "backward_weight"):
             times_us = [
-                sum(times)
-                for times in zip(*(_slices_of(layer, f"{kind}_us", scale, lengths) for layer in layers), strict=True)
+                sum(times) for times in zip(*(_slices_of(layer, kind, scale, lengths) for layer in layers), strict=True)
             ]
             mean_us = sum(times_us) / n
             one[f"{kind}_us"] = mean_us
@@ -371,12 +370,16 @@ def _in_slices(
     }
 
 
-def _slices_of(layer: Layer, name: str, scale: float, lengths: Sequence[int]) -> list[float]:
+def _slices_of(layer: Layer, kind: str, scale: float, lengths: Sequence[int]) -> list[float]:
     """Times of one layer's op for each slice."""
-    whole_us = getattr(layer, name)
+    whole_us = getattr(layer, f"{kind}_us")
     fixed_us = min(layer.fixed_us, whole_us)
-    attention_us = scale * getattr(layer.attention, name) if layer.attention else 0.0
-    return slice_times_us(scaled_us(layer, whole_us, scale), fixed_us, attention_us, lengths)
+    attention_us, slice_us = 0.0, 0.0
+    if layer.attention:
+        attention_us = scale * getattr(layer.attention, f"{kind}_us")
+        slice_us = getattr(layer.attention, f"{kind}_slice_us")
+    times_us = slice_times_us(scaled_us(layer, whole_us, scale), fixed_us, attention_us, lengths)
+    return [time_us + slice_us for time_us in times_us]
 
 
 def _scaled_sizes(fields: Mapping[str, Any], parts: int) -> dict[str, Any]:

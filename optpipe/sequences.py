@@ -86,7 +86,7 @@ def require_attention(profile: LayerProfile, field: str) -> int:
         missing = "sequence" if profile.sequence is None else "layers[].attention"
         detail = (
             f"needs to know how costs grow with the length of a sequence, but the profile has no {missing}. Maybe "
-            "add it, or make the profile of a table: optpipe profile --from-table."
+            "make the profile with --slices, which measures it, or of a table: optpipe profile --from-table."
         )
         raise InputError([Issue(field, "missing_attention", detail)])
     return profile.sequence

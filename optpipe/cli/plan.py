@@ -99,7 +99,7 @@ def command(
         str | None,
         typer.Option(
             help="Numbers of slices to try, into which each sequence is cut; default: 1. Needs a profile that says "
-            "what attention costs, such as one of a table.",
+            "what attention costs: one of a table, or measured with --slices.",
             metavar="1,2,4",
         ),
     ] = None,

@@ -17,6 +17,7 @@ from rich.text import Text
 from optpipe.cli.console import (
     AsJson,
     doing,
+    names_in,
     parse_share,
     parse_size,
     print_json,
@@ -24,8 +25,10 @@ from optpipe.cli.console import (
     stdout,
     table,
 )
-from optpipe.cli.profile_report import KINDS, print_check, print_stages
+from optpipe.cli.plan import MAX_DIGITS, SliceChoice
+from optpipe.cli.profile_report import KINDS, print_check, print_slices, print_stages
 from optpipe.cli.profile_report import document as measured_document
+from optpipe.document import shown
 from optpipe.errors import InputError, Issue, NoSolutionError, OptPipeError, needs_extra
 from optpipe.files import check_writable, write_atomically
 from optpipe.mode_names import IN_LOW_PRECISION, parse_modes
@@ -38,13 +41,17 @@ if TYPE_CHECKING:
     from optpipe.profile.measured import Measured
     from optpipe.profile.subject import Subject
     from optpipe.schedule import Schedule
+    from optpipe.sequences import SliceBy
 
 
-QUICK_METHODS = ("1f1b", "interleaved-1f1b", "zb-v", "ada-offload")
+QUICK_METHODS = ("1f1b", "interleaved-1f1b", "zb-v", "ada-offload", "seq1f1b")
 """Methods tried for --check: each takes milliseconds, and the best schedule that the stages can run is used."""
 
 TIMEOUT_SECONDS = 600.0
 """Timeout of collective operations under torchrun."""
+
+LEAST_SLICES = 2
+"""Least number of slices: one is the whole sequence, which is measured anyway."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class Options:
     check: bool
     modes: Sequence[str]
     splits: bool
+    slices: Sequence[int]
+    slice_by: SliceBy
 
 
 def profile_model(model: str, options: Options, output: Path, as_json: bool) -> int:
@@ -85,6 +94,9 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
     if torch.cuda.is_available() and any(mode not in ("offload", *IN_LOW_PRECISION) for mode in options.modes):
         detail = "measures recomputation on CPUs alone so far. Maybe write stages[].modes into the problem."
         raise InputError([Issue("--modes", "not_measured", detail)])
+    if torch.cuda.is_available() and options.slices:
+        detail = "measures slices on CPUs alone so far. Maybe write slices and stages[].slice_factors into the problem."
+        raise InputError([Issue("--slices", "not_measured", detail)])
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     subject, placed, each = _subject_and_placement(model, options)
@@ -105,6 +117,8 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
                 on_round=on_round,
                 modes=options.modes,
                 splits=options.splits,
+                slices=options.slices,
+                slice_by=options.slice_by,
             )
         memory = options.memory_bytes, options.memory_margin
         problem = None if options.as_layers else measured.problem(microbatches, *memory)
@@ -117,8 +131,9 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
             from optpipe.profile.check import check_prediction
 
             schedule = _quick_schedule(measured, problem)
+            cut = chain.in_slices(measured.slice_lengths) if measured.slice_lengths else [chain]
             with doing(f"running steps of {schedule.method}"):
-                check = check_prediction(measured, chain, schedule, device, options.memory_margin)
+                check = check_prediction(measured, cut, schedule, device, options.memory_margin)
     if as_json:
         print_json(measured_document(measured, check, output, document.format))
     else:
@@ -126,6 +141,8 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
         console.print(measured.name)
         console.print(f"{measured.source}\n")
         print_stages(measured)
+        if measured.slice_lengths:
+            print_slices(measured)
         if check:
             print_check(check)
         console.print(f"wrote {output} ({document.format})")
@@ -195,8 +212,8 @@ def _placed(options: Options) -> Sequence[int]:
 
 def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int], Layers]:
     """Build the stages of a model of transformers; in a layer profile one layer of those that are equal."""
-    from optpipe.models.hugging_face import HuggingFace
-    from optpipe.models.loss import PerToken
+    from optpipe.models.hugging_face import SLICED, HuggingFace
+    from optpipe.models.loss import LabelLoss, PerToken
     from optpipe.profile.subject import Subject, sampled
     from optpipe.train.config import ModelConfig
     from optpipe.train.tasks.hugging_face import HuggingFaceBatches
@@ -212,8 +229,17 @@ def _hugging_face(model: str, options: Options) -> tuple[Subject, Sequence[int],
     count = None if placed is None else len(placed)
     found = HuggingFace(model, count, options.cut, dtype=config.torch_dtype, cut_field="--cut")
     batches = HuggingFaceBatches(found, config, None, 0)
-    loss = PerToken(found.loss)
+    if options.slices and not found.takes_slices:
+        detail = (
+            f"is given, but {model} is a configuration of {found.config.model_type}: models with full causal attention "
+            f"of {', '.join(SLICED)} take slices. Maybe leave it out."
+        )
+        raise InputError([Issue("--slices", "not_taken", detail)])
     inputs, labels = batches.batch(0)
+    loss = PerToken(found.loss)
+    if options.slices:  # the label of a slice's last position is in the next slice
+        labels = [found.loss.shifted(label) for label in labels]
+        loss = PerToken(LabelLoss(shift=False))
     batch = list(zip(inputs, loss.with_tokens(labels), strict=True))
     if placed is not None:
         stages, each = found.build_stages(sample=batch[0][0]), None
@@ -428,6 +454,19 @@ def command(
             help="Write a problem whose backwards are never split into B and W, for trainers that run them whole.",
         ),
     ] = False,
+    slices: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of slices into which each sequence is cut: the costs are those of slices that run with the "
+            "keys and values of the earlier ones. With --format layers, numbers of slices from whose times the profile "
+            "says what attention costs. Default: whole sequences.",
+            metavar="4",
+        ),
+    ] = None,
+    slice_by: Annotated[
+        SliceChoice | None,
+        typer.Option(help="Slices of a problem have equal compute or equal length; default: compute."),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -458,6 +497,8 @@ def command(
         "--clock": clock,
         "--modes": modes,
         "--fused-backward": fused_backward or None,
+        "--slices": slices,
+        "--slice-by": slice_by,
         "--check": check or None,
     }
     if from_run is not None:
@@ -496,8 +537,11 @@ def command(
             )
             raise InputError([Issue("--modes", "not_by_layers", detail)])
         _refuse("--format", "is layers, which are not scheduled yet", {"--fused-backward": fused_backward or None})
+        _refuse("--format", "is layers, which 'optpipe plan' cuts into slices", {"--slice-by": slice_by})
     if memory is None:
         _refuse("--memory", "is not given", {"--memory-margin": memory_margin})
+    if slices is None:
+        _refuse("--slices", "is not given", {"--slice-by": slice_by})
     options = Options(
         devices=devices,
         stages=stages,
@@ -517,8 +561,23 @@ def command(
         check=check,
         modes=["offload"] if modes is None else parse_modes(modes, "--modes"),
         splits=not fused_backward,
+        slices=() if slices is None else _numbers_of_slices(slices, form),
+        slice_by="length" if form is Format.LAYERS or slice_by is SliceChoice.LENGTH else "compute",
     )
     return profile_model(model, options, output, as_json)
+
+
+def _numbers_of_slices(text: str, form: Format | None) -> list[int]:
+    """The numbers of slices to measure: one for a problem. Raises InputError."""
+    names = names_in(text)
+    for name in names:
+        if not name.isdecimal() or len(name) > MAX_DIGITS or int(name) < LEAST_SLICES:
+            detail = f"holds {shown(name)}, but a sequence is cut into {LEAST_SLICES} slices or more."
+            raise InputError([Issue("--slices", "out_of_range", detail)])
+    if form is not Format.LAYERS and len(names) > 1:
+        detail = f"holds {len(names)} numbers, but a problem has one number of slices. Maybe --format layers."
+        raise InputError([Issue("--slices", "too_many", detail)])
+    return [int(name) for name in names]
 
 
 def _refuse(option: str, why: str, others: Mapping[str, object]) -> None:

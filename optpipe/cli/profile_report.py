@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe.cli.console import stdout, table
-from optpipe.units import share_text, us_text
+from optpipe.units import percent_text, share_text, us_text
 
 if TYPE_CHECKING:
     from optpipe.profile.check import Check
@@ -91,6 +91,27 @@ def print_stages(measured: Measured) -> None:
     console.print(f"\nk = {measured.copy_to_compute_ratio:.3f}: offload and reload over F, B and W (PipeOffload)")
     if measured.fused_over_split is not None:
         console.print(f"BW takes {measured.fused_over_split:.3f} times as long as B and W together; plans assume 1")
+
+
+def print_slices(measured: Measured) -> None:
+    """Print the times of slices, and the share of attention that follows from them."""
+    from optpipe.profile.slices import passes_us
+
+    console = stdout()
+    for s, stage in enumerate(measured.stages):
+        for slicing in stage.slicings:
+            columns = ([one[kind].median_us for one in slicing.times] for kind in ("F", "BW"))
+            texts = "; ".join(" ".join(f"{time_us:,.1f}" for time_us in times_us) for times_us in columns)
+            lengths = " ".join(map(str, slicing.lengths))
+            console.print(f"stage {s}, slices of {lengths} tokens: F and BW take {texts} us")
+        total_us = sum(passes_us(stage.times).values())
+        share = stage.attention_us / total_us if total_us else 0.0
+        more = ", ".join(f"{one.slice_us:,.1f}" for one in stage.length_costs.values())
+        console.print(
+            f"stage {s}: causal attention is {percent_text(share)} of F, B and W of a whole sequence; each slice takes "
+            f"{more} us more in these; gradients of keys and values take "
+            f"{stage.slicings[-1].gradient_bytes:,} bytes a slice"
+        )
 
 
 def _spread_text(spread: Spread | None) -> str:

@@ -22,8 +22,9 @@ from optpipe.ops import KINDS, Op
 from optpipe.profile.measured import Measured
 from optpipe.profile.ops import Key, Spread, spread_of, stopwatch_for
 from optpipe.profile.subject import Chain
-from optpipe.runtime.messages import Tree
+from optpipe.runtime.messages import Spec, Tree, size_bytes
 from optpipe.runtime.pipeline import Pipeline
+from optpipe.runtime.shapes import SliceMessages
 from optpipe.runtime.trace_step import record_step
 from optpipe.runtime.transport import local_transport
 from optpipe.schedule import Schedule
@@ -71,18 +72,23 @@ class Check:
 
 
 def check_prediction(
-    measured: Measured, chain: Chain, schedule: Schedule, device: torch.device, margin: float = 0.0
+    measured: Measured, slices: Sequence[Chain], schedule: Schedule, device: torch.device, margin: float = 0.0
 ) -> Check:
-    """Run the schedule, whose stages are all in `chain`, on the subject's microbatches, reused in turns.
+    """Run the schedule on the subject's microbatches, reused in turns.
 
-    Peaks may exceed the prediction by the share `margin` that devices kept free. Changes the gradients of the stages,
-    but no weight.
+    `slices` are the chains of the slices of a microbatch, or that of whole ones alone, with all stages. Peaks may
+    exceed the prediction by the share `margin` that devices kept free. Changes the gradients of the stages, but no
+    weight.
     """
     program = compile_schedule(schedule)
     offload_bytes = {s: figures.sizes.offload_bytes for s, figures in enumerate(measured.stages)}
     devices, transport = range(len(program.devices)), local_transport(device)
-    pipeline = Pipeline(program, chain.stages, devices, transport, chain.messages, offload_bytes=offload_bytes)
-    samples = [chain.batch[i % len(chain.batch)] for i in range(program.microbatches)]
+    messages: Sequence[Spec] | SliceMessages = slices[0].messages
+    if len(slices) > 1:
+        messages = SliceMessages([chain.messages for chain in slices])
+    pipeline = Pipeline(program, slices[0].stages, devices, transport, messages, offload_bytes=offload_bytes)
+    numbers = [i % len(slices[0].batch) for i in range(program.microbatches)]
+    samples = [chain.batch[number] for number in numbers for chain in slices]
     batch = [inputs for inputs, _ in samples], [targets for _, targets in samples]
     for _ in range(WARM_UP_STEPS):
         pipeline.run(*batch)
@@ -93,7 +99,9 @@ def check_prediction(
     part = record_step(pipeline, *batch, device=device)
     if measured.clock == "cpu":
         part = _on_thread_clock(part, pipeline, batch)
-    planned = planned_memory(program, schedule.problem, measured.message_bytes)
+    columns = zip(*(chain.messages for chain in slices), strict=True)
+    message_bytes = [[size_bytes(spec) for spec in column] * program.microbatches for column in columns]
+    planned = planned_memory(program, schedule.problem, message_bytes)
     trace = assemble(
         [part],
         schedule,
@@ -102,7 +110,7 @@ def check_prediction(
         planned_peak_bytes=[plan.peak_bytes for plan in planned],
         source=f"{measured.name}, {measured.hardware}",
     )
-    exact = device.type == "cpu" and not measured.varying
+    exact = device.type == "cpu" and not measured.varying and len(slices) == 1  # which have the largest sizes of all
     failures = _wrong_peaks([d.peak_bytes for d in trace.devices], planned, margin, exact=exact)
     serial, shares = serial_us(measured, program), _shares(measured, trace)
     return Check(schedule.method, serial, step, shares, trace, compare(trace), [*failures])
@@ -129,10 +137,13 @@ def serial_us(measured: Measured, program: Program) -> float:
 
 def _predicted_us(measured: Measured, action: Op) -> float | None:
     """Predicted time of an action; a message counts at its send. None for actions outside the cost model."""
+    q = action.microbatch % max(1, len(measured.slice_lengths))
     if action.kind in KINDS:
-        return measured.stages[action.stage].times[action.kind].median_us
+        figures = measured.stages[action.stage]
+        return (figures.slicings[-1].times[q] if figures.slicings else figures.times)[action.kind].median_us
     if action.kind in SENDS:
-        spread = measured.transfers.spreads[message_of(action).boundary]
+        transfers = measured.slice_transfers[q] if measured.slice_transfers else measured.transfers
+        spread = transfers.spreads[message_of(action).boundary]
         return spread.median_us if spread else 0.0
     return None
 

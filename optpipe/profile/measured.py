@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from math import floor
+from statistics import mean
 from typing import Any, Self
 
 import torch
@@ -15,14 +17,25 @@ from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
 from optpipe.mode_names import BLOCKS, IN_LOW_PRECISION, SELECTIVE, WITH_OFFLOAD, without_offload, without_shorthand
 from optpipe.problem import OFFLOAD, Problem
-from optpipe.profile.ops import ClockName, OnRound, Spread, kinds_of_mode, measure_op_sizes, measure_op_times
+from optpipe.profile.ops import (
+    ClockName,
+    OnRound,
+    Spread,
+    kinds_of_mode,
+    measure_op_sizes,
+    measure_op_times,
+    measure_slice_times,
+)
+from optpipe.profile.slices import LengthCosts, Slicing, beside_mean, fit_length_costs, passes_us
 from optpipe.profile.subject import Chain, Subject
 from optpipe.profile.transfers import Contention, Transfers, contention_of_all, measure_transfers
 from optpipe.profile.undeferred import Undeferred, measure_undeferred
-from optpipe.runtime.messages import size_bytes
-from optpipe.runtime.probe import StageSizes
+from optpipe.runtime.messages import Spec, size_bytes
+from optpipe.runtime.probe import StageSizes, measure_slices
 from optpipe.runtime.recomputation import blocks_of
+from optpipe.runtime.slices import sequence_length, takes_slices
 from optpipe.runtime.stage import Stage
+from optpipe.sequences import SliceBy, slice_lengths
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""
@@ -58,11 +71,36 @@ class StageFigures:
     samples: int = 1
     undeferred: Sequence[Undeferred] = ()
     blocks: int = 0
+    slicings: Sequence[Slicing] = ()
 
     @property
     def splits(self) -> bool:
         """True if B and W can run separately."""
         return "B" in self.times
+
+    @property
+    def length_costs(self) -> dict[str, LengthCosts]:
+        """Parts of the times of F, B and W that are not in proportion to the tokens, by the names that documents have.
+
+        They are fitted to the times of all slicings.
+        """
+        return {
+            name: fit_length_costs(
+                time_us, [(one.lengths, [passes_us(times)[name] for times in one.times]) for one in self.slicings]
+            )
+            for name, time_us in passes_us(self.times).items()
+        }
+
+    @property
+    def attention_us(self) -> float:
+        """Time of causal attention in F, B and W of whole sequences."""
+        return sum(costs.attention_us for costs in self.length_costs.values())
+
+    def of_mean_slice(self) -> StageFigures:
+        """Figures of a mean slice in place of a whole microbatch, where sequences were cut."""
+        if not self.slicings:
+            return self
+        return replace(self, times=self.slicings[-1].mean_times(), sizes=self.slicings[-1].mean_sizes(), smallest=None)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
@@ -71,6 +109,7 @@ class StageFigures:
         smallest = StageSizes.from_data(data["smallest"]) if data["smallest"] else None
         undeferred = tuple(Undeferred(**one | {"layers": tuple(one["layers"])}) for one in data["undeferred"])
         read = {"times": times, "sizes": StageSizes.from_data(data["sizes"])}
+        read["slicings"] = tuple(map(Slicing.from_data, data["slicings"]))
         return cls(**{**data, **read, "smallest": smallest, "undeferred": undeferred})
 
 
@@ -79,6 +118,7 @@ class Measured:
     """Measured model. `message_bytes[b]` crosses the boundary between stages b and b + 1.
 
     `modes` are those that a problem is to allow (`parse_modes`), `splits`: B and W too, where a stage has them.
+    `slice_transfers` are the transfers of each slice, if sequences were cut.
     """
 
     name: str
@@ -92,6 +132,12 @@ class Measured:
     clock: ClockName
     modes: Sequence[str] = (OFFLOAD,)
     splits: bool = True
+    slice_transfers: Sequence[Transfers] = ()
+
+    @property
+    def slice_lengths(self) -> Sequence[int]:
+        """Tokens of each slice of a sequence; empty where sequences are whole."""
+        return self.stages[0].slicings[-1].lengths if self.stages[0].slicings else ()
 
     @property
     def source(self) -> str:
@@ -103,6 +149,10 @@ class Measured:
             parts.append(f"stages {compiled} are compiled, so their B stands for BW and their W is 0")
         if self.varying:
             parts.append(f"sizes of stages {self.varying} depend on the data: the largest of several microbatches")
+        if self.slice_lengths:
+            cuts = [one.lengths for one in self.stages[0].slicings]
+            of_cuts = " and ".join(f"{len(lengths)} ({' '.join(map(str, lengths))})" for lengths in cuts)
+            parts.append(f"with sequences of {sum(self.slice_lengths)} tokens in slices: {of_cuts}")
         return "; ".join(parts)[:2000]
 
     @property
@@ -129,24 +179,38 @@ class Measured:
     def problem(self, microbatches: int, memory_bytes: int | None = None, margin: float = 0.0) -> Problem:
         """Build the scheduling problem. `memory_bytes` is the memory of a device for the model; None: no limit.
 
-        `margin` is the share of it to keep free, for sizes that depend on the data. Raises InputError if the parameters
-        alone exceed the rest.
+        Where sequences were cut, it is one of slices, with the costs of a mean slice and factors. `margin` is the share
+        of the memory to keep free, for sizes that depend on the data. Raises InputError if the parameters alone exceed
+        the rest.
         """
-        return Problem.from_data(
-            {
-                "format": "optpipe.problem/1",
-                "name": self.name[:200],
-                "microbatches": microbatches,
-                "transfer_us": [_us(spread) if spread else 0 for spread in self.transfers.spreads] or 0,
-                "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
-                "stages": [
-                    {"device": d} | _stage(f, self.modes) | ({} if self.splits else {"split_backward": False})
-                    for d, f in zip(self.placement, self.stages, strict=True)
-                ],
-                "copy_channels": self.contention.channels.to_data(),
-                "source": self.source,
-            }
-        )
+        stages = [
+            {"device": d} | _stage(f, self.modes) | ({} if self.splits else {"split_backward": False})
+            for d, f in zip(self.placement, map(StageFigures.of_mean_slice, self.stages), strict=True)
+        ]
+        data = {
+            "format": "optpipe.problem/1",
+            "name": self.name[:200],
+            "microbatches": microbatches,
+            "transfer_us": [_us(spread) if spread else 0 for spread in self.transfers.spreads] or 0,
+            "devices": [{"memory_bytes": budget} for budget in self._budgets_bytes(memory_bytes, margin)],
+            "stages": stages,
+            "copy_channels": self.contention.channels.to_data(),
+            "source": self.source,
+        }
+        if self.slice_lengths:
+            of_slices = [
+                [spread.median_us if spread else 0.0 for spread in one.spreads] for one in self.slice_transfers
+            ]
+            data["transfer_us"] = [round(mean(times_us), 1) for times_us in zip(*of_slices, strict=True)] or 0
+            transfer = beside_mean([sum(times_us) for times_us in of_slices])
+            for stage, f in zip(stages, self.stages, strict=True):
+                factors = f.slicings[-1].factors() | {"transfer": transfer}
+                stage["slice_factors"] = {name: values for name, values in factors.items() if set(values) != {1.0}}
+                stage["slice_gradient_bytes"] = f.slicings[-1].gradient_bytes
+            # The runtime cuts sequences by these sizes, whatever stages have beside.
+            sizes = stages[0]["slice_factors"].get("bytes")
+            data["slices"] = {"count": len(self.slice_lengths), "factors": {"bytes": sizes}}
+        return Problem.from_data(data)
 
     def layers(
         self,
@@ -183,6 +247,7 @@ class Measured:
                 "link": {"latency_us": 0, "bytes_per_us": self.transfers.bytes_per_us(self.message_bytes)},
                 "copies": copies,
                 "source": self.source,
+                "sequence": sum(self.slice_lengths) or None,
             }
         )
 
@@ -214,12 +279,16 @@ def measure(
     on_round: OnRound = lambda _round, _rounds: None,
     modes: Sequence[str] = (OFFLOAD,),
     splits: bool = True,
+    slices: Sequence[int] = (),
+    slice_by: SliceBy = "length",
 ) -> Measured:
     """Measure the stages of `chain`. Collective under torchrun: all processes call it and get the same result.
 
     `modes` are those to be measured (`parse_modes`), on each stage that has them; recomputation cannot be measured on a
-    GPU yet. With `splits` false the problem is to have fused backwards alone, and its segments are those of CBW. Raises
-    InputError for a mode that no stage has.
+    GPU yet. With `splits` false the problem is to have fused backwards alone, and its segments are those of CBW.
+    `slices`: numbers of slices of equal length in which each stage is measured as well; by compute, the last number
+    also in slices that then take the same time in the whole model. Stages of `chain` cannot run any more after that.
+    Raises InputError for a mode that no stage has, and for slices that a stage does not take.
     """
     blocks = {s: len(blocks_of(stage.module)) for s, stage in chain.stages.items()}
     inside = ("CB", "CBW") if splits else ("CBW",)
@@ -228,20 +297,39 @@ def measure(
     if unknown := _of_no_stage(modes, [names for process in gather(own_names) for names in process]):
         detail = f"has {unknown!r}, which no stage of {subject.name} has. Maybe other blocks or parts of them."
         raise InputError([Issue("--modes", "not_there", detail)])
+    _check_slices(subject, chain, slices, gather)
     sizes = measure_op_sizes(chain, device, recomputing)
     lossy = [name for name in modes if name in IN_LOW_PRECISION]
     timed = {s: [*names, *lossy] for s, names in recomputing.items()}
     times = measure_op_times(chain, device, rounds, clock, on_round, timed)
     held = _held_bytes(chain, placement)
-    own_figures = {}
+    own = {}
     for s, stage in chain.stages.items():
         received, gradient = chain.received(s, device), chain.gradient(s, device)
         undeferred = measure_undeferred(s, stage, received, chain.target(s), gradient, clock)
         smallest = None if sizes[s].smallest == sizes[s].largest else sizes[s].smallest
         layers = tuple(undeferred)
-        measured = StageFigures(times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, layers, blocks[s])
-        own_figures[str(s)] = asdict(measured)
-    figures = {int(s): StageFigures.from_data(data) for part in gather(own_figures) for s, data in part.items()}
+        own[s] = StageFigures(times[s], sizes[s].largest, held[s], smallest, sizes[s].samples, layers, blocks[s])
+    cut = [chain]
+
+    def add_slicing(lengths: Sequence[int]) -> None:
+        nonlocal cut
+        cut = chain.in_slices(lengths)
+        times = measure_slice_times(cut, device, rounds, clock, on_round, timed)
+        for s, stage in cut[0].stages.items():
+            samples, around = [one.samples[s][0] for one in cut], [(one.before(s), one.after(s)) for one in cut]
+            sizes = measure_slices(stage, samples, around, modes=recomputing[s])
+            own[s] = replace(own[s], slicings=[*own[s].slicings, Slicing(tuple(lengths), times[s], sizes)])
+
+    for count in slices:
+        add_slicing(slice_lengths(sequence_length(chain.inputs), count))
+    if slices and slice_by == "compute":
+        parts = [(sum(passes_us(f.times).values()), f.attention_us) for f in own.values()]
+        total_us, attention_us = map(sum, zip(*(part for process in gather(parts) for part in process), strict=True))
+        share = attention_us / total_us if total_us else 0.0
+        add_slicing(slice_lengths(sequence_length(chain.inputs), slices[-1], "compute", share))
+    gathered = gather({str(s): asdict(figures) for s, figures in own.items()})
+    figures = {int(s): StageFigures.from_data(data) for part in gathered for s, data in part.items()}
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     load = f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
     return Measured(
@@ -256,7 +344,40 @@ def measure(
         clock=clock,
         modes=modes,
         splits=splits,
+        slice_transfers=_slice_transfers(cut, placement, device, clock, gather) if slices else (),
     )
+
+
+def _check_slices(subject: Subject, chain: Chain, slices: Sequence[int], gather: Gather) -> None:
+    """Raise InputError, in every process, if a stage does not take slices, or if a sequence has not as many."""
+    if not slices:
+        return
+    whole = {s: type(stage.module).__name__ for s, stage in chain.stages.items() if not takes_slices(stage.module)}
+    for s, kind in sorted((s, kind) for process in gather([*whole.items()]) for s, kind in process):
+        detail = (
+            f"is given, but stages[{s}] of {subject.name} ({kind}) does not take slices. Maybe let its attention "
+            "extend keys and values by 'slice_context' and set takes_slices = True."
+        )
+        raise InputError([Issue("--slices", "not_taken", detail)])
+    sequence = sequence_length(chain.inputs)
+    if max(slices) > sequence:
+        detail = f"holds {max(slices)}, but a sequence of {subject.name} has {sequence} tokens. Maybe fewer slices."
+        raise InputError([Issue("--slices", "out_of_range", detail)])
+
+
+def _slice_transfers(
+    cut: Sequence[Chain], placement: Sequence[int], device: torch.device, clock: ClockName, gather: Gather
+) -> list[Transfers]:
+    """Transfers of each slice; slices with the same messages are measured once."""
+    known: list[tuple[list[Spec], Transfers]] = []
+    transfers = []
+    for chain in cut:
+        found = next((one for messages, one in known if messages == chain.messages), None)
+        if found is None:
+            found = measure_transfers(placement, chain.messages, device, clock, gather)
+            known.append((chain.messages, found))
+        transfers.append(found)
+    return transfers
 
 
 def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:
@@ -299,14 +420,6 @@ def _us(spread: Spread) -> float:
     return round(spread.median_us, 1)
 
 
-def _times_us(figures: StageFigures) -> dict[str, float]:
-    if not figures.splits:
-        backward = {"backward_input_us": _us(figures.times["BW"]), "backward_weight_us": 0.0}
-    else:
-        backward = {"backward_input_us": _us(figures.times["B"]), "backward_weight_us": _us(figures.times["W"])}
-    return {"forward_us": _us(figures.times["F"])} | backward
-
-
 def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
     sizes = figures.sizes
     return {
@@ -318,7 +431,7 @@ def _memory_bytes(figures: StageFigures) -> dict[str, Any]:
 
 def _stage(figures: StageFigures, modes: Sequence[str]) -> dict[str, Any]:
     offload = _copies(figures, ("O", "R"), figures.sizes.offload_bytes) if OFFLOAD in modes else None
-    stage = _times_us(figures) | _memory_bytes(figures) | {"offload": offload}
+    stage = passes_us(figures.times) | _memory_bytes(figures) | {"offload": offload}
     lossy = {name: kinds_of_mode(name)[1:] for name in modes if name in IN_LOW_PRECISION}
     entries: list[dict[str, Any]] = [
         {"name": name, "offload": copies}
@@ -355,4 +468,16 @@ def _layer(name: str, figures: StageFigures, output_bytes: int) -> dict[str, Any
         copied = {"kept_bytes": again.kept_bytes, "offload_bytes": again.offload_bytes}
         recompute_us = _us(figures.times[kinds_of_mode(SELECTIVE)[0]])
         recomputation = {"recomputation": copied | {"recompute_us": recompute_us}}
-    return named | _times_us(figures) | _memory_bytes(figures) | kept | recomputation
+    return named | passes_us(figures.times) | _memory_bytes(figures) | kept | recomputation | _attention(figures)
+
+
+def _attention(figures: StageFigures) -> dict[str, Any]:
+    """The part of a layer's times that is causal attention, and what slices take beside, where slices were measured."""
+    if not figures.slicings:
+        return {}
+    parts: dict[str, float] = {}
+    for name, costs in figures.length_costs.items():
+        parts[name] = floor(10 * costs.attention_us) / 10  # no more than the time, which is rounded
+        parts[f"{name.removesuffix('_us')}_slice_us"] = round(costs.slice_us, 1)
+    key_value_bytes = min(figures.slicings[-1].key_value_bytes, figures.sizes.activation_bytes)
+    return {"attention": parts | {"key_value_bytes": key_value_bytes}}

@@ -110,10 +110,11 @@ ClockName = Literal["wall", "cpu"]
 
 
 class Key(NamedTuple):
-    """Key of a timing: an op's kind, or `transfer`, and the number of its stage or boundary."""
+    """Key of a timing: an op's kind, or `transfer`, the number of its stage or boundary, and that of its slice."""
 
     kind: str
     number: int
+    slice: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,74 +255,105 @@ def measure_op_times(
     for copies in low precision.
     Changes the gradients of the stages.
     """
-    measuring = _Rounds(chain, device, clock, modes or {})
+    times = measure_slice_times([chain], device, rounds, clock, on_round, modes)
+    return {s: whole for s, [whole] in times.items()}
+
+
+def measure_slice_times(
+    slices: Sequence[Chain],
+    device: torch.device,
+    rounds: int,
+    clock: ClockName = "wall",
+    on_round: OnRound = lambda _round, _rounds: None,
+    modes: Mapping[int, Iterable[str]] | None = None,
+) -> Mapping[int, Sequence[Mapping[str, Spread]]]:
+    """Measure the times of each slice of a microbatch as `measure_op_times` does those of a whole one.
+
+    `slices` are the chains of the slices, all with the same stages.
+    """
+    measuring = _Rounds(slices, device, clock, modes or {})
     total = WARM_UP_ROUNDS + rounds
     for number in range(total):
         on_round(number, total)
         if number == WARM_UP_ROUNDS:
             measuring.watch.restart()
         measuring.run()
-    times: dict[int, dict[str, Spread]] = {s: {} for s in chain.stages}
+    times: dict[int, list[dict[str, Spread]]] = {s: [{} for _ in slices] for s in slices[0].stages}
     for key, samples_us in measuring.watch.samples_us().items():
-        times[key.number][key.kind] = spread_of(samples_us)
+        times[key.number][key.slice][key.kind] = spread_of(samples_us)
     return times
 
 
 class _Rounds:
-    """State of the timing rounds: samples, host slabs and the stopwatch."""
+    """State of the timing rounds: samples, host slabs and the stopwatch.
+
+    In each stage the slices of a microbatch run forward one after the other, and backward from the last.
+    """
 
     def __init__(
-        self, chain: Chain, device: torch.device, clock: ClockName, modes: Mapping[int, Iterable[str]]
+        self, slices: Sequence[Chain], device: torch.device, clock: ClockName, modes: Mapping[int, Iterable[str]]
     ) -> None:
         self.watch = stopwatch_for(device, clock)
         self._modes = modes
-        self._chain, self._device, self._sample = chain, device, 0
-        self._slabs = {s: HostSlab(pinned=device.type == "cuda") for s in chain.stages}
-        for stage in chain.stages.values():
+        self._slices, self._device, self._sample = slices, device, 0
+        self._stages = slices[0].stages
+        pinned = device.type == "cuda"
+        self._slabs = {s: [HostSlab(pinned=pinned) for _ in slices] for s in self._stages}
+        for stage in self._stages.values():
             stage.zero_gradients()
 
     def run(self) -> None:
-        split = {s: stage for s, stage in self._chain.stages.items() if stage.splits}
+        forward, backward = range(len(self._slices)), range(len(self._slices))[::-1]
+        split = {s: stage for s, stage in self._stages.items() if stage.splits}
         for s in sorted(split):
-            self._forward(s, fused=False)
+            for q in forward:
+                self._forward(s, q, fused=False)
         for s in sorted(split, reverse=True):
-            gradient = self._chain.gradient(s, self._device)
-            self.watch.time(Key("B", s), partial(split[s].backward_input, 0, gradient))
-            self.watch.time(Key("W", s), partial(split[s].backward_weight, 0))
-        for s in sorted(self._chain.stages):
-            self._forward(s, fused=True)
-        for s, stage in sorted(self._chain.stages.items(), reverse=True):
-            self.watch.time(Key("BW", s), partial(stage.backward, 0, self._chain.gradient(s, self._device)))
-        for s in sorted(self._chain.stages):
-            self._forward_and_copies(s)
-        for s, stage in sorted(self._chain.stages.items(), reverse=True):
-            stage.backward(0, self._chain.gradient(s, self._device))
+            for q in backward:
+                gradient = self._slices[q].gradient(s, self._device)
+                self.watch.time(Key("B", s, q), partial(split[s].backward_input, q, gradient))
+                self.watch.time(Key("W", s, q), partial(split[s].backward_weight, q))
+        for s in sorted(self._stages):
+            for q in forward:
+                self._forward(s, q, fused=True)
+        for s, stage in sorted(self._stages.items(), reverse=True):
+            for q in backward:
+                gradient = self._slices[q].gradient(s, self._device)
+                self.watch.time(Key("BW", s, q), partial(stage.backward, q, gradient))
+        for s in sorted(self._stages):
+            for q in forward:
+                self._forward_and_copies(s, q)
+        for s, stage in sorted(self._stages.items(), reverse=True):
+            for q in backward:
+                stage.backward(q, self._slices[q].gradient(s, self._device))
         for s, modes in sorted(self._modes.items()):
-            stage = self._chain.stages[s]
+            stage = self._stages[s]
             for mode in modes:
-                self._forward_and_copies(s, mode)
-                if mode not in IN_LOW_PRECISION:
-                    self.watch.time(Key(kinds_of_mode(mode)[0], s), partial(stage.recompute, 0))
-                stage.backward(0, self._chain.gradient(s, self._device))
-        self._sample = (self._sample + 1) % len(self._chain.batch)
+                for q in forward:
+                    self._forward_and_copies(s, q, mode)
+                for q in backward:
+                    if mode not in IN_LOW_PRECISION:
+                        self.watch.time(Key(kinds_of_mode(mode)[0], s, q), partial(stage.recompute, q))
+                    stage.backward(q, self._slices[q].gradient(s, self._device))
+        self._sample = (self._sample + 1) % len(self._slices[0].batch)
 
-    def _forward(self, s: int, *, fused: bool) -> None:
-        received, forward = self._chain.received(s, self._device, self._sample), self._chain.stages[s].forward
-        target = self._chain.target(s, self._sample)
-        self.watch.time(Key("F", s), partial(forward, 0, received, target, offloads=False, fused=fused))
+    def _forward(self, s: int, q: int, *, fused: bool) -> None:
+        chain, forward = self._slices[q], self._stages[s].forward
+        received, target = chain.received(s, self._device, self._sample), chain.target(s, self._sample)
+        self.watch.time(Key("F", s, q), partial(forward, q, received, target, offloads=False, fused=fused))
 
-    def _forward_and_copies(self, s: int, mode: str | None = None) -> None:
-        stage, slab = self._chain.stages[s], self._slabs[s]
+    def _forward_and_copies(self, s: int, q: int, mode: str | None = None) -> None:
+        chain, stage, slab = self._slices[q], self._stages[s], self._slabs[s][q]
         precision = IN_LOW_PRECISION.get(mode or "")
         forward = stage.forward_of(None if precision else mode)
         copies = kinds_of_mode(mode)[1:] if mode else ("O", "R")
-        received, target = self._chain.received(s, self._device, self._sample), self._chain.target(s, self._sample)
-        forward(0, received, target, offloads=True, fused=True)
+        received, target = chain.received(s, self._device, self._sample), chain.target(s, self._sample)
+        forward(q, received, target, offloads=True, fused=True)
         del received
-        self.watch.time(Key(copies[0], s), partial(stage.copy_out, 0, slab, precision))
-        stage.free(0)
-        stage.allocate(0)
-        self.watch.time(Key(copies[1], s), partial(stage.copy_in, 0))
+        self.watch.time(Key(copies[0], s, q), partial(stage.copy_out, q, slab, precision))
+        stage.free(q)
+        stage.allocate(q)
+        self.watch.time(Key(copies[1], s, q), partial(stage.copy_in, q))
         if slab.too_small:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)

@@ -23,6 +23,7 @@ from optpipe.runtime.messages import MessageSpec, Spec, Tree, leaves, map_leaves
 from optpipe.runtime.probe import Sample
 from optpipe.runtime.shapes import alike
 from optpipe.runtime.shared_parameters import with_own_modules
+from optpipe.runtime.slices import SlicedLoss, cut_sequences
 from optpipe.runtime.stage import Stage, evaluating
 from optpipe.runtime.weight_gradients import accumulate_in_float32, compiler_failure
 
@@ -252,7 +253,8 @@ class Chain:
     """Stages profiled by this process, by number, out of `count`; `messages[b]` crosses from stage b to b + 1.
 
     `batch`: the microbatches with their targets. `samples[s]`: the inputs of stage s with the targets, for the first
-    stage those of the batch, for the others the outputs of the preceding stages, kept on the CPU.
+    stage those of the batch, for the others the outputs of the preceding stages, kept on the CPU. `loss`,
+    `gradient_scale` and `autocast` are those of the stages.
     """
 
     stages: Mapping[int, Stage]
@@ -260,6 +262,9 @@ class Chain:
     batch: Sequence[Sample]
     samples: Mapping[int, Sequence[Sample]]
     messages: list[Spec]
+    loss: Loss
+    gradient_scale: float
+    autocast: torch.dtype | None
 
     @property
     def inputs(self) -> Tree:
@@ -292,6 +297,43 @@ class Chain:
         """Random gradient of a stage's output; None for the last stage, and for integers."""
         after = self.after(stage)
         return None if after is None else map_leaves(lambda spec: random_gradient(spec, device), after)
+
+    def in_slices(self, lengths: Sequence[int]) -> list[Chain]:
+        """Chains of the slices of these lengths, all with the same new stages, which take the modules over from these.
+
+        Raises TrainingError if a stage does not take slices, or if a tensor cannot be cut.
+        """
+        count, counted = len(lengths), isinstance(self.loss, PerToken)
+        shares = [length / sum(lengths) for length in lengths]
+        loss = self.loss if counted else SlicedLoss(self.loss)
+        modules = {s: stage.module for s, stage in self.stages.items()}
+        stages = _build_stages(modules, self.count, loss, self.gradient_scale, self.autocast, count)
+
+        def cut_targets(targets: Tree) -> list[Tree]:
+            parts = cut_sequences(targets, lengths)
+            return parts if counted else list(zip(parts, shares, strict=True))
+
+        def cut_sample(sample: Sample) -> list[Sample]:
+            return list(zip(cut_sequences(sample[0], lengths), cut_targets(sample[1]), strict=True))
+
+        def cut_message(message: Spec) -> list[Spec]:
+            whole = map_leaves(lambda spec: spec.empty(torch.device("meta")), message)
+            return [message_spec(part) for part in cut_sequences(whole, lengths)]
+
+        batch = [cut_sample(sample) for sample in self.batch]
+        samples = {s: [cut_sample(sample) for sample in of_stage] for s, of_stage in self.samples.items() if s}
+        messages = [cut_message(message) for message in self.messages]
+        return [
+            replace(
+                self,
+                stages=stages,
+                batch=[of_slices[q] for of_slices in batch],
+                samples={s: [of_slices[q] for of_slices in of_stage] for s, of_stage in (samples | {0: batch}).items()},
+                messages=[of_slices[q] for of_slices in messages],
+                loss=loss,
+            )
+            for q in range(count)
+        ]
 
 
 def build_chain(
@@ -335,23 +377,37 @@ def build_chain(
                 module.to("cpu")
         for output, (_, targets) in zip(trees, batch, strict=True):
             _check_loss(subject, output, targets)
-    last = len(subject.stages) - 1
+    # Again to the device: moving a stage of another process to the CPU also moved tensors shared with it.
+    own = {s: module.to(device) for s, module in enumerate(modules) if s in mine}
+    scale = 1 / microbatches
+    stages = _build_stages(own, len(modules), subject.loss, scale, autocast)
+    return Chain(stages, len(modules), batch, samples, messages[:-1], subject.loss, scale, autocast)
+
+
+def _build_stages(
+    modules: Mapping[int, nn.Module],
+    count: int,
+    loss: Loss,
+    gradient_scale: float,
+    autocast: torch.dtype | None,
+    slices: int = 1,
+) -> dict[int, Stage]:
     stages = {
         s: Stage(
-            module.to(device),  # again: moving a stage of another process to the CPU also moved tensors shared with it
+            module,
             first=s == 0,
-            loss=subject.loss if s == last else None,
-            gradient_scale=1 / microbatches,
+            loss=loss if s == count - 1 else None,
+            gradient_scale=gradient_scale,
             autocast=autocast,
             seed=0,
+            slices=slices,
         )
-        for s, module in enumerate(modules)
-        if s in mine
+        for s, module in modules.items()
     }
     for s, stage in stages.items():
         accumulate_in_float32(stage.module)
         stage.join(s, ())
-    return Chain(stages, len(subject.stages), batch, samples, messages[:-1])
+    return stages
 
 
 def _output(subject: Subject, s: int, module: nn.Module, received: Tree) -> Tree:

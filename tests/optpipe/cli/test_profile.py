@@ -14,6 +14,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from tests.optpipe.cli.conftest import Cli
+from tests.optpipe.models import tiny_models
 from tests.ranks import RunRanks
 
 ROOT = Path(__file__).parents[3]
@@ -120,6 +121,47 @@ def test_layers_of_a_model(cli: Cli, tmp_path: Path) -> None:
     assert not any(layer.recomputation for layer in profile.layers)
 
 
+def test_a_problem_of_slices_is_solved_and_checked(cli: Cli, tmp_path: Path) -> None:
+    out, schedule = tmp_path / "problem.json", tmp_path / "schedule.json"
+    options = ("--devices", 2, "--microbatches", 3, "--slices", 2, "--slice-by", "length", "--check")
+    run = cli("profile", *QUICK, *options, "-o", out)
+    assert run.code == 0
+    assert "stage 0, slices of 4 4 tokens: F and BW take" in run.out
+    assert "causal attention is" in run.out
+    problem = Problem.load(out)
+    assert problem.slice_count == 2
+    assert [stage.slice_gradient_bytes for stage in problem.stages] == [2 * 4 * 4 * 32] * 2
+    assert cli("solve", out, "--method", "seq1f1b", "-o", schedule).code == 0
+    assert verify(Schedule.load(schedule)).ok
+
+
+def test_measured_layers_are_planned_in_slices(cli: Cli, tmp_path: Path) -> None:
+    out, schedule = tmp_path / "layers.json", tmp_path / "schedule.json"
+    assert cli("profile", *QUICK, "--layers", 2, "--format", "layers", "--slices", "2,4", "-o", out).code == 0
+    profile = LayerProfile.load(out)
+    assert profile.sequence == 8
+    assert [layer.attention and layer.attention.key_value_bytes for layer in profile.layers] == [2 * 4 * 8 * 32] * 2
+    options = ("--devices", 2, "--global-batch", 2, "--microbatch-sizes", 1, "--placements", "linear", "--slices", "2")
+    assert cli("plan", out, *options, "--time-limit", 3, "--offload", "no", "-o", schedule).code == 0
+    planned = Schedule.load(schedule)
+    assert verify(planned).ok
+    assert planned.problem.slice_count == 2
+
+
+def test_slices_of_a_decoder_of_transformers_are_measured(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "problem.json"
+    options = ("--data", f"{tiny_models.__name__}:unmasked_batch", "--rounds", 1, "--devices", 2, "--slices", 2)
+    by_length = ("--slice-by", "length")
+    run = cli("profile", "--model", tiny_models.saved("llama"), *options, *by_length, "--check", "-o", out)
+    assert run.code == 0
+    kept_bytes = [stage.slice_gradient_bytes for stage in Problem.load(out).stages]
+    of_layer = 2 * 4 * tiny_models.ROWS * tiny_models.TOKENS // 2 * 16  # keys and values, float32, half of the tokens
+    assert kept_bytes == [tiny_models.LAYERS // 2 * of_layer] * 2
+    run = cli("profile", "--model", tiny_models.saved("mistral"), *options, "-o", out)
+    assert run.code == 2
+    assert "is a configuration of mistral: models with full causal attention of" in run.err
+
+
 def test_modes_of_stages_from_measured_layers_are_those_of_measured_stages(cli: Cli, tmp_path: Path) -> None:
     layers, whole = tmp_path / "layers.json", tmp_path / "problem.json"
     options = (*QUICK, "--layers", 4, "--modes")
@@ -174,6 +216,18 @@ BAD = [
         "--layers is missing, but a layer profile needs the number of layers. Maybe",
     ),
     (("--model", "tiny", "--format", "layers", "--layers", 2, "--check"), "--check needs a problem to schedule"),
+    (("--from-table", TABLE, "--slices", "4"), "--slices has no meaning here: --from-table takes everything"),
+    (("--model", "tiny", "--devices", 2, "--slice-by", "length"), "--slice-by has no meaning here: --slices is not"),
+    (
+        ("--model", "tiny", "--devices", 2, "--slices", "1"),
+        "--slices holds '1', but a sequence is cut into 2 slices or",
+    ),
+    (("--model", "tiny", "--devices", 2, "--slices", "2,4"), "--slices holds 2 numbers, but a problem has one number"),
+    (("--model", "tiny", "--devices", 2, "--slices", "33"), "--slices holds 33, but a sequence of tiny GPT"),
+    (
+        ("--model", "tiny", "--format", "layers", "--layers", 2, "--slices", "2", "--slice-by", "length"),
+        "--slice-by has no meaning here: --format is layers",
+    ),
     (("--from-table", TABLE, "--stages", 200), "--placement gives 200 stages on 200 devices, into which 102 layers"),
     (("--from-table", TABLE, "--stages", 2), "the parameters of a device's stages at most 72,000,000,000 bytes"),
     (("--from-table", TABLE, "--format", "problem"), "--devices is missing"),
@@ -204,12 +258,17 @@ def test_ctrl_c_leaves_no_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.torchrun
 def test_two_processes_measure_a_stage_each(run_ranks: RunRanks, tmp_path: Path) -> None:
     out = tmp_path / "problem.json"
-    run_ranks(Path(__file__).parent / "main_worker.py", 2, "profile", *QUICK, "--layers", "3", "-o", str(out))
+    options = ("--layers", "3", "--slices", "2", "-o", str(out))
+    run_ranks(Path(__file__).parent / "main_worker.py", 2, "profile", *QUICK, *options)
     problem = Problem.load(out)
     assert [stage.device for stage in problem.stages] == [0, 1]
     assert "transfers: gloo between processes" in problem.source
     assert problem.transfer_us[0] > 0  # type: ignore[index, operator]
     assert problem.stages[0].activation_bytes > problem.stages[1].activation_bytes > 0, "two layers of three, and one"
+    assert problem.slices is not None
+    cut = problem.slices.factors.bytes or [1, 1]
+    kept = [stage.slice_gradient_bytes * cut[0] for stage in problem.stages]
+    assert kept == pytest.approx([2 * 2 * 4 * 32 * 4 * cut[0], 2 * 4 * 32 * 4 * cut[0]], abs=1), "of the first slice"
 
 
 def test_a_check_whose_peaks_differ_ends_with_exit_code_1(cli: Cli, tmp_path: Path) -> None:

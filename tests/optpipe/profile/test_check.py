@@ -33,7 +33,7 @@ def test_the_schedule_really_runs(clock: str, monkeypatch: pytest.MonkeyPatch) -
     object.__setattr__(found, "clock", clock)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     schedule = solve(found.problem(MICROBATCHES), "1f1b")
-    check = check_prediction(found, chain, schedule, CPU)
+    check = check_prediction(found, [chain], schedule, CPU)
     assert check.step.count == STEPS
     assert check.ratio == check.step.median_us / check.serial_us
     assert check.comparison.basis == "re-timed"
@@ -63,11 +63,11 @@ def test_a_peak_above_the_prediction_is_named_with_device_and_bytes() -> None:
     found, chain = measured(perceptron((16, 32, 16)), [0, 1])
     problem = smaller(found, 0).problem(MICROBATCHES, 10**6)
     schedule = solve(problem, "1f1b")
-    check = check_prediction(found, chain, schedule, CPU)
+    check = check_prediction(found, [chain], schedule, CPU)
     [failure] = check.failures
     peak, predicted = check.comparison.devices[0].peak_bytes, check.comparison.devices[0].expected_peak_bytes
     assert failure.startswith(f"device 0 held {peak:,} bytes at its peak, but {predicted:,} are planned and its budget")
-    assert check_prediction(found, chain, schedule, CPU, margin=0.6).failures == []
+    assert check_prediction(found, [chain], schedule, CPU, margin=0.6).failures == []
 
 
 def test_a_peak_below_the_prediction_differs_too() -> None:
@@ -76,16 +76,16 @@ def test_a_peak_below_the_prediction_differs_too() -> None:
     figures = found.stages[0]
     larger = replace(figures.sizes, activation_bytes=2 * figures.sizes.activation_bytes)
     problem = replace(found, stages=[replace(figures, sizes=larger), found.stages[1]]).problem(MICROBATCHES)
-    assert check_prediction(found, chain, schedule, CPU).failures == []
-    [failure] = check_prediction(found, chain, solve(problem, "1f1b"), CPU).failures
+    assert check_prediction(found, [chain], schedule, CPU).failures == []
+    [failure] = check_prediction(found, [chain], solve(problem, "1f1b"), CPU).failures
     assert "device 0 held" in failure
     assert "were predicted" in failure
 
 
 def test_stages_whose_sizes_depend_on_the_data_may_stay_below() -> None:
     found, chain = measured(experts([2, 6]), [0, 1])
-    check = check_prediction(found, chain, solve(found.problem(MICROBATCHES), "1f1b"), CPU)
+    check = check_prediction(found, [chain], solve(found.problem(MICROBATCHES), "1f1b"), CPU)
     assert check.failures == []
     few, _ = measured(experts([2]), [0, 1])
-    [failure] = check_prediction(few, chain, solve(few.problem(MICROBATCHES), "1f1b"), CPU).failures
+    [failure] = check_prediction(few, [chain], solve(few.problem(MICROBATCHES), "1f1b"), CPU).failures
     assert "device 1 held" in failure
