@@ -65,7 +65,14 @@ def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: O
     return relaxation_bound(problem, limits, start, on_solution)
 
 
-KERNELS = {in_flight: "lists", modulo: "pattern", lns: "windows", annealing: "search"}
+def states(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Better bounds, and where copies need not take time the optimum, from states of progress."""
+    from solver.exact.states import state_bound
+
+    return state_bound(problem, limits, start, on_solution)
+
+
+KERNELS = {in_flight: "lists", states: "states", modulo: "pattern", lns: "windows", annealing: "search"}
 """Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
 
 
@@ -81,5 +88,6 @@ def load_searches() -> None:
     import solver.exact.cp_sat.model
     import solver.exact.milp.model
     import solver.exact.relaxation
+    import solver.exact.states
     import solver.search.annealing.search
     import solver.search.lns.search  # noqa: F401

@@ -1,9 +1,9 @@
 """Strategy `auto`: subsolvers side by side in threads, with a shared incumbent.
 
-A small problem goes to proof: after a moment of local search CP-SAT has all cores. A large one goes to search:
-annealing on one core, patterns, windows and bounds in turns on another, with CP-SAT where memory orders the ops; with a
-single core all of them in turns. The larger the problem, the more of the time is the patterns', which alone do not slow
-down with the microbatches; the largest have nothing else but annealing.
+A small problem goes to proof: after a moment of local search come states of progress, and then CP-SAT has all cores. A
+large one goes to search: annealing on one core, patterns, windows and bounds in turns on another, with CP-SAT where
+memory orders the ops; with a single core all of them in turns. The larger the problem, the more of the time is the
+patterns', which alone do not slow down with the microbatches; the largest have nothing else but annealing.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         return [
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.6, workers),
+                TimeSlice("states", searches.states, 0.25, workers, once=True),
+                TimeSlice("cp-sat", searches.cp_sat, 0.4, workers),
                 TimeSlice("windows", searches.lns, 0.15, workers),
                 TimeSlice("search", searches.annealing, 0.15, workers),
             ]

@@ -52,6 +52,29 @@ def ordered_bounds_us(costs: UnitCosts) -> Sequence[float]:
     return [paths.one_machine_us(stages_of[d]) for d in devices if stages_of[d]]
 
 
+class OpTimes(NamedTuple):
+    """Least times (us) before each F and B, and from its end to the end of all: arrays (stages, units).
+
+    In every schedule of which the first F begins at 0. For spans the end of all is that of the device of stage 0.
+    """
+
+    forward_heads: Floats
+    backward_heads: Floats
+    forward_tails: Floats
+    backward_tails: Floats
+
+
+def op_times(costs: UnitCosts) -> OpTimes | None:
+    """Heads and tails of all ops; the order of units is given. None where they are too many, or no schedule is."""
+    if costs.forward.size * 2 > MOST_NODES:
+        return None
+    paths = _Paths(costs)
+    if not paths.follow():
+        return None
+    lists = (paths.forward_heads, paths.backward_heads, paths.forward_tails, paths.backward_tails)
+    return OpTimes(*(np.array(values) for values in lists))
+
+
 class _Held(NamedTuple):
     """Precedences that memory forces between F of a stage and backwards of a stage of its device.
 

@@ -1,0 +1,132 @@
+"""Bounds from states of progress: optima where nothing can leave, never above one, and schedules read off the path."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from instances.four_by_eight import four_by_eight
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.bounds import lower_bound_us
+from solver.exact import states
+from solver.exact.cp_sat.model import Options, solve_cp_sat
+from solver.exact.states import handles_states, state_bound
+from solver.limits import Limits
+from solver.serial import serial_orders
+from solver.solution import Solution
+from tests.recomputing import recomputing
+from tests.unequal import unequal
+
+
+def bounded(problem: Problem, value_us: float = float("inf"), work: float = 5.0) -> Solution:
+    """The answer to a start of this value without orders, with so many units of work."""
+    start = Solution(None, value_us, lower_bound_us(problem))
+    return state_bound(problem, Limits(workers=1, deterministic_limit=work), start, lambda _: None)
+
+
+def pipeline(p: int, m: int, budget: int, along_v: bool, **more: Any) -> Problem:
+    """F, B and W of 1 us, activations of 1 byte, all held until W has ended."""
+    times = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 1)
+    devices = [*range(p), *reversed(range(p))] if along_v else range(p)
+    stage = times | {"activation_bytes": 1, "backward_weight_bytes": 1} | more
+    return Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": m,
+            "devices": [{"memory_bytes": budget}] * p,
+            "stages": [stage | {"device": device} for device in devices],
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "budget", "along_v", "optimum"),
+    [(3, 8, 3, True, 68), (4, 8, 3, True, 86), (3, 6, 2, True, 63), (4, 8, 2, True, 101), (4, 8, 2, False, 41)],
+)
+def test_is_the_optimum_and_has_its_schedule(p: int, m: int, budget: int, along_v: bool, optimum: int) -> None:
+    """CP-SAT finds the same; chains of memory say 62, 80, 63, 101 and 39."""
+    answer = bounded(pipeline(p, m, budget, along_v))
+    assert answer.bound_us == answer.value_us == optimum
+
+
+def test_orders_of_the_path_reach_what_is_proved() -> None:
+    """Four stages a device, each with times of its own, and room for one and a half microbatches."""
+    problem = Problem.from_data(four_by_eight(9).to_data() | {"microbatches": 4})
+    answer = bounded(problem)
+    assert answer.orders is not None
+    assert simulate(problem, answer.orders).value_us == answer.value_us == answer.bound_us == 3153
+
+
+def random_pipeline(rng: Random) -> Problem:
+    """Up to three devices in any placement, tight budgets, equal or unequal stages; some copies and fused backwards."""
+    p, times = rng.randint(1, 3), rng.choice([(0, 1, 2, 3), (1, 2), (0.5, 1.25)])
+    devices = rng.choice([[*range(p), *reversed(range(p))], [*range(p)] * 2, [rng.randrange(p) for _ in range(4)]])
+    equal, splits = rng.random() < 0.5, rng.choice([1.0, 0.8])
+
+    def stage() -> dict[str, Any]:
+        activation = rng.randint(1, 4)
+        copy = {"bytes": rng.randint(0, activation), "offload_us": rng.randint(0, 2), "reload_us": rng.randint(0, 2)}
+        return {
+            **{kind: rng.choice(times) for kind in ("forward_us", "backward_input_us", "backward_weight_us")},
+            "activation_bytes": activation,
+            "backward_weight_bytes": rng.randint(0, 5),
+            "workspace_bytes": {kind: rng.choice([0, 0, 1]) for kind in ("F", "B", "W", "BW")},
+            "offload": rng.choice([None, None, copy]),
+            "split_backward": rng.random() < splits,
+        }
+
+    same = stage()
+    return Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": rng.randint(2, 5),
+            "objective": rng.choice(["makespan", "device_span"]),
+            "transfer_us": rng.choice([0, 1, {"forward": 1, "backward": 2}]),
+            "devices": [{"memory_bytes": rng.randint(3, 12)} for _ in range(p)],
+            "stages": [(same if equal else stage()) | {"device": device} for device in devices],
+        }
+    )
+
+
+@pytest.mark.parametrize("first", range(0, 40, 20))
+def test_no_schedule_is_below(first: int) -> None:
+    met, more = 0, 0
+    for seed in range(first, first + 20):
+        problem = random_pipeline(Random(seed))
+        orders = serial_orders(problem)
+        if orders is None:
+            continue
+        start = Solution(orders, simulate(problem, orders).value_us, 0.0)
+        limits = Limits(workers=1, deterministic_limit=0.05)
+        best = solve_cp_sat(problem, limits, start, lambda _: None, Options(climb=False))
+        answer = bounded(problem, work=0.5)
+        assert answer.bound_us <= best.value_us + 1e-9, seed
+        assert answer.value_us >= best.bound_us - 1e-9, seed
+        met += answer.bound_us >= best.value_us - 1e-9
+        more += answer.bound_us > lower_bound_us(problem) + 1e-9
+    assert met >= 5
+    assert more >= 2
+
+
+def test_gives_up_where_too_many_states_are_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "MOST_STATES", 3)
+    problem = pipeline(4, 8, 3, along_v=True)
+    assert lower_bound_us(problem) <= bounded(problem).bound_us < 86
+
+
+def test_leaves_alone_what_it_has_no_states_for() -> None:
+    """Modes, unequal microbatches, and more progress than 63 bits."""
+    for problem in (recomputing(2, 4), unequal(2, 4, slices={"count": 2}), pipeline(8, 32, 8, along_v=True)):
+        assert not handles_states(problem)
+        assert bounded(problem) == Solution(bound_us=lower_bound_us(problem))
+
+
+def test_stops_when_it_is_told_to() -> None:
+    limits = Limits(workers=1)
+    limits.cancel.request()
+    problem = four_by_eight(9)
+    start = Solution(None, 6180.0, 5016.0)
+    assert state_bound(problem, limits, start, lambda _: None) == start
