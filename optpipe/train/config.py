@@ -146,6 +146,12 @@ class ModelConfig(Group):
     """sequences in a microbatch"""
     lengths: Literal["equal", "varying"] = "equal"
     """varying: microbatches differ in their sizes, from one to the next and from step to step"""
+    length_distribution: Literal["log-normal", "bimodal"] = "log-normal"
+    """lengths that are drawn for text: log-normal, or bimodal: one of four about eight times as long as the others"""
+    length_file: InputPath | None = None
+    """draw them from the lengths in this file instead: a JSON list, or a line for each"""
+    length_seed: StrictInt | None = Field(default=None, ge=0, le=MAX_SEED)
+    """seed of these draws; default: that of the run"""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """precision of weights and of what is not cast; of bfloat16 the optimizer keeps float32 copies"""
     autocast: Literal["bfloat16"] | None = None
@@ -223,6 +229,21 @@ class ModelConfig(Group):
             if self.cut is not None:
                 detail = f"is {self.cut!r}, but the layers of the GPT are spread evenly. Maybe leave it out."
                 yield Issue("cut", "meaningless", detail)
+        source = self.data or self.loader or (self.name if self.own else None)
+        for name in ("length_distribution", "length_file", "length_seed"):
+            if (value := getattr(self, name)) == self.__pydantic_fields__[name].default:
+                continue
+            if not self.varies:
+                yield Issue(name, "meaningless", f"is {str(value)!r}, but lengths is 'equal'. Maybe 'varying'.")
+            elif source is not None:
+                detail = f"is {str(value)!r}, but {source} decides the lengths. Maybe leave it out."
+                yield Issue(name, "meaningless", detail)
+        if self.length_file is not None and self.length_distribution != "log-normal":
+            detail = (
+                f"is {str(self.length_file)!r}, but length_distribution is {self.length_distribution!r}. Maybe leave "
+                "one out."
+            )
+            yield Issue("length_file", "conflict", detail)
         if self.data is not None and self.loader is not None:
             yield Issue("loader", "conflict", f"is {self.loader!r}, but data is {self.data!r}. Maybe leave one out.")
         if self.autocast and self.dtype != "float32":

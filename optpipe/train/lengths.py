@@ -1,23 +1,85 @@
-"""Microbatches of different sizes: their costs as multiples of those of one that was measured."""
+"""Microbatches of different sizes: draws of lengths, and costs as multiples of those of one that was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
+from optpipe.errors import InputError, Issue
 from optpipe.problem import Floats
 from optpipe.runtime.messages import Tree, leaves
+from optpipe.sequences import load_lengths
+from optpipe.train.config import ModelConfig
 
 OUTLIER = 6
 """A time is left out of a fit if it is this many times as far off as half of them."""
 
 SAMPLES = 4
 """Microbatches from which the shapes of messages are learnt."""
+
+
+MEDIAN, DEVIATION = 0.4, 0.6
+"""Log-normal lengths: their median as a share of the longest, and the deviation of their logarithms."""
+
+SHORT, LONG, LONG_ONES, SPREAD = 0.1, 0.8, 0.25, 1 / 6
+"""Bimodal lengths: means as shares of the longest, the share of long ones, and deviations as shares of the means."""
+
+
+class DrawnLengths:
+    """Lengths of the sequences of text in each microbatch, at most `longest`; the same for the same seed and step.
+
+    Log-normal ones have a median of `MEDIAN` of the longest, and none is below `MEDIAN` of that. Of a file each of its
+    lengths is as likely. Raises InputError if the file has none, or longer ones.
+    """
+
+    def __init__(self, config: ModelConfig, longest: int) -> None:
+        self._config, self._longest = config, longest
+        self._of_file: Tensor | None = None
+        if config.length_file is not None:
+            self._of_file = torch.tensor([*chain.from_iterable(load_lengths(config.length_file))])
+            if (most := int(self._of_file.max())) > longest:
+                detail = (
+                    f"holds a length of {most:,}, but sequences have at most {longest:,} tokens. Maybe a larger "
+                    "sequence, or lengths of its parts."
+                )
+                raise InputError([Issue("model.length_file", "too_long", detail)])
+
+    def draw(self, step: int, microbatches: int, generator: torch.Generator) -> list[int]:
+        """Lengths of the microbatches of a step; `generator` is the run's, for lengths without a seed of their own."""
+        if self._config.length_seed is not None:
+            generator = step_generator(self._config.length_seed, step)
+        if self._of_file is not None:
+            drawn = torch.randint(len(self._of_file), (microbatches,), generator=generator)
+            return [int(length) for length in self._of_file[drawn]]
+        numbers = torch.empty(microbatches, dtype=torch.float64)
+        if self._config.length_distribution == "bimodal":
+            long = numbers.clone().uniform_(generator=generator) < LONG_ONES
+            means = torch.where(long, LONG, SHORT)
+            shares = means * numbers.normal_(1, SPREAD, generator=generator).clamp(min=SPREAD)
+        else:
+            shares = (MEDIAN * numbers.log_normal_(0, DEVIATION, generator=generator)).clamp(min=MEDIAN * MEDIAN)
+        return [max(1, round(share * self._longest)) for share in shares.clamp(max=1).tolist()]
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that tell these draws from others; those of a run's own seed and log-normal lengths have none."""
+        own: dict[str, Any] = {}
+        if self._of_file is not None:
+            own["length_file"] = [len(self._of_file), int(self._of_file.sum())]
+        elif self._config.length_distribution != "log-normal":
+            own["length_distribution"] = self._config.length_distribution
+        return own if self._config.length_seed is None else own | {"length_seed": self._config.length_seed}
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """Generator of the draws of one step of a run."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
 
 
 class Sizes(NamedTuple):
@@ -71,23 +133,10 @@ def fit_times(sizes: Sequence[Sizes], times_us: Sequence[float]) -> Floats:
     columns = np.array([(1.0, size.elements, size.squares) for size in sizes])
     times = np.asarray(times_us, np.float64)
     scale = columns.max(axis=0).clip(1)
-    found = _non_negative(columns / scale, times)
+    found = nnls(columns / scale, times)[0]
     off = np.abs(columns / scale @ found - times)
     near = off <= OUTLIER * np.median(off)
-    return np.asarray(_non_negative(columns[near] / scale, times[near]) / scale)
-
-
-def _non_negative(columns: Floats, values: Floats) -> Floats:
-    """Least squares with no negative coefficient: the best of all subsets of the few columns."""
-    best, least = np.zeros(columns.shape[1]), float(values @ values)
-    for count in range(1, columns.shape[1] + 1):
-        for subset in combinations(range(columns.shape[1]), count):
-            found = np.linalg.lstsq(columns[:, subset], values)[0]
-            error = float(((columns[:, subset] @ found - values) ** 2).sum())
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(columns.shape[1]), error
-                best[list(subset)] = found
-    return best
+    return np.asarray(nnls(columns[near] / scale, times[near])[0] / scale)
 
 
 def typical(factors: Floats, microbatches: int) -> Floats:

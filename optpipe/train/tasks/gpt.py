@@ -20,16 +20,13 @@ from optpipe.models.loss import LabelLoss, PerToken
 from optpipe.runtime.loss import Loss
 from optpipe.runtime.slices import slice_context
 from optpipe.train.config import SIZES, GPTShape, GPTSize, TrainingConfig
-from optpipe.train.lengths import Sizes
+from optpipe.train.lengths import DrawnLengths, Sizes, step_generator
 from optpipe.train.tasks.base import Batch
 
 __all__ = ["SIZES", "VOCABULARY", "GPTShape", "GPTSize", "build_stages", "byte_loss"]
 
 VOCABULARY = 256
 """The model reads bytes."""
-
-MEDIAN, DEVIATION = 0.4, 0.6
-"""Varying lengths: their median as a share of the longest, and the deviation of their logarithms."""
 
 
 def build_stages(shape: GPTShape, stages: int, seed: int, dtype: torch.dtype, *, tied: bool = False) -> list[nn.Module]:
@@ -156,36 +153,36 @@ def standard_library_text() -> Tensor:
 class Batches:
     """Random pieces of a text, the same for the same seed and step.
 
-    `microbatches` of `size` sequences of `sequence` bytes; the target of each byte is the next one. With `varying` the
-    sequences of each microbatch are of a length of their own, log-normal and at most `sequence`.
+    `microbatches` of `size` sequences of `sequence` bytes; the target of each byte is the next one. With `lengths` the
+    sequences of each microbatch are of a length of their own.
     """
 
     def __init__(
-        self, text: Tensor, *, microbatches: int, size: int, sequence: int, seed: int, varying: bool = False
+        self,
+        text: Tensor,
+        *,
+        microbatches: int,
+        size: int,
+        sequence: int,
+        seed: int,
+        lengths: DrawnLengths | None = None,
     ) -> None:
         self._text, self._microbatches, self._size, self._seed = text, microbatches, size, seed
-        self._varying = varying
+        self._lengths = lengths
         self._offsets = torch.arange(sequence + 1)
 
     def batch(self, step: int) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs and targets of a step, by microbatch: each of shape (size, sequence), dtype int64."""
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
+        generator = step_generator(self._seed, step)
         last = len(self._text) - len(self._offsets)
         starts = torch.randint(last + 1, (self._microbatches, self._size, 1), generator=generator)
         pieces = self._text[starts + self._offsets].long()
-        if self._varying:
-            lengths = self._lengths(generator)
+        if self._lengths is not None:
+            lengths = self._lengths.draw(step, self._microbatches, generator)
             parts = [piece[:, : length + 1] for piece, length in zip(pieces, lengths, strict=True)]
             return [part[:, :-1].contiguous() for part in parts], [part[:, 1:].contiguous() for part in parts]
         inputs, targets = pieces[..., :-1].contiguous(), pieces[..., 1:].contiguous()
         return [x.clone() for x in inputs], [y.clone() for y in targets]
-
-    def _lengths(self, generator: torch.Generator) -> list[int]:
-        """Lengths of the microbatches' sequences: the median is MEDIAN of the longest, no length below MEDIAN of it."""
-        longest = len(self._offsets) - 1
-        drawn = torch.empty(self._microbatches, dtype=torch.float64).log_normal_(0, DEVIATION, generator=generator)
-        shares = (MEDIAN * drawn).clamp(MEDIAN * MEDIAN, 1)
-        return [max(1, round(share * longest)) for share in shares.tolist()]
 
 
 class GPTTask:
@@ -198,13 +195,14 @@ class GPTTask:
         self._model, self._seed, self._stages = model, config.seed, stages
         self.shape = model.shape(stages)
         text = standard_library_text()
+        self._lengths = DrawnLengths(model, self.shape.sequence) if model.varies else None
         self._batches = Batches(
             text,
             microbatches=microbatches,
             size=model.microbatch_size,
             sequence=self.shape.sequence,
             seed=config.seed,
-            varying=model.varies,
+            lengths=self._lengths,
         )
         self._loss = PerToken(LabelLoss(shift=False)) if model.varies else None
         self._data = {"text_bytes": len(text), "text_sum": int(text.sum())}
@@ -252,6 +250,6 @@ class GPTTask:
         """All sizes, the cut, the precision, and which text it is."""
         model = self._model
         chosen: dict[str, Any] = {"microbatch_size": model.microbatch_size, "dtype": model.dtype, "tied": model.tied}
-        chosen |= {"lengths": model.lengths} if model.varies else {}
+        chosen |= {"lengths": model.lengths} | self._lengths.identity() if self._lengths else {}
         cut = list(evenly(self.shape.layers, self._stages))
         return {"model": model.name, "seed": self._seed, "cut": cut} | chosen | asdict(self.shape) | self._data

@@ -17,7 +17,7 @@ from optpipe.runtime.loss import Loss
 from optpipe.runtime.messages import Tree, leaves, message_spec, spec_text
 from optpipe.train.config import ModelConfig, TrainingConfig
 from optpipe.train.launch import leads
-from optpipe.train.lengths import Sizes
+from optpipe.train.lengths import DrawnLengths, Sizes
 from optpipe.train.tasks.base import Batch
 from optpipe.train.tasks.gpt import VOCABULARY, Batches, standard_library_text
 from optpipe.train.tasks.loader import LoadedBatches
@@ -139,18 +139,20 @@ class HuggingFaceBatches:
             detail = f"is {sequence} but must be at most {model.longest}, which is the longest of {model.name}."
             raise InputError([Issue("model.sequence", "out_of_range", detail)])
         text = standard_library_text()
+        lengths = DrawnLengths(config, sequence) if config.varies else None
         self._text = Batches(
             text,
             microbatches=microbatches or 1,
             size=config.microbatch_size,
             sequence=sequence,
             seed=seed,
-            varying=config.varies,
+            lengths=lengths,
         )
         self.name = f"{name}, {config.microbatch_size} x {sequence}"
         self.reference = Sizes(config.microbatch_size * sequence, config.microbatch_size)
         self._identity |= {"text_bytes": len(text), "text_sum": int(text.sum()), "sequence": sequence}
         self._identity["microbatch_size"] = config.microbatch_size
+        self._identity |= lengths.identity() if lengths else {}
 
     def batch(self, step: int) -> Batch:
         """Inputs and labels of a step."""
