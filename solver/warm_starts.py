@@ -22,12 +22,14 @@ from optpipe.errors import DeadlockError, MethodError
 from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from solver.bounds.whole_forwards import forwards_before_first_backward
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.kernels import WARM, is_marked
 from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
 from solver.published.v_family import v_zb
+from solver.published.zb_auto import zb_auto
 from solver.serial import serial_orders
 from solver.solution import Solution
 from solver.strategy import SharedIncumbent
@@ -89,6 +91,15 @@ def _lengthened(ops: OpArray, stage: int, begin: int, group: int, copies: int) -
     place = np.concatenate([places[:first], np.tile(period, copies + 1), places[behind:]])
     later = np.concatenate([np.zeros(first, np.int64), shift, np.full(len(ops) - behind, group * copies)])
     return OpArray(ops.kind[place], ops.stage[place], ops.microbatch[place] + later)
+
+
+def zb_auto_of_whole_forwards(problem: Problem) -> Orders:
+    """The rounds of `zb_auto` behind a warm-up in which the idle time of all devices is spread as evenly as can be.
+
+    The heuristic takes a forward where it ends before the first B arrives, and waits for that otherwise. Down the
+    pipeline all these waits add up, which one forward more on some device would end. Raises MethodError like `zb_auto`.
+    """
+    return zb_auto(problem, forwards_before_first_backward(problem) or None)
 
 
 WITHOUT_KERNELS = ("1f1b", "gpipe", "seq1f1b", "slimpipe", "zb-h1", "zb-h2", "gis", "interleaved-1f1b")
@@ -222,6 +233,7 @@ def _published() -> Iterator[tuple[str, Make]]:
     for name in WITH_KERNELS:
         whole = name.removesuffix(", repeated")
         yield name, _maker(name) if whole == name else partial(repeated_published, _maker(whole))
+    yield "zb-auto, whole forwards", zb_auto_of_whole_forwards
 
 
 def _maker(name: str) -> Make:

@@ -13,6 +13,7 @@ from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import MOST_RELEASE_NODES, ordered_bounds_us
 from solver.bounds.units import unit_bounds_us, unit_device_bounds_us
 from solver.bounds.warmup_cooldown import warmup_cooldown_bounds_us
+from solver.bounds.whole_forwards import whole_forwards_bound_us
 
 
 def lower_bound_us(problem: Problem) -> float:
@@ -29,7 +30,8 @@ def lower_bound_us(problem: Problem) -> float:
     if problem.has_modes:
         bounds = (mode_bounds_us(problem), round_bounds_us(problem))
         return max(lower_bound_us(_without_budgets(problem)), _order_bound_us(problem), *map(max, bounds))
-    return max(longest_chain_us(problem), _order_bound_us(problem), *device_bounds_us(problem))
+    known_us = max(longest_chain_us(problem), _order_bound_us(problem), *device_bounds_us(problem))
+    return whole_forwards_bound_us(problem, known_us)
 
 
 def _order_bound_us(problem: Problem) -> float:

@@ -15,13 +15,14 @@ Stage s always stays ahead of stage s + 1 in forwards. Costs, delays and budgets
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 from numba import njit
 
 from optpipe.errors import MethodError
-from optpipe.ops import Orders
+from optpipe.ops import Ints, Orders
 from optpipe.problem import Problem, Stage
 from optpipe.simulate import simulate
 from solver.published.passes import general_methods, require_one_stage_a_device
@@ -43,8 +44,11 @@ from solver.timeline import (
 )
 
 
-def zb_auto(problem: Problem) -> Orders:
-    """The best of the eight runs. Raises MethodError on placement, or where a single microbatch exceeds a budget."""
+def zb_auto(problem: Problem, forwards: Sequence[int] | None = None) -> Orders:
+    """The best of the eight runs. Raises MethodError on placement, or where a single microbatch exceeds a budget.
+
+    Given `forwards`, each stage takes so many before its first B, in place of step 1.
+    """
     require_one_stage_a_device(problem, "zb-auto")
     costs = op_costs(problem)
     costs["need_bytes"] = np.transpose([_room_bytes(stage) for stage in problem.stages])
@@ -56,9 +60,10 @@ def zb_auto(problem: Problem) -> Orders:
                 f"{budget}: {needed - budget} too few. Maybe use {general_methods(problem)}, which can offload."
             )
     finished = []
+    given = np.array([] if forwards is None else forwards, np.int64)
     for switches in product((False, True), repeat=3):
         line = empty_timeline(problem, costs)
-        if _run(line, *switches):
+        if (forwards is None or not switches[0]) and _run(line, given, *switches):
             finished.append(timeline_orders(problem, line))
     if not finished:
         raise MethodError(
@@ -76,9 +81,9 @@ def _room_bytes(stage: Stage) -> tuple[int, int, int]:
 
 
 @njit(cache=True)
-def _run(line: Timeline, even: bool, by_time: bool, fill: bool) -> bool:
+def _run(line: Timeline, given: Ints, even: bool, by_time: bool, fill: bool) -> bool:
     """One run under given switches; False where an op finds no room."""
-    _warm_up(line, even)
+    _warm_up(line, given, even)
     finished = _by_time(line, fill) if by_time else _by_rounds(line, fill)
     if finished:
         for d in range(len(line.devices)):
@@ -88,14 +93,18 @@ def _run(line: Timeline, even: bool, by_time: bool, fill: bool) -> bool:
 
 
 @njit(cache=True)
-def _warm_up(line: Timeline, even: bool) -> None:
-    """Forwards up to the first B of every stage, and these first B."""
+def _warm_up(line: Timeline, given: Ints, even: bool) -> None:
+    """Forwards up to the first B of every stage, or the `given` number of them, and these first B."""
     stages = len(line.device_of)
     for s in range(stages):
         place_next(line, F, s)
     for s in range(stages - 1, -1, -1):
-        while s < stages - 1 and _wants_forward(line, s, even) and _lead(line, s):
-            pass
+        if len(given):
+            while line.placed[F, s] < given[s] and _lead(line, s):
+                pass
+        else:
+            while s < stages - 1 and _wants_forward(line, s, even) and _lead(line, s):
+                pass
         if not fits(line, B, s):
             return
         place_next(line, B, s)
