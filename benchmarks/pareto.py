@@ -10,9 +10,9 @@ import numpy as np
 
 from optpipe.ops import Ints, Orders
 from optpipe.problem import Problem
-from solver.search.modulo.ends import Ends, Filler, few_microbatches, first_ends
+from solver.search.modulo.beam import find_places
+from solver.search.modulo.ends import Ends, Filler, few_units, first_ends
 from solver.search.modulo.pattern import Passes, Pattern, orders_from_pattern, pattern_at
-from solver.search.modulo.reservation_table import find_places
 from solver.search.modulo.search import LANES, LATE_ROUNDS, LEANS
 
 STRETCHED_ROUNDS = (0, 1, 2, 4, 7)
@@ -72,7 +72,7 @@ def _point(problem: Problem, budget: int, fitting: list[Pattern]) -> CurvePoint:
     best: tuple[float, Pattern, Ends] | None = None
     for base in fitting[:TRIED_ENDS]:
         for pattern in _stretches(base, budgets, passes.stages):
-            few = few_microbatches(pattern, problem.microbatches)
+            few = few_units(pattern, problem.microbatches)
             value, ends = first_ends(filler(pattern, few))
             value += (problem.microbatches - few) * pattern.period_us
             if best is None or value < best[0]:

@@ -11,6 +11,7 @@ from optpipe.ops import Orders
 from optpipe.problem import Problem
 from solver import searches
 from solver.build import over_budget
+from solver.microbatch_orders import refuse_without_cycle
 from solver.published.ada_offload import ada_offload
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import gpipe, one_f_one_b, zb_h1, zb_h2
@@ -117,9 +118,13 @@ METHODS: dict[str, Method] = {
             "pattern",
             "search",
             "one block of a microbatch, repeated every period",
-            f"{_ANY}, modes",
+            f"{_ANY}, modes, slices, free order",
             search=searches.modulo,
+            refuse=refuse_without_cycle,
             modes=True,
+            factors=True,
+            slices=True,
+            free_order=True,
         ),
         Method(
             "gpipe",

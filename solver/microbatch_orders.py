@@ -1,18 +1,24 @@
 """Orders of unequal microbatches to begin with, where a problem leaves their order free.
 
 A problem whose microbatches are put in an order is one in which it is given, so whatever makes schedules of unequal
-microbatches serves: its orders name the units by their new places, and are renamed here.
+microbatches serves: its orders name the units by their new places, and are renamed here. Patterns need orders in which
+costs repeat.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe import assignment
+from optpipe.errors import MethodError
 from optpipe.ops import DeviceOrders, Ints, Op, OpArray, Orders, WaitArray
-from optpipe.problem import Problem
+from optpipe.problem import MicrobatchFactors, Problem
 
 
 def likely_orders(problem: Problem) -> Iterator[tuple[str, Sequence[int]]]:
@@ -62,3 +68,69 @@ def _renamed(orders: Orders, units: Ints, microbatch_order: list[int] | None) ->
         modes,
         microbatch_order,
     )
+
+
+MOST_UNITS = 32
+"""Units in a cycle: the time in which a pattern places one grows with the square of what a device runs in it."""
+
+
+class Cycle(NamedTuple):
+    """The first `length` microbatches of an order, whose costs those after them have again and again."""
+
+    length: int
+    microbatch_order: Sequence[int]
+
+
+def cycles(problem: Problem) -> list[Cycle]:
+    """Orders of the microbatches in which their costs repeat at least once, one at most where the order is given.
+
+    In a free order those of equal costs are evenly spread over the cycle, or ascend.
+    """
+    entries = problem.microbatch_factors or [MicrobatchFactors()] * problem.microbatches
+    costs = [(entry.time, entry.bytes, entry.transfer) for entry in entries]
+    count = len(costs)
+    given = next(c for c in range(1, count + 1) if costs[c:] == costs[: count - c])
+    orders = [Cycle(given, range(count))] if given == 1 or 2 * given <= count else []
+    if problem.has_free_order:
+        numbers = Counter(costs)
+        rounds = gcd(*numbers.values())
+        # The j-th of k in a cycle comes in the middle of the j-th of k parts.
+        middles = [
+            (Fraction(2 * j + 1, 2 * k), cost)
+            for cost, number in numbers.items()
+            for k in [number // rounds]
+            for j in range(k)
+        ]
+        for cycle in ([cost for _, cost in sorted(middles)], sorted(cost for _, cost in middles)):
+            order = _repeated(costs, cycle)
+            if rounds > 1 and all(order != list(other.microbatch_order) for other in orders):
+                orders.append(Cycle(len(cycle), order))
+    return [cycle for cycle in orders if cycle.length * problem.slice_count <= MOST_UNITS]
+
+
+def _repeated(costs: Sequence[tuple[float, ...]], cycle: Sequence[tuple[float, ...]]) -> list[int]:
+    """An order of microbatches in which a cycle of costs repeats, those of equal costs ascending."""
+    left = {cost: iter([i for i, other in enumerate(costs) if other == cost]) for cost in set(cycle)}
+    return [next(left[cycle[k % len(cycle)]]) for k in range(len(costs))]
+
+
+def refuse_without_cycle(problem: Problem) -> None:
+    """Raise MethodError where the costs of units do not repeat soon enough for a pattern, or modes come on top."""
+    if not problem.has_factors and problem.slice_count == 1:
+        return
+    modes = [s for s, stage in enumerate(problem.stages) if stage.modes]
+    if modes:
+        raise MethodError(
+            f"pattern decides on stages[{modes[0]}].modes only where microbatches are whole and alike. "
+            "Maybe use search or cp-sat."
+        )
+    if problem.slice_count > MOST_UNITS:
+        raise MethodError(
+            f"pattern repeats at most {MOST_UNITS} slices, but slices.count is {problem.slice_count}. "
+            "Maybe use search or cp-sat."
+        )
+    if not cycles(problem):
+        raise MethodError(
+            f"pattern repeats at most {MOST_UNITS // problem.slice_count} microbatches, but microbatch_factors, "
+            f"{problem.microbatches} of them, do not repeat within so many. Maybe use search or cp-sat."
+        )

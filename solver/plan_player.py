@@ -15,16 +15,17 @@ from itertools import pairwise
 import numpy as np
 from numba import njit
 
-from optpipe.costs import device_effect, effect_table
+from optpipe.costs import device_effect
 from optpipe.ops import Bools, Floats, Ints
-from optpipe.problem import Problem
+from optpipe.problem import Problem, Stage
 
 
 @dataclass(frozen=True)
 class PassCosts:
     """Costs and inputs of each pass of a microbatch: pass ``kind * stages + stage`` is an F, B or W (0, 1, 2).
 
-    `before`: the pass whose result each needs (-1: none). `delay_us`: from the end of that one on. `at_start` and
+    `before`: the pass whose result each needs (-1: none). `delay_us`: from the end of that one on. `follows[p]`: the
+    pass of its device that must have run before p (-1: none), and how many microbatches before p's own. `at_start` and
     `at_end`: changes of memory, bytes.
     """
 
@@ -34,6 +35,7 @@ class PassCosts:
     device: Ints
     before: Ints
     delay_us: Floats
+    follows: Ints
     at_start: Ints
     at_end: Ints
 
@@ -43,16 +45,19 @@ class PassCosts:
         return 3 * self.stages
 
 
-def pass_costs(problem: Problem) -> PassCosts:
-    """The passes of a microbatch of a problem: F along the stages, B back, each W behind its B."""
-    stages = problem.stages
-    count = len(stages)
+def pass_costs(problem: Problem, unit: int = 0, stages: Sequence[Stage] | None = None) -> PassCosts:
+    """The passes of a unit of a problem: F along the stages, B back, each W behind its B.
+
+    `stages`: its stages with the costs of the unit, where these are other than the problem's.
+    """
+    count = len(problem.stages)
+    stages = stages or [problem.stage_of(s, unit) for s in range(count)]
     before, delay_us = np.arange(-1, 3 * count - 1), np.zeros(3 * count)
     before[count : 2 * count] = [*range(count + 1, 2 * count), count - 1]
     before[2 * count :] = range(count, 2 * count)
-    delay_us[1:count] = problem.forward_delay_us
-    delay_us[count : 2 * count - 1] = problem.backward_delay_us
-    effects = effect_table(problem, device_effect)[:3].reshape(-1, 2)
+    delay_us[1:count] = problem.unit_delays_us["forward"][:, unit]
+    delay_us[count : 2 * count - 1] = problem.unit_delays_us["backward"][:, unit]
+    effects = np.array([device_effect(stage, kind) for kind in "FBW" for stage in stages], np.int64)
     return PassCosts(
         stages=count,
         devices=len(problem.devices),
@@ -60,6 +65,7 @@ def pass_costs(problem: Problem) -> PassCosts:
         device=np.tile([stage.device for stage in stages], 3),
         before=before,
         delay_us=delay_us,
+        follows=np.tile([-1, 0], (3 * count, 1)),
         at_start=effects[:, 0].copy(),
         at_end=effects[:, 1].copy(),
     )
@@ -71,14 +77,20 @@ class PlanPlayer:
     def __init__(
         self, passes: PassCosts, plans: Sequence[tuple[Ints, Ints, Ints]], microbatches: int, budgets: Ints
     ) -> None:
-        """`plans`: for each device passes, microbatches and rounds in order; each pass in the order of microbatches."""
+        """`plans`: for each device passes, microbatches and rounds in order; each pass in the order of microbatches.
+
+        A pass may lack the last microbatches.
+        """
         self.passes = passes
         self.microbatches = microbatches
         self.budgets = budgets
         self.first = np.cumsum([0, *(len(plan[0]) for plan in plans)])
         self.planned, self.microbatch, self.round = (np.concatenate(parts) for parts in zip(*plans, strict=True))
-        self.where = np.empty((passes.size, microbatches), np.int64)
+        self.where = np.full((passes.size, microbatches), -1, np.int64)
         self.where[self.planned, self.microbatch] = np.arange(len(self.planned))
+        self.counts = np.bincount(self.planned, minlength=passes.size).astype(np.int64)
+        forwards = self.counts[: passes.stages]
+        self.planned_forwards = np.bincount(passes.device[: passes.stages], forwards, passes.devices).astype(np.int64)
         self.local = np.argsort(passes.device, kind="stable")
         self.begin = np.searchsorted(passes.device[self.local], np.arange(passes.devices + 1))
         self.order = np.empty(len(self.planned), np.int64)
@@ -102,9 +114,9 @@ class PlanPlayer:
         """
         passes = self.passes
         value_us = _play(
-            self.first, self.planned, self.microbatch, self.round, self.where, self.local, self.begin,
-            self.forwards(self.microbatches), passes.stages, passes.device, passes.duration_us, passes.before,
-            passes.delay_us, self.after, passes.at_start, passes.at_end, self.budgets,
+            self.first, self.planned, self.microbatch, self.round, self.where, self.counts, self.local, self.begin,
+            self.planned_forwards, passes.stages, passes.device, passes.duration_us, passes.before, passes.delay_us,
+            passes.follows, self.after, passes.at_start, passes.at_end, self.budgets,
             early, end, patience, hurry, by_span, self.order,
         )  # fmt: skip
         return float(value_us)
@@ -122,6 +134,7 @@ def _play(
     microbatch: Ints,
     rounds: Ints,
     where: Ints,
+    counts: Ints,
     local: Ints,
     begin: Ints,
     forwards: Ints,
@@ -130,6 +143,7 @@ def _play(
     duration: Floats,
     before: Ints,
     delay: Floats,
+    follows: Ints,
     after: Ints,
     at_start: Ints,
     at_end: Ints,
@@ -146,8 +160,9 @@ def _play(
     That is so only where passes without length at one instant are planned in a cycle.
 
     ``where[p, i]`` is the place in `planned` of pass p of microbatch i, ``local[begin[d]:begin[d + 1]]`` are the passes
-    of device d, `forwards` says how many each device has. Writes to `order` the places in `planned` of the passes run,
-    device by device. (Arguments are plain arrays: in tuples they made this two to three times slower.)
+    of device d, `forwards` says how many forwards each device has, `counts` how often each pass runs. Writes to `order`
+    the places in `planned` of the passes run, device by device. (Arguments are plain arrays: in tuples they made this
+    two to three times slower.)
 
     ``planned[head[d]]`` is the first pass of device d's plan that has not run, `left` the forwards that it still has,
     `level` the bytes that it holds, `upcoming` the next microbatch of each pass, and `wake` the moments at which a
@@ -173,9 +188,9 @@ def _play(
             chosen = lead
         else:
             chosen = _instead(
-                local[begin[d] : begin[d + 1]], upcoming, ended, before, delay, where, rounds, duration, early, end,
-                patience, done, planned, at_start, at_end, level[d], budgets[d], head[d], lead, now, comes,
-                2 * stages if late else len(before),
+                local[begin[d] : begin[d + 1]], upcoming, ended, before, delay, follows, where, counts, rounds,
+                duration, early, end, patience, done, planned, at_start, at_end, level[d], budgets[d], head[d], lead,
+                now, comes, 2 * stages if late else len(before),
             )  # fmt: skip
         if chosen < 0:
             if now < comes < np.inf:
@@ -205,9 +220,9 @@ def _play(
 
 @njit(cache=True)
 def _instead(
-    passes: Ints, upcoming: Ints, ended: Floats, before: Ints, delay: Floats, where: Ints, rounds: Ints,
-    duration: Floats, early: Ints, end: int, patience: float, done: Bools, planned: Ints, at_start: Ints, at_end: Ints,
-    level: int, budget: int, head: int, lead: int, now: float, comes: float, behind: int,
+    passes: Ints, upcoming: Ints, ended: Floats, before: Ints, delay: Floats, follows: Ints, where: Ints,
+    counts: Ints, rounds: Ints, duration: Floats, early: Ints, end: int, patience: float, done: Bools, planned: Ints,
+    at_start: Ints, at_end: Ints, level: int, budget: int, head: int, lead: int, now: float, comes: float, behind: int,
 ) -> int:  # fmt: skip
     """The place of the pass that a device runs `now` because the one at `lead` cannot; -1 where it has to wait.
 
@@ -218,7 +233,9 @@ def _instead(
     chosen, best = -1, np.int64(2) * len(planned)
     for p in passes:
         i = upcoming[p]
-        if i == microbatches or (before[p] >= 0 and ended[before[p], i] + delay[p] > now):
+        if i == counts[p] or (before[p] >= 0 and ended[before[p], i] + delay[p] > now):
+            continue
+        if follows[p, 0] >= 0 and upcoming[follows[p, 0]] + follows[p, 1] <= i:
             continue
         place = where[p, i]
         rank = place + (len(planned) if p >= behind else 0)

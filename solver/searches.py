@@ -36,10 +36,13 @@ def annealing(problem: Problem, limits: Limits, start: Solution, on_solution: On
 
 
 def modulo(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """One block of a microbatch, repeated every period."""
+    """One block of a microbatch, or of a cycle of unequal ones, repeated every period."""
     from solver.search.modulo.modes import modulo_with_modes
     from solver.search.modulo.search import modulo_search
+    from solver.search.modulo.units import modulo_with_units
 
+    if problem.has_factors or problem.slice_count > 1:
+        return modulo_with_units(problem, limits, start, on_solution)
     search = modulo_with_modes if problem.has_modes else modulo_search
     return search(problem, limits, start, on_solution)
 

@@ -21,6 +21,7 @@ from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
 from solver.exact.memory_order import is_ordered_by_memory
 from solver.limits import Cancel, Limits
+from solver.microbatch_orders import cycles
 from solver.scale import costs_have_codes, count_ops, value_step_us
 from solver.searches import is_ready
 from solver.solution import OnProgress, OnSolution, Progress, Solution
@@ -217,7 +218,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         ]
     split = all(stage.split_backward for stage in problem.stages)
     if problem.has_factors or problem.slice_count > 1 or not split:
-        return _with_units(ops, workers)
+        return _with_units(problem, ops, workers)
     if problem.has_modes:
         return _with_modes(problem, ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
@@ -249,13 +250,19 @@ def _with_modes(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]
     return [behind] if workers == 1 else [[TimeSlice("search", searches.annealing, 0.35)], behind]
 
 
-def _with_units(ops: int, workers: int) -> Sequence[Subsolver]:
-    """Annealing beside windows and CP-SAT: the others take microbatches to be alike and whole, and split backwards."""
+def _with_units(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
+    """Annealing beside patterns, where costs repeat, and windows and CP-SAT up to `MOST_MODEL_OPS`."""
     annealing = TimeSlice("search", searches.annealing, 0.35)
-    if ops > MOST_MODEL_OPS:
-        return [[TimeSlice("search", searches.annealing, 0.5, workers)]]
     beside = max(workers - 1, 1)
-    behind = [TimeSlice("windows", searches.lns, 0.35, beside), TimeSlice("cp-sat", searches.cp_sat, 0.25, beside)]
+    repeats = all(stage.split_backward for stage in problem.stages) and not problem.has_modes and bool(cycles(problem))
+    behind = [TimeSlice("pattern", searches.modulo, 0.25, once=True)] if repeats else []
+    if ops <= MOST_MODEL_OPS:
+        behind.append(TimeSlice("windows", searches.lns, 0.2 if repeats else 0.35, beside))
+        behind.append(TimeSlice("cp-sat", searches.cp_sat, 0.2 if repeats else 0.25, beside))
+    if not behind:
+        return [[TimeSlice("search", searches.annealing, 0.5, workers)]]
+    if len(behind) == 1 and workers > 1:
+        behind.append(TimeSlice("search", searches.annealing, 0.35, beside))
     return [[annealing, *behind]] if workers == 1 else [[annealing], behind]
 
 

@@ -11,7 +11,7 @@ from optpipe.simulate import simulate
 from solver.build import build_schedule
 from solver.limits import Limits
 from solver.methods import METHODS
-from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
+from solver.microbatch_orders import cycles, in_order, likely_orders, with_own_numbers
 from solver.solve import solve
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
@@ -71,3 +71,25 @@ def test_the_best_fixed_order_of_1f1b_is_among_the_starts() -> None:
     assert shared.best.value_us == 82
     assert shared.best.orders is not None
     assert [EIGHT[i] for i in shared.best.orders.microbatch_order or ()] == [1, 2, 3, 4, 4, 3, 2, 1]
+
+
+def test_cycles_of_given_orders_repeat_at_least_once() -> None:
+    def lengths(*factors: float, **fields: object) -> list[int]:
+        problem = unequal(2, len(factors), microbatch_factors=times(*factors), **fields)
+        return [cycle.length for cycle in cycles(problem)]
+
+    assert lengths(2, 2, 2) == [1]
+    assert lengths(1, 2, 3, 1, 2, 3, 1) == [3]
+    assert lengths(1, 2, 3, 1, 2) == []
+    assert lengths(*range(1, 18), *range(1, 18)) == [17]
+    assert lengths(*range(1, 18), *range(1, 18), slices={"count": 2}) == []
+    assert [cycle.length for cycle in cycles(unequal(2, 1, slices={"count": 3}))] == [1]
+
+
+def test_cycles_of_free_orders_hold_each_microbatch_once() -> None:
+    problem = unequal(2, 9, microbatch_factors=times(1, 1, 1, 1, 1, 1, 2, 2, 2), microbatch_order="free")
+    spread, ascending = cycles(problem)
+    assert spread.length == ascending.length == 3
+    assert spread.microbatch_order == [0, 6, 1, 2, 7, 3, 4, 8, 5]
+    assert ascending.microbatch_order == [0, 1, 6, 2, 3, 7, 4, 5, 8]
+    assert cycles(unequal(2, 3, microbatch_factors=times(1, 2, 2), microbatch_order="free")) == []

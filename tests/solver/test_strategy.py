@@ -55,8 +55,8 @@ def test_the_sizes_are_what_they_are_called() -> None:
         (MODES_LARGE, {"search", "ada-offload", "pattern", "windows", "cp-sat"}),
         (MODES_LARGEST, {"search", "ada-offload", "pattern"}),
         (UNITS_SMALL, {"search", "states", "cp-sat", "windows"}),
-        (UNITS_LARGE, {"search", "cp-sat", "windows"}),
-        (UNITS_LARGEST, {"search"}),
+        (UNITS_LARGE, {"search", "pattern", "cp-sat", "windows"}),
+        (UNITS_LARGEST, {"search", "pattern"}),
         (UNSPLIT, {"search", "states", "cp-sat", "windows"}),
     ],
     ids=[

@@ -37,17 +37,22 @@ class Ends:
 
 
 class Filler(PlanPlayer):
-    """Plays a pattern for a number of microbatches with different ends."""
+    """Plays a pattern for a number of units with different ends.
 
-    def __init__(self, pattern: Pattern, passes: PassCosts, microbatches: int, budgets: Ints, by_span: bool) -> None:
-        """`passes` are those of a single lane; `by_span`: the objective is the largest span of a device."""
-        super().__init__(passes, pattern.plan(microbatches), microbatches, budgets)
+    Where lanes are alike it plays passes of a single lane and microbatches, else those of all lanes and rounds.
+    """
+
+    def __init__(self, pattern: Pattern, passes: PassCosts, units: int, budgets: Ints, by_span: bool) -> None:
+        """`passes` are those that are played; `by_span`: the objective is the largest span of a device."""
+        self.units = units
+        self.lanes = pattern.passes.lanes if pattern.passes.ordered else 1
+        super().__init__(passes, pattern.plan(units), -(-units // self.lanes), budgets)
         self.by_span = by_span
-        self.end = pattern.in_flight + 1
+        self.end = pattern.in_flight // self.lanes + 1
 
     @property
     def cool_down(self) -> Ints:
-        """For each device the forwards of the microbatches that count as the cool-down."""
+        """For each device the forwards of the units that count as the cool-down."""
         return self.forwards(min(self.end, self.microbatches))
 
     def value_us(self, ends: Ends) -> float:
@@ -55,9 +60,14 @@ class Filler(PlanPlayer):
         return self.play(ends.early, self.end, ends.patience, ends.hurry, self.by_span)
 
     def orders(self, ends: Ends) -> list[tuple[Ints, Ints]]:
-        """The passes and microbatches of each device in the order in which it runs them."""
+        """The passes of a unit and the units of each device in the order in which it runs them."""
         self.value_us(ends)
-        return self.played()
+        count = self.passes.stages // self.lanes
+        orders = []
+        for passes, turn in self.played():
+            kind, stage = np.divmod(passes, self.passes.stages)
+            orders.append((kind * count + stage % count, turn * self.lanes + stage // count))
+        return orders
 
 
 EARLY = (0, 2, 9)
@@ -80,11 +90,11 @@ SLACK = 1e-4
 """Share of the value by which a step may be worse at the beginning of a search."""
 
 
-def few_microbatches(pattern: Pattern, microbatches: int) -> int:
-    """Number of microbatches with which both ends of the schedule are complete, as many as rounds allow."""
+def few_units(pattern: Pattern, units: int) -> int:
+    """Number of units with which both ends of the schedule are complete, as many as rounds allow."""
     lanes = pattern.passes.lanes
     enough = 2 * pattern.in_flight + 4 * lanes
-    return microbatches if microbatches <= enough else enough + (microbatches - enough) % lanes
+    return units if units <= enough else enough + (units - enough) % lanes
 
 
 def first_ends(filler: Filler) -> tuple[float, Ends]:

@@ -19,24 +19,31 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.ops import Floats, Ints, Op, OpArray, Orders
-from optpipe.problem import Problem
+from optpipe.problem import Problem, Stage
 from solver.plan_player import PassCosts, pass_costs
 from solver.published.transfers import TransferPlanner, TransferRequest
 
 
 @dataclass(frozen=True)
 class Passes(PassCosts):
-    """The passes of as many microbatches (`lanes`, mostly one) as a round of a pattern runs.
+    """The passes of as many units (`lanes`, mostly one) as a round of a pattern runs: microbatches, or their slices.
 
     Lane l of stage s counts as stage ``l * S + s``, so that there are ``lanes * S`` = `stages` of them. The first 2/3
-    of `chain` are F and B in the order in which each microbatch takes them, the rest is W. `stage_bytes` and
-    `weight_bytes` are held after F and after B.
+    of `chain` are F and B in the order in which each unit takes them, the rest is W. `rank` numbers passes; where lanes
+    are `ordered`, each after those of its round that it needs or follows. `stage_bytes` and `weight_bytes` are held
+    after F and after B. Lanes of equal costs may be exchanged, so that none follows another.
     """
 
     lanes: int
     chain: Ints
+    rank: Ints
     stage_bytes: Ints
     weight_bytes: Ints
+
+    @cached_property
+    def ordered(self) -> bool:
+        """True if lanes have costs of their own, so that they keep their order."""
+        return bool((self.follows[:, 0] >= 0).any())
 
     @cached_property
     def lag_us(self) -> Floats:
@@ -66,34 +73,59 @@ class Passes(PassCosts):
 
     @staticmethod
     def of(problem: Problem, lanes: int = 1) -> Passes:
-        """The passes of a problem, for rounds of `lanes` microbatches."""
-        single, count = pass_costs(problem), len(problem.stages)
-        backward = 2 * count - 1 - np.arange(count)
-        chain = np.concatenate([np.arange(count), backward])
+        """The passes of a problem, for rounds of `lanes` units: alike, or the first ones where they differ."""
+        if not problem.has_factors and problem.slice_count == 1:
+            return Passes.of_lanes([pass_costs(problem)] * lanes, [problem.stages] * lanes)
+        stages = [[problem.stage_of(s, unit) for s in range(len(problem.stages))] for unit in range(lanes)]
+        backwards = problem.units_in_order("B")
+        return Passes.of_lanes(
+            [pass_costs(problem, unit) for unit in range(lanes)], stages, backwards[backwards < lanes].tolist()
+        )
 
-        def tiled(values: NDArray[np.generic]) -> NDArray[Any]:
-            return np.tile(values.reshape(-1, count), (1, lanes)).ravel()
+    @staticmethod
+    def of_lanes(
+        costs: Sequence[PassCosts], stages: Sequence[Sequence[Stage]], backwards: Sequence[int] | None = None
+    ) -> Passes:
+        """The passes of lanes with these costs. `backwards`: the order of their backwards; None where lanes are alike.
+
+        Forwards are in the order of lanes.
+        """
+        lanes, count = len(costs), costs[0].stages
+        last = 2 * count - 1 - np.arange(count)
+        chain = np.concatenate([np.arange(count), last])
+
+        def joined(values: Sequence[NDArray[np.generic]]) -> NDArray[Any]:
+            return np.stack([of_lane.reshape(3, count) for of_lane in values], axis=1).ravel()
 
         def laned(passes: Ints, lane: int) -> Ints:
             kind, stage = np.divmod(passes, count)
             return np.where(passes < 0, -1, kind * lanes * count + lane * count + stage)
 
-        needed = np.stack([laned(single.before, lane) for lane in range(lanes)]).reshape(lanes, 3, count)
         chains = [laned(chain, lane) for lane in range(lanes)]
-        weights = [laned(backward + count, lane) for lane in range(lanes)]
+        weights = [laned(last + count, lane) for lane in range(lanes)]
+        numbers = np.arange(3 * lanes * count).reshape(3, lanes, count)
+        rank, follows = numbers.ravel().copy(), np.tile([-1, 0], (numbers.size, 1))
+        if backwards is not None and lanes > 1:
+            for kind, order in enumerate([range(lanes), backwards, backwards]):
+                of_kind = numbers[kind, list(order)]
+                follows[of_kind, 0] = np.roll(of_kind, 1, axis=0)
+                follows[of_kind[0], 1] = 1
+                rank[of_kind if kind == 0 else of_kind[:, ::-1]] = numbers[kind]
         return Passes(
             stages=lanes * count,
-            devices=single.devices,
-            duration_us=tiled(single.duration_us),
-            device=tiled(single.device),
-            before=needed.transpose(1, 0, 2).ravel(),
-            delay_us=tiled(single.delay_us),
-            at_start=tiled(single.at_start),
-            at_end=tiled(single.at_end),
+            devices=costs[0].devices,
+            duration_us=joined([of_lane.duration_us for of_lane in costs]),
+            device=joined([of_lane.device for of_lane in costs]),
+            before=joined([laned(of_lane.before, lane) for lane, of_lane in enumerate(costs)]),
+            delay_us=joined([of_lane.delay_us for of_lane in costs]),
+            follows=follows,
+            at_start=joined([of_lane.at_start for of_lane in costs]),
+            at_end=joined([of_lane.at_end for of_lane in costs]),
             lanes=lanes,
             chain=np.concatenate(chains + weights),
-            stage_bytes=np.tile([stage.activation_bytes for stage in problem.stages], lanes),
-            weight_bytes=np.tile([stage.backward_weight_bytes for stage in problem.stages], lanes),
+            rank=rank,
+            stage_bytes=np.array([stage.activation_bytes for of_lane in stages for stage in of_lane], np.int64),
+            weight_bytes=np.array([stage.backward_weight_bytes for of_lane in stages for stage in of_lane], np.int64),
         )
 
 
@@ -134,7 +166,7 @@ class Pattern:
         """For each device its passes in the order in which every round runs them."""
         place_us = self.start_us - self.round * self.round_us
         of_devices = map(self.passes.of_device, range(self.passes.devices))
-        return [passes[np.lexsort((passes, place_us[passes]))] for passes in of_devices]
+        return [passes[np.lexsort((self.passes.rank[passes], place_us[passes]))] for passes in of_devices]
 
     @cached_property
     def key(self) -> bytes:
@@ -144,27 +176,34 @@ class Pattern:
 
     @cached_property
     def keeps_order(self) -> bool:
-        """True if microbatches keep their order: each lane of a pass within a round after the last."""
+        """True if units keep their order: each lane of a pass within a round after the last."""
+        if self.passes.ordered:
+            return self._follows_in_order()
         lanes = self.start_us.reshape(3, self.passes.lanes, -1)
         last = lanes[:, -1] < lanes[:, 0] + self.round_us
         return bool((np.diff(lanes, axis=1) > 0).all() and last.all())
+
+    def _follows_in_order(self) -> bool:
+        """True if every pass runs after the one that it follows, in the order of rounds and places."""
+        place = np.empty(self.passes.size, np.int64)
+        for sequence in self.sequences:
+            place[sequence] = np.arange(len(sequence))
+        first, earlier = self.passes.follows.T
+        rounds = self.round - (self.round[first] - earlier)
+        return bool(((rounds > 0) | ((rounds == 0) & (place > place[first]))).all())
 
     @cached_property
     def peak_bytes(self) -> Ints:
         """For each device the peak of its memory once the block repeats.
 
-        It depends on the order alone: at the begin of a round a microbatch holds its activation once for each round
-        between its F and its B, and what W needs once for each round between B and W; within the round the level
-        changes in the order of the passes.
+        It depends on the order alone: a pass of round r has by the begin of a round run r times less often than one of
+        round 0, and all passes together change nothing, so that the level is then what passes lack of their rounds;
+        within the round it changes in the order of the passes.
         """
-        passes, count = self.passes, self.passes.stages
-        peaks = []
+        passes, peaks = self.passes, []
         for sequence in self.sequences:
-            stages = sequence[sequence < count]
-            in_flight = self.round[stages + count] - self.round[stages]
-            pending = self.round[stages + 2 * count] - self.round[stages + count]
-            level = int((in_flight * passes.stage_bytes[stages] + pending * passes.weight_bytes[stages]).sum())
-            changes = np.stack([passes.at_start[sequence], passes.at_end[sequence]], axis=1).ravel()
+            changes = np.stack([passes.at_start[sequence], passes.at_end[sequence]], axis=1)
+            level = -int((self.round[sequence] * changes.sum(axis=1)).sum())
             peaks.append(level + int(np.cumsum(changes).max(initial=0)))
         return np.array(peaks, np.int64)
 
@@ -194,24 +233,32 @@ class Pattern:
         start[weights] += self.round_us * np.clip(room, 0, most)[passes.device[weights]]
         return replace(self, start_us=start)
 
-    def plan(self, microbatches: int) -> list[Plan]:
-        """For each device all its ops in order, for any number of microbatches."""
+    def plan(self, units: int) -> list[Plan]:
+        """For each device all its ops in order, for any number of units.
+
+        Where lanes are alike they are passes of a single lane and units; where they are ordered, passes of their lanes
+        and the rounds in which the units begin.
+        """
         lanes, count = self.passes.lanes, self.passes.model_stages
-        rounds = -(-microbatches // lanes)
+        begins = -(-units // lanes)
         plans = []
         for sequence in self.sequences:
-            kind, stage = np.divmod(np.tile(sequence, rounds), self.passes.stages)
-            turn = np.repeat(np.arange(rounds), len(sequence))
-            microbatch = turn * lanes + stage // count
-            turn = turn + np.tile(self.round[sequence], rounds)
-            order = np.lexsort((np.tile(np.arange(len(sequence)), rounds), turn))
-            order = order[microbatch[order] < microbatches]
-            plans.append(Plan((kind * count + stage % count)[order], microbatch[order], turn[order]))
+            passes = np.tile(sequence, begins)
+            kind, stage = np.divmod(passes, self.passes.stages)
+            turn = np.repeat(np.arange(begins), len(sequence))
+            unit = turn * lanes + stage // count
+            late = turn + np.tile(self.round[sequence], begins)
+            order = np.lexsort((np.tile(np.arange(len(sequence)), begins), late))
+            order = order[unit[order] < units]
+            if self.passes.ordered:
+                plans.append(Plan(passes[order], turn[order], late[order]))
+            else:
+                plans.append(Plan((kind * count + stage % count)[order], unit[order], late[order]))
         return plans
 
 
 class Plan(NamedTuple):
-    """The ops of one device in order: passes of a single lane, microbatches, and the rounds in which they run."""
+    """The ops of one device in order: passes, microbatches (or rounds of units), and the rounds in which they run."""
 
     passes: Ints
     microbatches: Ints
@@ -224,16 +271,36 @@ def orders_from_pattern(problem: Problem, compute: Iterable[tuple[Ints, Ints]]) 
     return Orders.of_compute(OpArray(passes // count, passes % count, which) for passes, which in compute)
 
 
+SWEEPS = 16
+"""Most times that starts are delayed for the sake of the next round before they count as impossible."""
+
+
 @njit(cache=True)
-def unwrapped(place: Floats, period: float, chain: Ints, before: Ints, lag: Floats, tolerance: float) -> Floats:
-    """Starts of one round's passes that run at `place` modulo the period, each as early as its input allows."""
-    start = np.empty(len(place))
-    for p in chain:
-        ready = start[before[p]] + lag[p] if before[p] >= 0 else 0.0
-        wait = (place[p] - ready) % period
-        if wait > period - tolerance:  # a rounding error before `ready`, not a whole period after it
-            wait = 0.0
-        start[p] = ready + wait
+def unwrapped(
+    place: Floats, period: float, chain: Ints, before: Ints, lag: Floats, follows: Ints, duration: Floats,
+    sweeps: int, tolerance: float,
+) -> Floats:  # fmt: skip
+    """Starts of one round's passes that run at `place` modulo the period, each as early as its input allows.
+
+    A pass also comes after the one that it `follows`. That may be one of the round before, whose start is known only
+    when all are: so this is done in several `sweeps`. Where they do not settle the starts, some pass is not in order.
+    """
+    start = np.full(len(place), -np.inf)
+    for _ in range(sweeps):
+        changed = False
+        for p in chain:
+            ready = start[before[p]] + lag[p] if before[p] >= 0 else 0.0
+            first = follows[p, 0]
+            if first >= 0:
+                ready = max(ready, start[first] + duration[first] - follows[p, 1] * period)
+            wait = (place[p] - ready) % period
+            if wait > period - tolerance:  # a rounding error before `ready`, not a whole period after it
+                wait = 0.0
+            if ready + wait > start[p] + tolerance:
+                start[p] = ready + wait
+                changed = True
+        if not changed:
+            break
     return start
 
 
@@ -242,7 +309,10 @@ def pattern_at(passes: Passes, place: Floats, round_us: float) -> Pattern:
     turned = (place - place[passes.chain[0]]) % round_us
     tolerance = TOLERANCE * round_us
     turned[turned > round_us - tolerance] = 0.0
-    start = unwrapped(turned, round_us, passes.chain, passes.before, passes.lag_us, tolerance)
+    start = unwrapped(
+        turned, round_us, np.argsort(passes.rank) if passes.ordered else passes.chain, passes.before, passes.lag_us,
+        passes.follows, passes.duration_us, SWEEPS if passes.ordered else 1, tolerance,
+    )  # fmt: skip
     return Pattern(passes, round_us, start)
 
 

@@ -6,22 +6,23 @@ allows until a block fits. The value also has the two ends, whose time depends o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
 
 from optpipe.errors import DeadlockError
-from optpipe.ops import Ints, Orders
+from optpipe.ops import Ints, Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.limits import Limits
 from solver.search.annealing.sequence import budgets_bytes
-from solver.search.modulo.ends import FIRST_PLAYS, Ends, Filler, few_microbatches, first_ends, tuned_ends
+from solver.search.modulo.beam import MOST_PERMUTATIONS, find_places
+from solver.search.modulo.ends import FIRST_PLAYS, Ends, Filler, few_units, first_ends, tuned_ends
 from solver.search.modulo.pattern import OffloadRelaxation, Passes, Pattern, orders_from_pattern, pattern_at
-from solver.search.modulo.reservation_table import MOST_PERMUTATIONS, find_places
 from solver.solution import OnSolution, Solution
 
 LEANS = (0.15, 0.0, 0.4, 0.8)
@@ -31,7 +32,7 @@ SHARES = (0.0, 0.3, 0.6, 0.9)
 """Shares of the period's excess over the least that are tried next."""
 
 LANES = (1, 2)
-"""Microbatches per round: two only where one does not reach the least period."""
+"""Microbatches per round, where all are alike: two only where one does not reach the least period."""
 
 FIRST_WIDTH, MOST_WIDTH = 24, 1000
 """First and largest width of the beams, which double."""
@@ -69,18 +70,28 @@ def modulo_search(problem: Problem, limits: Limits, start: Solution, on_solution
 
     Returns the start where no pattern fits the budgets, which does not prove that none exists.
     """
+    passes, budgets = [Passes.of(problem, lanes) for lanes in LANES], budgets_bytes(problem)
+    searches = [PatternSearch(problem, limits, on_solution, passes, budgets)]
+    if any(stage.offload for stage in problem.stages):
+        for relaxation in map(OffloadRelaxation, MARGINS):
+            with_room = [relaxation.passes(problem, one) for one in passes]
+            room = relaxation.budgets_bytes(problem, budgets)
+            finish = partial(relaxation.orders, problem)
+            searches.append(PatternSearch(problem, limits, on_solution, with_room, room, finish))
+    return run_searches(searches, limits, start)
+
+
+def run_searches(searches: Sequence[PatternSearch], limits: Limits, start: Solution) -> Solution:
+    """Let all searches begin, then go on from the one with the smallest period, with equal parts of the limits."""
     best = start
-    offloads = any(stage.offload for stage in problem.stages)
-    relaxations = [OffloadRelaxation(margin) for margin in MARGINS] if offloads else []
-    searches = [PatternSearch(problem, limits, on_solution, relaxation) for relaxation in (None, *relaxations)]
-    for part, search in _shared(limits.part(BEGIN_SHARE) if relaxations else limits, searches):
+    for part, search in _shared(limits.part(BEGIN_SHARE) if len(searches) > 1 else limits, searches):
         best = search.begin(part, best)
     for part, search in _shared(limits, sorted(searches, key=lambda search: search.period_us)):
         best = search.go_on(part, best)
     return best
 
 
-def _shared(limits: Limits, searches: list[PatternSearch]) -> Iterator[tuple[Limits, PatternSearch]]:
+def _shared(limits: Limits, searches: Sequence[PatternSearch]) -> Iterator[tuple[Limits, PatternSearch]]:
     """Each search with its part: of all the work, or of the time that is left when its turn comes."""
     counted = limits.deterministic_limit is not None
     for k, search in enumerate(searches):
@@ -98,7 +109,7 @@ def fitting_patterns(
 ) -> list[Pattern]:
     """Patterns that repeat within the budgets, one microbatch every `period_us`; the shortest block first."""
     round_us = period_us * passes.lanes
-    all_places = find_places(passes, round_us, width, lean, rng, stopped)
+    all_places = find_places(passes, round_us, width, lean, rng, stopped, budgets)
     patterns = [pattern_at(passes, places, round_us) for places in all_places]
     fitting = [pattern for pattern in patterns if pattern.keeps_order and (pattern.peak_bytes <= budgets).all()]
     return sorted(fitting, key=lambda pattern: pattern.block_us)
@@ -107,28 +118,33 @@ def fitting_patterns(
 class PatternSearch:
     """One run: first `begin`, then `go_on`, each with its part of the limits and the best answer known by then.
 
-    `best` is the best answer so far, `pattern` the one with the smallest period. Without `relaxation` nothing is
-    offloaded.
+    `best` is the best answer so far, `pattern` the one with the smallest period. Rounds are of `passes`, one for each
+    number of lanes, the first of them at once, within `budgets` (bytes a device). `finish` makes orders of the problem
+    of compute ops; without it these are the orders.
     """
 
     best: Solution
 
     def __init__(
-        self, problem: Problem, limits: Limits, on_solution: OnSolution, relaxation: OffloadRelaxation | None
+        self,
+        problem: Problem,
+        limits: Limits,
+        on_solution: OnSolution,
+        passes: Sequence[Passes],
+        budgets: Ints,
+        finish: Callable[[Sequence[Sequence[Op]]], Iterable[Orders]] | None = None,
     ) -> None:
         self.problem = problem
         self.limits = limits
         self.on_solution = on_solution
         self.effort = WorkBudget(limits)
         self.rng = np.random.default_rng(limits.seed)
-        self.relaxation = relaxation
-        self.passes = {lanes: Passes.of(problem, lanes) for lanes in LANES}
-        self.budgets = budgets_bytes(problem)
-        if relaxation:
-            self.passes = {lanes: relaxation.passes(problem, passes) for lanes, passes in self.passes.items()}
-            self.budgets = relaxation.budgets_bytes(problem, self.budgets)
+        self.passes = {one.lanes: one for one in passes}
+        self.budgets = budgets
+        self.finish = finish
         self.by_span = problem.objective == "device_span"
-        self.least_us = float(self.passes[1].work_us().max())
+        self.first = passes[0]
+        self.least_us = float(self.first.work_us().max()) / self.first.lanes
         self.pattern: Pattern | None = None
         self.choice: PooledPattern | None = None
         self.pool = PatternPool()
@@ -137,7 +153,7 @@ class PatternSearch:
 
     @property
     def period_us(self) -> float:
-        """The smallest period found so far, infinity before there is one."""
+        """The smallest period found so far, of a unit; infinity before there is one."""
         return self.pattern.period_us if self.pattern else np.inf
 
     def begin(self, limits: Limits, best: Solution) -> Solution:
@@ -147,9 +163,9 @@ class PatternSearch:
         """
         self._resume(limits, best)
         period_us, step = self.least_us, 1.02
-        alone_us = float(self.passes[1].lag_us.sum() + self.passes[1].duration_us.sum())
+        alone_us = float(self.first.lag_us.sum() + self.first.duration_us.sum()) / self.first.lanes
         while self.least_us and not self._done():
-            if self._try(1, min(period_us, alone_us), FIRST_WIDTH, LEANS[0]) or period_us >= alone_us:
+            if self._try(self.first.lanes, min(period_us, alone_us), FIRST_WIDTH, LEANS[0]) or period_us >= alone_us:
                 break
             period_us *= step
             step = min(step + 0.01, 1.1)
@@ -164,11 +180,11 @@ class PatternSearch:
             self._tune()
             width *= 2
             # With this width: periods that would be better than the best, and shorter blocks at the best.
-            for lanes, lean, share in product(LANES, LEANS, SHARES):
+            for lanes, lean, share in product(self.passes, LEANS, SHARES):
                 excess_us = self.pattern.period_us - self.least_us
                 if self._done():
                     break
-                if excess_us or (lanes == 1 and share == 0):
+                if excess_us or (lanes == self.first.lanes and share == 0):
                     self._try(lanes, self.least_us + share * excess_us, width, lean)
         while self.choice is not None and not self._done():
             self._stretch()
@@ -203,7 +219,7 @@ class PatternSearch:
         """Try simple ends of a pattern. True if they are the best so far of all that its base was stretched to."""
         if not self.pool.is_new(pattern):
             return False
-        few = self._filler(pattern, few_microbatches(pattern, self.problem.units))
+        few = self._filler(pattern, few_units(pattern, self.problem.units))
         value, ends = first_ends(few)
         self.effort.play(FIRST_PLAYS * len(few.planned))
         return self._keep(PooledPattern(base, pattern, ends, self._expected_us(few, pattern, value)))
@@ -231,7 +247,7 @@ class PatternSearch:
         Stretched evenly by a round for each device, the first device gets through the warm-up without waiting; fewer
         rounds take less memory.
         """
-        count, devices = self.passes[1].stages, self.passes[1].devices
+        count, devices = self.first.model_stages, self.first.devices
         last = 2 * count - 1
         rounds = sorted({1, 2, max(1, devices // 4), max(1, devices // 2), devices})
         spreads = ((count, 1), (count // 2, 1), (count, count), (last, last), (last, count))
@@ -244,7 +260,7 @@ class PatternSearch:
         if choice is None:
             return
         pattern = choice.pattern
-        few = self._filler(pattern, few_microbatches(pattern, self.problem.units))
+        few = self._filler(pattern, few_units(pattern, self.problem.units))
 
         def stopped() -> bool:
             self.effort.play(len(few.planned))
@@ -253,17 +269,17 @@ class PatternSearch:
         value, ends = tuned_ends(few, choice.ends, TUNING_STEPS, self.rng, stopped)
         self._keep(PooledPattern(choice.base, pattern, ends, self._expected_us(few, pattern, value)))
 
-    def _filler(self, pattern: Pattern, microbatches: int) -> Filler:
-        return Filler(pattern, self.passes[1], microbatches, self.budgets, self.by_span)
+    def _filler(self, pattern: Pattern, units: int) -> Filler:
+        return Filler(pattern, self.first, units, self.budgets, self.by_span)
 
     def _expected_us(self, few: Filler, pattern: Pattern, value_us: float) -> float:
-        """The value for all microbatches, from that for few: each further one takes a period."""
-        return value_us + (self.problem.units - few.microbatches) * pattern.period_us
+        """The value for all units, from that for few: each further one takes a period."""
+        return value_us + (self.problem.units - few.units) * pattern.period_us
 
     def _keep(self, choice: PooledPattern) -> bool:
         """Offer the orders if they may be better than the best. True if the pattern is the best of its base.
 
-        With offload the value is known only after the copies are played: so the best pattern of every base is tried.
+        Where orders are finished the value is known only after that, so the best pattern of every base is tried.
         """
         if choice.value_us == np.inf:
             return False
@@ -271,7 +287,7 @@ class PatternSearch:
         best = self.choice is None or choice.value_us < self.choice.value_us
         if best:
             self.choice = choice
-        if best or (better and self.relaxation and choice.value_us < self.best.value_us):
+        if best or (better and self.finish and choice.value_us < self.best.value_us):
             self._offer(choice)
         return better
 
@@ -283,12 +299,8 @@ class PatternSearch:
         filler = self._filler(choice.pattern, self.problem.units)
         orders = orders_from_pattern(self.problem, filler.orders(choice.ends))
         try:
-            if self.relaxation:
-                compute = [device.compute for device in orders.devices]
-                for with_copies in self.relaxation.orders(self.problem, compute):
-                    self._report(with_copies)
-            else:
-                self._report(orders)
+            for whole in self.finish([device.compute for device in orders.devices]) if self.finish else [orders]:
+                self._report(whole)
         except DeadlockError:
             pass  # passes without length at one instant may wait for one another in a cycle
         self.effort.write(self.ops)

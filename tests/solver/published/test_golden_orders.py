@@ -23,7 +23,7 @@ from optpipe.ops import Orders, orders_to_data
 from optpipe.problem import Problem
 from solver.methods import METHODS
 from solver.search.annealing.sequence import budgets_bytes
-from solver.search.modulo.ends import Filler, few_microbatches, first_ends, tuned_ends
+from solver.search.modulo.ends import Filler, few_units, first_ends, tuned_ends
 from solver.search.modulo.pattern import Passes, orders_from_pattern
 from solver.search.modulo.search import fitting_patterns
 from solver.serial import known_budgets_bytes, serial_orders
@@ -97,7 +97,7 @@ def modulo_orders(problem: Problem) -> Orders | None:
     patterns = fitting_patterns(passes, budgets, float(passes.work_us().max()), 12, 0.15, np.random.default_rng(0))
     if not patterns:
         return None
-    few = few_microbatches(patterns[0], problem.microbatches)
+    few = few_units(patterns[0], problem.microbatches)
     filler = Filler(patterns[0], passes, few, budgets, problem.objective == "device_span")
     _, ends = tuned_ends(filler, first_ends(filler)[1], 30, np.random.default_rng(1), lambda: False)
     filler = Filler(patterns[0], passes, problem.microbatches, budgets, problem.objective == "device_span")

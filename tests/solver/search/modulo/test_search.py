@@ -19,7 +19,7 @@ from solver.build import peak_budgets, within_budgets
 from solver.limits import Cancel, Limits
 from solver.search.annealing.sequence import budgets_bytes
 from solver.search.modulo import Pattern, modulo_search
-from solver.search.modulo.ends import Ends, Filler, few_microbatches
+from solver.search.modulo.ends import Ends, Filler, few_units
 from solver.search.modulo.pattern import Passes, orders_from_pattern
 from solver.search.modulo.search import PatternPool, PooledPattern, fitting_patterns
 from solver.solution import Solution
@@ -217,8 +217,8 @@ def test_the_time_of_the_search_counts_few_microbatches() -> None:
     """The ends are tuned on as many microbatches as both ends need, however many there are."""
     pattern = found(unit_v(4, 1024, 8))
     assert pattern is not None
-    assert few_microbatches(pattern, 64) == few_microbatches(pattern, 1024) < 30
-    assert few_microbatches(pattern, 5) == 5
+    assert few_units(pattern, 64) == few_units(pattern, 1024) < 30
+    assert few_units(pattern, 5) == 5
 
 
 def test_offload_lets_a_pattern_into_a_smaller_budget() -> None:
