@@ -308,6 +308,8 @@ class Chain:
         loss = self.loss if counted else SlicedLoss(self.loss)
         modules = {s: stage.module for s, stage in self.stages.items()}
         stages = _build_stages(modules, self.count, loss, self.gradient_scale, self.autocast, count)
+        for stage in stages.values():
+            stage.sequences.length = sum(lengths)
 
         def cut_targets(targets: Tree) -> list[Tree]:
             parts = cut_sequences(targets, lengths)

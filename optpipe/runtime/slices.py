@@ -35,6 +35,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.errors import TrainingError
 from optpipe.runtime.messages import Tree, leaves, map_leaves
+from optpipe.runtime.rng import RandomNumbers
+from optpipe.runtime.sliced_dropout import Masks
 
 _running: SliceContext | None = None
 """The slice that runs in this process. Not of a thread: autograd runs backwards on threads of its own."""
@@ -65,6 +67,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.masks: list[Masks | None] = []
         self.parts: dict[Hashable, list[Tensor]] = {}
         self.gradients: dict[Hashable, dict[int, Tensor]] = {}
 
@@ -87,6 +90,7 @@ class SliceContext:
     def __init__(self, kept: _Kept, index: int, count: int, *, again: bool = False) -> None:
         self.index, self.count = index, count
         self.offset, self.length = sum(kept.lengths[:index]), kept.lengths[index]
+        self.masks = kept.masks[index]
         self._kept, self._again = kept, again
         self._made: dict[int, tuple[weakref.ref[Any], Callable[[], Tensor]]] = {}
         self._mask: Tensor | None = None
@@ -203,20 +207,34 @@ class _Extended(torch.autograd.Function):
 
 
 class Sequences:
-    """State that a stage keeps of all microbatches that it runs slice by slice; units as in `Problem.units`."""
+    """State that a stage keeps of all microbatches that it runs slice by slice; units as in `Problem.units`.
+
+    `length` is that of whole sequences, once it is known: then dropout is that of the step on whole sequences.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.length: int | None = None
         self._kept: dict[int, _Kept] = {}
 
-    def first(self, unit: int, received: Tree) -> AbstractContextManager[None]:
-        """Context of the first forward of a unit."""
+    def first(
+        self, unit: int, received: Tree, random: RandomNumbers | None = None, device: torch.device | None = None
+    ) -> AbstractContextManager[None]:
+        """Context of the first forward of a unit.
+
+        `random` are the random numbers of a stage that may draw, on `device`.
+        """
         if self.count == 1:
             return _NOTHING
         microbatch, index = divmod(unit, self.count)
         kept = self._kept.setdefault(microbatch, _Kept())
         assert len(kept.lengths) == index, "slices of a microbatch run forward in their order"
-        kept.lengths.append(sequence_length(received))
+        begin, length = sum(kept.lengths), sequence_length(received)
+        masks = None
+        if random is not None and device is not None and self.length is not None:
+            masks = Masks(random.seed_of(microbatch), device, begin, begin + length, self.length)
+        kept.lengths.append(length)
+        kept.masks.append(masks)
         return _running_in(SliceContext(kept, index, self.count))
 
     def again(self, unit: int) -> AbstractContextManager[None]:
@@ -246,7 +264,7 @@ class Sequences:
                 f"the loss of a later slice depends on keys and values of slice {index}, whose own loss does not use "
                 "them, so their gradient is lost. Maybe give each slice a loss, of zero times its output at least."
             )
-        del kept.lengths[index:]
+        del kept.lengths[index:], kept.masks[index:]
         for parts in kept.parts.values():
             del parts[index:]
         if not index:
@@ -275,7 +293,8 @@ def _running_in(context: SliceContext) -> Iterator[None]:
     global _running
     before, _running = _running, context
     try:
-        yield
+        with context.masks.replacing() if context.masks else nullcontext():
+            yield
     finally:
         _running = before
         context._mask = None

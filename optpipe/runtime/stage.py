@@ -405,11 +405,12 @@ class Stage:
         """
         # Under autocast autograd would keep a cast copy of every weight until the backward.
         splitting = Splitting.LARGE if fused and not self._autocast else Splitting.ALL
+        random, sequences = self.random if self._draws else None, self.sequences
         with (
             torch.enable_grad(),
-            self.random.of(microbatch, self._device) if self._draws and self.random else _NOTHING,
+            random.of(microbatch, self._device) if random else _NOTHING,
             self._autocasting(),
-            self.sequences.again(microbatch) if again else self.sequences.first(microbatch, received),
+            sequences.again(microbatch) if again else sequences.first(microbatch, received, random, self._device),
         ):
             entry = None
             loss_graph, loss_kind = loss or (None, None)

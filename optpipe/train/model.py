@@ -449,6 +449,8 @@ class Model:
                 slices = self.problem.slices
                 shares = (slices and slices.factors.bytes) or [1] * self.program.slices
                 self._slice_lengths = slice_lengths(sequence_length(microbatch), shares)
+                for stage in self.stages.values():
+                    stage.sequences.length = sum(self._slice_lengths)
                 units, of_units = self.cut([microbatch], [target])
                 self._slice_messages = [
                     learn_messages(self.stages, count, x, y, gather) for x, y in zip(units, of_units, strict=True)

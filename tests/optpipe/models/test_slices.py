@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from optpipe.errors import InputError, TrainingError
@@ -34,6 +37,16 @@ def config(schedule: Schedule, name: str, data: str = "unmasked_batch") -> Train
 )
 def test_slices_equal_the_uncut_model_on_whole_sequences(name: str, way: str) -> None:
     assert_plain_step(train(config(SCHEDULES[way], name)).check)
+
+
+@pytest.mark.parametrize("way", ["seq1f1b", "recomputed"])
+def test_dropout_is_that_of_whole_sequences(way: str) -> None:
+    """Of embeddings, attention and what is added to the hidden states."""
+    given = config(SCHEDULES[way], "gpt2")
+    path = Path(given.model.name.removeprefix("hf:")) / "config.json"
+    dropping = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.25)
+    path.write_text(json.dumps(json.loads(path.read_text()) | dropping))
+    assert_plain_step(train(given).check)
 
 
 def test_models_that_do_not_take_slices_are_refused_by_name() -> None:
