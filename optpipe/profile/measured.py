@@ -291,9 +291,11 @@ def measure(
     Raises InputError for a mode that no stage has, and for slices that a stage does not take.
     """
     blocks = {s: len(blocks_of(stage.module)) for s, stage in chain.stages.items()}
-    inside = ("CB", "CBW") if splits else ("CBW",)
-    recomputing = {s: dict.fromkeys(_modes_of(stage, blocks[s], modes), inside) for s, stage in chain.stages.items()}
-    own_names = [[*recomputing[s]] for s, stage in chain.stages.items() if stage.splits]
+    recomputing = {
+        s: dict.fromkeys(_modes_of(stage, blocks[s], modes), ("CB", "CBW") if splits and stage.splits else ("CBW",))
+        for s, stage in chain.stages.items()
+    }
+    own_names = [[*names] for names in recomputing.values()]
     if unknown := _of_no_stage(modes, [names for process in gather(own_names) for names in process]):
         detail = f"has {unknown!r}, which no stage of {subject.name} has. Maybe other blocks or parts of them."
         raise InputError([Issue("--modes", "not_there", detail)])
@@ -381,10 +383,10 @@ def _slice_transfers(
 
 
 def _modes_of(stage: Stage, blocks: int, modes: Sequence[str]) -> list[str]:
-    """Names, without "+offload", of those modes that recompute which a stage has; a compiled one has none."""
+    """Names, without "+offload", of those modes that recompute which a stage has."""
     names = [without_offload(name) for asked in modes for name in without_shorthand(asked, blocks)]
     again = [name for name in dict.fromkeys(names) if name not in (OFFLOAD, *IN_LOW_PRECISION)]
-    return [name for name in again if stage.splits and stage.has_mode(name)]
+    return [name for name in again if stage.has_mode(name)]
 
 
 def _of_no_stage(modes: Sequence[str], of_stages: Sequence[Sequence[str]]) -> str | None:

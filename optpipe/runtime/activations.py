@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
-from optpipe.runtime.torch_private import KeptByCheckpoint, kept_by_checkpoints
+from optpipe.runtime.torch_private import KeptByCheckpoint, kept_by_checkpoints, saving_through
 from optpipe.runtime.weight_gradients import is_distributed
 
 ALIGNMENT_BYTES = 64
@@ -161,7 +161,7 @@ class ActivationStore:
         """Context in which autograd saves tensors through this store, and so do selective activation checkpoints."""
         with (
             kept_by_checkpoints(partial(_Kept, self._pack)),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+            saving_through(self._pack, self._unpack),
         ):
             yield
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.errors import TrainingError
 from optpipe.mode_names import Recomputed
@@ -24,7 +23,8 @@ from optpipe.runtime.activations import ActivationStore, storage_key
 from optpipe.runtime.messages import leaves, rebuild
 from optpipe.runtime.rng import GeneratorStates
 from optpipe.runtime.slices import Rebuilt, packed, unpacked
-from optpipe.runtime.weight_gradients import is_distributed
+from optpipe.runtime.torch_private import saving_through
+from optpipe.runtime.weight_gradients import compiled_around, compiled_part, is_distributed
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def saving_nothing() -> AbstractContextManager[Any]:
     """Context in which autograd keeps no saved tensor, so that its graph can be recorded but not run."""
-    return saved_tensors_hooks(lambda _tensor: None, _not_saved)
+    return saving_through(lambda _tensor: None, _not_saved)
 
 
 def _not_saved(_: None) -> Tensor:
@@ -161,8 +161,20 @@ def _parameters_of(kind: type[nn.Module], children: Sequence[tuple[str, nn.Modul
 def parts_of(module: nn.Module, recomputed: Recomputed) -> list[tuple[str, nn.Module]]:
     """The modules of a stage, with their names, that a selective mode runs again.
 
-    Raises TrainingError if the stage has no such blocks or parts.
+    Raises TrainingError if the stage has no such blocks or parts, or torch.compile has taken them with what is around
+    them: then there is one graph of all, and none of theirs.
     """
+    parts = _parts_of(module, recomputed)
+    for name, _ in parts:
+        if (outer := compiled_around(module, name)) is not None:
+            raise TrainingError(
+                f"has {name} within {outer or 'its module'}, which torch.compile has taken as one, so it cannot be "
+                "recomputed by itself. Maybe compile the blocks one by one (block.compile()), or the mode 'full'."
+            )
+    return parts
+
+
+def _parts_of(module: nn.Module, recomputed: Recomputed) -> list[tuple[str, nn.Module]]:
     blocks = blocks_of(module)
     if not blocks:
         raise TrainingError("has no blocks that could be recomputed one at a time. Maybe the mode 'full'.")
@@ -187,11 +199,16 @@ def parts_of(module: nn.Module, recomputed: Recomputed) -> list[tuple[str, nn.Mo
     return found
 
 
-class Segments:
-    """Modules of a stage each of whose calls is recomputed by itself."""
+RunningAgain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
+"""Context in which blocks run again, in C or within a backward: they have what they need, such as their parameters."""
 
-    def __init__(self, parts: Sequence[tuple[str, nn.Module]]) -> None:
-        self._parts = [(name, part, Replay(part)) for name, part in parts]
+
+class Segments:
+    """Modules of a stage each of whose calls is recomputed by itself, in a context of `running_again`."""
+
+    def __init__(self, parts: Sequence[tuple[str, nn.Module]], running_again: RunningAgain) -> None:
+        self._running_again = running_again
+        self._parts = [(name, part, Replay(part), _place_of_call(part)) for name, part in parts]
 
     @contextmanager
     def recording(
@@ -205,13 +222,14 @@ class Segments:
         calls: list[Segment] = []
         versions: list[tuple[str, Tensor, int]] = []
 
-        def recording_calls(name: str, part: nn.Module, replay: Replay) -> Callable[..., Any]:
-            forward = part.forward
+        def recording_calls(name: str, part: nn.Module, replay: Replay, place: str) -> Callable[..., Any]:
+            forward, compiled = getattr(part, place), compiled_part(part) is not None
 
             def record(*arguments: Any, **named: Any) -> Any:
                 if not torch.is_grad_enabled():
                     return forward(*arguments, **named)
-                call, inputs = Segment(forward, replay, device, draws=draws), (arguments, named)
+                call = Segment(part, forward, replay, self._running_again, device, draws=draws, compiled=compiled)
+                inputs = arguments, named
                 output = call.first(inputs, activations)
                 versions.extend((name, x.detach(), x._version) for x in leaves(inputs) if isinstance(x, Tensor))
                 calls.append(call)
@@ -219,16 +237,16 @@ class Segments:
 
             return record
 
-        own = [part.__dict__.get("forward") for _, part, _ in self._parts]
-        for name, part, replay in self._parts:
-            part.__dict__["forward"] = recording_calls(name, part, replay)
+        own = [part.__dict__.get(place) for _, part, _, place in self._parts]
+        for name, part, replay, place in self._parts:
+            part.__dict__[place] = recording_calls(name, part, replay, place)
         try:
             yield calls
         finally:
-            for (_, part, _), forward in zip(self._parts, own, strict=True):
-                del part.__dict__["forward"]
+            for (_, part, _, place), forward in zip(self._parts, own, strict=True):
+                del part.__dict__[place]
                 if forward is not None:
-                    part.__dict__["forward"] = forward
+                    part.__dict__[place] = forward
         for name, tensor, version in versions:
             if tensor._version != version:
                 raise TrainingError(
@@ -237,11 +255,28 @@ class Segments:
                 )
 
 
-class Segment:
-    """One call of a block, from F until the backward has come to it."""
+def _place_of_call(part: nn.Module) -> str:
+    """The attribute that is to record a module's calls: around its compiled code, which must not come to record."""
+    return "forward" if part._compiled_call_impl is None else "_compiled_call_impl"
 
-    def __init__(self, forward: Callable[..., Any], replay: Replay, device: torch.device, *, draws: bool) -> None:
-        self._forward, self._replay = forward, replay
+
+class Segment:
+    """One call of `block`, from F until the backward has come to it. `compiled`: torch.compile has taken some of it."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        replay: Replay,
+        running_again: RunningAgain,
+        device: torch.device,
+        *,
+        draws: bool,
+        compiled: bool,
+    ) -> None:
+        self.block, self._forward, self._replay = block, forward, replay
+        self._running_again, self._compiled = running_again, compiled
+        self._nodes: list[type] = []
         self._generators = GeneratorStates(device) if draws else None
         self._autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self._buffers: Values = ()
@@ -268,9 +303,11 @@ class Segment:
             return len(seen) - 1
 
         arguments, named = inputs
-        with self._replay.first(leaves(inputs)) as self._buffers, saved_tensors_hooks(pack, self._unpack):
+        with self._replay.first(leaves(inputs)) as self._buffers, saving_through(pack, self._unpack):
             output = self._forward(*arguments, **named)
         self._count = len(seen)
+        if self._compiled:
+            self._nodes = _nodes_between(leaves(inputs), leaves(output))
         made = {storage_key(part) for part in leaves(output) if type(part) is Tensor}
         for number, entry in enumerate(seen):
             if entry is not None and (storage := entry[0]()) is not None and storage._cdata in made:
@@ -307,13 +344,19 @@ class Segment:
         arguments, named = rebuild(self._form, received)
         device, dtype, autocast = self._autocast
         with (
+            self._running_again([self.block]),
             torch.enable_grad(),
             torch.autocast(device, dtype, enabled=autocast),
             self._replay.second(self._buffers),
             self._generators.again() if self._generators else nullcontext(),
-            saved_tensors_hooks(pack, _not_saved),
+            saving_through(pack, _not_saved),
         ):
-            self._forward(*arguments, **named)
+            output = self._forward(*arguments, **named)
+        if self._compiled and _nodes_between(received, leaves(output)) != self._nodes:
+            raise TrainingError(
+                "a block is run again by another graph of torch.compile than at first, having been compiled anew in "
+                "between. Maybe compile it with dynamic=True, or give all microbatches one shape."
+            )
         if len(tensors) != self._count:
             raise TrainingError(
                 f"a block saves {len(tensors)} tensors for its backward when it is run again, but saved {self._count} "
@@ -337,6 +380,19 @@ class Segment:
             )
         made: Tensor = unpacked(tensor)
         return made
+
+
+def _nodes_between(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[type]:
+    """Classes of the nodes in a block's graph, leaves left out. Each graph of torch.compile has a class of its own."""
+    entries = {part.grad_fn for part in inputs if isinstance(part, Tensor)}
+    pending = [part.grad_fn for part in outputs if isinstance(part, Tensor)]
+    seen: dict[Any, None] = {}  # in order
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen and node not in entries and not hasattr(node, "variable"):
+            seen[node] = None
+            pending += [following for following, _ in node.next_functions]
+    return [type(node) for node in seen]
 
 
 class _Held(NamedTuple):

@@ -21,12 +21,13 @@ are not counted, nor is scratch memory within one operator's kernel.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -228,7 +229,10 @@ class CudaMemoryRecorder:
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that counts live and peak bytes of storages by device; `on` sets the current device."""
+    """Context that counts live and peak bytes of storages by device; `on` sets the current device.
+
+    What torch.compile has taken runs as its own code, whose operators can be counted; those of a graph cannot.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -238,6 +242,20 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resized: list[torch.UntypedStorage] = []
         self._resized_bytes: list[int] = []
+        self._uncompiled = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        if "torch._dynamo" in sys.modules:
+            # A function that is called under such a mode would stay uncompiled for good: torch.compile skips it.
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no longer."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._uncompiled.close()
 
     @contextmanager
     def on(self, device: int | None) -> Iterator[None]:

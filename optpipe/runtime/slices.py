@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.errors import TrainingError
 from optpipe.runtime.messages import Tree, leaves, map_leaves
 from optpipe.runtime.rng import RandomNumbers
 from optpipe.runtime.sliced_dropout import Masks
+from optpipe.runtime.torch_private import saving_through
 
 _running: SliceContext | None = None
 """The slice that runs in this process. Not of a thread: autograd runs backwards on threads of its own."""
@@ -248,7 +248,7 @@ class Sequences:
         """Context in which autograd saves tensors, where nothing else says how."""
         if self.count == 1:
             return _NOTHING
-        return saved_tensors_hooks(_pack, unpacked)
+        return saving_through(_pack, unpacked)
 
     def release(self, unit: int) -> None:
         """Free what a slice has kept, after its backward.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from optpipe.compile.program import RECOMPUTATIONS
 from optpipe.errors import TrainingError
 from optpipe.mode_names import EXAMPLES, parse_recomputed, without_offload
 from optpipe.runtime.activations import ActivationStore, HostSlab, storage_key
@@ -251,8 +250,8 @@ class Stage:
     def join(self, number: int, kinds: Collection[str]) -> None:
         """Become stage `number` of a program whose ops on it are of these kinds.
 
-        Raises TrainingError if there are B and W, or recomputations, among them but the module is compiled, or if it is
-        to run slices but does not take them.
+        Raises TrainingError if there are B and W among them but the module is compiled, or if it is to run slices but
+        does not take them.
         """
         if self.random:
             self.random.stage = number
@@ -308,7 +307,7 @@ class Stage:
             return self.forward_keeping_input
         name = without_offload(mode)
         if name not in self._segments:
-            self._segments[name] = Segments(parts_of(self.module, recomputed))
+            self._segments[name] = Segments(parts_of(self.module, recomputed), self.running_again)
         return partial(self.forward_keeping_block_inputs, self._segments[name])
 
     def forward_keeping_input(
@@ -371,7 +370,11 @@ class Stage:
             graph = self._graphs[microbatch]
             if graph.activations:
                 graph.activations.hand_over()
-            with self._weight_gradients.forward(graph.splitting), self.sequences.again(microbatch):
+            with (
+                self._weight_gradients.forward(graph.splitting),
+                self.sequences.again(microbatch),
+                self.running_again([segment.block for segment in graph.segments]),
+            ):
                 for segment in graph.segments:
                     segment.recompute()
             return
@@ -384,6 +387,13 @@ class Stage:
             self._graphs[microbatch], _ = self._run(
                 microbatch, received, kept.target, kept.fused, self.sequences.saving, loss=kept.loss, again=True
             )
+
+    def running_again(self, _blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Context in which blocks run again. A stage whose wrapper shares parameters out makes those whole.
+
+        It is entered for all blocks that run again one after the other, and for each of them within.
+        """
+        return _NOTHING
 
     def _run(
         self,
@@ -587,21 +597,10 @@ class Stage:
 
 
 def check_splits(number: int, module: nn.Module, kinds: Collection[str]) -> None:
-    """Raise TrainingError if a stage's ops of these kinds cannot run because its module is compiled.
-
-    B and W are one there; and whether a recomputation would draw the random numbers of its F is up to the compiler.
-    """
+    """Raise TrainingError if a stage's ops of these kinds cannot run: B and W are one where its module is compiled."""
     compiled = compiled_part(module)
-    if compiled is None:
-        return
-    if not {"B", "W"}.isdisjoint(kinds):
+    if compiled is not None and not {"B", "CB", "W"}.isdisjoint(kinds):
         raise TrainingError(f"stages[{number}]: {_cannot_split(compiled)}")
-    if not set(RECOMPUTATIONS).isdisjoint(kinds):
-        part = f"module.{compiled}" if compiled else "module"
-        raise TrainingError(
-            f"stages[{number}]: {part} is compiled by torch.compile, but the program recomputes activations of the "
-            "stage, which is not supported yet. Maybe solve without stages[].modes, or leave torch.compile out."
-        )
 
 
 def _cannot_split(compiled: str) -> str:

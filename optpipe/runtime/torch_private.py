@@ -1,7 +1,8 @@
 """Private names of torch, all that the runtime uses: what has no public way, in one place, each with its reason.
 
 FSDP2's are in `optpipe.pipelining.fsdp`. Elsewhere only attributes of tensors, storages and modules are read that torch
-does not document but has had for years: `_version`, `_cdata`, `_parameters`, `_buffers`, `_modules`, dicts of hooks.
+does not document but has had for years: `_version`, `_cdata`, `_parameters`, `_buffers`, `_modules`, dicts of hooks,
+`_compiled_call_impl`. What torch.compile needs is here too, whose modules may never have been loaded.
 
 Tried with torch 2.9.1, 2.10.0, 2.11.0, 2.12.1 (tests/optpipe/pipelining/test_torch_versions.py) and 2.13.0.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 # The end of torch.autograd.backward, without its checks of shapes, which the engine makes again: they take half of the
 # time of an empty backward.
 from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.autograd.graph import saved_tensors_hooks
 
 # The one way to see every allocation of an operator.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +33,7 @@ __all__ = [
     "is_compiler_error",
     "kept_by_checkpoints",
     "run_backward",
+    "saving_through",
 ]
 
 GROUPED_PRODUCTS: list[Any] = [
@@ -53,6 +56,19 @@ def kept_by_checkpoints(wrap: Callable[[Any], KeptByCheckpoint]) -> Iterator[Non
         yield
     finally:
         torch.utils.checkpoint._VersionWrapper = KeptByCheckpoint  # type: ignore[misc]
+
+
+def saving_through(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """Context in which autograd saves tensors through these functions.
+
+    Autograd calls `pack` from within compiled functions, where torch.compile would go on to take any function that is
+    called for the first time.
+    """
+    if "torch._dynamo" in sys.modules:
+        pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]
+    return saved_tensors_hooks(pack, unpack)
 
 
 def is_compiler_error(error: Exception) -> bool:

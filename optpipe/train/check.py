@@ -64,8 +64,8 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     """Run one batch twice through the schedule and once through `plain_modules`, and compare.
 
     `plain_modules` have the weights of the model and are on its hardware. The schedule runs twice because a leak shows
-    only as memory that is live after both. Called by all processes together, with the same result. Raises
-    TrainingError if no parameter is trainable or an action of the schedule fails.
+    only as memory that is live after both, and once more where stages are compiled. Called by all processes together,
+    with the same result. Raises TrainingError if no parameter is trainable or an action of the schedule fails.
     """
     if not any(parameter.requires_grad for module in plain_modules for parameter in module.parameters()):
         raise TrainingError(
@@ -84,6 +84,10 @@ def check_step(model: Model, plain_modules: Sequence[nn.Module], batch: Batch) -
     for meter in meters:
         with unchanged(model):
             losses = model.run(*model.own_part(batch), meter)
+        loss = model.mean_loss(model.launch.sum(losses))
+    if any(model.launch.gather(not all(stage.splits for stage in model.stages.values()))):
+        with unchanged(model):  # once more: under a meter the code of torch.compile does not run
+            losses = model.run(*model.own_part(batch))
         loss = model.mean_loss(model.launch.sum(losses))
     plain_batch, autocast = moved(batch, model.hardware), model.config.model.torch_autocast
     next_run = model.step_number * model.config.accumulate + 1  # the pipeline counts a run when it begins

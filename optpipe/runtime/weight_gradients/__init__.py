@@ -8,6 +8,7 @@ registered, and the parameters of any other module get their gradient in B.
 from optpipe.runtime.weight_gradients.layers import (
     SplitEmbedding,
     SplitLinear,
+    compiled_around,
     compiled_part,
     compiler_failure,
     defer_weight_gradients,
@@ -32,6 +33,7 @@ __all__ = [
     "WeightGradients",
     "accumulate",
     "accumulate_in_float32",
+    "compiled_around",
     "compiled_part",
     "compiler_failure",
     "defer_weight_gradients",

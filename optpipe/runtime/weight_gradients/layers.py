@@ -290,6 +290,13 @@ def compiled_part(module: nn.Module) -> str | None:
     return next((name for name, part in module.named_modules() if _is_compiled(part)), None)
 
 
+def compiled_around(module: nn.Module, name: str) -> str | None:
+    """The name of the module that torch.compile has taken around the part `name` of `module`; None without one."""
+    path = name.split(".") if name else []
+    around = (".".join(path[:depth]) for depth in range(len(path)))
+    return next((outer for outer in around if _is_compiled(module.get_submodule(outer))), None)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 

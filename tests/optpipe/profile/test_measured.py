@@ -283,14 +283,16 @@ def test_modes_that_no_stage_has_are_refused(asked: str, reason: str) -> None:
         measure(subject, build_chain(subject, CPU, 4, [0, 1]), [0, 1], CPU, 1, modes=["offload", asked])
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_bytes_of_a_schedule_that_recomputes_are_the_meter_s_own_in_a_real_run(mode: str) -> None:
-    """Stages recomputed whole, and block by block."""
+@pytest.mark.parametrize(("mode", "compiled"), [("full", False), ("selective", False), ("selective", True)])
+def test_bytes_of_a_schedule_that_recomputes_are_the_meter_s_own_in_a_real_run(mode: str, compiled: bool) -> None:
+    """Stages recomputed whole, and block by block; those of compiled blocks too."""
     if mode == "full":
         subject = perceptron((WIDTH, 64, 32, WIDTH))
     else:
         subject = layered()
         subject = replace(subject, stages=[*subject.stages, copy.deepcopy(subject.stages[0])])
+    for block in [block for stage in subject.stages for block in stage.children() if compiled]:
+        block.compile(backend="aot_eager")
     chain = build_chain(subject, CPU, 6, [0, 1, 2])
     splits = mode == "full"  # of several blocks CB holds more than CBW: with both the plan is not exact
     problem = measure(subject, chain, [0, 1, 2], CPU, 1, modes=[mode], splits=splits).problem(6)

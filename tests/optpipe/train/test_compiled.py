@@ -13,6 +13,7 @@ from optpipe.train import ModelConfig, OnlineConfig, TrainingConfig, train
 from solver.solve import solve
 from tests.optpipe.train import compiled_stages
 from tests.optpipe.train.resolve.solvers import Scripted
+from tests.recomputing import EXECUTABLE, OFFLOAD, random_in_modes, recomputing
 
 STAGES = "tests.optpipe.train.compiled_stages"
 SPLIT = one_f_one_b(2, 2)
@@ -51,6 +52,20 @@ def test_a_split_is_refused_before_anything_is_measured(schedule: Schedule | Non
     with pytest.raises(TrainingError, match=message):
         train(TrainingConfig(schedule, ModelConfig(f"{STAGES}:counted"), online=ONLINE, steps=1), solver=Scripted([]))
     assert not compiled_stages.compiled
+
+
+def test_compiled_blocks_keep_offload_and_recompute_by_schedule() -> None:
+    """The gradients of the plain step, and the planned memory; peaks are those of the same blocks uncompiled."""
+    problem = recomputing(2, 6, EXECUTABLE, offload=OFFLOAD, split_backward=False)
+    schedule = random_in_modes(problem, seed=2)
+    forms = {op.kind for op in schedule.orders.ops()}
+    assert forms == {"F", "BW", "O", "R", "C", "CBW"}
+    assert {"selective", "full"} <= set(schedule.mode_names)
+    before = compiled_stages.graphs.frame_count
+    found = train(TrainingConfig(schedule, ModelConfig(f"{STAGES}:blocks"), steps=1, check=True)).check
+    assert found is not None
+    assert found.failures == ()
+    assert compiled_stages.graphs.frame_count > before
 
 
 def test_what_splits_a_compiled_stage_is_not_switched_to() -> None:

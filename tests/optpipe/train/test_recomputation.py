@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from instances.schedules import one_f_one_b
 from optpipe.errors import TrainingError
-from optpipe.runtime.stage import check_splits
 from optpipe.schedule import Schedule
 from optpipe.train import ModelConfig, TrainingConfig, train
 from optpipe.train.launch import Launch
@@ -154,11 +152,3 @@ def test_modes_that_the_executor_does_not_have_are_refused_by_name() -> None:
         train(TrainingConfig(with_mode(name="sparse"), ModelConfig("tiny")))
     with pytest.raises(TrainingError, match=r"stages\[0\] has 2 block\(s\) \(1, 2\), but 3 are to be recomputed"):
         train(TrainingConfig(with_mode(name="selective-3"), ModelConfig("tiny", layers=2)))
-
-
-def test_recomputing_a_compiled_stage_is_refused_by_name() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    module.compile(backend="eager")
-    check_splits(1, module, {"F", "BW"})
-    with pytest.raises(TrainingError, match=r"stages\[1\]: module is compiled .* recomputes .* Maybe"):
-        check_splits(1, module, {"F", "C", "BW"})
