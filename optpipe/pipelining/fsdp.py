@@ -11,7 +11,9 @@ tests/optpipe/pipelining/test_torch_versions.py names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -59,6 +61,31 @@ def gather(module: nn.Module) -> None:
             part.unshard()
 
 
+@contextmanager
+def gathered(module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the parameters of parts of `module` where they are not, and free at the end what was gathered for this.
+
+    Those that only one of several parts needs are left to be gathered for it. What FSDP wraps within a part is gathered
+    as it runs.
+    """
+    needs = Counter(owner for part in parts for owner in _nearest(module, part))
+    gathers = [owner for owner, count in needs.items() if count > 1 or len(parts) == 1]
+    gathers = [owner for owner in gathers if not all(group.is_unsharded for group in _groups(owner))]
+    for owner in gathers:
+        owner.unshard()
+    try:
+        yield
+    finally:
+        for owner in gathers:
+            owner.reshard()
+
+
+def _nearest(module: nn.Module, part: nn.Module) -> Sequence[FSDPModule]:
+    """The wrapped module that has the parameters of a part, which is the part or around it; none without one."""
+    around = [wrapped for wrapped in module.modules() if any(inner is part for inner in wrapped.modules())]
+    return [outer for outer in around if isinstance(outer, FSDPModule)][-1:]
+
+
 class GatherAhead:
     """Keeps FSDP's gathering ahead of the backward within the microbatch whose turn it is.
 
@@ -75,6 +102,17 @@ class GatherAhead:
         """Forget the order of earlier microbatches."""
         for shared in self._shared:
             shared.post_forward_order.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context of a part's forward that runs again, in its turn or within a backward: the order stays as it is."""
+        orders = [list(shared.post_forward_order) for shared in self._shared]
+        indices = [(group, list(group._post_forward_indices)) for order in orders for group in order]
+        yield
+        for shared, order in zip(self._shared, orders, strict=True):
+            shared.post_forward_order[:] = order
+        for group, before in indices:
+            group._post_forward_indices[:] = before
 
     def begin_backward(self) -> None:
         """Go back from the end of the last forward's order, which is that of all."""
@@ -165,11 +203,6 @@ def gathered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
             part.reshard()
         found |= {member._param_fqn: member._unsharded_param for member in members}
     return found
-
-
-def wraps(module: nn.Module) -> bool:
-    """True if FSDP2 shards the parameters of the module or of a part of it."""
-    return next(_wrapped(module), None) is not None
 
 
 def _wrapped(module: nn.Module) -> Iterator[FSDPModule]:

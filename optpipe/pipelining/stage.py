@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe.errors import TrainingError
-from optpipe.mode_names import parse_recomputed
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.gradients import GradientShares
 from optpipe.pipelining.layouts import Layouts, from_local, to_local
@@ -136,16 +134,6 @@ class SubmoduleStage(Stage):
         output = super().forward_keeping_input(microbatch, received, target, offloads, fused)
         return self._nothing if self._is_last else output
 
-    def forward_of(self, mode: str | None) -> Callable[..., Tree]:
-        """F in a mode. Raises TrainingError if blocks are to run again that FSDP wraps."""
-        forward, recomputed = super().forward_of(mode), mode and parse_recomputed(mode)
-        if recomputed and not recomputed.whole and fsdp.wraps(self.module):
-            raise TrainingError(
-                f"has the mode {mode!r}, but is wrapped by FSDP2, under which only whole stages are recomputed so far. "
-                "Maybe solve with the mode 'full'."
-            )
-        return forward
-
     def forward_keeping_block_inputs(
         self,
         segments: Segments,
@@ -156,20 +144,29 @@ class SubmoduleStage(Stage):
         fused: bool = False,
     ) -> Tree:
         """F of a microbatch some of whose blocks are recomputed."""
+        self._gather_ahead.begin_forward()
         output = super().forward_keeping_block_inputs(segments, microbatch, received, target, offloads, fused)
         self._expect_shares(microbatch)
         return self._nothing if self._is_last else output
 
     def recompute(self, microbatch: int) -> None:
         """C. Outputs and losses are there since F."""
+        if microbatch in self._graphs:  # the graph of F, blocks of which run again
+            super().recompute(microbatch)
+            return
         self._gather_ahead.begin_forward()
-        ran, self._again = microbatch not in self._graphs, True
+        self._again = True
         try:
             super().recompute(microbatch)
         finally:
             self._again = False
-        if ran:  # not where F has its graph, and blocks of it ran again
-            self._expect_shares(microbatch)
+        self._expect_shares(microbatch)
+
+    @contextmanager
+    def running_again(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Context in which blocks run again, whose parameters may be in shards."""
+        with fsdp.gathered(self.module, blocks), self._gather_ahead.aside():
+            yield
 
     def _expect_shares(self, microbatch: int) -> None:
         if self._shares is not None:

@@ -318,11 +318,6 @@ def blocks(count: int = 2) -> list[PipelineStage]:
     return [PipelineStage(part, s, count, torch.device("cpu")) for s, part in enumerate(parts)]
 
 
-def test_blocks_are_not_recomputed_by_themselves_under_fsdp2_yet() -> None:
-    with pytest.raises(TrainingError, match=r"stages\[0\] has the mode 'selective.*FSDP2.* Maybe .*'full'"):
-        PlannedSchedule(sharded(), block_by_block(), loss_fn=nn.functional.mse_loss).step(X, target=X)
-
-
 def sharded(**options: object) -> list[PipelineStage]:
     """As `blocks`, each layer with weights wrapped by itself, and then the rest."""
     mine, mesh = blocks(), init_device_mesh("cpu", (1,))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RunRanks
-from tests.recomputing import random_executable
+from tests.recomputing import EXECUTABLE, random_executable
 
 pytestmark = pytest.mark.torchrun
 
@@ -26,7 +26,8 @@ def results(
 ) -> list[list[Any]]:
     """What each rank found in each case."""
     for k, (placement, _) in enumerate(cases):
-        (folder / f"{k}.json").write_text(random_executable(placement, MICROBATCHES, seed=k).to_json())
+        schedule = random_executable(placement, MICROBATCHES, seed=k, modes=EXECUTABLE)
+        (folder / f"{k}.json").write_text(schedule.to_json())
     wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
     (folder / "cases.json").write_text(json.dumps(wanted))
     run_ranks(WORKER, processes, str(folder))
@@ -38,7 +39,11 @@ def results(
 
 
 def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Each group is reduced once a step, and gathered once, or for each F, B and recomputation if it reshards."""
+    """Each group is reduced once a step, and gathered once, or for each F and B and each C if it reshards.
+
+    C of single blocks gathers what is in them; and what is recomputed within the backward is gathered for that, but for
+    whole stages, whose forward comes before it.
+    """
     cases = [
         (V, {"fsdp": "whole", "reshard": True}),
         (LOOP, {"fsdp": "nested", "reshard": False}),
@@ -47,13 +52,16 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
     ]
     for (placement, how), found in zip(cases, results(run_ranks, tmp_path, cases), strict=True):
         for one in found:
-            assert sum(one["recomputed"].values()) > 0, "each rank recomputes"
+            assert sum(sum(ways.values()) for ways in one["recomputed"].values()) > 0, "each rank recomputes"
             groups, gathers = 0, 0
-            for s, recomputed in one["recomputed"].items():
+            for s, ways in one["recomputed"].items():
                 # Nested: each block and a layer of it; what is left to the stage's own group is at the model's ends.
-                own = 1 if how["fsdp"] == "whole" else 4 + (int(s) in (0, len(placement) - 1))
+                of_blocks = 1 if how["fsdp"] == "whole" else 4
+                own = of_blocks + (how["fsdp"] == "nested" and int(s) in (0, len(placement) - 1))
                 groups += own
-                gathers += own * (2 * MICROBATCHES + recomputed if how["reshard"] else 1)
+                again = own * (ways.get("full ahead", 0) + ways.get("full inside", 0))
+                again += of_blocks * ways.get("selective ahead", 0)
+                gathers += own * 2 * MICROBATCHES + again if how["reshard"] else own
             assert one["collectives"] == {"_allgather_base_": gathers, "_reduce_scatter_base_": groups}, (how, one)
 
 

@@ -237,7 +237,12 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
             found = found / replicas if "experts" in key else found  # an expert's is a sum, being on one rank alone
             error = max(error, float((found - wanted).abs().max() / wanted.abs().max()))
             compared += 1
-    recomputed = {s: sum(stage == s for stage, _ in planned.program.recomputed) for s in mine}
+    ahead = {a[1:3] for a in planned.program.actions() if a.kind == "C"}
+    recomputed: dict[int, Counter[str]] = {s: Counter() for s in mine}
+    for s, i in planned.program.recomputed:
+        if s in mine:
+            name = planned.program.modes[s, i].removesuffix("+offload")
+            recomputed[s][f"{name} ahead" if (s, i) in ahead else f"{name} inside"] += 1
     return {"error": error, "compared": compared, "collectives": counted.collectives, "recomputed": recomputed}
 
 
