@@ -49,6 +49,17 @@ def with_numbers_in_order(problem: Problem, orders: Orders) -> Orders:
     return _renamed(orders, np.argsort(problem.units_in_order("F", orders.microbatch_order)), None)
 
 
+def with_equals_ascending(problem: Problem, orders: Orders) -> Orders:
+    """Orders that take as long and need as much, in which equal microbatches run in ascending order."""
+    if orders.microbatch_order is None:
+        return orders
+    classes = problem.unit_class[np.array(orders.microbatch_order) * problem.slice_count]
+    ascending = np.empty_like(classes)
+    for of_class in np.unique(classes):
+        ascending[classes == of_class] = np.flatnonzero(problem.unit_class[:: problem.slice_count] == of_class)
+    return with_own_numbers(problem, with_numbers_in_order(problem, orders), ascending.tolist())
+
+
 def _renamed(orders: Orders, units: Ints, microbatch_order: list[int] | None) -> Orders:
     """Orders in which unit i is called ``units[i]``."""
 

@@ -189,7 +189,7 @@ class Edge(NamedTuple):
 
 
 def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
-    """The precedences between the ops of `index`, delays in us; units of one op type of a stage in their given order.
+    """The precedences between the ops of `index`, delays in us; units of one op type of a stage as `units_before` says.
 
     Zero Bubble, appendix G (F, B, W along the pipeline); OptPipe, section 4 (F, O, R, B of an activation that leaves).
     """
@@ -209,9 +209,25 @@ def rule_edges(problem: Problem, index: Mapping[Op, int]) -> Iterator[Edge]:
             yield Edge(index[Op(kind, s, before_unit)], k, 0.0)
 
 
+def microbatches_in_order(problem: Problem) -> Sequence[Sequence[int]]:
+    """Groups of microbatches that run in the order of their group: all of them in one where their order is given.
+
+    Where it is free equal ones form a group. They run in ascending order, since renaming them changes nothing else.
+    """
+    if not problem.has_free_order:
+        return [range(problem.microbatches)]
+    groups = defaultdict(list)
+    for i, of_class in enumerate(problem.unit_class[:: problem.slice_count].tolist()):
+        groups[of_class].append(i)
+    return list(groups.values())
+
+
 def units_before(problem: Problem, kind: str) -> dict[int, int]:
-    """The unit right before each but the first in the given order of a kind."""
-    return {after: before for before, after in pairwise(problem.units_in_order(kind).tolist())}
+    """The unit right before each in the order of a kind, as far as that is known (`microbatches_in_order`)."""
+    groups = microbatches_in_order(problem)
+    return {
+        after: before for group in groups for before, after in pairwise(problem.units_in_order(kind, group).tolist())
+    }
 
 
 Pair = tuple[Op, Op]

@@ -11,7 +11,7 @@ from optpipe.simulate import simulate
 from solver.build import build_schedule
 from solver.limits import Limits
 from solver.methods import METHODS
-from solver.microbatch_orders import cycles, in_order, likely_orders, with_own_numbers
+from solver.microbatch_orders import cycles, in_order, likely_orders, with_equals_ascending, with_own_numbers
 from solver.solve import solve
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import offer_published
@@ -60,6 +60,18 @@ def test_offloads_and_their_waits_are_renamed() -> None:
     assert made is not None
     own = with_own_numbers(problem, made(in_order(problem, order)), order)
     build_schedule(problem, own, 0.0, "test", 0.0)  # which verifies it, within the budgets
+
+
+def test_equal_microbatches_change_names_so_that_the_first_runs_first() -> None:
+    problem = unequal(
+        2, 4, microbatch_factors=times(1, 3, 1, 1), microbatch_order="free", slices={"count": 2, "factors": {}}
+    )
+    made = METHODS["seq1f1b"].orders
+    assert made is not None
+    orders = with_own_numbers(problem, made(in_order(problem, [3, 1, 2, 0])), [3, 1, 2, 0])
+    ascending = with_equals_ascending(problem, orders)
+    assert ascending.microbatch_order == [0, 1, 2, 3]
+    assert simulate(problem, ascending).value_us == simulate(problem, orders).value_us
 
 
 def test_the_best_fixed_order_of_1f1b_is_among_the_starts() -> None:

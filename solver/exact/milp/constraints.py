@@ -34,6 +34,7 @@ class Constraints:
     def add_all(self) -> None:
         """All families."""
         self.precedences()
+        self.begin()
         self.ways()
         self.fused_backwards()
         self.one_op_at_a_time()
@@ -61,6 +62,12 @@ class Constraints:
         block = self.rows.block(delay + self.variables.windows.surely[before]).term(after, 1.0).term(before, -1.0)
         add_length_terms(block, self.variables, before, -1.0)
 
+    def begin(self) -> None:
+        """A device begins no later than any F that may be its first, where the order of microbatches is free."""
+        if self.problem.has_free_order:
+            for d, firsts in enumerate(self.variables.windows.firsts):
+                self.rows.block(np.zeros(len(firsts))).term(firsts, 1.0).term(int(self.variables.begin[d]), -1.0)
+
     def ways(self) -> None:
         """An activation is held in one way; where it is reloaded and recomputed, in this order."""
         variables = self.variables
@@ -76,7 +83,10 @@ class Constraints:
         self._if_there(pairs[:, 0], pairs[:, 1])
 
     def fused_backwards(self) -> None:
-        """W follows its B at once in a fused backward, which hands its gradient over at its end; other W keep order."""
+        """W follows its B at once in a fused backward, which hands its gradient over at its end; other W keep order.
+
+        The next backward of the stage begins no earlier either: without length it could stand between the two.
+        """
         variables, edges = self.variables, self.variables.windows.edges
         fused = list(variables.fused.values())
         column, b, w = (np.array([one[k] for one in fused], np.int64) for k in range(3))
@@ -86,7 +96,7 @@ class Constraints:
         handed = [
             (of_backward[edge.before], edge)
             for edge in edges
-            if edge.before in of_backward and variables.ops[edge.after].stage < variables.ops[edge.before].stage
+            if edge.before in of_backward and variables.ops[edge.after].kind == "B"
         ]
         before, after = (np.array([edge[k] for _, edge in handed], np.int64) for k in range(2))
         delay = np.array([edge.delay for _, edge in handed])
@@ -95,8 +105,12 @@ class Constraints:
         block.term(after, 1.0).term(before, -1.0).term(column, -self.length[w])
         pairs = np.array(list(variables.overtaking()), np.int64).reshape(-1, 4).T
         first, second, v, w = pairs
-        block = self.rows.block(np.ones(len(v))).choice(variables.order, v, w, 1.0)
+        block = self.rows.block(np.zeros(len(v))).choice(variables.order, v, w, 1.0)
         block.term(first, 1.0).term(second, 1.0)
+        block.choice(variables.before, variables.microbatch[v], variables.microbatch[w], -1.0)
+        column, w, b = np.array(list(variables.taking_turns()), np.int64).reshape(-1, 3).T
+        block = self.rows.block(np.full(len(b), -1.0)).choice(variables.order, w, b, 1.0).term(column, -1.0)
+        block.choice(variables.before, variables.microbatch[w], variables.microbatch[b], -1.0)
 
     def _if_there(self, before: Ints, after: Ints) -> None:
         """`after`, which may be absent, starts when `before` has ended if it is there."""
@@ -279,18 +293,18 @@ class Constraints:
     def chains(self) -> None:
         """If an op comes before another, so does the same op of the unit before it, and before that of the next.
 
-        Units keep their order, so every integer point has it; the relaxation does not (OptPipe, section 4).
+        Units keep their order, so every integer point has it; the relaxation does not (OptPipe, section 4). Where the
+        order of microbatches is free, this holds along equal ones and along the slices of each.
         """
         variables = self.variables
         for table in (variables.order, variables.started, variables.ended, variables.ahead, variables.returned):
             a, b = table.open_pairs()
-            has_before = (variables.place[a] > 0) & variables.in_order[a]
-            has_next = (variables.place[b] < self.problem.units - 1) & variables.in_order[b]
+            has_before, has_next = variables.follows[a], variables.leads[b]
             self._at_most(table, (a[has_before], b[has_before]), table, a[has_before] - 1, b[has_before])
             self._at_most(table, (a[has_next], b[has_next]), table, a[has_next], b[has_next] + 1)
 
     def work_before(self) -> None:
-        """An op starts no earlier than the device's first op and all work ordered before it.
+        """An op starts no earlier than its device begins, and all work ordered before it.
 
         Implied for whole binaries, since a device runs one op at a time. In the linear relaxation, where fractional
         binaries make the rows with a big-M slack, it keeps the work of the device in the bound.
@@ -300,8 +314,8 @@ class Constraints:
                 first = self.variables.first_of(device)
                 compute = self.variables.of("FBWC", device)
                 others = compute[compute != first]
-                block = self.rows.block(np.full(len(others), self.length[first]))
-                block.term(others, 1.0).term(first, -1.0)
+                block = self.rows.block(np.full(len(others), self.length[first] if first >= 0 else 0.0))
+                block.term(others, 1.0).term(int(self.variables.begin[device]), -1.0)
                 block.choices(self.variables.order, others, others, -self.variables.windows.surely[others])
 
     def triangles(self) -> None:

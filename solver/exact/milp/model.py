@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from math import isfinite
@@ -24,9 +25,10 @@ from solver.exact.milp.constraints import (
     add_work_that_memory_holds_back,
 )
 from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables, Way, has_every_schedule
-from solver.exact.rules import in_weight_order, units_before
+from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
+from solver.microbatch_orders import with_equals_ascending
 from solver.scale import refuse_beyond_milp
 from solver.solution import INFEASIBLE, OnSolution, Solution
 
@@ -99,7 +101,7 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
         ends = compute if options.workloads else np.array(variables.last_of(device))
         block = rows.block(length[ends]).term(variables.objective, 1.0).term(ends, -1.0)
         if spans:
-            block.term(first, 1.0)
+            block.term(int(variables.begin[device]), 1.0)
         add_length_terms(block, variables, ends, -1.0)
         if options.workloads:
             for k in compute:
@@ -110,6 +112,7 @@ def add_objective(variables: Variables, rows: Rows, options: Options) -> None:
 
 def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     """The columns of a known schedule, as a start for HiGHS. A fused backward counts as B and W without a pause."""
+    orders = with_equals_ascending(variables.problem, orders)
     simulation = simulate(variables.problem, orders)
     values = np.zeros(variables.size)
     values[variables.objective] = simulation.value_us / variables.unit_us
@@ -144,12 +147,15 @@ def point_from_orders(variables: Variables, orders: Orders) -> Floats:
     for op, (at, _, number) in in_weight_order(variables.problem, slots, variables.fusing).items():
         k = variables.index[op]
         start[k], present[k], places[k] = at, True, number
-    _place_absent(variables, start, present, places)
+    _place_absent(variables, start, present, places, orders.microbatch_order)
     moves = variables.leaves >= 0
     values[variables.leaves[moves]] = present[moves]
     for ways in variables.ways.values():
         values[[way.column for way in ways]] = [way in taken.values() for way in ways]
-    _set_binaries(variables, values, present, places, longer)
+    for column, firsts in zip(variables.begin.tolist(), variables.windows.firsts, strict=True):
+        if column >= 0:
+            values[column] = start[firsts].min()
+    _set_binaries(variables, values, present, places, longer, orders.microbatch_order)
     return values
 
 
@@ -167,7 +173,9 @@ def _ways_taken(variables: Variables, orders: Orders) -> dict[tuple[int, int], W
     return taken
 
 
-def _place_absent(variables: Variables, start: Floats, present: Bools, places: Ints) -> None:
+def _place_absent(
+    variables: Variables, start: Floats, present: Bools, places: Ints, microbatch_order: Sequence[int] | None
+) -> None:
     """Times of absent ops, which have no length.
 
     A copy follows F, or O, and those of the unit before at once. A recomputation comes as late as it can: right before
@@ -175,19 +183,21 @@ def _place_absent(variables: Variables, start: Floats, present: Bools, places: I
     """
     problem, length, index = variables.problem, variables.windows.length, variables.index
     late = "C" if problem.slice_count == 1 else "RC"
-    earlier = {kind: units_before(problem, kind) for kind in "OR"}
     kinds: dict[tuple[str, int], set[str]] = defaultdict(set)
     for kind, s, _ in variables.ops:
         kinds[kind[0], s].add(kind)
-    for k, (kind, s, i) in enumerate(variables.ops):
-        if kind[0] in "OR" and kind[0] not in late and not present[k]:
-            before = [variables.partner(k, "F" if kind[0] == "O" else "O")]
-            if variables.place[k]:  # behind that of the unit before it, of whatever variant
-                before += [index[Op(other, s, earlier[kind[0]][i])] for other in kinds[kind[0], s]]
-            start[k] = max(start[b] + length[b] * present[b] for b in before)
+    for s, kind in product(range(len(problem.stages)), "OR"):
+        earlier: list[int] = []  # copies of the unit before, of whatever variant
+        for i in problem.units_in_order(kind, microbatch_order).tolist() if kind not in late else ():
+            own = [index[Op(other, s, i)] for other in kinds[kind, s]]
+            for k in own:
+                if not present[k]:
+                    before = [variables.partner(k, "F" if kind == "O" else "O"), *earlier]
+                    start[k] = max(start[b] + length[b] * present[b] for b in before)
+            earlier = own
     for s, kind in product(range(len(problem.stages)), late):
         latest = np.inf
-        for at, i in reversed(list(enumerate(problem.units_in_order(kind).tolist()))):
+        for at, i in reversed(list(enumerate(problem.units_in_order(kind, microbatch_order).tolist()))):
             own = [index[Op(other, s, i)] for other in kinds[kind, s]]
             latest = min(latest, start[index[Op("B", s, i)]], *(start[k] for k in own if present[k]), np.inf)
             for k in own:
@@ -195,7 +205,14 @@ def _place_absent(variables: Variables, start: Floats, present: Bools, places: I
                     start[k], places[k] = latest, at - problem.units
 
 
-def _set_binaries(variables: Variables, values: Floats, present: Bools, places: Ints, longer: Floats) -> None:
+def _set_binaries(
+    variables: Variables,
+    values: Floats,
+    present: Bools,
+    places: Ints,
+    longer: Floats,
+    microbatch_order: Sequence[int] | None,
+) -> None:
     """Set the binaries that say what is before what, from the starts in `values` and, at one instant, from `places`.
 
     `longer`: what each op takes beyond its own length, where a backward recomputes inside.
@@ -219,6 +236,9 @@ def _set_binaries(variables: Variables, values: Floats, present: Bools, places: 
     for table in (variables.order, variables.ahead):
         a, b = table.open_pairs()
         set_values(table, a, b, rank[a] < rank[b])
+    i, j = variables.before.open_pairs()  # whose columns those of `order` share, also for absent copies at one instant
+    turn = np.argsort(microbatch_order or range(variables.problem.microbatches))
+    set_values(variables.before, i, j, turn[i] < turn[j])
     x, r = variables.started.open_pairs()
     # At the instant of an absent reload nothing needs to count as started, and its level is no more than that before.
     set_values(variables.started, x, r, start[x] <= start[r] + np.where(present[r], TOLERANCE, -TOLERANCE))
@@ -302,7 +322,7 @@ class Timing:
                     modes[s, i] = problem.stages[s].choice_numbers.get(OFFLOAD, 0)
             for (s, i), ways in variables.ways.items():
                 modes[s, i] = sum(way.variant.choice for way in ways if decided[way.column])
-        return orders_from_times(problem, planned, TOLERANCE, modes)
+        return orders_from_times(problem, planned, TOLERANCE, modes, variables.microbatch_order(values))
 
 
 BOUND_SLACK = 1e-5

@@ -105,6 +105,7 @@ class _Statement:
     def _state_rules(self) -> None:
         self.program.setObjective(self.value)
         self._precedences()
+        self._begin()
         self._ways()
         self._fused_backwards()
         self._one_op_at_a_time()
@@ -182,6 +183,12 @@ class _Statement:
             took = self.surely[before] + self._own_length(before)
             self._add(self.start[after] - self.start[before] - took >= delay, "precedence", before, after)
 
+    def _begin(self) -> None:
+        if self.problem.has_free_order:
+            for d, firsts in enumerate(self.windows.firsts):
+                for first in firsts.tolist():
+                    self._add(self.start[first] >= self.columns[self.variables.begin[d]], "begin", first)
+
     def _ways(self) -> None:
         for ways in self.variables.ways.values():
             self._add(pulp.lpSum(self.columns[way.column] for way in ways) <= 1, "one_way", ways[0].forward)
@@ -198,12 +205,18 @@ class _Statement:
             big = max(0.0, self._latest_lead(w, b) - self.length[b])
             self._add(self.start[w] - self.start[b] <= self.length[b] + big * (1 - fused), "fused_at_once", b, w)
             for before, after, delay in self.windows.edges:
-                if before == b and variables.ops[after].stage < variables.ops[b].stage:
+                if before == b and variables.ops[after].kind == "B":
                     took = self.length[b] + self.length[w] * fused
-                    self._add(self.start[after] - self.start[b] - took >= delay, "fused_gradient", b, after)
+                    self._add(self.start[after] - self.start[b] - took >= delay, "after_fused", b, after)
         for first, second, v, w in variables.overtaking():
             fused = self.columns[first] + self.columns[second]
-            self._add(self._is(variables.order, v, w) + fused >= 1, "weights_in_order", v, w)
+            i, j = variables.microbatch[[v, w]].tolist()
+            ordered = self._is(variables.order, v, w) + fused
+            self._add(ordered >= self._is(variables.before, i, j), "weights_in_order", v, w)
+        for column, w, b in variables.taking_turns():
+            i, j = variables.microbatch[[w, b]].tolist()
+            both = self.columns[column] + self._is(variables.before, i, j)
+            self._add(self._is(variables.order, w, b) >= both - 1, "after_fused", w, b)
 
     def _if_there(self, before: int, after: int, family: str) -> None:
         """Make `after` start when `before` has ended if it is there."""
@@ -352,7 +365,7 @@ class _Statement:
 
     def _objective(self, device: int) -> None:
         compute, first = self._kinds("FBWC", device), self.variables.first_of(device)
-        begin = self.start[first] if self.problem.objective == "device_span" else 0
+        begin = self.columns[self.variables.begin[device]] if self.problem.objective == "device_span" else 0
         for x in compute if self.options.workloads else self.variables.last_of(device):
             others = compute if self.options.workloads else []
             after = pulp.lpSum(self.surely[k] * self._is(self.variables.order, x, k) for k in others)
@@ -367,17 +380,19 @@ class _Statement:
             for a, b in self._pairs(table):
                 if table.slope[a, b] > 0:
                     decision = self._is(table, a, b)
-                    if variables.place[a] > 0 and variables.in_order[a]:
+                    if variables.follows[a]:
                         self._at_most(decision, table, a - 1, b, "chain", a, b, a - 1, b)
-                    if variables.place[b] < self.problem.units - 1 and variables.in_order[b]:
+                    if variables.leads[b]:
                         self._at_most(decision, table, a, b + 1, "chain", a, b, a, b + 1)
 
     def _work_before(self, device: int) -> None:
         first = self.variables.first_of(device)
         others = [k for k in self._kinds("FBWC", device) if k != first]
+        begin = self.columns[self.variables.begin[device]]
         for x in others:
             before = pulp.lpSum(self.surely[a] * self._is(self.variables.order, a, x) for a in others)
-            self._add(self.start[x] - self.start[first] - before >= self.length[first], "work_before", x)
+            took = self.length[first] if first >= 0 else 0
+            self._add(self.start[x] - begin - before >= took, "work_before", x)
 
     def _triangles(self, device: int) -> None:
         order = self.variables.order

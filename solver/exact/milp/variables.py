@@ -1,17 +1,18 @@
 """Variables of the mixed-integer program, and the time windows that bound its big-M.
 
 Columns: one start a op (an absent transfer is an op without length somewhere between F and B), the objective, then
-binaries. On stages with activation modes each variant that is not kept has a binary of its own, and copies and a
-recomputation of its own, with its number behind the kind (`O2`); a recomputation inside the backward makes B longer.
-Times are in `unit_us`, a power of ten that puts the horizon between 1e3 and 1e4, where HiGHS's absolute
-tolerances are fit.
+binaries. Where the order of microbatches is free, a binary for each two that differ orders all their ops of one kind
+and stage, and the beginning of each device is a column between the objective and the binaries. On stages with
+activation modes each variant that is not kept has a binary of its own, and copies and a recomputation of its own, with
+its number behind the kind (`O2`); a recomputation inside the backward makes B longer. Times are in `unit_us`, a power
+of ten that puts the horizon between 1e3 and 1e4, where HiGHS's absolute tolerances are fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 from math import floor, log10
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from optpipe.ops import Bools, Floats, Ints, Op
 from optpipe.problem import Problem, Stage, UnitStage
 from solver.bounds.device import ended_before, fusing_may_help
-from solver.exact.rules import Edge, rule_edges, units_before
+from solver.exact.rules import Edge, microbatches_in_order, rule_edges, units_before
 from solver.scale import has_ways
 from solver.variants import Variant, unit_variants, variants
 
@@ -47,9 +48,19 @@ class Table:
         return result
 
     def open_pairs(self) -> tuple[Ints, Ints]:
-        """The pairs whose value is their own column."""
+        """The pairs whose value is a column."""
         a, b = np.nonzero(self.slope > 0)
         return a, b
+
+    @property
+    def arrays(self) -> tuple[Ints, Floats, Floats]:
+        """All that says what the values are."""
+        return self.column, self.slope, self.constant
+
+    def reverse(self, a: Ints, b: Ints) -> None:
+        """Set the value of each pair the other way round to one less that of the pair."""
+        self.column[b, a], self.slope[b, a] = self.column[a, b], -self.slope[a, b]
+        self.constant[b, a] = 1 - self.constant[a, b]
 
 
 class Way(NamedTuple):
@@ -104,9 +115,12 @@ class Variables:
     not on the device when x starts. `ahead[o, q]`, `returned[o, q]`, `counted[o, q]`: when offload q starts, o counts
     as started, its reload has ended, its bytes are on the host.
 
-    `place`: of each op in the order of its kind on its stage, which is theirs in `ops`. `alike`: microbatches are whole
-    and have equal costs. `fused`: of every stage in `fusing` and every unit the decision that its W follows its B at
-    once, as one op BW; `in_order`: False for W of these stages.
+    `before[i, j]`: microbatch i is j or runs before it, known where their order is given. Where it is free, `order` of
+    two ops of one kind and stage has the columns of `before`. `begin`: of each device the column of its beginning, the
+    start of its first op where that is known (-1 without stages). `alike`: microbatches are whole and have equal
+    costs. `fused`: of every stage in `fusing` and every unit the decision that its W follows its B at once, as one op
+    BW. `follows` and `leads`: masks of the ops whose neighbour in `ops` before them, or after them, is that of the same
+    kind and stage that is known to run before them, or after them; W of `fusing` stages may overtake one another.
 
     `ways`: of every stage and unit the variants that are decided on, by those columns (`leaves` has the column of a
     variant's ops). `gone[n, x]`: what `recomputing[n]` saves is not there when x starts; `beside[n, kind, r]`: its op
@@ -118,25 +132,34 @@ class Variables:
         self.unit_us = 10.0 ** (floor(log10(horizon_us)) - 3) if horizon_us > 0 else 1.0
         self.horizon = horizon_us / self.unit_us
         self.ops: list[Op] = []
+        groups = microbatches_in_order(problem)
         for s, stage in enumerate(problem.stages):
             # Without a budget an activation that leaves saves nothing.
             limited = problem.devices[stage.device].memory_bytes is not None
             kinds = list("FBWOR" if limited and stage.offload and stage.offload.bytes else "FBW")
             if limited and stage.modes:
                 kinds = ["F", "B", "W", *(kind + str(n) for n, way in enumerate(variants(stage)) for kind in _own(way))]
-            self.ops += [Op(kind, s, i) for kind in kinds for i in problem.units_in_order(kind[0]).tolist()]
+            self.ops += [
+                Op(kind, s, i)
+                for kind in kinds
+                for group in groups
+                for i in problem.units_in_order(kind[0], group).tolist()
+            ]
         self.index = {op: k for k, op in enumerate(self.ops)}
         size = len(self.ops)
-        self.place = np.arange(size) % problem.units
+        self.microbatch = np.array([op.microbatch for op in self.ops]) // problem.slice_count
         self.alike = not problem.has_factors and problem.slice_count == 1
         self.fusing = fusing_stages(problem)
-        # W of a stage with fused backwards may overtake one another.
-        self.in_order = np.array([op.kind != "W" or op.stage not in self.fusing for op in self.ops])
+        in_order = np.array([op.kind != "W" or op.stage not in self.fusing for op in self.ops])
+        places = np.concatenate([np.arange(len(group) * problem.slice_count) for group in groups])
+        self.follows = in_order & (np.resize(places, size) > 0)
+        self.leads = in_order & np.append(np.resize(places, size)[1:] > 0, False)
         self.windows = TimeWindows(
             problem, self.ops, self.unit_us, self.horizon, min(value_us, horizon_us) / self.unit_us, options.windows
         )
         self.names: list[str] = [f"start_{_name(op)}" for op in self.ops] + ["objective"]
         self.objective = size
+        self._add_microbatch_order(groups)
         self.leaves = np.full(size, -1, np.int64)
         self.order, self.started, self.ended, self.away = (Table(size) for _ in range(4))
         self.ahead, self.returned, self.counted = (Table(size) for _ in range(3))
@@ -176,6 +199,30 @@ class Variables:
             self._add_memory(d)
         self._add_host()
 
+    def _add_microbatch_order(self, groups: Sequence[Sequence[int]]) -> None:
+        """The order of microbatches, and where devices begin."""
+        self.begin = np.array([firsts[0] if len(firsts) else -1 for firsts in self.windows.firsts], np.int64)
+        self.before = Table(self.problem.microbatches)
+        self.before.constant[:] = np.tri(self.problem.microbatches).T
+        if len(groups) == 1:
+            return
+        devices = np.flatnonzero(self.begin >= 0)
+        self.begin[devices] = np.arange(len(self.names), len(self.names) + len(devices))
+        self.names += [f"begin_{d}" for d in devices]
+        pairs = sorted(sorted(pair) for one, other in combinations(groups, 2) for pair in product(one, other))
+        i, j = np.array(pairs, np.int64).T
+        self.before.constant[i, j] = 0.0
+        self._decide(self.before, i, j, [f"before_{a}_{b}" for a, b in pairs])
+        self.before.reverse(i, j)
+
+    def microbatch_order(self, values: Floats) -> list[int] | None:
+        """The order of microbatches in the columns of a point, where it is free."""
+        if not self.problem.has_free_order:
+            return None
+        column = self.before.column
+        is_before = self.before.constant + self.before.slope * np.where(column >= 0, np.round(values[column]), 0.0)
+        return [int(i) for i in np.argsort(is_before.sum(axis=0), kind="stable")]
+
     def _add_fused(self, s: int, i: int) -> None:
         stage = self.problem.stage_of(s, i)
         backward, weight = self.index[Op("B", s, i)], self.index[Op("W", s, i)]
@@ -209,14 +256,13 @@ class Variables:
         return np.array([self.partner(k, kind) for k in ops], np.int64)
 
     def first_of(self, device: int) -> int:
-        """The op that begins a device: the first F of its lowest stage."""
-        return self.index[Op("F", self.problem.stages_of[device][0], 0)]
+        """The op that begins a device, the first F of its lowest stage; -1 where the order of microbatches is free."""
+        return -1 if self.problem.has_free_order else int(self.windows.firsts[device][0])
 
     def last_of(self, device: int) -> list[int]:
-        """The W after which a device has nothing to do: the last of each stage, all where they may overtake."""
-        last = {s: self.problem.units_in_order("W")[-1:].tolist() for s in self.problem.stages_of[device]}
-        last |= {s: list(range(self.problem.units)) for s in last if s in self.fusing}
-        return [self.index[Op("W", s, i)] for s, units in last.items() for i in units]
+        """The W one of which ends a device: of each stage all that no other is known to follow."""
+        weights = self.of("W", device)
+        return [int(k) for k in weights if not self.leads[k]]
 
     def bytes_unit(self, device: int | None) -> float:
         """Bytes that count as 1 in the rows of a device (None: of the host).
@@ -235,20 +281,38 @@ class Variables:
         return float(divisor) if largest <= LARGEST_SIZE * divisor else largest / LARGEST_SIZE
 
     def overtaking(self) -> Iterator[tuple[int, int, int, int]]:
-        """W of stages with fused backwards that keep their order unless one is fused: two of `fused` and their W."""
+        """W of stages with fused backwards that keep their order unless one is fused: two of `fused` and their W.
+
+        The microbatch of the first is that of the second or may be before it.
+        """
+        units, n = self.problem.units_in_order("W").tolist(), self.problem.slice_count
+        pairs = [
+            (i, j)
+            for (at, i), (other, j) in permutations(enumerate(units), 2)
+            if (at < other if i // n == j // n else self.before.may_be(i // n, j // n, 1))
+        ]
         for s in self.fusing:
-            units = self.problem.units_in_order("W").tolist()
-            for i, j in combinations(units, 2) if self.problem.stages[s].split_backward else ():
+            for i, j in pairs if self.problem.stages[s].split_backward else ():
                 first, second = self.fused[s, i], self.fused[s, j]
                 if not self.windows.implies(first.weight, second.weight):
                     yield first.column, second.column, first.weight, second.weight
 
+    def taking_turns(self) -> Iterator[tuple[int, int, int]]:
+        """The last backwards of microbatches and the first of those that may run before or after: `fused`, W, and B."""
+        n = self.problem.slice_count
+        for s, (i, j) in product(self.fusing, np.argwhere(self.before.column >= 0).tolist()):
+            fused = self.fused[s, i * n]
+            yield fused.column, fused.weight, self.index[Op("B", s, j * n + n - 1)]
+
     def _open(self, table: Table, prefix: str, a: Ints, b: Ints) -> None:
-        """Make the pairs decisions: one new column each."""
-        first = len(self.names)
-        self.names += [f"{prefix}_{_name(self.ops[p])}_{_name(self.ops[q])}" for p, q in zip(a, b, strict=True)]
-        table.column[a, b] = np.arange(first, len(self.names))
+        """Make the pairs of ops decisions: one new column each."""
+        names = [f"{prefix}_{_name(self.ops[p])}_{_name(self.ops[q])}" for p, q in zip(a, b, strict=True)]
+        self._decide(table, a, b, names)
+
+    def _decide(self, table: Table, a: Ints, b: Ints, names: Sequence[str]) -> None:
+        table.column[a, b] = np.arange(len(self.names), len(self.names) + len(names))
         table.slope[a, b] = 1.0
+        self.names += names
 
     def _add_orders(self) -> None:
         """One binary for each pair whose order the windows leave open."""
@@ -264,10 +328,21 @@ class Variables:
         self.order.constant[a[before], b[before]] = 1.0
         self.order.constant[b[after], a[after]] = 1.0
         a, b = a[~(before | after)], b[~(before | after)]
-        self._open(self.order, "order", a, b)
-        self.order.column[b, a] = self.order.column[a, b]
-        self.order.slope[b, a] = -1.0
-        self.order.constant[b, a] = 1.0
+        turns = self._take_turns(a, b)
+        self._open(self.order, "order", a[~turns], b[~turns])
+        i, j = self.microbatch[a[turns]], self.microbatch[b[turns]]
+        for decided, shared in zip(self.order.arrays, self.before.arrays, strict=True):
+            decided[a[turns], b[turns]] = shared[i, j]
+        self.order.reverse(a, b)
+
+    def _take_turns(self, a: Ints, b: Ints) -> Bools:
+        """Mask of the pairs of ops of one kind and stage that are ordered as their microbatches, by a decision."""
+        kinds = np.array([op.kind[0] for op in self.ops])
+        stages = np.array([op.stage for op in self.ops])
+        overtakes = (kinds == "W") & np.isin(stages, list(self.fusing))
+        alike = (kinds[a] == kinds[b]) & (stages[a] == stages[b]) & ~overtakes[a]
+        turns: Bools = alike & self.before.is_open(self.microbatch[a], self.microbatch[b])
+        return turns
 
     def _add_memory(self, device: int) -> None:
         """Terms of a device's level at each reload and at each op that takes memory."""
@@ -365,7 +440,7 @@ class Variables:
         a, q = a[undecided], q[undecided]
         self._open(self.ahead, "ahead", a, q)
         self.ahead.constant[a, q] = 0.0
-        self.ahead.column[q, a], self.ahead.slope[q, a] = self.ahead.column[a, q], -1.0
+        self.ahead.reverse(a, q)
 
     def bounds(self) -> tuple[Floats, Floats]:
         """Lower and upper bounds of all columns."""
@@ -373,13 +448,23 @@ class Variables:
         starts = slice(0, self.objective)
         lower[starts], upper[starts] = self.windows.earliest, self.windows.latest
         upper[self.objective] = self.windows.value
+        if self.problem.has_free_order:
+            for d, firsts in enumerate(self.windows.firsts):
+                if len(firsts):
+                    lower[self.begin[d]] = self.windows.earliest[firsts].min()
+                    upper[self.begin[d]] = self.windows.latest[firsts].min()
+            a, b = np.nonzero(self.windows.distance > -np.inf)
+            turns = self._take_turns(a, b)
+            i, j = self.microbatch[a[turns]], self.microbatch[b[turns]]
+            column, slope = self.before.column[i, j], self.before.slope[i, j]
+            lower[column[slope > 0]], upper[column[slope < 0]] = 1.0, 0.0
         for (s, _), one in self.fused.items():
             lower[one.column] = not self.problem.stages[s].split_backward
         return lower, upper
 
     def is_binary(self) -> Bools:
         """Mask of the binary columns; `counted` follows from others and need not be."""
-        binary = np.arange(self.size) > self.objective
+        binary: Bools = np.arange(self.size) > max(self.objective, *self.begin)
         binary[self.counted.column[self.counted.column >= 0]] = False
         binary[self.gone[self.gone >= 0]] = False
         binary[list(self.beside.values())] = False
@@ -448,9 +533,10 @@ class TimeWindows:
     `distance[a, b]`: b starts at least that much later than a, -inf where nothing orders them so. `earliest` and
     `latest`: bounds on starts. `widest[a, b]`: a starts at most that much later than b. `edges`: precedences that the
     model must state, those of the rules and those implied by budgets, the horizon and `value` (the largest objective
-    of interest). Orders that follow are OptPipe's variable fixing (section 4). `if_there`: precedences of ops whose
-    second may be absent and is in nobody's way then. With slices R and C run in another order than F and O, and an
-    absent one that kept both orders would hold others back.
+    of interest). Orders that follow are OptPipe's variable fixing (section 4). `firsts`: of each device the ops one of
+    which begins it, F of its lowest stage. `if_there`: precedences of ops whose second may be absent and is in nobody's
+    way then. With slices R and C run in another order than F and O, and an absent one that kept both orders would hold
+    others back.
     """
 
     def __init__(
@@ -463,6 +549,11 @@ class TimeWindows:
         self.length = np.array([_duration_us(problem, op) / unit_us for op in ops])
         self.surely = np.array([0.0 if op.kind[0] in "ORC" else 1.0 for op in ops]) * self.length
         self.device = np.array([problem.stages[op.stage].device for op in ops])
+        first_units = [group[0] * problem.slice_count for group in microbatches_in_order(problem)]
+        self.firsts = [
+            np.array([self.index[Op("F", s, i)] for s in stages[:1] for i in first_units], np.int64)
+            for stages in problem.stages_of
+        ]
         self.computes = np.array([op.kind[0] not in "OR" for op in ops])
         edges = [edge._replace(delay=edge.delay / unit_us) for edge in rule_edges(problem, self.index)]
         edges += [Edge(*edge, 0.0) for edge in _variant_edges(problem, self.index)]
@@ -482,7 +573,7 @@ class TimeWindows:
         for _, k in self.if_there:  # where it is absent, one that runs later has no more than begun its microbatch
             first = self.ops[k].microbatch // problem.slice_count * problem.slice_count
             self.edges.append(Edge(self.index[Op("F", self.ops[k].stage, first)], k, 0.0))
-        if fix:
+        if fix and not problem.has_free_order:
             self.edges += [Edge(*edge, 0.0) for edge in _budget_edges(problem, self.index)]
         self._measure(())
         for _ in range(ROUNDS if fix else 0):
@@ -523,38 +614,45 @@ class TimeWindows:
         # the device that are always before it.
         before = (distance > -np.inf) & (self.device[:, None] == self.device)
         np.fill_diagonal(before, False)
-        work: Floats = self.surely @ before
-        first = self._first_ops()
-        into = np.flatnonzero(self.computes & (work > 0))
-        source, target = np.append(source, first[self.device[into]]), np.append(target, into)
-        closer = longest_paths(len(self.ops), source, target, np.append(weight, work[into]))
-        assert closer is not None, "a device's first op comes before all others"
-        self.distance = closer
-        self._set_windows()
+        work: Floats = np.where(self.computes, self.surely @ before, 0.0)
+        if not self.problem.has_free_order:
+            first = np.array([firsts[0] if len(firsts) else -1 for firsts in self.firsts])
+            into = np.flatnonzero(work > 0)
+            source, target = np.append(source, first[self.device[into]]), np.append(target, into)
+            distance = longest_paths(len(self.ops), source, target, np.append(weight, work[into]))
+            assert distance is not None, "a device's first op comes before all others"
+        self.distance = distance
+        self._set_windows(work)
         return True
 
-    def _first_ops(self) -> Ints:
-        """The op that begins each device: the first F of its lowest stage (-1 without stages)."""
-        return np.array([self.index[Op("F", stages[0], 0)] if stages else -1 for stages in self.problem.stages_of])
-
-    def _set_windows(self) -> None:
+    def _set_windows(self, work: Floats) -> None:
+        """Earliest and latest starts; `work` of the device of an op is always done before it."""
         reaches = self.distance > -np.inf
         same = self.device[:, None] == self.device
         others = reaches & same & ~np.eye(len(self.ops), dtype=bool)
         # Tails: time from an op's start to the end of all that follows it on its device, and anywhere.
         ends = self.distance + self.surely
         device_tail = np.maximum(np.where(same, ends, -np.inf).max(axis=1), self.surely + others @ self.surely)
-        first = self._first_ops()[self.device]
-        self.earliest = self.distance[self.index[Op("F", 0, 0)]]
+        root_device = self.problem.stages[0].device
+        self.earliest = self.distance[self.firsts[root_device]].max(axis=0)
+        since_begin = np.zeros(len(self.ops))
+        for d, firsts in enumerate(self.firsts):
+            own = self.device == d
+            since_begin[own] = self.distance[firsts][:, own].max(axis=0, initial=0.0)
+        if self.problem.has_free_order:  # else the distances from a device's first op say all this
+            since_begin = np.maximum(since_begin, work)
+            begin = np.array([self.earliest[firsts].min(initial=np.inf) for firsts in self.firsts])
+            earliest = np.maximum(self.earliest, begin[self.device] + since_begin)
+            self.earliest = (earliest[:, None] + self.distance).max(axis=0)
         # The device of stage 0 begins at 0 and so ends by `value`; another ends by `value` after its own first op,
         # which in turn leaves time for what follows on the device of stage 0.
         latest = self.horizon - np.maximum(ends.max(axis=1), device_tail)
-        root = np.flatnonzero(self.device == self.problem.stages[0].device)
+        root = np.flatnonzero(self.device == root_device)
         latest[root] = np.minimum(latest[root], self.value - device_tail[root])
         latest = np.minimum(latest, (latest[root] - self.distance[:, root]).min(axis=1))
-        self.latest: Floats = np.minimum(latest, latest[first] + self.value - device_tail)
-        since_first = self.distance[first, np.arange(len(self.ops))]
-        within = self.value - device_tail[:, None] - since_first
+        latest_begin = np.array([latest[firsts].min(initial=np.inf) for firsts in self.firsts])
+        self.latest: Floats = np.minimum(latest, latest_begin[self.device] + self.value - device_tail)
+        within = self.value - device_tail[:, None] - since_begin
         self.widest = np.minimum(self.latest[:, None] - self.earliest, np.where(same, within, np.inf))
         self.widest = np.minimum(self.widest, -np.where(reaches, self.distance, -np.inf))
 

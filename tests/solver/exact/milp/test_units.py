@@ -1,4 +1,4 @@
-"""The mixed-integer program on slices and unequal microbatches: every schedule is a point, optima are those of all."""
+"""The mixed-integer program on slices, unequal microbatches and free orders: all schedules are points, optima right."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.unequal import random_orders, random_pipeline, random_unequal, times,
 
 
 def tight(seed: int) -> tuple[Problem, Orders]:
-    """A random problem in the given order, and orders of it with split backwards that need all of its budgets."""
+    """A random problem, and orders of it with split backwards that need all of its budgets."""
     rng = Random(seed)
-    data = random_unequal(rng) | {"microbatch_order": "given"}
+    data = random_unequal(rng)
     data["stages"] = [stage | {"split_backward": True} for stage in data["stages"]]
     problem = Problem.from_data(data)
     orders, _, _ = random_orders(problem, rng, split=True)
@@ -41,8 +41,10 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 @pytest.mark.parametrize("first", range(0, 60, 30))
 def test_the_model_has_every_schedule(first: int) -> None:
     """Random orders within their own peaks are a point of the model, and come back from its binaries."""
+    free = 0
     for seed in range(first, first + 30, 2):
         problem, orders = tight(seed)
+        free += problem.has_free_order
         value_us = simulate(problem, orders).value_us
         program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
         point = point_from_orders(program.variables, orders)
@@ -52,14 +54,14 @@ def test_the_model_has_every_schedule(first: int) -> None:
         assert (point <= program.upper + 1e-6).all()
         again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
         assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+    assert free >= 3
 
 
 def without_copies(seed: int) -> tuple[Problem, Orders]:
-    """A small random problem of stages that fuse backwards or need not, in the given order, and tight orders of it."""
+    """A small random problem of stages that fuse backwards or need not, and tight orders of it."""
     rng = Random(seed)
     while True:
         data = random_pipeline(rng).to_data()
-        data.pop("microbatch_order", None)
         data["stages"] = [{name: stage[name] for name in stage if name != "offload"} for stage in data["stages"]]
         problem = Problem.from_data(data)
         if problem.units * len(problem.stages) <= 9 and all(stage.forward_us for stage in problem.stages):
@@ -98,6 +100,17 @@ def test_optima_with_fused_backwards_are_those_of_cp_sat() -> None:
         assert answer.value_us == answer.bound_us == pytest.approx(other.value_us, rel=1e-9), seed
 
 
+@pytest.mark.parametrize("order", ["given", "free"])
+def test_no_backward_without_length_stands_within_a_fused_one(order: str) -> None:
+    """It would come before an earlier one of its stage, which no schedule may."""
+    problem = unequal(
+        1, 2, 16, microbatch_factors=times(2, 3), microbatch_order=order, slices={"count": 2}, forward_us=2,
+        backward_input_us=0, backward_weight_bytes=4, workspace_bytes={"W": 4},
+    )  # fmt: skip
+    answer = solve_milp(problem, Limits(60, workers=1), Solution(), lambda _: None)
+    assert answer.value_us == answer.bound_us == 30
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
     for seed in range(3):
@@ -107,11 +120,16 @@ def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
         assert_same_model(problem, horizon_us(problem, float("inf")), float("inf"), options)
 
 
+FREE = {"microbatch_order": "free"}
+
 FAMILIES = {
     "slices": (1, 1, {"slices": CAUSAL, "slice_gradient_bytes": 2, "workspace_bytes": {"B": 1, "W": 2, "BW": 4}}),
     "slices of two devices": (2, 1, {"slices": CAUSAL, "slice_gradient_bytes": 1, "transfer_us": 0.5}),
     "unequal": (1, 2, {"microbatch_factors": [{"time": 2}, {"time": 3, "bytes": 0.5}]}),
     "span": (2, 2, {"microbatch_factors": times(3, 1), "split_backward": False, "objective": "device_span"}),
+    "free": (1, 2, {"microbatch_factors": [{"time": 2}, {"bytes": 0.5}], **FREE}),
+    "free span": (2, 2, {"microbatch_factors": times(3, 1), "objective": "device_span", **FREE}),
+    "equal ones in a free order": (2, 3, {"microbatch_factors": times(1, 3, 1), "split_backward": False, **FREE}),
 }
 
 
@@ -164,9 +182,18 @@ def test_an_absent_reload_holds_no_other_back() -> None:
     assert (program.row_lower - program.matrix @ point).max() <= 1e-6
 
 
+WRITTEN = {
+    "slices": unequal(2, 2, 9, slices=CAUSAL, backward_weight_bytes=0),
+    "free order": unequal(2, 3, 9, microbatch_factors=times(3, 1, 2), backward_weight_bytes=0, **FREE),
+    "slices in a free order": unequal(
+        1, 2, 9, slices=CAUSAL, microbatch_factors=times(2, 1), objective="device_span", split_backward=False, **FREE
+    ),
+}
+
+
 @pytest.mark.parametrize("form", ["lp", "mps"])
-def test_the_written_model_has_the_optimum(form: str, tmp_path: Path) -> None:
-    problem = unequal(2, 2, 9, slices=CAUSAL, backward_weight_bytes=0)
+@pytest.mark.parametrize("problem", WRITTEN.values(), ids=WRITTEN.keys())
+def test_the_written_model_has_the_optimum(problem: Problem, form: str, tmp_path: Path) -> None:
     path = tmp_path / f"model.{form}"
     path.write_text(export_model(problem).to_text(form))
     highs = highspy.Highs()
@@ -186,7 +213,10 @@ def test_backwards_in_one_piece_beside_copies_are_refused_by_name() -> None:
     assert solve(unequal(2, 2, split_backward=False, offload=copies), "milp", Limits(30)).status == "optimal"
 
 
-def test_a_free_order_is_refused_by_name() -> None:
-    problem = unequal(2, 2, microbatch_factors=times(1, 2), microbatch_order="free")
-    with pytest.raises(MethodError, match=r"^milp keeps the order .*microbatch_order is 'free'.*cp-sat"):
-        export_model(problem)
+def test_a_free_order_has_a_column_for_each_two_microbatches_that_differ() -> None:
+    """Microbatches 0 and 2 are equal, and run in this order."""
+    problem = unequal(2, 3, microbatch_factors=times(3, 1, 3), **FREE)
+    text = export_model(problem).to_text("lp")
+    assert {name for name in text.split() if name.startswith("before_")} == {"before_0_1", "before_1_2"}
+    assert "precedence_F0_0_F0_2:" in text
+    assert "begin_F1_1:" in text
