@@ -199,10 +199,17 @@ EXECUTABLE = (FULL, FULL_AND_OFFLOAD, SELECTIVE, SELECTIVE_AND_OFFLOAD)
 
 
 def random_executable(
-    placement: Sequence[int], microbatches: int, seed: int, modes: Sequence[dict[str, Any]] = (FULL, FULL_AND_OFFLOAD)
+    placement: Sequence[int],
+    microbatches: int,
+    seed: int,
+    modes: Sequence[dict[str, Any]] = (FULL, FULL_AND_OFFLOAD),
+    **stage: Any,
 ) -> Schedule:
-    """A random schedule of stages on these devices; any microbatch may be kept, offloaded, recomputed, or both."""
-    linear = recomputing(len(placement), microbatches, modes, offload=OFFLOAD).to_data()
+    """A random schedule of stages on these devices; any microbatch may be kept, offloaded, recomputed, or both.
+
+    `stage` replaces fields of the stages.
+    """
+    linear = recomputing(len(placement), microbatches, modes, offload=OFFLOAD, **stage).to_data()
     stages = [stage | {"device": device} for stage, device in zip(linear["stages"], placement, strict=True)]
     problem = Problem.from_data(linear | {"stages": stages, "devices": linear["devices"][: max(placement) + 1]})
     return random_in_modes(problem, seed)

@@ -276,7 +276,7 @@ class Segment:
     ) -> None:
         self.block, self._forward, self._replay = block, forward, replay
         self._running_again, self._compiled = running_again, compiled
-        self._nodes: list[type] = []
+        self._graphs: list[type] = []
         self._generators = GeneratorStates(device) if draws else None
         self._autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         self._buffers: Values = ()
@@ -307,7 +307,7 @@ class Segment:
             output = self._forward(*arguments, **named)
         self._count = len(seen)
         if self._compiled:
-            self._nodes = _nodes_between(leaves(inputs), leaves(output))
+            self._graphs = _compiled_graphs(leaves(inputs), leaves(output))
         made = {storage_key(part) for part in leaves(output) if type(part) is Tensor}
         for number, entry in enumerate(seen):
             if entry is not None and (storage := entry[0]()) is not None and storage._cdata in made:
@@ -352,7 +352,7 @@ class Segment:
             saving_through(pack, _not_saved),
         ):
             output = self._forward(*arguments, **named)
-        if self._compiled and _nodes_between(received, leaves(output)) != self._nodes:
+        if self._compiled and _compiled_graphs(received, leaves(output)) != self._graphs:
             raise TrainingError(
                 "a block is run again by another graph of torch.compile than at first, having been compiled anew in "
                 "between. Maybe compile it with dynamic=True, or give all microbatches one shape."
@@ -382,17 +382,17 @@ class Segment:
         return made
 
 
-def _nodes_between(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[type]:
-    """Classes of the nodes in a block's graph, leaves left out. Each graph of torch.compile has a class of its own."""
+def _compiled_graphs(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[type]:
+    """Classes of the nodes that stand for graphs of torch.compile in a block's; each such graph has one of its own."""
     entries = {part.grad_fn for part in inputs if isinstance(part, Tensor)}
     pending = [part.grad_fn for part in outputs if isinstance(part, Tensor)]
     seen: dict[Any, None] = {}  # in order
     while pending:
         node = pending.pop()
-        if node is not None and node not in seen and node not in entries and not hasattr(node, "variable"):
+        if node is not None and node not in seen and node not in entries:
             seen[node] = None
             pending += [following for following, _ in node.next_functions]
-    return [type(node) for node in seen]
+    return [type(node) for node in seen if type(node).__name__ == "CompiledFunctionBackward"]
 
 
 class _Held(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from optpipe.pipelining import PlannedSchedule
 from optpipe.pipelining.recorder import _HeldRecorder
 from optpipe.problem import Problem
 from optpipe.runtime import MemoryMeter
+from optpipe.runtime.recorder import MemoryRecorder
 from optpipe.runtime.weight_gradients.split import Deferred
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
@@ -359,6 +361,53 @@ def test_gathered_parameters_never_leave_to_the_host(reshard: bool) -> None:
     (plain_bytes, plain), (sharded_bytes, found) = moved
     assert sharded_bytes == plain_bytes > 0
     torch.testing.assert_close(found, plain)
+
+
+class Held:
+    """Observer of a step: the bytes that each F and each C adds to what is held."""
+
+    def __init__(self) -> None:
+        self.meter = MemoryMeter()
+        self.recorder = MemoryRecorder(self.meter)
+
+    def begin_step(self) -> tuple[MemoryMeter, MemoryRecorder]:
+        return self.meter, self.recorder
+
+    def end_step(self) -> None:
+        pass
+
+    def added(self) -> dict[str, int]:
+        pairs = pairwise(self.recorder.uses())
+        return {str(u.action.key): u.after_bytes - b.after_bytes for b, u in pairs if u.action.kind in ("F", "C")}
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_blocks_that_run_again_under_fsdp_hold_what_they_hold_without(reshard: bool) -> None:
+    """A block that runs again keeps its input alone; C makes what is between the layers of both, 4 x 16 floats each."""
+    x, mesh = torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), init_device_mesh("cpu", (1,))
+    added, found = [], []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(4)]
+        parts = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+        for part in [*layers, *parts] if wrapped else ():
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+        mine = [PipelineStage(part, s, 2, torch.device("cpu")) for s, part in enumerate(parts)]
+        schedule = PlannedSchedule(mine, block_by_block(), loss_fn=nn.functional.mse_loss)
+        schedule.step(x, target=x)
+        schedule.observer = held = Held()
+        schedule.step(x, target=x, return_outputs=False)
+        assert held.meter.live_bytes[0] == 0
+        added.append(held.added())
+        found.append(gradients(mine))
+    assert added[0] == added[1]
+    recomputed = {f"F{s}.{i}" for s, i in schedule.program.recomputed}
+    for stage in "01":
+        forwards = {op: size for op, size in added[1].items() if op.startswith(f"F{stage}")}
+        [kept] = {size for op, size in forwards.items() if op not in recomputed}
+        assert {kept - size for op, size in forwards.items() if op in recomputed} == {2 * 4 * 16 * 4}
+    assert {size for op, size in added[1].items() if op.startswith("C")} == {2 * 4 * 16 * 4}
+    torch.testing.assert_close(*found)
 
 
 def test_replicate() -> None:

@@ -25,8 +25,9 @@ def results(
     run_ranks: RunRanks, folder: Path, cases: list[tuple[list[int], dict[str, Any]]], processes: int = 4
 ) -> list[list[Any]]:
     """What each rank found in each case."""
-    for k, (placement, _) in enumerate(cases):
-        schedule = random_executable(placement, MICROBATCHES, seed=k, modes=EXECUTABLE)
+    for k, (placement, how) in enumerate(cases):
+        splits = not how.get("compiled")
+        schedule = random_executable(placement, MICROBATCHES, k, EXECUTABLE, split_backward=splits)
         (folder / f"{k}.json").write_text(schedule.to_json())
     wanted = [{"name": str(k), "how": how} for k, (_, how) in enumerate(cases)]
     (folder / "cases.json").write_text(json.dumps(wanted))
@@ -63,6 +64,11 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
                 again += of_blocks * ways.get("selective ahead", 0)
                 gathers += own * 2 * MICROBATCHES + again if how["reshard"] else own
             assert one["collectives"] == {"_allgather_base_": gathers, "_reduce_scatter_base_": groups}, (how, one)
+
+
+def test_compiled_blocks_under_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
+    [found] = results(run_ranks, tmp_path, [(LOOP, {"compiled": True, "fsdp": "nested", "reshard": True})])
+    assert {way.split()[0] for one in found for ways in one["recomputed"].values() for way in ways} >= {"selective"}
 
 
 def test_tensor_and_sequence_parallel(run_ranks: RunRanks, tmp_path: Path) -> None:

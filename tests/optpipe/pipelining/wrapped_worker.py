@@ -150,7 +150,13 @@ def in_one_process(count: int, microbatches: int, replicas: int, how: dict[str, 
 
 
 def wrapped(part: Part, how: dict[str, Any], mesh: DeviceMesh) -> nn.Module:
-    """A stage, wrapped: `fsdp` is "whole" or "nested", `reshard` that after a forward; `tensor` cuts the blocks."""
+    """A stage, wrapped: `fsdp` is "whole" or "nested", `reshard` that after a forward; `tensor` cuts the blocks.
+
+    `compiled` ones have their blocks compiled one by one before that, as torchtitan does it.
+    """
+    if how.get("compiled"):
+        for block in part.blocks:
+            block.compile(backend="aot_eager")
     if how.get("ddp"):
         return DistributedDataParallel(part, process_group=mesh.get_group("data"))
     ignored: set[nn.Parameter] = set()
