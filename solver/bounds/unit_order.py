@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.problem import Floats, Ints
-from solver.bounds.device import Knapsack, ended_before, usable_bytes
+from optpipe.problem import Floats, Ints, Problem
+from solver.bounds.device import ended_before, usable_bytes
 from solver.bounds.unit_costs import LARGEST_SUM, UnitCosts
+from solver.bounds.unit_room import InFlight, Waiting, room_us, tail_room_us
+from solver.bounds.unit_work import OneStage, sums
 
 MOST_NODES = 200_000
 """F and B of all stages up to which paths are followed: a second."""
@@ -29,6 +31,9 @@ MOST_WORK_NODES = 8_000
 
 MOST_RELEASE_NODES = 12_500
 """F and B up to which all releases of a device are counted together: half a second."""
+
+MOST_ROOM_NODES = 2_000
+"""F and B up to which copies are counted one by one, and the room that later microbatches leave: half a second."""
 
 MOST_IN_FLIGHT = 128
 """Microbatches before that of an F whose releases it may wait for, at most; what older ones hold is not counted."""
@@ -56,12 +61,15 @@ class OpTimes(NamedTuple):
     """Least times (us) before each F and B, and from its end to the end of all: arrays (stages, units).
 
     In every schedule of which the first F begins at 0. For spans the end of all is that of the device of stage 0.
+    `*_to_go`: from the end of each to that of the last B of stage 0.
     """
 
     forward_heads: Floats
     backward_heads: Floats
     forward_tails: Floats
     backward_tails: Floats
+    forward_to_go: Floats
+    backward_to_go: Floats
 
 
 def op_times(costs: UnitCosts) -> OpTimes | None:
@@ -71,8 +79,9 @@ def op_times(costs: UnitCosts) -> OpTimes | None:
     paths = _Paths(costs)
     if not paths.follow():
         return None
-    lists = (paths.forward_heads, paths.backward_heads, paths.forward_tails, paths.backward_tails)
-    return OpTimes(*(np.array(values) for values in lists))
+    lists = [paths.forward_heads, paths.backward_heads, paths.forward_tails, paths.backward_tails]
+    paths.follow_tails(to_last_backward=True)
+    return OpTimes(*(np.array(values) for values in (*lists, paths.forward_tails, paths.backward_tails)))
 
 
 class _Held(NamedTuple):
@@ -117,6 +126,23 @@ class _Levels(NamedTuple):
     fitting: int
 
 
+class _Device(NamedTuple):
+    """Stages of a device, its usable bytes, and the least times of copies that take anything out and back."""
+
+    numbers: Sequence[int]
+    budget: float
+    offload_us: float
+    reload_us: float
+
+
+def from_stage(problem: Problem, low: int) -> Problem:
+    """The pipeline of the stages from `low` on; what its schedules need, those of the whole problem need as well."""
+    data = problem.to_data()
+    if isinstance(data.get("transfer_us"), list):
+        data["transfer_us"] = data["transfer_us"][low:]
+    return Problem.from_data(data | {"stages": data["stages"][low:]})
+
+
 class _Paths:
     """Heads and tails of F and B of every unit on every stage, in lists by stage and unit."""
 
@@ -128,13 +154,16 @@ class _Paths:
         self.f, self.b, self.w = (us.tolist() for us in (costs.forward, costs.backward, costs.weight))
         self.delays = {way: us.tolist() for way, us in self.problem.unit_delays_us.items()}
         self.held: dict[int, list[_Held]] = defaultdict(list)
-        self.alone: dict[int, _OneStage] = {}
+        self.alone: dict[int, OneStage] = {}
         self.levels: dict[int, _Levels] = {}
+        self.devices: dict[int, _Device] = {}  # by stage, those of which the room is counted unit by unit
+        self.whole, self.moved = costs.whole.tolist(), (costs.whole - costs.staying).tolist()
+        self.left = np.minimum(costs.left, costs.whole).tolist()
         self.counts_work = costs.forward.size * 2 <= MOST_WORK_NODES
         by_weight = np.minimum(costs.staying, costs.left)
         self.by_backward, self.by_weight = (costs.staying - by_weight).tolist(), by_weight.tolist()
-        self.staying_sums = [_sums(sizes).tolist() for sizes in costs.staying]
-        self.forward_sums = [_sums(times_us).tolist() for times_us in costs.forward]
+        self.staying_sums = [sums(sizes).tolist() for sizes in costs.staying]
+        self.forward_sums = [sums(times_us).tolist() for times_us in costs.forward]
         for d, numbers in enumerate(self.problem.stages_of):
             budget = usable_bytes(self.problem, d)
             sizes = costs.whole[numbers].sum() + costs.beside[numbers].sum() + costs.left[numbers].sum()
@@ -149,6 +178,11 @@ class _Paths:
         ended, which come first in the order of the backwards.
         """
         staying = np.cumsum(self.costs.staying[numbers], axis=0)
+        if self.costs.forward.size * 2 <= MOST_ROOM_NODES:
+            moves = self.costs.whole[numbers] > self.costs.staying[numbers]
+            copies_us = [times_us[numbers][moves] for times_us in (self.costs.offload, self.costs.reload)]
+            least_us = [float(times_us.min()) if times_us.size else 0.0 for times_us in copies_us]
+            self.devices |= dict.fromkeys(numbers, _Device(numbers, budget, *least_us))
         for k, s in enumerate(numbers):
             own = (staying[k - 1] if k else 0.0) + self.costs.whole[s] + self.costs.beside[s]
             if self.costs.forward.size * 2 <= MOST_RELEASE_NODES:
@@ -156,7 +190,7 @@ class _Paths:
             for j, t in enumerate(numbers[: k + 1]):
                 self.held[s].append(_Held(t, ended_before(staying[j], budget - own, self.back)))
         if len(numbers) == 1 and self.costs.forward.size * 2 <= MOST_WORK_NODES:
-            self.alone[numbers[0]] = _OneStage(self.costs, numbers[0], budget, self.held[numbers[0]][0].released)
+            self.alone[numbers[0]] = OneStage(self.costs, numbers[0], budget, self.held[numbers[0]][0].released)
 
     def _levels(self, numbers: Sequence[int], k: int, staying: Floats, budget: float) -> _Levels:
         """Levels at F of the k-th stage of a device; `staying[k]` is what stays of a unit on its stages up to that.
@@ -188,7 +222,7 @@ class _Paths:
             if (held.released > first_of).any():  # of this microbatch or a later one, or more than there are
                 return False
         self._follow_heads()
-        self._follow_tails()
+        self.follow_tails()
         return True
 
     def _follow_heads(self) -> None:
@@ -211,6 +245,8 @@ class _Paths:
                         ready = max(ready, self.alone[s].head_us(u, heads[s][0]))
                     if s in self.levels and self.levels[s].excess[u] > 0:
                         ready = max(ready, self._room_us(s, u, first))
+                    if s in self.devices and s in self.levels:
+                        ready = max(ready, self._copied_us(s, u, first, ready))
                     heads[s][u] = ready
             for s in reversed(range(self.stages)):
                 for u in reversed(own):
@@ -268,6 +304,45 @@ class _Paths:
                 break
         return max(ready, self._work_between_us(s, x, excess, releases)) if self.counts_work else ready
 
+    def _copied_us(self, s: int, x: int, first: int, ready: float) -> float:
+        """The earliest time from `ready` on at which F of unit x on stage s can have room, by releases and copies.
+
+        Here activations count whole, and what is away was copied out one after another since its F ended.
+        """
+        device, levels = self.devices[s], self.levels[s]
+        excess = self.whole[s][x] + float(self.costs.beside[s, x]) - device.budget
+        waiting: list[Waiting] = []
+        for t in device.numbers:
+            before = x + 1 if t < s else x if t == s else levels.begun[t][x]
+            for i in range(before):
+                if not self.whole[t][i]:
+                    continue
+                frees: list[tuple[float, float]] = []
+                if i < first:
+                    ends_us, left = self.backward_heads[t][i] + self.b[t][i], self.left[t][i]
+                    frees = [(ends_us, self.whole[t][i] - left), (ends_us + self.w[t][i], left)]
+                excess += self.whole[t][i]
+                waiting.append(Waiting(self.moved[t][i], self.forward_heads[t][i] + self.f[t][i], frees))
+        return room_us(waiting, excess, device.offload_us, ready) if excess > 0 else ready
+
+    def _later_room_us(self, s: int, u: int, first: int, since_us: float) -> float:
+        """The least time, `since_us` or more, after B of unit u on stage s: until those in flight have room beside it.
+
+        Units after u in the order of the backwards have no B ended on this or an earlier stage when that B starts. They
+        are in flight there unless their F come after it.
+        """
+        device, last = self.devices[s], first + self.count
+        excess, units = self.whole[s][u] - device.budget, []
+        for t in (t for t in device.numbers if t <= s):
+            own = range(first, u + 1 if t < s else u)
+            for i in (*own, *range(last, self.units)):
+                if self.whole[t][i]:
+                    forward_us = self.f[t][i] + self.forward_tails[t][i] if i >= last else float("inf")
+                    back_us = self.b[t][i] + self.backward_tails[t][i] if i >= last else 0.0
+                    excess += self.whole[t][i]
+                    units.append(InFlight(self.whole[t][i], self.moved[t][i], forward_us, back_us))
+        return tail_room_us(units, excess, device.reload_us, self.b[s][u], since_us) if excess > 0 else since_us
+
     def _work_between_us(self, s: int, x: int, excess: float, releases: Sequence[_Release]) -> float:
         """The earliest start of F of unit x on stage s by the work of its device since some backward can have begun.
 
@@ -293,8 +368,11 @@ class _Paths:
             ready = max(ready, release.head_us + work_us)
         return ready
 
-    def _follow_tails(self) -> None:
-        """From the end of each op to the end of all; for spans to the end of the last W of the device of stage 0."""
+    def follow_tails(self, *, to_last_backward: bool = False) -> None:
+        """From the end of each op to the end of all; for spans to the end of the last W of the device of stage 0.
+
+        Or, for both objectives, to the end of the last B of stage 0.
+        """
         f, b, w, back, n = self.f, self.b, self.w, self.back, self.count
         spans, root = self.problem.objective == "device_span", self.problem.stages[0].device
         self.forward_tails = tails = [[0.0] * self.units for _ in range(self.stages)]
@@ -303,7 +381,7 @@ class _Paths:
         for first in reversed(range(0, self.units, n)):
             own = range(first, first + n)
             for s in range(self.stages):
-                counts = not spans or self.problem.stages[s].device == root
+                counts = not to_last_backward and (not spans or self.problem.stages[s].device == root)
                 for u in own:
                     place = 2 * first + n - 1 - u
                     later = w[s][u] if counts else 0.0
@@ -315,9 +393,11 @@ class _Paths:
                         later = max(later, f[other][x] + tails[other][x])
                     if counts and s in self.alone:
                         later = max(later, self.alone[s].backward_tail_us(place))
+                    if s in self.devices:
+                        later = max(later, self._later_room_us(s, u, first, later))
                     backs[s][u] = later
             for s in reversed(range(self.stages)):
-                counts = not spans or self.problem.stages[s].device == root
+                counts = not to_last_backward and (not spans or self.problem.stages[s].device == root)
                 for u in reversed(own):
                     later = b[s][u] + backs[s][u]
                     if u + 1 < self.units:
@@ -373,78 +453,3 @@ def preemptive_us(ops: Sequence[tuple[float, float, float]]) -> float:
                 now += left
                 end = max(end, now - less)
     return end
-
-
-MOST_BEFORE = 128
-"""Backwards that an F waits for, from which on the work of its device is counted: the last ones of all."""
-
-MOST_MORE = 64
-"""Numbers of backwards beyond those that memory asks for that are looked at; of more, W count as free."""
-
-
-class _OneStage:
-    """Work of a device with the one stage s between two of its ops.
-
-    `backward_starts`: heads of the backwards in their order, as far as known.
-    """
-
-    def __init__(self, costs: UnitCosts, s: int, budget: float, released: Ints) -> None:
-        back = costs.problem.units_in_order("B")
-        self.count, self.released = costs.problem.slice_count, released
-        self.forward_us = _sums(costs.forward[s])
-        self.backward_us, self.weight_us = _sums(costs.backward[s, back]), _sums(costs.weight[s, back])
-        self.held, self.freed = _sums(costs.staying[s]), _sums(costs.staying[s, back])
-        self.room = budget - costs.whole[s] - costs.beside[s]
-        self.backward_starts = np.zeros(len(back))
-        self.pending = Knapsack(costs.weight[s], costs.left[s])
-        self.has_weights = bool(costs.weight[s].any())
-
-    def head_us(self, x: int, begins_us: float) -> float:
-        """The earliest start of F of unit x by the work that the device must have done since it began, or since a B.
-
-        When F(x) starts, at least `released[x]` backwards have ended. If `done` have, all W must have run but those
-        that fit beside what is in flight. Before B(j) started only W of the j backwards before it can have run; and
-        F that wait for it, with all backwards from it on, ran since.
-        """
-        least = int(self.released[x])
-        first = x - x % self.count  # no backward of this microbatch, or of later ones, has ended
-        most = min(first, least + MOST_MORE) if self.has_weights else least
-        done = np.arange(least, most + 1)
-        needed_us = np.zeros(len(done))
-        if self.has_weights:
-            room = self.room[x] - (self.held[x] - self.freed[done])
-            needed_us = self.weight_us[done] - self.pending.most_us(room)
-            if most < first:
-                needed_us[-1] = 0.0
-        from_start_us = float((self.backward_us[done] + np.maximum(0.0, needed_us)).min())
-        head_us = begins_us + float(self.forward_us[x]) + from_start_us
-        if not least:
-            return head_us
-        since = np.arange(max(0, least - MOST_BEFORE), least)
-        weights_us = np.maximum(0.0, needed_us[:, None] - self.weight_us[since])
-        work_us = (self.backward_us[done][:, None] - self.backward_us[since] + weights_us).min(axis=0)
-        waiting = np.searchsorted(self.released[:x], since, side="right")
-        between_us = self.forward_us[x] - self.forward_us[waiting]
-        return max(head_us, float((self.backward_starts[since] + work_us + between_us).max()))
-
-    def backward_head_us(self, place: int, begun: int, begins_us: float) -> float:
-        """The earliest start of the backward at a place: after all F of its microbatch and all backwards before it."""
-        return begins_us + float(self.forward_us[begun] + self.backward_us[place])
-
-    def backward_tail_us(self, place: int) -> float:
-        """Work that follows a backward: F that wait for it, all later backwards, and W of these and its own."""
-        waiting = int(np.searchsorted(self.released, place, side="right"))
-        forward_us = self.forward_us[-1] - self.forward_us[waiting]
-        backward_us = self.backward_us[-1] - self.backward_us[place + 1]
-        return float(forward_us + backward_us + self.weight_us[-1] - self.weight_us[place])
-
-    def forward_tail_us(self, x: int, first: int) -> float:
-        """Work that follows F of unit x: later F, and backwards and W from unit `first`, of its microbatch, on."""
-        later_us = self.backward_us[-1] - self.backward_us[first] + self.weight_us[-1] - self.weight_us[first]
-        return float(self.forward_us[-1] - self.forward_us[x + 1] + later_us)
-
-
-def _sums(values: Floats) -> Floats:
-    """Sums of all prefixes, the empty one first."""
-    sums: Floats = np.concatenate([[0.0], np.cumsum(values)])
-    return sums

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 from ortools.sat.python import cp_model
 
 from optpipe.problem import Stage, UnitStage
+from solver.bounds.unit_costs import UnitCosts
+from solver.bounds.unit_order import OpTimes, from_stage, op_times
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.exact.rules import least_work_around, like_pairs
 from solver.variants import Variant
@@ -383,6 +385,66 @@ def add_work_that_memory_holds_back(variables: Variables) -> None:
             model.add(task.start >= begin + ceil(before - SLACK))
         counted_from = begin if problem.objective == "device_span" else 0
         model.add(variables.objective >= task.start - counted_from + ceil(after - SLACK))
+
+
+MOST_BETWEEN = 20_000
+"""Pairs of a stage and two microbatches, on all devices, up to which heads between microbatches are added."""
+
+
+def add_heads_and_tails(variables: Variables) -> None:
+    """Each F and B begins no sooner than its head, and the value is no less than its tail beyond its end.
+
+    For spans this holds of each device: from its first F on, and to the end of its last W, in the pipeline of all
+    stages from its lowest on (docs/math/bounds.md).
+    """
+    problem, grid = variables.problem, variables.grid
+    spans = problem.objective == "device_span"
+    lowest = sorted({stages[0] for stages in problem.stages_of if stages})
+    alike = not problem.has_factors and problem.slice_count == 1
+    between = alike and len(lowest) * len(problem.stages) * problem.microbatches**2 <= MOST_BETWEEN
+    for low in lowest if spans or between else [0]:
+        known = op_times(UnitCosts.of(from_stage(problem, low)))
+        if known is None:
+            continue
+        if between:
+            _add_between_microbatches(variables, low, known)
+        if low and not spans:
+            continue
+        begin = variables.task("F", low, int(problem.units_in_order("F")[0])).start
+        sides = {"F": (known.forward_heads, known.forward_tails), "B": (known.backward_heads, known.backward_tails)}
+        for (kind, s, i), task in variables.tasks.items():
+            if kind in sides and s >= low:
+                head, tail = (grid.bound_ticks(side[s - low][i]) for side in sides[kind])
+                ticks = grid.ticks(problem.stage_of(s, i).duration_us(kind))  # none for what takes no time
+                variables.model.add(task.start >= begin + head)
+                variables.model.add(variables.objective >= task.start + ticks + tail - begin)
+
+
+def _add_between_microbatches(variables: Variables, low: int, known: OpTimes) -> None:
+    """Heads hold from F of stage `low` of any microbatch on, since all are alike: leave out those before.
+
+    Tails up to the last B of that stage hold to that of any microbatch: leave out those after. Only what does not
+    follow from others is added.
+    """
+    problem, grid = variables.problem, variables.grid
+    last, lowest = problem.microbatches - 1, problem.stages[low]
+    backward_us = lowest.duration_us("B" if lowest.split_backward else "BW")
+    heads = {"F": known.forward_heads, "B": known.backward_heads}
+    to_go = {"F": known.forward_to_go, "B": known.backward_to_go}
+    for kind, s in product("FB", range(len(known.forward_heads))):
+        own_us = problem.stages[low + s].duration_us(kind)
+        for k in range(1, last + 1):
+            if heads[kind][s][k] > heads[kind][s][k - 1] + max(own_us, lowest.forward_us) + SLACK:
+                head = grid.bound_ticks(heads[kind][s][k])
+                for x in range(last - k + 1):
+                    start = variables.task(kind, low + s, x + k).start
+                    variables.model.add(start >= variables.task("F", low, x).start + head)
+            tail_us = to_go[kind][s][last - k]
+            if tail_us > to_go[kind][s][last - k + 1] + max(own_us, backward_us) + SLACK:
+                tail = grid.bound_ticks(own_us + tail_us - backward_us)
+                for x in range(last - k + 1):
+                    start = variables.task("B", low, x + k).start
+                    variables.model.add(start >= variables.task(kind, low + s, x).start + tail)
 
 
 def add_weight_order(variables: Variables) -> None:

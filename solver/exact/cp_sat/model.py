@@ -13,8 +13,15 @@ from ortools.sat.python import cp_model
 from optpipe.ops import Op, Orders
 from optpipe.problem import KEPT, OFFLOAD, Problem
 from optpipe.simulate import Simulation, simulate
+from solver.bounds.unit_order import MOST_ROOM_NODES
 from solver.build import orders_from_times
-from solver.exact.cp_sat.constraints import SLACK, Constraints, add_weight_order, add_work_that_memory_holds_back
+from solver.exact.cp_sat.constraints import (
+    SLACK,
+    Constraints,
+    add_heads_and_tails,
+    add_weight_order,
+    add_work_that_memory_holds_back,
+)
 from solver.exact.cp_sat.memory_order import add_memory_order, add_memory_precedences
 from solver.exact.cp_sat.variables import Moment, Variables, Way
 from solver.exact.incumbent import Incumbent
@@ -56,7 +63,8 @@ def add_objective(variables: Variables, bound_ticks: int) -> None:
 class Options:
     """Parts of the model that can be switched off, to measure what they give.
 
-    `work`: least work of a device before and after each op (`solver.exact.rules`). `weight_order`: W of like stages run
+    `work`: least work of a device before and after each op (`solver.exact.rules`). `heads`: what order and memory chain
+    together before and after each op (`solver.bounds.unit_order`). `weight_order`: W of like stages run
     in the order of their B, for up to `most_weight_pairs` pairs: their number grows with microbatches squared.
     `precedences`: ops that memory forces apart. `memory_order`: memory as a sum over literals that order ops, for up to
     `most_order_literals` of them. `climb`: first look for schedules between bound and value, from below, and raise the
@@ -64,6 +72,7 @@ class Options:
     """
 
     work: bool = True
+    heads: bool = True
     weight_order: bool = True
     most_weight_pairs: int = 20_000
     precedences: bool = True
@@ -86,6 +95,8 @@ def build_model(
     alike = not problem.has_factors and problem.slice_count == 1  # what the cuts are proved for
     if options.work and alike:
         add_work_that_memory_holds_back(variables)
+    if options.heads and not problem.has_free_order and 2 * len(problem.stages) * problem.units <= MOST_ROOM_NODES:
+        add_heads_and_tails(variables)
     if options.weight_order and count_like_pairs(problem) <= options.most_weight_pairs:
         add_weight_order(variables)
     if options.precedences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.bounds.device import Paths
-from solver.exact.cp_sat.model import configured_solver, solve_cp_sat, solve_unless_cancelled
+from solver.exact.cp_sat.model import Options, build_model, configured_solver, solve_cp_sat, solve_unless_cancelled
 from solver.exact.cp_sat.variables import Variables
 from solver.exact.ticks import TimeGrid
 from solver.limits import Cancel, Limits
@@ -151,3 +152,58 @@ def test_a_cancel_that_comes_while_the_model_is_built() -> None:
     cancel.request()
     status, work = solve_unless_cancelled(configured_solver(Limits(workers=1)), model, cancel)
     assert (status, work) == (cp_model.UNKNOWN, 0.0)
+
+
+def test_heads_and_tails_refute_what_order_and_memory_exclude_without_a_search() -> None:
+    """Two stages a device along a V, all of 10 us, room for two activations: 1,010 us is the optimum."""
+    stage = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 10)
+    stage |= {"activation_bytes": 1, "backward_weight_bytes": 1}
+    devices = [0, 1, 2, 3, 3, 2, 1, 0]
+    problem = Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": 8,
+            "devices": [{"memory_bytes": 2}] * 4,
+            "stages": [stage | {"device": device} for device in devices],
+        }
+    )
+    variables = build_model(problem, TimeGrid.of(problem, 1000), 1000, 0.0)
+    solver = configured_solver(Limits(workers=1, deterministic_limit=1.0))
+    solver.parameters.cp_model_presolve = False
+    assert solver.solve(variables.model) == cp_model.INFEASIBLE
+    assert solver.num_branches == 0
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_heads_and_tails_cut_off_no_optimum(seed: int) -> None:
+    """Copies, one or two stages a device, both objectives: the optimum is the same with them and without."""
+    rng = Random(seed)
+    activation = rng.randint(1, 3)
+    times = ("forward_us", "backward_input_us", "backward_weight_us")
+    copy = {"bytes": activation, "offload_us": rng.randint(0, 4), "reload_us": rng.randint(0, 4)}
+    stages = [
+        {name: rng.randint(1, 3) for name in times}
+        | {"device": device, "activation_bytes": activation, "backward_weight_bytes": 1, "offload": copy}
+        for device in rng.choice([[0, 1], [0, 1, 1, 0], [0, 1, 0, 1]])
+    ]
+    problem = Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": 3,
+            "objective": rng.choice(["makespan", "device_span"]),
+            "devices": [{"memory_bytes": rng.randint(3, 2 * activation + 2)}] * 2,
+            "stages": stages,
+            "copy_channels": {"duplex": rng.random() < 0.5},
+        }
+    )
+    orders = serial_orders(problem)
+    if orders is None:
+        return
+    known = Solution(orders, simulate(problem, orders).value_us, 0.0)
+    limits = Limits(workers=1, deterministic_limit=20.0)
+    with_heads, without = (
+        solve_cp_sat(problem, limits, known, lambda _: None, Options(climb=False, heads=heads))
+        for heads in (True, False)
+    )
+    assert without.value_us == without.bound_us
+    assert (with_heads.value_us, with_heads.bound_us) == (without.value_us, without.value_us)
