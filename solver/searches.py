@@ -75,6 +75,13 @@ def states(problem: Problem, limits: Limits, start: Solution, on_solution: OnSol
     return state_bound(problem, limits, start, on_solution)
 
 
+def parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """A proof that the start is optimal, from one device or a few, or a better schedule."""
+    from solver.exact.relaxation import proof_by_parts
+
+    return proof_by_parts(problem, limits, start, on_solution)
+
+
 KERNELS = {in_flight: "lists", states: "states", modulo: "pattern", lns: "windows", annealing: "search"}
 """Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
 

@@ -191,6 +191,9 @@ LARGE_OPS = 20_000
 MOST_MODEL_OPS = 50_000
 """Ops up to which CP-SAT has a part in it: of more, windows and parts take many seconds to model and heed no limit."""
 
+MOST_PART_OPS = 6_000
+"""Ops up to which CP-SAT soon answers whether one device, or a few, can do better than the best schedule."""
+
 
 def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[Subsolver]:
     """The subsolvers for a problem of this size on so many cores, in the order of the lane (`Limits.lane`).
@@ -211,9 +214,10 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
                 TimeSlice("states", searches.states, 0.25, workers, once=True),
+                TimeSlice("bound", searches.parts, 0.1, workers),
                 TimeSlice("cp-sat", searches.cp_sat, 0.4, workers),
-                TimeSlice("windows", searches.lns, 0.15, workers),
-                TimeSlice("search", searches.annealing, 0.15, workers),
+                TimeSlice("windows", searches.lns, 0.1, workers),
+                TimeSlice("search", searches.annealing, 0.1, workers),
             ]
         ]
     split = all(stage.split_backward for stage in problem.stages)
@@ -274,7 +278,8 @@ def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver
     if ops > MOST_MODEL_OPS:
         return []
     windows = TimeSlice("windows", searches.lns, share, workers)
-    bound = TimeSlice("bound", searches.relaxation, 0.1, once=True)
+    bound = TimeSlice("bound", searches.relaxation, 0.05, once=True)
+    parts = [TimeSlice("bound", searches.parts, 0.15, workers)] if ops <= MOST_PART_OPS else []
     if not is_ordered_by_memory(problem):
-        return [windows, bound]
-    return [TimeSlice("cp-sat", searches.cp_sat, 0.25, workers), windows, bound]
+        return [*parts, windows, bound]
+    return [*parts, TimeSlice("cp-sat", searches.cp_sat, 0.15, workers), windows, bound]

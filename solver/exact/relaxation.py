@@ -10,11 +10,16 @@ from itertools import pairwise
 from math import floor
 from typing import Any
 
+import numpy as np
+
 from optpipe.ops import DeviceOrders, Op, Orders
 from optpipe.problem import MAX_FACTOR, MAX_TIME_US, MicrobatchFactors, Problem, Stage, exact
-from optpipe.simulate import simulate
+from optpipe.simulate import Simulation, simulate
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
-from solver.exact.cp_sat.model import solve_cp_sat
+from solver.bounds.unit_costs import UnitCosts
+from solver.bounds.unit_order import preemptive_us
+from solver.exact.cp_sat.model import ask_for_better, solve_cp_sat
+from solver.exact.memory_order import memory_precedences
 from solver.limits import Limits
 from solver.solution import INFEASIBLE, OnSolution, Solution
 
@@ -50,6 +55,39 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
             on_solution(answer)
         if solved.bound_us < solved.value_us and answer.bound_us < solved.value_us:
             break
+    return answer
+
+
+def proof_by_parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Ask whether a part of the problem has a schedule better than the start's, of one device, then of ever more.
+
+    Where a part has none the start is proved optimal. Where it has one, its times show which device outside the part
+    would be late, and that device is next. The last part is the whole: then there is a better schedule, or a proof.
+    Returns the start where the limits end the search before.
+    """
+    answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
+    largest, devices = _largest(problem), {_first_device(problem)}
+    number = 0
+    while answer.value_us < float("inf") and not limits.reached(answer.value_us, answer.bound_us):
+        kept = _connected(problem, devices)
+        if limits.cancel.requested or not _has_possible_delays(largest, kept):
+            break
+        part = projected(problem, kept)
+        orders = restricted(start.orders, kept) if start.orders else None
+        if orders is None or simulate(part, orders).value_us >= answer.value_us:
+            number += 1
+            whole = len(kept) == len(problem.stages)
+            question = limits.part(0.5**number) if limits.deterministic_limit is not None else limits
+            begun = Solution(None, answer.value_us, lower_bound_us(part))
+            found = ask_for_better(part, question, begun, on_solution if whole else lambda _: None)
+            if found.orders is None or whole:
+                bound_us = max(answer.bound_us, found.bound_us)
+                answer = (
+                    replace(answer, bound_us=bound_us) if found.orders is None else replace(found, bound_us=bound_us)
+                )
+                break
+            orders = found.orders
+        devices.add(_latest_device(problem, kept, simulate(part, orders), answer.value_us))
     return answer
 
 
@@ -167,18 +205,63 @@ def _parts(problem: Problem) -> Iterator[Sequence[int]]:
     Parts in which the stages left out would be a longer delay than a problem may have are skipped.
     """
     devices = [d for d, stages in enumerate(problem.stages_of) if stages]
-    largest = _largest(problem)
-    bounds = device_bounds_us(problem)
-    first = devices[bounds.index(max(bounds))]
+    largest, first = _largest(problem), _first_device(problem)
     before: Sequence[int] = []
     for number in range(1, len(devices)):
         spread = [devices[k * (len(devices) - 1) // max(1, number - 1)] for k in range(number)] if number > 1 else []
         kept = _connected(problem, {first, *spread})
-        if before != kept and len(kept) < len(problem.stages):
-            delays_us = (delay_us for pair in pairwise(kept) for delay_us in _delay(largest, *pair).values())
-            if max(delays_us, default=0.0) <= MAX_TIME_US:
-                yield kept
+        if before != kept and len(kept) < len(problem.stages) and _has_possible_delays(largest, kept):
+            yield kept
         before = kept
+
+
+def _first_device(problem: Problem) -> int:
+    """The device that bounds most."""
+    bounds = device_bounds_us(problem)
+    return [d for d, stages in enumerate(problem.stages_of) if stages][bounds.index(max(bounds))]
+
+
+def _has_possible_delays(largest: Problem, kept: Sequence[int]) -> bool:
+    """True if the stages left out are nowhere a longer delay than a problem may have."""
+    return all(us <= MAX_TIME_US for pair in pairwise(kept) for us in _delay(largest, *pair).values())
+
+
+def _latest_device(problem: Problem, kept: Sequence[int], times: Simulation, value_us: float) -> int:
+    """The device with stages outside a part that would be latest if the part's ops ran at these times.
+
+    Its F and B have heads and tails from those of the kept stages before and behind, and its W from the order that
+    memory forces; it may interrupt them (Jackson's preemptive schedule).
+    """
+    costs = UnitCosts.of(problem)
+    durations_us = np.stack([costs.forward, costs.backward, costs.weight])
+    starts_us = np.zeros_like(durations_us)
+    for kind, names in enumerate([{"F"}, {"B", "BW", "CBW"}]):
+        for k, (name, s, i) in enumerate(times.ops):
+            if name in names:
+                starts_us[kind, kept[s], i] = times.start_us[k]
+    up_us, down_us = np.zeros_like(costs.forward), np.zeros_like(costs.forward)  # the way from stage 0, and back to it
+    np.cumsum(costs.forward[:-1] + problem.unit_delays_us["forward"], axis=0, out=up_us[1:])
+    np.cumsum(costs.backward[1:] + problem.unit_delays_us["backward"], axis=0, out=down_us[1:])
+    stages = range(len(problem.stages))
+    below, above = [max(k for k in kept if k <= s) for s in stages], [min(k for k in kept if k >= s) for s in stages]
+    heads_us = np.full_like(durations_us, -np.inf)
+    heads_us[0] = starts_us[0, below] + up_us - up_us[below]
+    heads_us[1] = starts_us[1, above] + down_us[above] - down_us
+    heads_us[2] = heads_us[1] + costs.backward
+    latest_us = np.full_like(durations_us, 2 * value_us)
+    latest_us[0] = starts_us[0, above] - (up_us[above] - up_us)
+    latest_us[1] = starts_us[1, below] - (down_us - down_us[below])
+    for before, after in memory_precedences(problem):
+        one, other = (("FBW".index(op.kind), op.stage, op.microbatch) for op in (before, after))
+        latest_us[one] = min(latest_us[one], latest_us[other] - durations_us[one])
+        heads_us[other] = max(heads_us[other], heads_us[one] + durations_us[one])
+    late_us = {}
+    tails_us = -(latest_us + durations_us)
+    for d, numbers in enumerate(problem.stages_of):
+        if not {*numbers} <= {*kept}:
+            ops = (us[:, numbers].ravel().tolist() for us in (heads_us, durations_us, tails_us + 4 * value_us))
+            late_us[d] = preemptive_us(list(zip(*ops, strict=True)))
+    return max(late_us, key=lambda d: late_us[d])
 
 
 def _largest(problem: Problem) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from optpipe.problem import MAX_TIME_US, Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.build import over_budget, peak_budgets, within_budgets
-from solver.exact.cp_sat.model import Options, solve_cp_sat
-from solver.exact.relaxation import projected, relaxation_bound, restricted
+from solver.exact import relaxation
+from solver.exact.cp_sat.model import Options, ask_for_better, solve_cp_sat
+from solver.exact.relaxation import projected, proof_by_parts, relaxation_bound, restricted
 from solver.limits import Limits
 from solver.published.ada_offload import in_flight_orders
 from solver.serial import serial_orders
@@ -105,6 +107,52 @@ def test_no_schedule_is_below(problem: Problem) -> None:
     assert bound_of(problem, start) <= best.value_us + 1e-9
 
 
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(problems(max_stages=5), st.booleans())
+def test_what_parts_prove_is_optimal(problem: Problem, of_best: bool) -> None:
+    """From a poor start there is a better schedule, or no answer; the best is proved, or not."""
+    start = start_of(problem)
+    assume(start is not None and split_backward_suffices(problem))
+    assert start is not None
+    limits = Limits(workers=1, deterministic_limit=0.1)
+    best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
+    answer = proof_by_parts(problem, replace(limits, deterministic_limit=0.2), best if of_best else start, [].append)
+    assert answer.bound_us <= best.value_us + 1e-9
+    assert answer.orders is not None
+    assert answer.value_us == pytest.approx(simulate(problem, answer.orders).value_us)
+
+
+@pytest.mark.parametrize(
+    ("name", "value_us"),
+    [("d-p8-m16-o1-mo0.5-b1o2-linear-make", 61_000), ("a-p8-m16-c0.1-b1o2-linear-span", 84_800)],
+)
+def test_devices_that_would_be_late_prove_an_instance(
+    name: str, value_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the last device, or all but the one that bounds most, nothing better is possible already."""
+    asked: list[int] = []
+
+    def ask(part: Problem, *rest: Any) -> Solution:
+        asked.append(len(part.stages))
+        return ask_for_better(part, *rest)
+
+    monkeypatch.setattr(relaxation, "ask_for_better", ask)
+    limits = Limits(workers=1, deterministic_limit=100.0)
+    answer = proof_by_parts(instance(name), limits, Solution(None, value_us, 0.0), [].append)
+    assert answer.bound_us == value_us
+    assert asked == sorted(asked)
+    assert asked[-1] < 8
+
+
+def test_parts_end_with_a_better_schedule_of_the_whole() -> None:
+    problem = uniform(3, 4, budget=4)
+    start, reported = start_of(problem), list[Solution]()
+    assert start is not None
+    answer = proof_by_parts(problem, Limits(workers=1, deterministic_limit=10.0), start, reported.append)
+    assert reported[-1].orders is answer.orders is not start.orders
+    assert answer.bound_us <= answer.value_us < start.value_us
+
+
 def test_stops_when_cancelled_or_reached() -> None:
     problem = uniform(4, 8, budget=4)
     start = start_of(problem)
@@ -112,7 +160,8 @@ def test_stops_when_cancelled_or_reached() -> None:
     cancelled = Limits(deterministic_limit=1.0)
     cancelled.cancel.request()
     reported: list[Solution] = []
-    assert relaxation_bound(problem, cancelled, start, reported.append).bound_us == lower_bound_us(problem)
+    for search in (relaxation_bound, proof_by_parts):
+        assert search(problem, cancelled, start, reported.append).bound_us == lower_bound_us(problem)
     reached = replace(start, value_us=lower_bound_us(problem))
     assert bound_of(problem, reached, reported) == lower_bound_us(problem)
     assert not reported
