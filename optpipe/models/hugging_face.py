@@ -1,16 +1,14 @@
 """Models of transformers as stages: cut by layers, each process with the weights of its own stages alone.
 
 Every stage is the model itself, whose modules of other stages are replaced by ones that pass on what they receive
-(`Absent`). So masks, rotary embeddings and the like are computed by the model's own code, in each stage that needs
-them. The whole model stands on the meta device, where it takes no memory. Parameters that it ties stay one.
+(`optpipe.models.absent`). So masks, rotary embeddings and the like are computed by the model's own code, in each stage
+that needs them. The whole model stands on the meta device, where it takes no memory. Parameters that it ties stay one.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-import inspect
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,11 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from optpipe.errors import InputError, Issue, TrainingError, needs_extra
+from optpipe.errors import InputError, Issue, needs_extra
+from optpipe.models.absent import Absent, Probe, prune, pruned_copy
 from optpipe.models.cut import Unit, evenly, parse_cut, ranges
+from optpipe.models.hugging_face_stage import OWN_STAGES, Balancing, ModelStage
 from optpipe.models.loss import LabelLoss
 from optpipe.runtime.messages import Tree
-from optpipe.runtime.slices import SliceContext, slice_context
 from optpipe.runtime.stage import evaluating
 
 if TYPE_CHECKING:
@@ -37,13 +36,8 @@ PREFIX = "hf:"
 PART = "model."
 """Prefix of the names of a stage's parameters, before the names that the model gives them."""
 
-_OWN_STAGES = "Maybe give stages of your own, as package.module:callable."
-
 SLICED = ("gpt2", "llama", "qwen2", "qwen3")
 """Kinds of models (`model_type`) whose attention may run slice by slice."""
-
-HIDDEN, EXPERTS = "hidden_states", "experts"
-"""Entries of a message that is more than the hidden states."""
 
 
 class HuggingFace:
@@ -175,7 +169,7 @@ class HuggingFace:
             self._refuse(
                 "cut_differs",
                 f"computes something else when it is cut: its logits differ by {difference:.2g} of {scale:.2g}. "
-                f"{_OWN_STAGES}",
+                f"{OWN_STAGES}",
             )
 
     def _read_config(self) -> PretrainedConfig:
@@ -230,7 +224,7 @@ class HuggingFace:
             self._refuse(
                 "no_layers",
                 f"is {self.kind.__name__} with num_hidden_layers {count}, but {found}, so it cannot be cut by layers. "
-                f"{_OWN_STAGES}",
+                f"{OWN_STAGES}",
             )
         parts = outer[0].split(".")
         return [".".join(parts[:n]) for n in range(len(parts))], outer[0]
@@ -250,7 +244,7 @@ class HuggingFace:
             module = self._whole.get_submodule(parent)
             if direct := next(iter(module._parameters), None):
                 detail = f"has the parameter {parent or self.kind.__name__}.{direct} beside its layers."
-                self._refuse("loose_parameter", f"{detail} {_OWN_STAGES}")
+                self._refuse("loose_parameter", f"{detail} {OWN_STAGES}")
             seen = False
             for name, other in module.named_children():
                 full = f"{parent}.{name}" if parent else name
@@ -260,7 +254,7 @@ class HuggingFace:
                 runs = [n for n, ran in enumerate(order) if ran == full]
                 held = next(other.parameters(), None) is not None
                 if held and any(first < n < last for n in runs):
-                    self._refuse("between", f"runs {full} between its layers, so it cannot be cut. {_OWN_STAGES}")
+                    self._refuse("between", f"runs {full} between its layers, so it cannot be cut. {OWN_STAGES}")
                 if min(runs, default=-1) > last or (not runs and seen and held):
                     behind.append(full)
                 elif held or isinstance(other, nn.Dropout):
@@ -291,17 +285,17 @@ class HuggingFace:
             trunk, _, own = self._layers.rpartition(".")
             if own not in plan:
                 what = "does not run with layers that hand on one tensor, and has no pipeline plan"
-                self._refuse("not_run", f"{what}: {_line(error)} {_OWN_STAGES}")
+                self._refuse("not_run", f"{what}: {_line(error)} {OWN_STAGES}")
             order = [f"{trunk}.{name}" + (".0" if name == own else "") for name in plan]
         if not any(name.startswith(f"{self._layers}.") for name in order):
-            self._refuse("no_layers", f"does not run {self._layers}. {_OWN_STAGES}")
+            self._refuse("no_layers", f"does not run {self._layers}. {OWN_STAGES}")
         return order
 
     def _probe(self) -> tuple[list[str], Exception | None]:
         """The order of a run in which all are absent, and why it failed, if it did."""
         order: list[str] = []
         shapes: set[torch.Size] = set()
-        model = _pruned_copy(self._whole, self._spine, (), Probe, self._in_tuple)
+        model = pruned_copy(self._whole, self._spine, (), Probe, self._in_tuple)
         blocks: Any = model.get_submodule(self._layers)
         for block in blocks:
             block.register_forward_pre_hook(lambda _, inputs: shapes.update(x.shape for x in inputs[:1]))
@@ -326,7 +320,7 @@ class HuggingFace:
     def _stage(self, whole: PreTrainedModel, s: int) -> ModelStage:
         part = ranges(self.sizes)[s]
         own = {name for u in part for name in self.units[u].modules}
-        model = _pruned_copy(whole, self._spine, own | self._everywhere(whole), in_tuple=self._in_tuple)
+        model = pruned_copy(whole, self._spine, own | self._everywhere(whole), in_tuple=self._in_tuple)
         last = s == len(self.sizes) - 1
         stage = ModelStage(
             model, self._layers, part, last=last, balanced=self._balanced, in_tuple=self._in_tuple is not None
@@ -355,7 +349,7 @@ class HuggingFace:
 
         def build(model: Any, config: PretrainedConfig, *args: Any, **options: Any) -> None:
             self.kind.__init__(model, config, *args, **options)
-            _prune(model, spine, wanted, Absent)
+            prune(model, spine, wanted, Absent)
 
         # Of the same name, by which transformers finds how weights in files are named.
         members = {"__init__": build, "_keys_to_ignore_on_load_unexpected": [".*"], "__module__": self.kind.__module__}
@@ -456,243 +450,6 @@ def save_weights(identity: Mapping[str, Any], weights: Mapping[str, Tensor], fol
             transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-class Balancing:
-    """The auxiliary loss of Switch Transformer over all layers of a model, as transformers computes it.
-
-    It is no sum over layers, so stages hand on what it is made of: for each expert the number of tokens that chose it
-    and the sum of its probabilities, and the number of rows; a float32 tensor of shape (2 * experts + 1,).
-    """
-
-    def __init__(self, experts: int, top_k: int, coefficient: float, recorder: Any) -> None:
-        self.experts, self.top_k, self.coefficient, self._recorder = experts, top_k, coefficient, recorder
-
-    def routers(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The modules of the model that choose experts."""
-        kind = getattr(self._recorder, "target_class", self._recorder)
-        part = getattr(self._recorder, "layer_name", None)
-        for name, module in model.named_modules():
-            if isinstance(module, kind) and (part is None or part in name):
-                yield module
-
-    def logits_of(self, output: Any) -> Tensor:
-        """The logits in the output of a router."""
-        logits: Tensor = output[getattr(self._recorder, "index", 0)] if isinstance(output, tuple) else output
-        return logits
-
-    def sums(self, logits: Sequence[Tensor], mask: Tensor | None, before: Tensor) -> Tensor:
-        """Add those of the layers of a stage to those of the stages before."""
-        chosen, probabilities, rows = torch.split(before, [self.experts, self.experts, 1])
-        for layer in logits:
-            shares = torch.softmax(layer, dim=-1).float()
-            weight = shares.new_ones(len(shares)) if mask is None else mask.reshape(-1).to(shares.dtype)
-            picked = torch.topk(shares, self.top_k, dim=-1).indices.reshape(-1)
-            counts = torch.zeros_like(chosen).scatter_add(0, picked, weight.repeat_interleave(self.top_k))
-            chosen, probabilities = chosen + counts, probabilities + (shares * weight.unsqueeze(-1)).sum(0)
-            rows = rows + weight.sum()
-        return torch.cat([chosen, probabilities, rows])
-
-    def loss(self, sums: Tensor) -> Tensor:
-        """The loss of a microbatch: 1 where all experts are chosen alike, and their number times `top_k` at most."""
-        chosen, probabilities, rows = torch.split(sums, [self.experts, self.experts, 1])
-        loss: Tensor = (chosen / rows * (probabilities / rows)).sum() * self.experts
-        return loss
-
-
-class Absent(nn.Module):
-    """Stands where a module of another stage does, and passes on its first argument; zero for an embedding to be added.
-
-    Attributes are those of the module that it stands for, which stays on the meta device. With `in_tuple` what it
-    passes on is alone in a tuple, in which layers of some models return it.
-    """
-
-    def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
-        super().__init__()
-        self.__dict__["_stands_for"] = stands_for  # not a child
-        self.__dict__["in_tuple"] = in_tuple
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_stands_for":
-                raise
-            return getattr(self.__dict__["_stands_for"], name)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first argument; nothing to be added for an embedding."""
-        if isinstance(self.__dict__["_stands_for"], nn.Embedding):
-            return torch.zeros((), dtype=self.weight.dtype)
-        return self._returned(inputs[0] if inputs else next(iter(named.values())))
-
-    def _returned(self, value: Any) -> Any:
-        return (value,) if self.__dict__["in_tuple"] else value
-
-    def __repr__(self) -> str:
-        return f"{type(self.__dict__['_stands_for']).__name__} of another stage"
-
-
-class Probe(Absent):
-    """Stands for a module while the order of modules is found: an embedding gives zeros of its shape."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first argument, or embeddings of zero."""
-        received, module = inputs[0] if inputs else next(iter(named.values())), self.__dict__["_stands_for"]
-        if isinstance(module, nn.Embedding) and isinstance(received, Tensor):
-            return torch.zeros(*received.shape[:2], module.embedding_dim, dtype=module.weight.dtype)
-        return self._returned(received)
-
-
-class Received(Absent):
-    """Stands for the layer before a stage's own: returns what the stage has received, whatever came before it."""
-
-    def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
-        super().__init__(stands_for, in_tuple=in_tuple)
-        self.__dict__["received"] = None
-
-    def forward(self, *_inputs: Any, **_named: Any) -> Any:
-        """The hidden states from the stage before."""
-        return self._returned(self.__dict__["received"])
-
-
-class ModelStage(nn.Module):
-    """The units `part` of a model that has all others absent; `last` returns logits.
-
-    The first stage takes the model's main input, or a dict of its arguments. Further arguments (masks, positions) go on
-    to the stages behind, beside the hidden states.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: str,
-        part: range,
-        *,
-        last: bool,
-        balanced: Balancing | None,
-        in_tuple: bool = False,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.takes_slices = False
-        self._first, self._last, self._balanced = part.start == 0, last, balanced
-        arguments = inspect.signature(type(model).forward).parameters
-        self._main = model.main_input_name
-        self._takes = self._main if self._first or "inputs_embeds" not in arguments else "inputs_embeds"
-        blocks: Any = model.get_submodule(layers)
-        self._before: list[Received] = []
-        if not self._first:
-            absent = blocks[part.start - 1]
-            received = Received(absent.__dict__["_stands_for"], in_tuple=absent.in_tuple)
-            blocks[part.start - 1] = received
-            self._before.append(received)  # in a list, so that it is registered once
-        self._sent: Tensor | None = None
-        own = [blocks[n] for n in part if n < len(blocks)]
-        for block in own:
-            block.register_forward_hook(_refuse_tuples if not in_tuple else _refuse_tensors)
-        if not last:
-            own[-1].register_forward_hook(self._send)
-        self._heard: list[Tensor] | None = None
-        self._running = False
-        if balanced is not None:
-            for router in balanced.routers(model):
-                router.register_forward_hook(self._hear)
-
-    def forward(self, received: Tree) -> Tree:
-        """The message to the next stage: hidden states, or a dict with them; of the last stage logits."""
-        message = dict(received) if isinstance(received, dict) else {self._main if self._first else HIDDEN: received}
-        sums = message.pop(EXPERTS, None)
-        states = message.pop(self._main if self._first else HIDDEN)
-        cached: dict[str, Any] = {}
-        if slice_context() is not None:
-            if message:
-                raise TrainingError(
-                    f"the batch has {', '.join(sorted(message))} beside {self._main}, which slices of sequences do not "
-                    "take yet. Maybe leave it out, or solve without slices."
-                )
-            cached["past_key_values"] = _slice_cache()()
-        for before in self._before:
-            before.__dict__["received"] = states
-        heard: list[Tensor] | None = [] if self._balanced else None
-        self._heard, self._running = heard, True
-        model: Any = self.model if self._last else self.model.base_model
-        try:
-            found = model(**{self._takes: states}, **message, **cached, return_dict=True)
-            result: Tree = found.logits if self._last else self._sent
-        finally:
-            self._heard, self._sent, self._running = None, None, False
-            for before in self._before:
-                before.__dict__["received"] = None
-        if self._balanced is not None and heard is not None:
-            if sums is None:
-                sums = torch.zeros(2 * self._balanced.experts + 1, device=result.device)
-            sums = self._balanced.sums(heard, message.get("attention_mask"), sums)
-            if self._last:
-                return {"logits": result, "auxiliary": self._balanced.loss(sums)}
-            message[EXPERTS] = sums
-        return {HIDDEN: result, **message} if message and not self._last else result
-
-    def _send(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
-        """Note the output of the last layer within `forward`: what the model computes behind it is not this stage's."""
-        if self._running:
-            self._sent = output[0] if isinstance(output, tuple) else output
-
-    def _hear(self, _router: nn.Module, _inputs: Any, output: Any) -> None:
-        """Note the logits of a router within `forward`; a checkpoint that runs it again does so without effect."""
-        if self._heard is not None and self._balanced is not None:
-            self._heard.append(self._balanced.logits_of(output))
-
-
-@functools.cache
-def _slice_cache() -> Any:
-    """The class of caches that hand the keys and values of a layer to the slice that runs (`slice_context`)."""
-    from transformers import Cache
-
-    def running() -> SliceContext:
-        context = slice_context()
-        assert context is not None, "stages give the cache to slices alone"
-        return context
-
-    class SliceCache(Cache):
-        """Keeps nothing itself: a block that is recomputed asks the same cache again."""
-
-        def __init__(self) -> None:
-            super().__init__(layers=[])
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-        ) -> tuple[Tensor, Tensor]:
-            """Keys and values of a layer, of all slices so far."""
-            keys, values = running().extend(layer_idx, key_states, value_states)
-            return keys, values
-
-        def get_seq_length(self, *_: Any, **__: Any) -> int:
-            """Positions before the slice."""
-            return running().offset
-
-        def get_query_offset(self, *_: Any, **__: Any) -> int:
-            """Position of the first query: that of the slice."""
-            return running().offset
-
-        def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-            """Number of keys, and the position of the first."""
-            context = running()
-            return context.offset + context.length, 0
-
-    return SliceCache
-
-
-def _refuse_tensors(layer: nn.Module, _inputs: Any, output: Any) -> None:
-    if not isinstance(output, tuple) or not isinstance(output[0], Tensor):
-        kinds = type(layer).__name__, type(output).__name__
-        raise TrainingError(f"a layer of kind {kinds[0]} returns {kinds[1]}, but others a tuple. {_OWN_STAGES}")
-
-
-def _refuse_tuples(layer: nn.Module, _inputs: Any, output: Any) -> None:
-    if not isinstance(output, Tensor):
-        kinds = type(layer).__name__, type(output).__name__
-        raise TrainingError(f"a layer of kind {kinds[0]} returns {kinds[1]}, but only tensors are sent. {_OWN_STAGES}")
-
-
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -701,65 +458,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _pruned_copy(
-    whole: PreTrainedModel,
-    spine: Sequence[str],
-    keep: Collection[str],
-    absent: type[Absent] | None = None,
-    in_tuple: str | None = None,
-) -> PreTrainedModel:
-    """A model with the very modules to `keep`, those without parameters copied, and absent ones in other places.
-
-    `in_tuple`: name of the list of layers, if these return tuples.
-    """
-    memo: dict[int, nn.Module] = {}
-    for name in reversed(spine):
-        module = whole.get_submodule(name)
-        new = copy.copy(module)
-        for table in ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
-            new.__dict__[table] = copy.copy(module.__dict__[table])
-        memo[id(module)] = new
-    for parent in spine:
-        new = memo[id(whole.get_submodule(parent))]
-        for name, child in new._modules.items():
-            if child is None:
-                continue
-            if id(child) in memo:
-                new._modules[name] = memo[id(child)]
-            elif isinstance(child, nn.ModuleList) and (f"{parent}.{name}" if parent else name) not in keep:
-                new._modules[name] = nn.ModuleList(child)
-            elif next(child.parameters(), None) is None and not isinstance(child, nn.ModuleList):
-                new._modules[name] = copy.deepcopy(child)
-    model: Any = memo[id(whole)]
-    _prune(model, spine, keep, absent or Absent, in_tuple)
-    pruned: PreTrainedModel = model
-    return pruned
-
-
-def _prune(
-    model: nn.Module,
-    spine: Sequence[str],
-    keep: Collection[str],
-    absent: type[Absent],
-    in_tuple: str | None = None,
-) -> None:
-    """Put absent modules in the place of all beside and in the list of layers but those to keep."""
-    for parent in spine:
-        for name, child in model.get_submodule(parent).named_children():
-            full = f"{parent}.{name}" if parent else name
-            if full in spine or full in keep:
-                continue
-            if isinstance(child, nn.ModuleList):
-                for n, layer in enumerate(child):
-                    if f"{full}.{n}" not in keep:
-                        child[n] = absent(layer, in_tuple=full == in_tuple)
-            else:
-                setattr(model.get_submodule(parent), name, absent(child))
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    model.all_tied_weights_keys = {one: other for one, other in tied.items() if one in names and other in names}  # type: ignore[assignment]
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

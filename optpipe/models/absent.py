@@ -1,0 +1,128 @@
+"""Models of transformers without the modules of other stages: those in their places pass on what they receive."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Absent(nn.Module):
+    """Stands where a module of another stage does, and passes on its first argument; zero for an embedding to be added.
+
+    Attributes are those of the module that it stands for, which stays on the meta device. With `in_tuple` what it
+    passes on is alone in a tuple, in which layers of some models return it.
+    """
+
+    def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
+        super().__init__()
+        self.__dict__["_stands_for"] = stands_for  # not a child
+        self.__dict__["in_tuple"] = in_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_stands_for":
+                raise
+            return getattr(self.__dict__["_stands_for"], name)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The first argument; nothing to be added for an embedding."""
+        if isinstance(self.__dict__["_stands_for"], nn.Embedding):
+            return torch.zeros((), dtype=self.weight.dtype)
+        return self._returned(inputs[0] if inputs else next(iter(named.values())))
+
+    def _returned(self, value: Any) -> Any:
+        return (value,) if self.__dict__["in_tuple"] else value
+
+    def __repr__(self) -> str:
+        return f"{type(self.__dict__['_stands_for']).__name__} of another stage"
+
+
+class Probe(Absent):
+    """Stands for a module while the order of modules is found: an embedding gives zeros of its shape."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The first argument, or embeddings of zero."""
+        received, module = inputs[0] if inputs else next(iter(named.values())), self.__dict__["_stands_for"]
+        if isinstance(module, nn.Embedding) and isinstance(received, Tensor):
+            return torch.zeros(*received.shape[:2], module.embedding_dim, dtype=module.weight.dtype)
+        return self._returned(received)
+
+
+class Received(Absent):
+    """Stands for the layer before a stage's own: returns what the stage has received, whatever came before it."""
+
+    def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
+        super().__init__(stands_for, in_tuple=in_tuple)
+        self.__dict__["received"] = None
+
+    def forward(self, *_inputs: Any, **_named: Any) -> Any:
+        """The hidden states from the stage before."""
+        return self._returned(self.__dict__["received"])
+
+
+def pruned_copy(
+    whole: PreTrainedModel,
+    spine: Sequence[str],
+    keep: Collection[str],
+    absent: type[Absent] | None = None,
+    in_tuple: str | None = None,
+) -> PreTrainedModel:
+    """A model with the very modules to `keep`, those without parameters copied, and absent ones in other places.
+
+    `in_tuple`: name of the list of layers, if these return tuples.
+    """
+    memo: dict[int, nn.Module] = {}
+    for name in reversed(spine):
+        module = whole.get_submodule(name)
+        new = copy.copy(module)
+        for table in ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
+            new.__dict__[table] = copy.copy(module.__dict__[table])
+        memo[id(module)] = new
+    for parent in spine:
+        new = memo[id(whole.get_submodule(parent))]
+        for name, child in new._modules.items():
+            if child is None:
+                continue
+            if id(child) in memo:
+                new._modules[name] = memo[id(child)]
+            elif isinstance(child, nn.ModuleList) and (f"{parent}.{name}" if parent else name) not in keep:
+                new._modules[name] = nn.ModuleList(child)
+            elif next(child.parameters(), None) is None and not isinstance(child, nn.ModuleList):
+                new._modules[name] = copy.deepcopy(child)
+    model: Any = memo[id(whole)]
+    prune(model, spine, keep, absent or Absent, in_tuple)
+    pruned: PreTrainedModel = model
+    return pruned
+
+
+def prune(
+    model: nn.Module,
+    spine: Sequence[str],
+    keep: Collection[str],
+    absent: type[Absent],
+    in_tuple: str | None = None,
+) -> None:
+    """Put absent modules in the place of all beside and in the list of layers but those to keep."""
+    for parent in spine:
+        for name, child in model.get_submodule(parent).named_children():
+            full = f"{parent}.{name}" if parent else name
+            if full in spine or full in keep:
+                continue
+            if isinstance(child, nn.ModuleList):
+                for n, layer in enumerate(child):
+                    if f"{full}.{n}" not in keep:
+                        child[n] = absent(layer, in_tuple=full == in_tuple)
+            else:
+                setattr(model.get_submodule(parent), name, absent(child))
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    model.all_tied_weights_keys = {one: other for one, other in tied.items() if one in names and other in names}  # type: ignore[assignment]
