@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.section import say
 from instances import HALF, uniform
@@ -29,6 +33,17 @@ def run(name: str, problem: Problem, method: str, time_limit_s: float) -> Measur
     figures = measured.figures
     say(f"{name}  {method}  {measured.seconds:.1f} s  {figures.value_us if figures else measured.why_not}")
     return measured
+
+
+def solve_by_command(problem: Problem, time_limit_s: float) -> tuple[float, dict[str, Any]]:
+    """Seconds of the whole command `optpipe solve`, and what it says of its schedule (`Schedule.figures`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, answer = Path(folder) / "problem.json", Path(folder) / "schedule.json"
+        source.write_text(json.dumps(problem.to_data()))
+        command = [sys.executable, "-m", "optpipe", "solve", str(source), "-o", str(answer), "--no-cache", "--json"]
+        began = time.perf_counter()
+        done = subprocess.run([*command, "--time-limit", str(time_limit_s)], check=True, capture_output=True)
+        return time.perf_counter() - began, json.loads(done.stdout)
 
 
 def torchrun(worker: Path, processes: int, *arguments: str) -> None:

@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.markdown import Row, machine, seconds_text, table
-from benchmarks.runs import warm_up
+from benchmarks.runs import solve_by_command, warm_up
 from benchmarks.seconds_by_size import linear, offloading, v_shape
 from benchmarks.section import Section, Size, main, say
 from instances import uniform
@@ -48,10 +45,10 @@ def measure(size: Size, pictures: Path) -> str:
     warm_up(["auto"])
     limit_s, rows = TIME_LIMIT_S[size], list[Row]()
     for name, problem in problems(size).items():
-        quiet_s, quiet = _solved(problem, limit_s)
+        quiet_s, quiet = solve_by_command(problem, limit_s)
         with _spinning(available_cores()):
-            busy_s, busy = _solved(problem, limit_s)
-        times = seconds_text(quiet_s), share_text(quiet), seconds_text(busy_s), share_text(busy)
+            busy_s, busy = solve_by_command(problem, limit_s)
+        times = seconds_text(quiet_s), share_text(quiet["gap"]), seconds_text(busy_s), share_text(busy["gap"])
         rows.append((name, f"{count_ops(problem):,}", *times))
         say(" ".join(rows[-1]))
     columns = ("problem", "ops", "seconds", "gap", "seconds, busy", "gap, busy")
@@ -60,18 +57,6 @@ def measure(size: Size, pictures: Path) -> str:
         "reading, searching, verifying and writing. Busy: beside a process that spins for each core.\n\n"
         f"`{COMMAND} --size {size}`: {machine()}."
     )
-
-
-def _solved(problem: Problem, limit_s: float) -> tuple[float, float]:
-    """Seconds of the command, and the gap of its schedule."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, answer = Path(folder) / "problem.json", Path(folder) / "schedule.json"
-        source.write_text(json.dumps(problem.to_data()))
-        command = [sys.executable, "-m", "optpipe", "solve", str(source), "-o", str(answer), "--no-cache"]
-        began = time.perf_counter()
-        subprocess.run([*command, "--time-limit", str(limit_s)], check=True, capture_output=True)
-        seconds = time.perf_counter() - began
-        return seconds, json.loads(answer.read_text())["gap"]
 
 
 @contextmanager

@@ -20,8 +20,11 @@ from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes
 from solver.solution import Feed, OnProgress, Solution
-from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, run_subsolvers
+from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, has_lists, run_subsolvers
 from solver.warm_starts import offer_orders, offer_published
+
+PUBLISHED_SHARE = 0.15
+"""Share of the time limit for published schedules, in processor time, where `auto` makes better list schedules."""
 
 
 def solve(
@@ -74,7 +77,7 @@ def search(
         raise InfeasibleError(text, known_budgets_bytes(problem))
     shared = SharedIncumbent(problem, limits, on_progress)
     with limits.cancel.calling(shared.stop.request), (feed or Feed()).into(shared.offer):
-        offer_published(problem, shared)
+        offer_published(problem, shared, PUBLISHED_SHARE if chosen.search is None and has_lists(problem) else 1.0)
         for orders in starts:
             offer_orders(problem, shared, orders, "neighbour")
         if chosen.search is not None:

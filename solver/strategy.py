@@ -220,14 +220,13 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
                 TimeSlice("search", searches.annealing, 0.1, workers),
             ]
         ]
-    split = all(stage.split_backward for stage in problem.stages)
-    if problem.has_factors or problem.slice_count > 1 or not split:
+    if not _is_plain(problem):
         return _with_units(problem, ops, workers)
     if problem.has_modes:
         return _with_modes(problem, ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
     if _leaves(problem):
-        shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.25, 0.4)
+        shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
         lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
         first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
     if workers == 1:
@@ -235,6 +234,17 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     beside = _models(problem, ops, 0.35, workers - 1)
     beside = beside or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
     return [[TimeSlice("search", searches.annealing, 0.35)], [*first, *beside]]
+
+
+def has_lists(problem: Problem) -> bool:
+    """True if `auto` makes list schedules of its own for a problem."""
+    return count_ops(problem) > SMALL_OPS and _is_plain(problem) and (problem.has_modes or _leaves(problem))
+
+
+def _is_plain(problem: Problem) -> bool:
+    """True if microbatches are alike and whole, and all backwards may be split."""
+    split = all(stage.split_backward for stage in problem.stages)
+    return split and not problem.has_factors and problem.slice_count == 1
 
 
 def _leaves(problem: Problem) -> bool:
@@ -246,8 +256,9 @@ def _leaves(problem: Problem) -> bool:
 def _with_modes(problem: Problem, ops: int, workers: int) -> Sequence[Subsolver]:
     """List schedules and patterns beside annealing, and windows and CP-SAT behind both."""
     beside = max(workers - 1, 1)
-    lists = TimeSlice("ada-offload", searches.in_flight, 0.3 if _leaves(problem) else 0.1, once=True)
-    pattern = TimeSlice("pattern", searches.modulo, 0.4, once=True)
+    shares = (0.5, 0.25) if ops > MOST_MODEL_OPS else (0.3 if _leaves(problem) else 0.1, 0.4)
+    lists = TimeSlice("ada-offload", searches.in_flight, shares[0], once=True)
+    pattern = TimeSlice("pattern", searches.modulo, shares[1], once=True)
     behind = [lists, pattern, TimeSlice("search", searches.annealing, 0.25, beside)]
     if ops <= MOST_MODEL_OPS:
         behind += [TimeSlice("windows", searches.lns, 0.15, beside), TimeSlice("cp-sat", searches.cp_sat, 0.1, beside)]

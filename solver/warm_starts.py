@@ -117,14 +117,14 @@ LEAST_S = 0.5
 Make = Callable[[Problem], Orders]
 
 
-def offer_published(problem: Problem, shared: SharedIncumbent) -> None:
+def offer_published(problem: Problem, shared: SharedIncumbent, share: float = 1.0) -> None:
     """Offer every published schedule to the shared incumbent, the cheap ones first; the floor if none fits.
 
-    Once they have taken the time limit in processor time, none is begun if something fits, or the answer would be late.
-    That does not hold while kernels are compiled on the way, which says nothing of what is left.
+    Once they have taken this share of the time limit in processor time, none is begun if something fits, or the answer
+    would be late. That does not hold while kernels are compiled on the way, which says nothing of what is left.
     """
     timed = shared.limits.deterministic_limit is None
-    limit_s = max(shared.limits.time_limit_s, LEAST_S)
+    limit_s = max(share * shared.limits.time_limit_s, LEAST_S)
     began_s = time.thread_time()
     for name, make in _made(problem):
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)

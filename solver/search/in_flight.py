@@ -4,19 +4,21 @@
 is. How long a schedule takes depends on both to within a few: one microbatch too many, and ops wait for memory; one too
 few, and devices are idle. So here both are searched for, on a problem with fewer microbatches where there are many.
 
-With activation modes there are several kinds of lists: for each mode those that recompute what has no room
-(`solver.search.recompute_lists`), and where activations may leave those of each choice of one variant a stage. Each
-kind that is not far worse gets its first numbers, and then they go on, the best first.
+There are several kinds of lists: those in which memory decides what leaves and, for each mode that recomputes, what is
+made anew (`solver.search.memory_lists`); and where activations may leave those of `ada-offload`, with activation modes
+for each choice of one variant a stage. Each kind that is not far worse gets its first numbers, and then they go on, the
+best first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product, starmap
+from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import Any
 
 from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
@@ -26,15 +28,12 @@ from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.limits import Limits
 from solver.published.ada_offload import in_flight_orders
 from solver.published.transfers import TransferPlanner, TransferRequest
-from solver.search.recompute_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, recompute_lists
+from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
 from solver.solution import OnSolution, Solution
 from solver.variants import Variant
 
 LATE_WEIGHTS = (1, 2, 4, 0, 8, 16)
 """Numbers of W left over on a device, tried in turn."""
-
-LEADS = (1.5, 3.0)
-"""Leads of reloads, in durations of the copy."""
 
 SHORT = 4
 """Microbatches for each stage with which choices are compared where there are many more."""
@@ -49,42 +48,112 @@ PLAYED_PER_SECOND = 250_000
 """Compute ops ordered, played with their copies and simulated in a second, and so in a unit of work (one core)."""
 
 
-class Again(NamedTuple):
-    """When microbatches are recomputed, and for how many there is room beside one kept (`recompute_lists`)."""
-
-    ahead: int
-    behind: int
-
-
-AGAIN = tuple(starmap(Again, product((ON_ITS_WAY, WITH_GRADIENT, WHEN_IDLE), (0, 4, 16))))
-"""Ways to recompute, tried in turn."""
-
-
 @dataclass(frozen=True)
 class Choice:
-    """Microbatches between their first F and their last B, W left over, whether activations leave, and the lead.
+    """Microbatches between their first F and their last B, W left over, and the lead of reloads in their durations.
 
-    `again`: how microbatches are recomputed.
+    The others are those of `solver.search.memory_lists.Rules`; `tail` is in microbatches for each stage.
     """
 
     in_flight: int
     late_weights: int
-    offloads: bool
-    lead: float = LEADS[0]
-    again: Again = AGAIN[0]
+    lead: float = 1.5
+    tail: int = 1
+    ahead: int = ON_ITS_WAY
+    behind: int = 0
+    early: int = 0
+    reserve: int = -1
 
 
-Lists = Callable[[Problem, Choice], Orders | None]
-"""Makes the orders of a choice for a problem; None where memory has no room for them."""
+Changes = Sequence[Mapping[str, Any]]
+"""Fields of a choice that are tried beside its numbers, one entry after another."""
+
+LEADS: Changes = [{"lead": 3.0}]
+TAIL: Changes = [{"tail": 0}]
+EARLY: Changes = [{"early": early} for early in (1, 2, 4)]
+RESERVE: Changes = [{"reserve": reserve, "behind": 0} for reserve in (1, 2, 4)]
+AGAIN: Changes = [
+    {"ahead": ahead, "behind": behind} for ahead, behind in product((ON_ITS_WAY, WITH_GRADIENT, WHEN_IDLE), (0, 4, 16))
+]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of lists; `offloads`: activations leave. `again`: the ways to recompute to choose from."""
+class Lists(ABC):
+    """A kind of lists of a problem, with the `first` choice and the `changes` there are beside its numbers."""
 
-    lists: Lists
-    offloads: bool
-    again: Sequence[Again] = AGAIN[:1]
+    def __init__(self, problem: Problem, changes: Changes) -> None:
+        self.problem = problem
+        self.changes = changes
+        self.first = Choice(min(2 * len(problem.stages), problem.units), LATE_WEIGHTS[0])
+
+    @abstractmethod
+    def orders(self, choice: Choice) -> Orders | None:
+        """The orders of a choice; None where memory has no room for them."""
+
+    def tried(self, choice: Choice) -> tuple[float, Orders | None]:
+        """The value of a choice, infinite where memory has no room for it; with its orders, if they had to be made."""
+        orders = self.orders(choice)
+        return (inf if orders is None else _value_us(self.problem, orders)), orders
+
+
+class PlainLists(Lists):
+    """List schedules of a problem without modes; `offloads`: with copies."""
+
+    def __init__(self, problem: Problem, offloads: bool) -> None:
+        super().__init__(problem, LEADS if offloads else [])
+        stages = [s for s, stage in enumerate(problem.stages) if offloads and stage.offload]
+        self.leaving = set(product(stages, range(problem.units)))
+
+    def orders(self, choice: Choice) -> Orders | None:
+        """The orders of a choice; None where memory has no room for them."""
+        orders = in_flight_orders(self.problem, choice.in_flight, choice.late_weights)
+        compute = [OpArray.of(device.compute) for device in orders.devices]
+        budgets = [device.memory_bytes for device in self.problem.devices]
+        return TransferPlanner(self.problem, compute).plan(TransferRequest(self.leaving, choice.lead), budgets)
+
+
+class ListsByStage(Lists):
+    """Those of the problem that one variant a stage makes, in which all is kept that fits."""
+
+    def __init__(self, problem: Problem, chosen: Sequence[Variant]) -> None:
+        super().__init__(problem, LEADS)
+        self.by_stage = ByStage(problem, chosen)
+        self.plain = PlainLists(self.by_stage.plain, offloads=True)
+
+    def orders(self, choice: Choice) -> Orders | None:
+        """The orders of a choice; None where memory has no room for them."""
+        plain = self.plain.orders(choice)
+        orders = None if plain is None else self.by_stage.with_modes(plain)
+        return None if orders is None else keep_what_fits(self.problem, orders)
+
+
+class ListsInMemory(Lists):
+    """Those in which memory decides: what is recomputed in mode ``modes[s]``, and leaves in ``out[s]`` (0: nothing)."""
+
+    def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
+        changes = [*(EARLY if any(out) else []), *([*AGAIN, *RESERVE] if any(modes) else []), *TAIL]
+        super().__init__(problem, changes)
+        self.first = replace(self.first, in_flight=min(len(problem.stages), problem.units))  # memory stops the others
+        self.lists = MemoryLists(problem, modes, out)
+
+    def orders(self, choice: Choice) -> Orders | None:
+        """The orders of a choice; None where memory has no room for them."""
+        orders = self.lists.orders(self._rules(choice))
+        return None if orders is None else keep_what_fits(self.problem, orders)
+
+    def tried(self, choice: Choice) -> tuple[float, Orders | None]:
+        """The value as planned, which is not below that of the orders."""
+        if self.problem.objective != "makespan":
+            return super().tried(choice)
+        return self.lists.makespan_us(self._rules(choice)), None
+
+    def _rules(self, choice: Choice) -> Rules:
+        tail = choice.tail * len(self.problem.stages)
+        numbers = choice.in_flight, choice.late_weights, tail
+        return Rules(*numbers, choice.ahead, choice.behind, choice.early, choice.reserve)
+
+
+Kind = Callable[[Problem], Lists]
+"""Makes the lists of a kind for the problem with any number of microbatches."""
 
 
 def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -93,67 +162,71 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
     short = problem.from_data(problem.to_data() | {"microbatches": few}) if few < problem.microbatches else problem
     best = start
 
-    def offer(trials: Trials, choice: Choice) -> None:
+    def offer(kind: Kind, trials: Trials, choice: Choice) -> None:
         nonlocal best
-        orders = trials.orders_of(choice) if short is problem else trials.lists(problem, choice)
+        orders = trials.orders_of(choice) if short is problem else kind(problem).orders(choice)
         value_us = inf if orders is None else _value_us(problem, orders)
         if value_us < best.value_us:
             best = replace(start, orders=orders, value_us=value_us)
             on_solution(best)
 
-    runs: list[tuple[float, int, Trials, Iterator[Choice]]] = []
+    runs: list[tuple[float, int, Kind, Trials, Iterator[Choice]]] = []
     closest: tuple[float, Choice] | None = None
     for k, kind in enumerate(_kinds(problem)):
-        trials = Trials(short, limits, kind.lists)
-        found = improving(trials, kind.offloads, kind.again)
-        if not problem.has_modes:
-            for choice in found:
-                offer(trials, choice)
-            continue
-        trials.limits = limits.part(FIRST_SHARE)
-        if closest is not None:
-            guesses = (closest[1].in_flight, 2 * len(problem.stages))
-            values_us = [trials.value_us(Choice(n, LATE_WEIGHTS[0], kind.offloads)) for n in guesses]
-            if min(values_us) > HOPEFUL * closest[0]:
+        trials = Trials(kind(short), limits.part(FIRST_SHARE))
+        found = improving(trials)
+        if closest is None and trials.value_us(trials.lists.first) < inf:
+            offer(kind, trials, trials.lists.first)
+        if closest is not None and problem.has_modes:  # else there are few kinds
+            guesses = (closest[1].in_flight, trials.lists.first.in_flight)
+            if min(trials.value_us(replace(trials.lists.first, in_flight=n)) for n in guesses) > HOPEFUL * closest[0]:
                 continue
         if (first := next(found, None)) is not None and (value_us := trials.value_us(first)) < inf:
-            runs.append((value_us, k, trials, found))
+            runs.append((value_us, k, kind, trials, found))
             if closest is None or value_us < closest[0]:
                 closest = value_us, first
-                offer(trials, first)
-    for _, _, trials, found in sorted(runs, key=lambda run: run[:2]):
+                offer(kind, trials, first)
+    for _, _, kind, trials, found in sorted(runs, key=lambda run: run[:2]):
         trials.limits = limits
         for choice in found:
-            offer(trials, choice)
+            offer(kind, trials, choice)
     return best
 
 
 def _kinds(problem: Problem) -> Iterator[Kind]:
     """The kinds of lists for a problem, those in which activations leave first."""
-    if not problem.has_modes:
-        if any(stage.offload for stage in problem.stages):
-            yield Kind(plain_lists, True)
-        yield Kind(plain_lists, False)
-        return
-    for by_stage in choices(problem):
-        if any(stage.offload for stage in by_stage.plain.stages):
-            yield Kind(partial(_lists_by_stage, by_stage.chosen), True)
+    out = [int(stage.offload is not None and stage.offload.bytes > 0) for stage in problem.stages]
+    alone = all(len(group) == 1 for group in problem.channel_groups) and problem.host_memory_bytes is None
     able = [
         [k for k, mode in enumerate(stage.choices) if mode.recomputes and not mode.offload] for stage in problem.stages
     ]
-    for number in range(max(map(len, able))):
-        modes = [ways[min(number, len(ways) - 1)] if ways else 0 for ways in able]
-        yield Kind(partial(_lists_with_modes, modes), False, AGAIN)
+    again = [
+        [ways[min(number, len(ways) - 1)] if ways else 0 for ways in able] for number in range(max(map(len, able)))
+    ]
+    if any(out) and alone:
+        for modes in again or [[0] * len(out)]:
+            yield partial(ListsInMemory, modes=modes, out=out)
+    if not problem.has_modes:
+        if any(out):
+            yield partial(PlainLists, offloads=True)
+        yield partial(PlainLists, offloads=False)
+        return
+    for by_stage in choices(problem):
+        if any(stage.offload for stage in by_stage.plain.stages):
+            yield partial(ListsByStage, chosen=by_stage.chosen)
+    for modes in again:
+        yield partial(ListsInMemory, modes=modes, out=[0] * len(out))
 
 
-def improving(trials: Trials, offloads: bool, again: Sequence[Again] = AGAIN[:1]) -> Iterator[Choice]:
+def improving(trials: Trials) -> Iterator[Choice]:
     """Choices, each the best so far.
 
     For each number of W left over the number in flight goes by steps from the one before, halved whenever neither side
     is better. The first one halves from the most until memory has room.
     """
-    most = trials.problem.units
-    start = Choice(min(2 * len(trials.problem.stages), most), LATE_WEIGHTS[0], offloads)
+    problem = trials.lists.problem
+    most = problem.units
+    start = trials.lists.first
     in_flight = start.in_flight
     while in_flight > 1 and trials.value_us(replace(start, in_flight=in_flight)) == inf:
         in_flight -= max(1, in_flight // 4)
@@ -173,9 +246,9 @@ def improving(trials: Trials, offloads: bool, again: Sequence[Again] = AGAIN[:1]
         if own_us < best_us:
             best_us = own_us
             choice = replace(like, in_flight=in_flight)
-            others = [replace(choice, lead=lead) for lead in (LEADS if offloads else LEADS[:1])]
-            for other in [*others, *(replace(choice, again=way) for way in again)]:
-                if trials.value_us(other) <= best_us:
+            for change in trials.lists.changes:
+                other = replace(choice, **change)
+                if trials.value_us(other) < best_us:
                     best_us, choice = trials.value_us(other), other
             yield choice
         if trials.spent:
@@ -185,11 +258,10 @@ def improving(trials: Trials, offloads: bool, again: Sequence[Again] = AGAIN[:1]
 
 @dataclass
 class Trials:
-    """Values of choices on a problem, each found once, as long as the limits allow."""
+    """Values of choices of a kind of lists, each found once, as long as the limits allow."""
 
-    problem: Problem
+    lists: Lists
     limits: Limits
-    lists: Lists = field(default_factory=lambda: plain_lists)
     played: int = 0
     _known: dict[Choice, float] = field(default_factory=dict)
     _best: tuple[Choice, Orders] | None = None
@@ -209,9 +281,9 @@ class Trials:
         if choice not in self._known:
             if self.spent:
                 return inf
-            orders = self.lists(self.problem, choice)
-            self.played += 3 * len(self.problem.stages) * self.problem.units
-            value_us = inf if orders is None else _value_us(self.problem, orders)
+            problem = self.lists.problem
+            self.played += 3 * len(problem.stages) * problem.units
+            value_us, orders = self.lists.tried(choice)
             if orders is not None and value_us < min(self._known.values(), default=inf):
                 self._best = choice, orders
             self._known[choice] = value_us
@@ -219,39 +291,10 @@ class Trials:
 
     def orders_of(self, choice: Choice) -> Orders | None:
         """Orders of a choice."""
-        return self._best[1] if self._best and self._best[0] == choice else self.lists(self.problem, choice)
-
-
-def plain_lists(problem: Problem, choice: Choice) -> Orders | None:
-    """List schedules of a problem without modes, with copies where activations leave."""
-    compute = [
-        OpArray.of(device.compute)
-        for device in in_flight_orders(problem, choice.in_flight, choice.late_weights).devices
-    ]
-    leaving = {
-        (s, i)
-        for s, stage in enumerate(problem.stages)
-        if choice.offloads and stage.offload
-        for i in range(problem.units)
-    }
-    budgets = [device.memory_bytes for device in problem.devices]
-    return TransferPlanner(problem, compute).plan(TransferRequest(leaving, choice.lead), budgets)
-
-
-def _lists_by_stage(chosen: Sequence[Variant], problem: Problem, choice: Choice) -> Orders | None:
-    """Those of the problem that one variant a stage makes, in which all is kept that fits."""
-    by_stage = ByStage(problem, chosen)
-    plain = plain_lists(by_stage.plain, choice)
-    orders = None if plain is None else by_stage.with_modes(plain)
-    return None if orders is None else keep_what_fits(problem, orders)
-
-
-def _lists_with_modes(modes: Sequence[int], problem: Problem, choice: Choice) -> Orders | None:
-    """Those that recompute in these modes what memory has no room for."""
-    orders = recompute_lists(problem, modes, choice.in_flight, choice.late_weights, *choice.again)
-    return None if orders is None else keep_what_fits(problem, orders)
+        return self._best[1] if self._best and self._best[0] == choice else self.lists.orders(choice)
 
 
 def _value_us(problem: Problem, orders: Orders) -> float:
+    """The value of orders; infinite where they exceed a budget."""
     simulation = simulate(problem, orders)
     return simulation.value_us if within_budgets(problem, orders, simulation) else inf

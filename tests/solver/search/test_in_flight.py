@@ -14,7 +14,7 @@ from solver.bounds import lower_bound_us
 from solver.build import build_schedule, within_budgets
 from solver.limits import Cancel, Limits
 from solver.methods import METHODS, published_orders
-from solver.search.in_flight import LATE_WEIGHTS, Choice, Trials, improving, in_flight_search
+from solver.search.in_flight import LATE_WEIGHTS, Choice, PlainLists, Trials, improving, in_flight_search
 from solver.solution import Solution
 
 WORK = Limits(deterministic_limit=20.0)
@@ -40,11 +40,11 @@ def test_what_it_finds_is_valid_and_no_worse_than_ada_offload(problem: Problem) 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:3])
 def test_the_steps_lead_close_to_the_best_of_all_numbers(problem: Problem) -> None:
-    trials = Trials(problem, WORK)
-    (*_, choice) = improving(trials, True)
-    every = Trials(problem, Limits(deterministic_limit=inf))
+    trials = Trials(PlainLists(problem, True), WORK)
+    (*_, choice) = improving(trials)
+    every = Trials(PlainLists(problem, True), Limits(deterministic_limit=inf))
     numbers = range(1, problem.units + 1)
-    best_us = min(every.value_us(Choice(n, late, True)) for n, late in product(numbers, LATE_WEIGHTS))
+    best_us = min(every.value_us(Choice(n, late)) for n, late in product(numbers, LATE_WEIGHTS))
     assert trials.value_us(choice) <= 1.05 * best_us
     assert trials.played < every.played
 
@@ -54,8 +54,8 @@ def test_many_microbatches_take_the_choice_of_few() -> None:
     best = in_flight_search(problem, WORK, Solution(), lambda _: None)
     assert best.orders is not None
     assert within_budgets(problem, best.orders, simulate(problem, best.orders))
-    whole = Trials(problem, WORK)
-    assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole, True))
+    whole = Trials(PlainLists(problem, True), WORK)
+    assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole))
 
 
 def test_nothing_is_searched_after_a_cancel() -> None:

@@ -1,4 +1,4 @@
-"""List schedules in which memory decides what is recomputed: valid within every budget, no more than it asks for."""
+"""List schedules in which memory decides how activations are held: valid in every budget, no more than it asks for."""
 
 from __future__ import annotations
 
@@ -7,53 +7,92 @@ from random import Random
 
 import pytest
 
-from instances import uniform
-from optpipe.problem import Problem
+from benchmarks.many_devices import offloading_or_recomputing
+from instances import HALF, WHOLE, uniform
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule
 from solver.limits import Limits
-from solver.search.in_flight import AGAIN, in_flight_search
-from solver.search.recompute_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, recompute_lists
+from solver.search.in_flight import AGAIN, RESERVE, in_flight_search
+from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.recomputing import FULL, LEAVES, random_pipeline, recomputing
 
 LIGHT = {"name": "light", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0}
 WORK = Limits(float("inf"), workers=1, deterministic_limit=10.0)
-TENTHS = {"activation_bytes": 20, "backward_weight_bytes": 10}
-
-
-def offload_or_recompute(p: int, m: int) -> Problem:
-    """Half the memory of 1F1B; half of an activation may leave in the time of F, or nearly all is recomputed."""
-    problem = uniform(p, m, budget=10 * p, offload={"bytes": 10, "offload_us": 10, "reload_us": 10}, **TENTHS)
-    data = problem.to_data()
-    for stage in data["stages"]:
-        stage["modes"] = [{**LIGHT, "recompute_us": 10, "segment_bytes": 19}]
-    return Problem.from_data(data)
 
 
 @pytest.mark.parametrize("mode", [LIGHT, FULL])
 def test_every_choice_is_valid_in_every_budget(mode: dict[str, object]) -> None:
-    for budget, in_flight, late, (ahead, behind) in product((12, 15, 23, 40), (1, 3, 9), (0, 3), AGAIN):
+    for budget, in_flight, late, change in product((12, 15, 23, 40), (1, 3, 9), (0, 3), [*AGAIN, *RESERVE]):
         problem = recomputing(4, 10, [mode], budget, backward_weight_bytes=4)
-        orders = recompute_lists(problem, [1] * 4, in_flight, late, ahead, behind)
+        orders = MemoryLists(problem, [1] * 4, [0] * 4).orders(Rules(in_flight, late, **change))
         if orders is None:
             assert budget == 12 or in_flight > 1
             continue
         build_schedule(problem, orders, 0.0, "lists", 0.0)  # verifies it
 
 
+COPIED = [
+    uniform(4, 10, budget=5, offload=HALF),
+    uniform(4, 10, budget=7, offload=HALF, copy_channels={"duplex": False}),
+    uniform(4, 10, budget=4, offload=WHOLE | {"reload_us": 35}, transfer_us=4),
+    uniform(3, 8, budget=9, offload=HALF, v_shape=True),
+    uniform(3, 8, budget=9, offload=WHOLE | {"offload_us": 25}, v_shape=True, copy_channels={"duplex": False}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(COPIED)))
+def test_with_copies_every_choice_is_valid_and_ends_as_planned(number: int) -> None:
+    problem = COPIED[number]
+    lists = MemoryLists(
+        problem, [0] * len(problem.stages), [int(stage.offload is not None) for stage in problem.stages]
+    )
+    copies = 0
+    for rules in (Rules(*numbers) for numbers in product((1, 3, 9), (0, 3), (0, 6), (ON_ITS_WAY,), (0,), (0, 1, 3))):
+        orders = lists.orders(rules)
+        if orders is None:
+            continue
+        copies += sum(len(device.offload) for device in orders.devices)
+        schedule = build_schedule(problem, orders, 0.0, "lists", 0.0)  # verifies it
+        assert schedule.value_us <= lists.makespan_us(rules)
+    assert copies
+
+
+def test_every_way_to_hold_an_activation_is_used_where_memory_is_short() -> None:
+    problem = offloading_or_recomputing(8, 24)
+    lists = MemoryLists(problem, [2] * 7 + [1], [1] * 7 + [0])
+    for rules in (Rules(8, 1, behind=4), Rules(8, 1, tail=8, reserve=3)):
+        orders = lists.orders(rules)
+        assert orders is not None
+        assert orders.modes is not None
+        assert {1, 2} <= set(orders.modes[0].tolist())
+        build_schedule(problem, orders, 0.0, "lists", 0.0)
+
+
+def test_what_is_planned_to_be_recomputed_is_spread_evenly() -> None:
+    problem = recomputing(4, 40, [LIGHT], 25, backward_weight_bytes=4)
+    orders = MemoryLists(problem, [1] * 4, [0] * 4).orders(Rules(4, 1, reserve=1))
+    assert orders is not None
+    assert orders.modes is not None
+    recomputed = orders.modes.sum(axis=1)  # 2.5 of 4 in flight have room: 4 - 2.5 + 1 of 4, each of which saves 0.9
+    assert recomputed.tolist() == sorted(recomputed, reverse=True)
+    assert abs(recomputed[0] - 40 * 2.5 / (4 * 0.9)) <= 2
+    halves = orders.modes.reshape(4, 2, 20).sum(axis=2)
+    assert (abs(halves[:, 0] - halves[:, 1]) <= 2).all()
+
+
 def test_nothing_is_recomputed_where_memory_has_room() -> None:
-    orders = recompute_lists(recomputing(4, 10, [LIGHT], 1000), [1] * 4, 8, 2, ON_ITS_WAY, 4)
+    orders = MemoryLists(recomputing(4, 10, [LIGHT], 1000), [1] * 4, [0] * 4).orders(Rules(8, 2, behind=4))
     assert orders is not None
     assert orders.modes is not None
     assert not orders.modes.any()
 
 
 def test_a_stage_without_such_a_mode_keeps_all() -> None:
-    problem = recomputing(2, 6, [LIGHT], 20, backward_weight_bytes=4)
-    orders = recompute_lists(problem, [1, 0], 6, 0, WITH_GRADIENT, 0)
+    problem = recomputing(2, 6, [LIGHT], 15, backward_weight_bytes=4)
+    orders = MemoryLists(problem, [1, 0], [0, 0]).orders(Rules(6, 0, ahead=WITH_GRADIENT))
     assert orders is not None
     assert orders.modes is not None
     assert orders.modes[0].any()
@@ -65,7 +104,7 @@ def test_an_activation_is_made_before_its_gradient_comes_only_where_that_is_allo
     problem = recomputing(4, 10, [FULL], 25, backward_weight_bytes=4)
     ahead = {}
     for moment in (WITH_GRADIENT, ON_ITS_WAY, WHEN_IDLE):
-        orders = recompute_lists(problem, [1] * 4, 6, 1, moment, 0)
+        orders = MemoryLists(problem, [1] * 4, [0] * 4).orders(Rules(6, 1, ahead=moment))
         assert orders is not None
         ahead[moment] = sum(op.kind == "C" for device in orders.devices for op in device.compute)
     assert ahead[WITH_GRADIENT] == 0 < ahead[ON_ITS_WAY]
@@ -97,7 +136,7 @@ def test_it_is_as_near_to_the_bound_with_any_number_of_microbatches(
 
 
 def test_with_modes_it_finds_what_it_does_without() -> None:
-    problem = offload_or_recompute(8, 64)
+    problem = offloading_or_recomputing(8, 64)
     found: list[Solution] = []
     best = in_flight_search(problem, WORK, Solution(), found.append)
     assert found[-1] == best

@@ -1,0 +1,566 @@
+"""List schedules in which memory decides how each microbatch is held: kept, sent to the host, or recomputed.
+
+As in `ada-offload` a device that is free takes what is ready: B before F, and W when nothing else is ready or too many
+are left over. Here every device keeps its budget as it goes. An F runs in the mode that keeps its activation if there
+is room, else in one that recomputes; some room stays free so that the next backward can always have its activation.
+That is made anew inside the backward where a stage can, or ahead of it: as soon as the gradient is on its way, or
+whenever the device has nothing else to do.
+
+Where a stage may offload, what is kept leaves in the order of its F as soon as the channel is free, if it is not needed
+too soon. It comes back when its gradient is on its way, or some backwards earlier where copies are slow. An op that
+takes memory waits for the last releases on the other streams that had ended when it started, which keeps memory safe
+under any timing (`optpipe.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import ceil
+from typing import NamedTuple, cast
+
+import numpy as np
+from numba import njit
+
+from optpipe.costs import device_effect
+from optpipe.ops import KINDS, Bools, DeviceOrders, Floats, Ints, OpArray, Orders, WaitArray
+from optpipe.problem import Mode, Problem, Stage
+from solver.timeline import NO_LIMIT, NONE, B, F, W
+
+DROP, MAKE, INSIDE, OUT, BACK = (cast(int, np.int64(row)) for row in range(3, 8))
+"""Rows beside F, B and W: the F of a microbatch that is recomputed, its C, its CB, and the copies O and R."""
+
+_KIND_OF_ROW = np.array([KINDS.index(kind) for kind in ("F", "B", "W", "F", "C", "CB", "O", "R")])
+
+KEPT, DROPPED, MADE, LEAVING, AWAY, COMING, RETURNED = range(7)
+"""States of an activation."""
+
+WITH_GRADIENT, ON_ITS_WAY, WHEN_IDLE = range(3)
+"""When a microbatch is recomputed: once its gradient is there, once it is known to come, or in idle time as well."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, without their whole parts, are spread evenly; so are those of them below any share."""
+
+LEFT_BEFORE_DROP = 1
+"""W that a device leaves over rather than make room with them for an F that is kept."""
+
+COMPUTE, OFFLOAD, RELOAD = range(3)
+"""Streams of a device. Its channels are numbered from OFFLOAD on; with one for both directions that is OFFLOAD."""
+
+
+class Course(NamedTuple):
+    """Costs of ops by row and stage, and where stages are; device d holds ``stages[first[d]:first[d + 1]]``.
+
+    `delay_us`: from the neighbour's F and B to one's own. `need_bytes` must be free when an op starts, `change_bytes`
+    is what it leaves behind; `frees`: its end frees some. `backward_bytes`: what stays free after an F so that the
+    activation of one microbatch can be had again; `forward_bytes`: beside it, so that it gets through the later stages
+    of its device; `more_bytes`: also beside it after an F that is kept, so that others can follow that are not.
+    `leaves`: activations may leave, if at least `soon` microbatches stand before theirs or they are back before their
+    backward can be: `way_us` is from the end of F to the start of B at the least.
+    """
+
+    us: Floats
+    delay_us: Floats
+    need_bytes: Ints
+    change_bytes: Ints
+    frees: Bools
+    backward_bytes: Ints
+    forward_bytes: Ints
+    more_bytes: Ints
+    recomputes: Bools
+    inside: Bools
+    leaves: Bools
+    soon: Ints
+    way_us: Floats
+    device_of: Ints
+    first: Ints
+    stages: Ints
+    budget_bytes: Ints
+    duplex: bool
+
+
+class State(NamedTuple):
+    """Ops placed so far, each on a stage in the order of microbatches; an op is a number, as `_number` gives it.
+
+    `end_us[kind, s, i]`: the end of an F or B. `placed[row, s]`: how many F, B, W and copies. `held[s, i]`: the state
+    of an activation; `next_out[s]`: the first microbatch that may still leave. `order[d]`: the compute ops of a device,
+    ``length[d]`` of them. `pending[d]`: stages of B in their order, whose W from ``left[0, d]`` to ``left[1, d]`` are
+    left. By stream and device: `free_us`, the end of its last op; `running`, that op until its end is settled, or NONE;
+    `released`, the last op that ended and freed memory; `waited[stream]`, for each stream the last one waited for.
+    `copies`: in the order of their starts. `waits`: pairs of an op and one that it waits for. `counts`: how many of
+    both.
+    """
+
+    end_us: Floats
+    placed: Ints
+    held: Ints
+    next_out: Ints
+    level_bytes: Ints
+    order: Ints
+    length: Ints
+    pending: Ints
+    left: Ints
+    free_us: Floats
+    running: Ints
+    released: Ints
+    waited: Ints
+    copies: Ints
+    waits: Ints
+    counts: Ints
+
+
+class Rules(NamedTuple):
+    """What a list schedule does beside taking what is ready.
+
+    At most `in_flight` microbatches are between their first F and their last B. At most `late_weights` W are left over
+    on a device while it does other things; any number once no more than `tail` F of its first stage are left, to be run
+    where the last backwards are waited for. `ahead`: when C may run. `early`: backwards before its own at which an
+    activation may come back; 0: when its gradient is on its way.
+
+    An activation is kept only where there is room beside it for `behind` microbatches that are recomputed: without it
+    devices wait for memory. Or it is planned which are: `reserve` is then at least 0, and of the microbatches that are
+    in flight on a device with so many in all, the share is recomputed that leaves room for `reserve` more.
+    """
+
+    in_flight: int
+    late_weights: int
+    tail: int = 0
+    ahead: int = ON_ITS_WAY
+    behind: int = 0
+    early: int = 0
+    reserve: int = -1
+
+
+class MemoryLists:
+    """List schedules of a problem whose stage s recomputes in mode ``modes[s]``, and sends to the host in ``out[s]``.
+
+    These are numbers of choices; 0: it never does. Channels must not be shared by devices, nor the host limited.
+    """
+
+    def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
+        self.problem = problem
+        self.modes = np.array(modes, np.int64)
+        self.out = np.array(out, np.int64)
+        self._courses: dict[int, Course] = {}
+
+    def play(self, rules: Rules) -> State | None:
+        """Everything placed by these rules; None if some device is left with ops for which it never has room."""
+        if rules.behind not in self._courses:
+            self._courses[rules.behind] = _course(self.problem, self.modes.tolist(), self.out.tolist(), rules.behind)
+        state = self._begin()
+        shares = self._planned_shares(rules.in_flight, rules.reserve) if rules.reserve >= 0 else np.zeros(0)
+        return state if _run(self._courses[rules.behind], state, rules, shares) else None
+
+    def makespan_us(self, rules: Rules) -> float:
+        """The end of the last op; infinite if memory lacks room. The orders may end earlier, not later."""
+        state = self.play(rules)
+        return float("inf") if state is None else float(state.free_us.max())
+
+    def orders(self, rules: Rules) -> Orders | None:
+        """The orders by these rules; None if memory lacks room."""
+        state = self.play(rules)
+        if state is None:
+            return None
+        copies, pairs = state.counts.tolist()
+        moved = self._ops(state.copies[:copies])
+        device = np.array([stage.device for stage in self.problem.stages])[moved.stage]
+        devices, channels = [], []
+        for d, (ops, count) in enumerate(zip(state.order, state.length.tolist(), strict=True)):
+            own = moved[np.flatnonzero(device == d)] if copies else moved
+            streams = (own[np.flatnonzero(own.kind == KINDS.index(kind))] for kind in "OR")
+            devices.append(DeviceOrders(self._ops(ops[:count]), *streams))
+            if len(own) and not self.problem.copy_channels.duplex:
+                channels.append(own)
+        waits = WaitArray(*map(self._ops, state.waits[:pairs].T))
+        modes = np.select(
+            [state.held == KEPT, state.held == RETURNED], [0, self.out[:, None]], self.modes[:, None]
+        ).astype(np.int64)
+        return Orders(devices, waits, channels, modes if self.problem.has_modes else None)
+
+    def _planned_shares(self, in_flight: int, reserve: int) -> Floats:
+        """The share of each stage's microbatches that is recomputed, the same on all stages of a device."""
+        stages = self.problem.stages
+        again = [stage.choices[number] for stage, number in zip(stages, self.modes.tolist(), strict=True)]
+        away = [stage.choices[number].offload for stage, number in zip(stages, self.out.tolist(), strict=True)]
+        held = [stage.activation_bytes - (copy.bytes if copy else 0) for stage, copy in zip(stages, away, strict=True)]
+        numbers = [in_flight * (1 - s / len(stages)) for s in range(len(stages))]  # as in 1F1B
+        shares = np.zeros(len(stages))
+        for device, of_device in zip(self.problem.devices, self.problem.stages_of, strict=True):
+            if device.memory_bytes is None:
+                continue
+            needed = sum(numbers[s] * held[s] for s in of_device) + reserve * max(
+                (held[s] for s in of_device), default=0
+            )
+            saved = sum(numbers[s] * max(held[s] - again[s].kept_bytes, 0) for s in of_device if again[s].recomputes)
+            if saved:
+                shares[of_device] = min(max((needed - device.memory_bytes) / saved, 0.0), 1.0)
+        return shares
+
+    def _ops(self, numbers: Ints) -> OpArray:
+        rest, microbatch = np.divmod(numbers, self.problem.units)
+        row, stage = np.divmod(rest, len(self.problem.stages))
+        return OpArray(_KIND_OF_ROW[row], stage, microbatch)
+
+    def _begin(self) -> State:
+        problem = self.problem
+        stages, m, devices = len(problem.stages), problem.units, len(problem.devices)
+        most = max(map(len, problem.stages_of)) * m
+        ways = 4 if self.modes.any() else 3
+        copies = 2 * np.count_nonzero(self.out) * m
+        return State(
+            end_us=np.zeros((2, stages, m)),
+            placed=np.zeros((len(_KIND_OF_ROW), stages), np.int64),
+            held=np.zeros((stages, m), np.int64),
+            next_out=np.zeros(stages, np.int64),
+            level_bytes=np.zeros(devices, np.int64),
+            order=np.zeros((devices, ways * most), np.int64),
+            length=np.zeros(devices, np.int64),
+            pending=np.zeros((devices, most), np.int64),
+            left=np.zeros((2, devices), np.int64),
+            free_us=np.zeros((3, devices)),
+            running=np.full((3, devices), NONE, np.int64),
+            released=np.full((3, devices), NONE, np.int64),
+            waited=np.full((3, 3, devices), NONE, np.int64),
+            copies=np.zeros(copies, np.int64),
+            waits=np.zeros(((ways * stages * m + copies if copies else 0), 2), np.int64),
+            counts=np.zeros(2, np.int64),
+        )
+
+
+def _course(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: int) -> Course:
+    stages = problem.stages
+    again = [stage.choices[number] for stage, number in zip(stages, modes, strict=True)]
+    away = [stage.choices[number] for stage, number in zip(stages, out, strict=True)]
+    costs = [_bytes(*entry) for entry in zip(stages, again, away, strict=True)]
+    need, change, end = (np.array(rows).T for rows in zip(*costs, strict=True))
+    recomputes = np.array([mode.recomputes for mode in again])
+    inside = np.array([mode.recomputes and mode.segment_bytes is not None for mode in again])
+    duration = {kind: np.array([stage.duration_us(kind) for stage in stages]) for kind in "FBW"}
+    again_us = np.array([mode.recompute_us for mode in again])
+    copy_us = np.array(
+        [(mode.offload.offload_us, mode.offload.reload_us) if mode.offload else (0.0, 0.0) for mode in away]
+    ).T
+    backward = np.maximum(need[B], 0)
+    made = np.where(recomputes, np.where(inside, need[INSIDE], need[MAKE] + backward), 0)
+    backward_bytes = np.maximum(np.maximum(made, need[BACK] + backward), need[B])
+    forward = np.where(recomputes, need[DROP], need[F])
+    forward_bytes = np.zeros(len(stages), np.int64)
+    for of_device in problem.stages_of:
+        for k, s in enumerate(of_device):  # later stages of the device need room as well, or its microbatches stand
+            forward_bytes[s] = forward[of_device[k + 1 :]].sum()
+            backward_bytes[s] = backward_bytes[of_device].max()
+    passes_us = duration["F"] + duration["B"]
+    delays_us = np.array([*problem.forward_delay_us, 0]) + np.array([*problem.backward_delay_us, 0])
+    period_us = duration["F"] + duration["B"] + duration["W"]
+    return Course(
+        us=np.array([*duration.values(), duration["F"], again_us, duration["B"] + again_us, *copy_us], np.float64),
+        delay_us=np.array([[0, *problem.forward_delay_us], [*problem.backward_delay_us, 0]], np.float64),
+        need_bytes=need,
+        change_bytes=change,
+        frees=end < 0,
+        backward_bytes=backward_bytes,
+        forward_bytes=forward_bytes,
+        more_bytes=np.array(
+            [mode.forward_workspace_bytes + behind * mode.kept_bytes if behind else 0 for mode in again], np.int64
+        ),
+        recomputes=recomputes,
+        inside=inside,
+        leaves=need[BACK] > 0,
+        soon=np.array(
+            [1 + ceil(us / max(whole, 1e-9)) for us, whole in zip(copy_us.sum(axis=0), period_us, strict=True)]
+        ),
+        way_us=np.cumsum((passes_us + delays_us)[::-1])[::-1] - passes_us,
+        device_of=np.array([stage.device for stage in stages]),
+        first=np.cumsum([0, *map(len, problem.stages_of)]),
+        stages=np.concatenate([np.array(of_device, np.int64) for of_device in problem.stages_of]),
+        budget_bytes=np.array([NO_LIMIT if d.memory_bytes is None else d.memory_bytes for d in problem.devices]),
+        duplex=problem.copy_channels.duplex,
+    )
+
+
+def _bytes(stage: Stage, again: Mode, away: Mode) -> tuple[list[int], list[int], list[int]]:
+    """What an op of each row needs, what it leaves behind, and the change at its end."""
+    kept = stage.choices[0]
+    rows = [("F", kept), ("B", kept), ("W", kept), ("F", again), ("C", again), ("CB", again), ("O", away), ("R", away)]
+    effects = [device_effect(stage, kind, mode) for kind, mode in rows]
+    changes = [effect.at_start + effect.at_end for effect in effects]
+    needs = [max(effect.at_start, change) for effect, change in zip(effects, changes, strict=True)]
+    return needs, changes, [effect.at_end for effect in effects]
+
+
+@njit(cache=True)
+def _run(course: Course, state: State, rules: Rules, shares: Floats) -> bool:
+    """Place ops in the order of time; False if a device is left with ops for which it never had room."""
+    stages, microbatches = state.held.shape
+    copies = course.leaves.any()
+    wake = [(0.0, course.device_of[0])]
+    while wake:
+        now, d = heappop(wake)
+        for stream in range(3):
+            if state.running[stream, d] != NONE and state.free_us[stream, d] <= now:
+                _end(course, state, d, stream)
+        if state.running[COMPUTE, d] == NONE:
+            row, s = _choose(course, state, rules, shares, d, now)
+            if row != NONE:
+                _start(course, state, d, COMPUTE, row, s, now)
+                heappush(wake, (state.free_us[COMPUTE, d], d))
+                if row not in (W, MAKE):
+                    forwards = row in (F, DROP)
+                    fed = s + 1 if forwards else s - 1
+                    if 0 <= fed < stages:
+                        near = course.device_of[fed]
+                        comes_us = state.free_us[COMPUTE, d] + course.delay_us[F if forwards else B, fed]
+                        idle = state.running[COMPUTE, near] == NONE  # else it looks again when its op ends
+                        if idle or comes_us > state.free_us[COMPUTE, near]:
+                            heappush(wake, (comes_us, near))
+                        if not forwards:
+                            held = state.held[fed, state.placed[B, s] - 1]
+                            if held == AWAY or (held == DROPPED and idle and rules.ahead != WITH_GRADIENT):
+                                heappush(wake, (now, near))
+        if copies:
+            channel = RELOAD if course.duplex else OFFLOAD
+            if state.running[channel, d] == NONE:
+                s = _next_back(course, state, rules, d)
+                if s != NONE:
+                    _start(course, state, d, channel, BACK, s, now)
+                    heappush(wake, (state.free_us[channel, d], d))
+            if state.running[OFFLOAD, d] == NONE:
+                s = _next_out(course, state, d, now)
+                if s != NONE:
+                    _start(course, state, d, OFFLOAD, OUT, s, now)
+                    heappush(wake, (state.free_us[OFFLOAD, d], d))
+    return bool((state.placed[W] == microbatches).all())
+
+
+@njit(cache=True)
+def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, now: float) -> None:
+    """Run the next op of a row on a stage now."""
+    stages, microbatches = state.held.shape
+    end_us = now + course.us[row, s]
+    state.free_us[stream, d] = end_us
+    state.level_bytes[d] += course.need_bytes[row, s]
+    kind = F if row == DROP else B if row in (INSIDE, MAKE) else row
+    if row == OUT:
+        i = state.next_out[s]
+    elif row == BACK:
+        i = _next_away(state, s)
+    else:
+        i = state.placed[kind, s]
+    x = (row * stages + s) * microbatches + i
+    state.running[stream, d] = x
+    if row in (OUT, BACK):
+        state.copies[state.counts[0]] = x
+        state.counts[0] += 1
+        state.placed[row, s] = i + 1
+        if row == OUT:
+            state.next_out[s] = i + 1
+        state.held[s, i] = LEAVING if row == OUT else COMING
+    else:
+        state.order[d, state.length[d]] = x
+        state.length[d] += 1
+        if row == MAKE:
+            state.held[s, i] = MADE
+        else:
+            state.placed[kind, s] += 1
+            if row == DROP:
+                state.held[s, i] = DROPPED
+            if kind == W:
+                state.left[0, d] += 1
+            else:
+                state.end_us[kind, s, i] = end_us
+            if kind == B:
+                state.pending[d, state.left[1, d]] = s
+                state.left[1, d] += 1
+    if course.need_bytes[row, s] > 0:
+        # A release counts on the stream that an op is of; a copy back is on its own, whichever channel serves it.
+        own = RELOAD if row == BACK else stream
+        for other in (COMPUTE, OFFLOAD):
+            before = state.released[other, d]
+            if other != own and before != NONE and before != state.waited[own, other, d]:
+                state.waits[state.counts[1], 0], state.waits[state.counts[1], 1] = x, before
+                state.counts[1] += 1
+                state.waited[own, other, d] = before
+
+
+@njit(cache=True)
+def _end(course: Course, state: State, d: int, stream: int) -> None:
+    """Settle the end of the op that runs on a stream."""
+    stages, microbatches = state.held.shape
+    x = state.running[stream, d]
+    state.running[stream, d] = NONE
+    row, s, i = x // (stages * microbatches), x // microbatches % stages, x % microbatches
+    state.level_bytes[d] += course.change_bytes[row, s] - course.need_bytes[row, s]
+    if course.frees[row, s]:
+        state.released[stream, d] = x
+    if row == OUT:
+        state.held[s, i] = AWAY
+    elif row == BACK:
+        state.held[s, i] = RETURNED
+
+
+@njit(cache=True)
+def _choose(course: Course, state: State, rules: Rules, shares: Floats, d: int, now: float) -> tuple[int, int]:
+    """Row and stage of what a free device runs now; the row is NONE where it waits."""
+    microbatches = state.held.shape[1]
+    mine = course.stages[course.first[d] : course.first[d + 1]]
+    rank, chosen, next_us = (microbatches, 0), (NONE, 0), np.inf
+    for s in mine:
+        i, comes_us = state.placed[B, s], _gradient_us(course, state, s)
+        if np.isnan(comes_us):
+            continue
+        held = state.held[s, i]
+        if held == COMING:
+            comes_us = max(comes_us, state.free_us[RELOAD if course.duplex else OFFLOAD, d])
+        if comes_us > now:
+            next_us = min(next_us, comes_us)
+        elif (i, -s) < rank and held not in (LEAVING, AWAY, COMING):
+            row = B if held != DROPPED else INSIDE if course.inside[s] else MAKE
+            if _has_room(course, state, d, row, s, 0):
+                rank, chosen = (i, -s), (row, s)
+    if chosen[0] == NONE and rules.ahead != WITH_GRADIENT:
+        for s in mine:
+            i = state.placed[B, s]
+            if i == microbatches or (i, -s) > rank or state.held[s, i] != DROPPED:
+                continue
+            if _gradient_us(course, state, s) > now and _has_room(course, state, d, MAKE, s, 0):
+                rank, chosen = (i, -s), (MAKE, s)
+    lacks_room = False
+    if chosen[0] == NONE:
+        for s in mine:
+            i, comes_us = state.placed[F, s], _forward_us(course, state, s, rules.in_flight)
+            if np.isnan(comes_us):
+                continue
+            if comes_us > now:
+                next_us = min(next_us, comes_us)
+            elif (i, -s) < rank:
+                row, spare_bytes = F, course.forward_bytes[s] + _spare_bytes(course, state, d, s, KEPT)
+                planned = len(shares) > 0
+                drops = planned and i * GOLDEN % 1 < shares[s]
+                if drops or not _has_room(course, state, d, F, s, spare_bytes + course.more_bytes[s]):
+                    row, spare_bytes = DROP, course.forward_bytes[s] + _spare_bytes(course, state, d, s, DROPPED)
+                    may_drop = course.recomputes[s] and (drops or not planned)
+                    if not may_drop or not _has_room(course, state, d, DROP, s, spare_bytes):
+                        lacks_room = True
+                        continue
+                rank, chosen = (i, -s), (row, s)
+    pending = state.left[1, d] - state.left[0, d]
+    if pending:
+        s = state.pending[d, state.left[0, d]]
+        # A gap is long if the oldest W is done before the next input comes.
+        fills_gap = chosen[0] == NONE and (lacks_room or now + course.us[W, s] <= next_us)
+        makes_room = chosen[0] == DROP and pending > LEFT_BEFORE_DROP
+        late = pending > rules.late_weights and state.placed[F, mine[0]] < microbatches - rules.tail
+        if late or fills_gap or makes_room:
+            return W, s
+    if chosen[0] == NONE and rules.ahead == WHEN_IDLE:
+        for s in mine:
+            i = state.placed[B, s]
+            if i == state.placed[F, s] or (i, -s) > rank or state.held[s, i] != DROPPED:
+                continue
+            if now + course.us[MAKE, s] <= next_us and _has_room(course, state, d, MAKE, s, 0):
+                rank, chosen = (i, -s), (MAKE, s)
+    return chosen
+
+
+@njit(cache=True)
+def _spare_bytes(course: Course, state: State, d: int, s: int, held: int) -> int:
+    """What an F must leave free so that the next backward of its device can run; `held`: how its own is held then.
+
+    With one stage a device it is known which backward that is. Where its activation is there it needs nothing but its
+    own workspace, and what it and its W free is there for the one after it.
+    """
+    if course.first[d + 1] - course.first[d] > 1:
+        return int(course.backward_bytes[s])
+    i = state.placed[B, s]
+    first = state.held[s, i] if i < state.placed[F, s] else held
+    if first in (DROPPED, LEAVING, AWAY):
+        return int(course.backward_bytes[s])
+    freed_bytes = -course.change_bytes[B, s] - course.change_bytes[W, s]
+    return int(max(course.need_bytes[B, s], course.backward_bytes[s] - freed_bytes, 0))
+
+
+@njit(cache=True)
+def _next_out(course: Course, state: State, d: int, now: float) -> int:
+    """The stage whose next activation to leave is not needed for the longest time, or NONE."""
+    furthest, chosen = NONE, NONE
+    for s in course.stages[course.first[d] : course.first[d + 1]]:
+        if not course.leaves[s]:
+            continue
+        i, ended = state.next_out[s], state.placed[F, s]
+        x = state.running[COMPUTE, d]
+        if x != NONE and ended and x // state.held.shape[1] in (F * len(state.held) + s, DROP * len(state.held) + s):
+            ended -= 1  # its F still runs
+        back_us = now + course.us[OUT, s] + course.us[BACK, s] - course.way_us[s]
+        while i < ended and (
+            state.held[s, i] != KEPT
+            or (i - state.placed[B, s] < course.soon[s] and (i < state.placed[B, s] or state.end_us[F, s, i] < back_us))
+        ):
+            i += 1
+        state.next_out[s] = i
+        if i < ended and i - state.placed[B, s] > furthest:
+            furthest, chosen = i - state.placed[B, s], s
+    return chosen
+
+
+@njit(cache=True)
+def _next_away(state: State, s: int) -> int:
+    """The first microbatch of a stage that is away; that of the next offload if none is."""
+    i = max(state.placed[BACK, s], state.placed[B, s])
+    while i < state.next_out[s] and state.held[s, i] != AWAY:
+        i += 1
+    return int(i)
+
+
+@njit(cache=True)
+def _next_back(course: Course, state: State, rules: Rules, d: int) -> int:
+    """The stage whose next activation away should come back now, and has room, or NONE."""
+    stages, microbatches = state.held.shape
+    rank, chosen = (microbatches, 0), NONE
+    for s in course.stages[course.first[d] : course.first[d + 1]]:
+        if not course.leaves[s] or state.placed[OUT, s] == state.placed[BACK, s]:
+            continue
+        i, first = _next_away(state, s), state.placed[B, s]
+        if i >= state.next_out[s] or (i, -s) > rank:
+            continue
+        known = i < (state.placed[F, s] if s + 1 == stages else state.placed[B, s + 1])
+        if not known and i - first >= rules.early:
+            continue
+        spare_bytes = max(course.need_bytes[B, s], 0)
+        if i > first and state.held[s, first] == DROPPED:
+            spare_bytes = course.backward_bytes[s]
+        if _has_room(course, state, d, BACK, s, spare_bytes):
+            rank, chosen = (i, -s), s
+    return chosen
+
+
+@njit(cache=True)
+def _has_room(course: Course, state: State, d: int, row: int, s: int, spare_bytes: int) -> bool:
+    return bool(state.level_bytes[d] + course.need_bytes[row, s] + spare_bytes <= course.budget_bytes[d])
+
+
+@njit(cache=True)
+def _gradient_us(course: Course, state: State, s: int) -> float:
+    """Arrival of what the next B of a stage needs; NaN where that is not placed, or no B is left."""
+    stages, microbatches = state.held.shape
+    i = state.placed[B, s]
+    kind, near = (F, s) if s + 1 == stages else (B, s + 1)
+    if i == microbatches or i >= state.placed[kind, near]:
+        return np.nan
+    return float(state.end_us[kind, near, i] + course.delay_us[B, s])
+
+
+@njit(cache=True)
+def _forward_us(course: Course, state: State, s: int, in_flight: int) -> float:
+    """Arrival of the input of the next F of a stage; NaN where that is not placed, or no F is left.
+
+    On the first stage a microbatch waits for the last B of one in flight.
+    """
+    microbatches = state.held.shape[1]
+    i = state.placed[F, s]
+    if i == microbatches:
+        return np.nan
+    if s:
+        return float(state.end_us[F, s - 1, i] + course.delay_us[F, s]) if i < state.placed[F, s - 1] else np.nan
+    if i < in_flight:
+        return 0.0
+    return float(state.end_us[B, 0, i - in_flight]) if i - in_flight < state.placed[B, 0] else np.nan
