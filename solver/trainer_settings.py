@@ -2,7 +2,8 @@
 
 Megatron-LM and torchtitan hold the activations of all microbatches on all stages in one way. Each way that their
 settings have and the problem has a mode for is simulated in the order of 1F1B or interleaved 1F1B; for torchtitan,
-which takes an order as a file, in that of the schedule too.
+which takes an order as a file, in that of the schedule too. Microbatches come in the order in which the schedule runs
+them. Slices are refused, and by torchtitan microbatches of other sizes, which it receives all in one shape.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.build import peak_budgets
 from solver.by_stage import ByStage
+from solver.microbatch_orders import in_order, with_numbers_in_order
 from solver.published.interleaved import interleaved_1f1b
 from solver.published.one_stage import one_f_one_b
 from solver.published.transfers import TransferPlanner, TransferRequest
@@ -62,21 +64,39 @@ class Setting:
 def nearest_settings(schedule: Schedule, trainer: Trainer) -> list[Setting]:
     """All settings of the trainer that can be simulated, best first: those within the budgets, then the fastest.
 
-    Raises InputError where the trainer has no pipeline of this placement.
+    Raises InputError where the trainer has no pipeline of this placement, or of such microbatches.
     """
-    problem, found = schedule.problem, []
+    _refuse_microbatches(schedule.problem, trainer)
+    problem, orders, found = schedule.problem, schedule.orders, []
+    if orders.microbatch_order is not None:
+        problem, orders = in_order(problem, orders.microbatch_order), with_numbers_in_order(problem, orders)
     for settings, mode in _megatron(problem) if trainer == "megatron" else _torchtitan(problem):
         chosen = _chosen(problem, mode)
         if chosen is None:
             continue
         by_stage = ByStage(problem, chosen)
-        for flags, compute in _compute_orders(schedule, trainer):
+        for flags, compute in _compute_orders(problem, orders, trainer):
             with suppress(DeadlockError):
                 plain = _with_copies(by_stage, compute) if mode == OFFLOAD else Orders.of_compute(compute)
-                orders = plain and by_stage.with_modes(plain)
-                if orders is not None:
-                    found.append(_simulated(problem, orders, [*flags, *settings], mode))
+                whole = plain and by_stage.with_modes(plain)
+                if whole is not None:
+                    found.append(_simulated(problem, whole, [*flags, *settings], mode))
     return sorted(found, key=lambda setting: (setting.short_bytes, setting.value_us))
+
+
+def _refuse_microbatches(problem: Problem, trainer: Trainer) -> None:
+    """Raise InputError where microbatches are cut into slices, or are of sizes that the trainer does not run."""
+    if problem.slice_count > 1:
+        name = "Megatron-LM" if trainer == "megatron" else trainer
+        detail = f"is {problem.slice_count}, but {name} runs microbatches whole. Maybe leave slices out of the problem."
+        raise InputError([Issue(("problem", "slices", "count"), "slices", detail)])
+    for i, own in enumerate(problem.microbatch_factors or ()):
+        if trainer == "torchtitan" and (own.bytes, own.transfer) != (1, 1):
+            detail = (
+                "makes this microbatch of another size, but torchtitan receives all in one shape. Maybe pad them to "
+                "one length, and leave bytes and transfer out."
+            )
+            raise InputError([Issue(("problem", "microbatch_factors", i), "unequal_microbatches", detail)])
 
 
 def _megatron(problem: Problem) -> Iterator[tuple[list[str], str]]:
@@ -141,18 +161,17 @@ def _chosen(problem: Problem, mode: str) -> list[Variant] | None:
     return chosen
 
 
-def _compute_orders(schedule: Schedule, trainer: Trainer) -> Iterator[tuple[list[str], list[list[Op]]]]:
+def _compute_orders(problem: Problem, planned: Orders, trainer: Trainer) -> Iterator[tuple[list[str], list[list[Op]]]]:
     """The compute ops of each device, without recomputation, in each order that a trainer runs, with flags for it."""
-    problem, titan = schedule.problem, "--parallelism.pipeline_parallel_schedule"
-    built_in = None
+    titan, built_in = "--parallelism.pipeline_parallel_schedule", None
     for make, name in ((one_f_one_b, "1F1B"), (interleaved_1f1b, "Interleaved1F1B")):
         with suppress(MethodError):
             built_in = name, [list(device.compute) for device in make(problem).devices]
             break
     if trainer == "torchtitan":
         own = [
-            [op._replace(kind=op.kind.removeprefix("C")) for op in device.compute.ops if op.kind != "C"]
-            for device in schedule.devices
+            [op._replace(kind=op.kind.removeprefix("C")) for op in device.compute if op.kind != "C"]
+            for device in planned.devices
         ]
         yield [f"{titan}_csv schedule.csv"], own
         if built_in is not None:

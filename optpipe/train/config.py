@@ -495,6 +495,12 @@ class TrainingConfig(Group):
             except InputError as error:
                 yield from error.issues
                 return
+        if self.schedule is not None and self.online.on and (n := self.schedule.problem.slice_count) > 1:
+            detail = (
+                f"cuts sequences into {n} slices, but --online measures and solves for whole ones. "
+                "Maybe leave --online out, or begin with a schedule without slices."
+            )
+            yield Issue("schedule", "slices", detail)
         layers, trace_step = self.model.layers, self.output.trace_step
         if layers is not None and layers < stages:
             detail = (

@@ -11,8 +11,14 @@ from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver.build import build_schedule
+from solver.microbatch_orders import in_order, with_own_numbers
+from solver.published.one_stage import one_f_one_b as fused
 from solver.trainer_settings import Setting, Trainer, nearest_settings
 from tests.recomputing import one_f_one_b, recomputing
+from tests.sliced_schedules import seq1f1b_schedule
+from tests.unequal import times, unequal
+
+TRAINERS: tuple[Trainer, ...] = ("megatron", "torchtitan")
 
 P, M = 4, 8
 BLOCKS = [
@@ -92,7 +98,7 @@ def test_settings_of_torchtitan_with_the_schedules_order_or_its_own() -> None:
     assert sorted(own) == sorted(one.value_us for one in found if one.settings[0] == built_in), "the order is 1F1B"
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_stage_without_the_mode_of_others_leaves_it_out(trainer: Trainer) -> None:
     data = recomputing(2, 4, MODES).to_data()
     data["stages"][1]["modes"] = [mode for mode in MODES if mode["name"] != "selective"]
@@ -103,6 +109,30 @@ def test_a_stage_without_the_mode_of_others_leaves_it_out(trainer: Trainer) -> N
     if trainer == "megatron":
         full = by_mode(nearest_settings(given, trainer))["full"]
         assert full.settings[-1] == "--recompute-num-layers <layers of a stage>"
+
+
+@pytest.mark.parametrize(("trainer", "name"), [("megatron", "Megatron-LM"), ("torchtitan", "torchtitan")])
+def test_slices_are_refused(trainer: Trainer, name: str) -> None:
+    with pytest.raises(InputError, match=rf"^problem\.slices\.count is 2, but {name} runs microbatches whole\. Maybe"):
+        nearest_settings(seq1f1b_schedule(2, 4, 2), trainer)
+
+
+def test_unequal_microbatches_come_in_the_schedules_order() -> None:
+    """1F1B of costs 1 to 4 twice takes 106 in the order given, 82 in the best."""
+    eight = unequal(4, 8, microbatch_factors=times(1, 2, 3, 4, 1, 2, 3, 4), microbatch_order="free")
+    best = [0, 1, 2, 3, 7, 6, 5, 4]
+    orders = with_own_numbers(eight, fused(in_order(eight, best)), best)
+    assert nearest_settings(build_schedule(eight, fused(eight), 0.0, "", 0.0), "megatron")[0].value_us == 106
+    given = build_schedule(eight, orders, 0.0, "by hand", 0.0)
+    assert {one.value_us for name in TRAINERS for one in nearest_settings(given, name)} == {82}
+
+
+def test_torchtitan_runs_no_microbatches_of_other_sizes() -> None:
+    longer = unequal(2, 4, microbatch_factors=[{}, {"time": 2, "transfer": 2}, {}, {}])
+    given = build_schedule(longer, fused(longer), 0.0, "by hand", 0.0)
+    with pytest.raises(InputError, match=r"^problem\.microbatch_factors\[1\] makes this microbatch of another size"):
+        nearest_settings(given, "torchtitan")
+    assert nearest_settings(given, "megatron")[0].value_us == given.value_us
 
 
 def test_megatron_has_no_v() -> None:

@@ -33,6 +33,7 @@ from optpipe.schedule import Schedule
 from solver.build import build_schedule
 from tests.optpipe.runtime.schedules import random_schedule
 from tests.recomputing import SELECTIVE, SELECTIVE_AND_OFFLOAD, random_executable
+from tests.sliced_schedules import microbatch_by_microbatch, sliced_problem
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +55,10 @@ def on_one_device(count: int = 2, microbatches: int = 3) -> Schedule:
     return random_schedule(Problem.from_data(data | {"devices": [{"memory_bytes": None}]}), seed=0)
 
 
+def in_slices() -> Schedule:
+    return microbatch_by_microbatch(sliced_problem([0, 0], 3, 2))
+
+
 def planned(**options: object) -> PlannedSchedule:
     return PlannedSchedule(stages(2), on_one_device(), loss_fn=nn.functional.mse_loss, **options)  # type: ignore[arg-type]
 
@@ -65,11 +70,23 @@ def planned(**options: object) -> PlannedSchedule:
         (3, on_one_device(), "num_stages is 3 but the schedule has 2 stages"),
         (2, one_f_one_b(2, 3), "has 1 ranks but the schedule has 2 devices"),
         (4, v_wave(2, 3), "has 1 ranks but the schedule has 2 devices"),
+        (
+            2,
+            in_slices(),
+            "cuts sequences into 2 slices, which PlannedSchedule does not run.* Maybe train with",
+        ),
     ],
 )
 def test_stages_that_do_not_fit(found: int | list[PipelineStage], schedule: Schedule, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
         PlannedSchedule(stages(found) if isinstance(found, int) else found, schedule)
+
+
+def test_a_running_schedule_is_not_replaced_by_one_with_slices() -> None:
+    schedule = planned()
+    with pytest.raises(TrainingError, match=r"the schedule does not fit: the schedule cuts sequences into 2 slices"):
+        schedule.replan(in_slices())
+    assert schedule.schedule.problem.slice_count == 1
 
 
 def test_stages_that_are_not_those_of_this_rank() -> None:

@@ -9,7 +9,8 @@ import pytest
 from instances.schedules import one_f_one_b
 from optpipe.errors import InputError
 from optpipe.train import ModelConfig, OptimizerConfig, OutputConfig, TrainingConfig
-from optpipe.train.config import Group
+from optpipe.train.config import Group, OnlineConfig
+from tests.sliced_schedules import seq1f1b_schedule
 
 SCHEDULE = one_f_one_b(3, 2)
 
@@ -46,6 +47,11 @@ SCHEDULE = one_f_one_b(3, 2)
             TrainingConfig,
             {"schedule": SCHEDULE, "model": ModelConfig(layers=2)},
             r"model.layers is 2 but the schedule has 3 stages.*Maybe leave layers out",
+        ),
+        (
+            TrainingConfig,
+            {"schedule": seq1f1b_schedule(2, 2, 2), "online": OnlineConfig(mode="online")},
+            r"^schedule cuts sequences into 2 slices, but --online measures and solves for whole ones\. Maybe leave",
         ),
     ],
 )
