@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.ops import KINDS, OpArray
-from optpipe.problem import OFFLOAD, Mode, Problem, Stage, UnitStage
+from optpipe.problem import Problem
+from optpipe.stage import OFFLOAD, Mode, Stage, UnitStage
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

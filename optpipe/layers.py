@@ -14,7 +14,9 @@ from pydantic import Field, model_validator
 
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
-from optpipe.problem import Bytes, CopyChannels, Count, TimeUs, Workspace, reject
+from optpipe.fields import Bytes, Count, TimeUs, reject
+from optpipe.problem import CopyChannels
+from optpipe.stage import Workspace
 
 MAX_PROFILE_BYTES = 2**20
 """A layer takes about 300 bytes; a larger file is some other kind of file."""

@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from optpipe.errors import InputError, Issue
+from optpipe.fields import MAX_NAME
 from optpipe.layers import HostCopies, Layer, LayerProfile
 from optpipe.mode_names import BLOCKS, WITH_OFFLOAD, parse_recomputed, without_offload, without_shorthand
-from optpipe.problem import MAX_NAME, Objective, Problem
+from optpipe.problem import Objective, Problem
 from optpipe.sequences import DECIMALS, slice_times_us
 
 Kind = Literal["linear", "interleaved", "v"]

@@ -1,144 +1,31 @@
-"""The scheduling problem (document `optpipe.problem/1`), and the number types that all documents share.
+"""The scheduling problem (document `optpipe.problem/1`).
 
 A problem holds the stages with their costs and memory, their placement on devices, the memory budgets, and the copy
 channels to the host. Times are microseconds, memory is bytes; stages, devices and microbatches count from 0.
 
 Where microbatches are cut into slices, or have costs of their own, every unit (a microbatch, or a slice of one) has its
 own costs on each stage: those of the stage times factors. `Problem.stage_of` gives them as a stage.
-
-Validators return the value unchanged, so that 10 stays 10 and 10.0 stays 10.0 on a round trip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from optpipe.display import Displayed
-from optpipe.document import UNION_TAG, Document, read_document, shown
-
-MAX_TIME_US = 10**12
-"""Longest op or transfer: eleven days."""
-MAX_BYTES = 2**53 - 1
-"""Largest integer that every JSON reader represents exactly."""
-MAX_NUMBER = 1e30
-"""Far above any sum of times, far below float overflow."""
-MAX_NAME = 200
-"""Longest name of a problem or a device."""
-MAX_COUNT = 10**6
-"""Most microbatches, slices of all of them, devices or stages."""
-MAX_FACTOR = 10**9
-"""Largest factor of a time or of bytes: a stage may give its costs as 1, and a factor the time itself."""
+from optpipe.document import UNION_TAG, Document, read_document
+from optpipe.fields import MAX_BYTES, MAX_COUNT, MAX_NAME, MAX_TIME_US, Bytes, Count, Factor, Index, TimeUs, reject
+from optpipe.stage import SliceFactors, Stage, UnitFactors, UnitStage, exact, scaled_bytes, scaled_us
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-def reject(code: str, detail: str) -> PydanticCustomError:
-    """Validation error whose `detail` is shown to the user verbatim, after the path of the field."""
-    # pydantic expands {} in templates; passing the text as a value keeps its braces intact.
-    return PydanticCustomError(f"optpipe.{code}", "{detail}", {"detail": detail})
-
-
-def _is_real(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    """Check that float arithmetic can take the value: a finite number, and no integer of 400 digits."""
-    return _is_real(value) and abs(value) <= MAX_NUMBER
-
-
-def _time_us(value: Any) -> int | float:
-    if not _is_real(value) or value != value:
-        raise reject("not_a_number", f"is {shown(value)} but must be a finite number of microseconds")
-    if value < 0:
-        raise reject("negative", f"is {shown(value)} but must be at least 0. Maybe a sign slipped in")
-    if value > MAX_TIME_US:
-        detail = f"is {shown(value)} but at most {MAX_TIME_US} us are allowed. Maybe the unit is nanoseconds"
-        raise reject("too_large", detail)
-    return value
-
-
-def _factor(value: Any) -> int | float:
-    if not _is_real(value) or not 0 <= value <= MAX_FACTOR:
-        raise reject("not_a_factor", f"is {shown(value)} but must be a number from 0 to {MAX_FACTOR}")
-    return value
-
-
-def _whole(value: Any, low: int, high: int, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise reject("not_an_integer", f"is {shown(value)} but must be an integer ({what})")
-    if not low <= value <= high:
-        raise reject("out_of_range", f"is {shown(value)} but must be from {low} to {high} ({what})")
-    return value
-
-
-def _size_bytes(value: Any) -> int:
-    return _whole(value, 0, MAX_BYTES, "bytes")
-
-
-def _positive_count(value: Any) -> int:
-    return _whole(value, 1, MAX_COUNT, "a count")
-
-
-def _index(value: Any) -> int:
-    return _whole(value, 0, MAX_COUNT - 1, "counted from 0")
-
-
-def _any_time_us(value: Any) -> int | float:
-    if not _is_number(value):
-        raise reject("not_a_number", f"is {shown(value)} but must be a finite number of at most {MAX_NUMBER:g}")
-    # NumPy's float64 is a float, but its repr is not a number.
-    return float(value) if isinstance(value, float) else value
-
-
-def _share(value: Any) -> int | float:
-    if not _is_number(value) or value > 1:
-        raise reject("not_a_share", f"is {shown(value)} but must be a finite number of at most 1")
-    return value
-
-
-def are_indices(values: Iterable[Any]) -> bool:
-    """Check a whole column at once: True if `Index` accepts every value."""
-    values = list(values)
-    return set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) < MAX_COUNT))
-
-
-def are_instants(values: Sequence[Any]) -> bool:
-    """Check a whole column at once: True if `Instant` accepts every value; may be False for one at MAX_NUMBER."""
-    if not set(map(type, values)) <= {int, float}:
-        return False
-    try:
-        return bool((np.abs(np.asarray(values, np.float64)) < MAX_NUMBER).all())
-    except OverflowError:
-        return False
-
-
-def _schema(kind: str, **limits: float) -> WithJsonSchema:
-    return WithJsonSchema({"type": kind, **limits})
-
-
-TimeUs = Annotated[int | float, PlainValidator(_time_us), _schema("number", minimum=0, maximum=MAX_TIME_US)]
-Bytes = Annotated[int, PlainValidator(_size_bytes), _schema("integer", minimum=0, maximum=MAX_BYTES)]
-Count = Annotated[int, PlainValidator(_positive_count), _schema("integer", minimum=1, maximum=MAX_COUNT)]
-Index = Annotated[int, PlainValidator(_index), _schema("integer", minimum=0, maximum=MAX_COUNT - 1)]
-Instant = Annotated[int | float, PlainValidator(_any_time_us), _schema("number")]
-"""A point in time, or a claimed value or bound in microseconds: any finite number."""
-Factor = Annotated[int | float, PlainValidator(_factor), _schema("number", minimum=0, maximum=MAX_FACTOR)]
-"""A multiple of a cost."""
-Share = Annotated[int | float, PlainValidator(_share), _schema("number", maximum=1)]
-"""A gap or a bubble. A false claim may be negative: `verify` judges it."""
-
 
 MAX_PROBLEM_BYTES = 16 * 2**20
 """Enough for tens of thousands of stages; a larger file is some other kind of file."""
@@ -182,68 +69,6 @@ class Device(Document):
     name: str = Field(default="", max_length=MAX_NAME)
 
 
-class Offload(Document):
-    """Offloadable part of a stage's activation: `bytes`, and the copy time in each direction."""
-
-    bytes: Bytes
-    offload_us: TimeUs
-    reload_us: TimeUs
-
-
-class Workspace(Document):
-    """Temporary bytes of each kind of op: taken at its start, freed at its end, on top of what it keeps."""
-
-    F: Bytes = 0
-    B: Bytes = 0
-    W: Bytes = 0
-    BW: Bytes = 0
-
-
-MAX_MODE_NAME = 100
-"""Longest name of an activation mode."""
-
-ModeName = Annotated[str, Field(min_length=1, max_length=MAX_MODE_NAME)]
-
-
-class ActivationMode(Document):
-    """One way to hold a microbatch's activation on a stage, as given; `Stage.choices` has it with its defaults.
-
-    `kept_bytes` stay from F until the recomputation, which takes `recompute_us` and makes the whole activation anew.
-    `segment_bytes`: the most beyond `kept_bytes` while a backward recomputes segment by segment; None: it cannot.
-    """
-
-    name: ModeName
-    kept_bytes: Bytes | None = None
-    recompute_us: TimeUs | None = None
-    forward_workspace_bytes: Bytes | None = None
-    workspace_bytes: Bytes = 0
-    segment_bytes: Bytes | None = None
-    offload: Offload | None = None
-
-
-class Mode(NamedTuple):
-    """A choice for the activation of one microbatch on one stage, with all defaults filled in.
-
-    Between F and its recomputation or backward it holds `kept_bytes`, of which `offload` may send a part to the host.
-    `recomputes`: a C, or a backward CB or CBW, has to make `recomputed_bytes` anew in `recompute_us`; both are 0 where
-    nothing is recomputed.
-    """
-
-    name: str
-    kept_bytes: int
-    recomputed_bytes: int
-    recompute_us: int | float
-    forward_workspace_bytes: int
-    workspace_bytes: int
-    segment_bytes: int | None
-    offload: Offload | None
-    recomputes: bool
-
-
-KEPT, OFFLOAD = "kept", "offload"
-"""Names of the modes that need no entry in `modes`: held until the backward, and `stages[].offload`."""
-
-
 class MicrobatchFactors(Document):
     """Costs of one microbatch as multiples of its stages': of times, of bytes and copies, and of transfers."""
 
@@ -252,235 +77,11 @@ class MicrobatchFactors(Document):
     transfer: Factor = 1
 
 
-Factors = list[Factor] | None
-
-
-class SliceFactors(Document):
-    """Costs of each slice of a microbatch as multiples of its stage's; None: 1 for every slice.
-
-    `forward`, `backward_input`, `backward_weight` and `recompute` are of times, `bytes` of bytes and copies, `transfer`
-    of transfers to other stages.
-    """
-
-    forward: Factors = None
-    backward_input: Factors = None
-    backward_weight: Factors = None
-    recompute: Factors = None
-    bytes: Factors = None
-    transfer: Factors = None
-
-
 class Slices(Document):
     """A cut of each microbatch's sequences into `count` slices, with their factors on every stage."""
 
     count: Count
     factors: SliceFactors = SliceFactors()
-
-
-class UnitFactors(NamedTuple):
-    """Factors of the costs of one unit on a stage."""
-
-    forward: Fraction
-    backward_input: Fraction
-    backward_weight: Fraction
-    recompute: Fraction
-    bytes: Fraction
-    transfer: Fraction
-
-
-class Stage(Document):
-    """One stage of the model on its device, with the costs of one microbatch, or of one slice of it.
-
-    F takes `activation_bytes` at its start. The end of B frees `activation_bytes - backward_weight_bytes` (or takes
-    memory, if that is negative), the end of W frees the rest. `modes` are other ways to hold the activation than to
-    keep it. `split_backward`: False if the backward is always one fused op. `slice_factors` replaces those of
-    `Problem.slices`. `slice_gradient_bytes`: gradients of one slice's keys and values, held from the start of the
-    backward of its microbatch's last slice to the end of its own.
-    """
-
-    device: Index
-    forward_us: TimeUs
-    backward_input_us: TimeUs
-    backward_weight_us: TimeUs
-    activation_bytes: Bytes
-    backward_weight_bytes: Bytes
-    workspace_bytes: Workspace = Workspace()
-    offload: Offload | None = None
-    modes: list[ActivationMode] = []
-    split_backward: bool = True
-    slice_factors: SliceFactors | None = None
-    slice_gradient_bytes: Bytes = 0
-
-    @model_validator(mode="after")
-    def _offload_fits(self) -> Self:
-        if self.offload and self.offload.bytes > self.activation_bytes:
-            raise reject(
-                "offload_too_large",
-                f"has offload.bytes {self.offload.bytes} but activation_bytes is {self.activation_bytes}. "
-                "Maybe the sizes are per layer in one and per stage in the other",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _modes_agree(self) -> Self:
-        seen = {KEPT, OFFLOAD}
-        for n, mode in enumerate(self.modes):
-            where = f"has modes[{n}]"
-            if mode.name in seen:
-                raise reject(
-                    "repeated_mode",
-                    f"{where}.name {mode.name!r}, which is taken; '{KEPT}' and '{OFFLOAD}' always are. "
-                    "Maybe name it after what is recomputed",
-                )
-            seen.add(mode.name)
-            kept = self.activation_bytes if mode.kept_bytes is None else mode.kept_bytes
-            if kept > self.activation_bytes:
-                raise reject(
-                    "mode_too_large",
-                    f"{where}.kept_bytes {kept} but activation_bytes is {self.activation_bytes}. "
-                    "Maybe the sizes are per layer in one and per stage in the other",
-                )
-            if kept < self.activation_bytes and mode.recompute_us is None:
-                raise reject(
-                    "missing_recompute_us",
-                    f"{where}.kept_bytes {kept}, less than activation_bytes {self.activation_bytes}, but no "
-                    "recompute_us. Maybe the recomputation takes as long as the forward",
-                )
-            if kept == self.activation_bytes:
-                for name in ("recompute_us", "forward_workspace_bytes", "workspace_bytes", "segment_bytes"):
-                    if getattr(mode, name):
-                        raise reject(
-                            "nothing_recomputed",
-                            f"{where}.{name} {getattr(mode, name)}, but keeps all {kept} bytes, so that nothing is "
-                            "recomputed. Maybe kept_bytes is missing",
-                        )
-            if mode.offload and mode.offload.bytes > kept:
-                raise reject(
-                    "offload_too_large",
-                    f"{where}.offload.bytes {mode.offload.bytes} but keeps {kept} bytes. "
-                    "Maybe the offload is of the whole activation: what is recomputed cannot leave",
-                )
-        return self
-
-    @cached_property
-    def choices(self) -> tuple[Mode, ...]:
-        """The modes among which each microbatch may choose: `kept`, then `offload` if given, then those of `modes`."""
-
-        def choice(mode: ActivationMode) -> Mode:
-            kept = self.activation_bytes if mode.kept_bytes is None else mode.kept_bytes
-            again = self.activation_bytes - kept
-            forward = again if mode.forward_workspace_bytes is None else mode.forward_workspace_bytes
-            recomputes = self._recomputes(mode)
-            return Mode(
-                name=mode.name,
-                kept_bytes=kept,
-                recomputed_bytes=again,
-                recompute_us=mode.recompute_us or 0,
-                forward_workspace_bytes=forward,
-                workspace_bytes=mode.workspace_bytes,
-                segment_bytes=mode.segment_bytes if recomputes else None,
-                offload=mode.offload,
-                recomputes=recomputes,
-            )
-
-        offload = [ActivationMode.model_construct(name=OFFLOAD, offload=self.offload)] if self.offload else []
-        return tuple(map(choice, [ActivationMode.model_construct(name=KEPT), *offload, *self.modes]))
-
-    def _recomputes(self, mode: ActivationMode) -> bool:
-        return mode.kept_bytes is not None and mode.kept_bytes < self.activation_bytes
-
-    @cached_property
-    def choice_numbers(self) -> dict[str, int]:
-        """Index in `choices` of each mode by name."""
-        return {mode.name: n for n, mode in enumerate(self.choices)}
-
-    def duration_us(self, kind: str) -> int | float:
-        """Duration of an op of `kind` (F, B, W, BW, O or R) on this stage, of a microbatch kept or offloaded whole."""
-        if kind == "BW":
-            return self.backward_input_us + self.backward_weight_us
-        if kind in "OR":
-            assert self.offload is not None, "this stage never offloads"
-            return self.offload.offload_us if kind == "O" else self.offload.reload_us
-        return {"F": self.forward_us, "B": self.backward_input_us, "W": self.backward_weight_us}[kind]
-
-
-class UnitStage(Stage):
-    """A stage with the costs of one unit: the stage's times the unit's factors, each size rounded up by itself.
-
-    `gradients_taken_bytes`: what the backward of a microbatch's last slice takes at its start, for the slices before
-    it. `gradients_freed_bytes`: what the backward of one of these frees at its end.
-    """
-
-    gradients_taken_bytes: Bytes = 0
-    gradients_freed_bytes: Bytes = 0
-
-    @classmethod
-    def of(cls, stage: Stage, factors: UnitFactors, taken_bytes: int, freed_bytes: int) -> Self:
-        """Multiply the costs of a stage."""
-
-        def size(value: int) -> int:
-            return scaled_bytes(value, factors.bytes)
-
-        def copy(offload: Offload | None) -> Offload | None:
-            return offload and Offload.model_construct(
-                bytes=size(offload.bytes),
-                offload_us=scaled_us(offload.offload_us, factors.bytes),
-                reload_us=scaled_us(offload.reload_us, factors.bytes),
-            )
-
-        def mode(entry: ActivationMode) -> ActivationMode:
-            again = entry.recompute_us if stage._recomputes(entry) else None
-            return ActivationMode.model_construct(
-                name=entry.name,
-                kept_bytes=None if entry.kept_bytes is None else size(entry.kept_bytes),
-                recompute_us=None if again is None else scaled_us(again, factors.recompute),
-                forward_workspace_bytes=(
-                    None if entry.forward_workspace_bytes is None else size(entry.forward_workspace_bytes)
-                ),
-                workspace_bytes=size(entry.workspace_bytes),
-                segment_bytes=None if entry.segment_bytes is None else size(entry.segment_bytes),
-                offload=copy(entry.offload),
-            )
-
-        work = stage.workspace_bytes
-        return cls.model_construct(
-            device=stage.device,
-            forward_us=scaled_us(stage.forward_us, factors.forward),
-            backward_input_us=scaled_us(stage.backward_input_us, factors.backward_input),
-            backward_weight_us=scaled_us(stage.backward_weight_us, factors.backward_weight),
-            activation_bytes=size(stage.activation_bytes),
-            backward_weight_bytes=size(stage.backward_weight_bytes),
-            workspace_bytes=Workspace.model_construct(F=size(work.F), B=size(work.B), W=size(work.W), BW=size(work.BW)),
-            offload=copy(stage.offload),
-            modes=[mode(entry) for entry in stage.modes],
-            split_backward=stage.split_backward,
-            gradients_taken_bytes=taken_bytes,
-            gradients_freed_bytes=freed_bytes,
-        )
-
-    def _recomputes(self, mode: ActivationMode) -> bool:
-        return mode.recompute_us is not None  # of few bytes, rounding up may leave nothing to be made anew
-
-
-@lru_cache(2**16)
-def exact(value: float) -> Fraction:
-    """A number as it is written in decimals."""
-    return Fraction(str(value))
-
-
-@lru_cache(2**16)
-def scaled_us(time_us: int | float, factor: Fraction) -> int | float:
-    """A time multiplied as decimals are, so that 0.1 three times over is 0.3."""
-    if factor == 1:
-        return time_us
-    product = exact(time_us) * factor
-    return int(product) if product.denominator == 1 else float(product)
-
-
-@lru_cache(2**16)
-def scaled_bytes(size: int, factor: Fraction) -> int:
-    """Bytes multiplied and rounded up."""
-    return -(-size * factor.numerator // factor.denominator)
 
 
 class CopyChannels(Document):

@@ -31,6 +31,7 @@ from pydantic_core import CoreSchema, core_schema
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
 from optpipe.errors import InputError, Issue
+from optpipe.fields import Bytes, Index, Instant, Share, TimeUs, are_indices, are_instants, reject
 from optpipe.ops import (
     KINDS,
     STREAM_OF_KIND,
@@ -43,22 +44,8 @@ from optpipe.ops import (
     WaitArray,
     is_op_name,
 )
-from optpipe.problem import (
-    KEPT,
-    MAX_MODE_NAME,
-    OFFLOAD,
-    Bytes,
-    Index,
-    Instant,
-    ModeName,
-    Objective,
-    Problem,
-    Share,
-    TimeUs,
-    are_indices,
-    are_instants,
-    reject,
-)
+from optpipe.problem import Objective, Problem
+from optpipe.stage import KEPT, MAX_MODE_NAME, OFFLOAD, ModeName
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

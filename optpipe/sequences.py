@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from optpipe.document import parse_json, read_bounded, shown
 from optpipe.errors import InputError, Issue
+from optpipe.fields import MAX_COUNT
 from optpipe.layers import Layer, LayerProfile
-from optpipe.problem import MAX_COUNT
 
 SliceBy = Literal["compute", "length"]
 """The quantity that slices of one sequence share equally: the time they take, or the tokens they have."""

@@ -24,7 +24,8 @@ from optpipe.costs import Costs
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.memory import Curve, memory_curve
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, Op, OpArray, Orders, WaitArray
-from optpipe.problem import Mode, Problem
+from optpipe.problem import Problem
+from optpipe.stage import Mode
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError, cycle_text
 from optpipe.ops import KINDS, STREAM_OF_KIND, STREAMS, OpArray, WaitArray
-from optpipe.problem import Offload, Stage
 from optpipe.schedule import Schedule
+from optpipe.stage import Offload, Stage
 from optpipe.worst_case_memory import (
     UnitSort,
     memory_changes,

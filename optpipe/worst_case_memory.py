@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from optpipe.errors import DeadlockError
 from optpipe.ops import KINDS, Op, OpArray, WaitArray
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 
 Ints = NDArray[np.int64]
 

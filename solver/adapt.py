@@ -24,8 +24,9 @@ import numpy as np
 from optpipe.costs import BACKWARD_OF, COPIES
 from optpipe.errors import DeadlockError, OrderError
 from optpipe.ops import DeviceOrders, Ints, Op, Orders
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.stage import Stage
 from solver.build import orders_from_times, within_budgets
 
 Planned = dict[Op, tuple[float, float]]

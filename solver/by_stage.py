@@ -17,7 +17,8 @@ from numba import njit
 
 from optpipe.costs import Costs
 from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, OpArray, Orders, WaitArray
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.variants import Variant, variants
 
 IN_FLIGHT = (2.0, 1.5, 1.0, 0.75, 0.5, 0.25)

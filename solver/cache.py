@@ -29,8 +29,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from optpipe.errors import OptPipeError
 from optpipe.ops import Orders, orders_from_data, orders_to_data
-from optpipe.problem import KEPT, OFFLOAD, Mode, Problem, Stage, UnitStage
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.stage import KEPT, OFFLOAD, Mode, Stage, UnitStage
 from solver.limits import Limits
 from solver.scale import stage_times_us, time_unit_us
 

@@ -17,7 +17,8 @@ from numba import njit
 
 from optpipe.costs import device_effect
 from optpipe.ops import Bools, Floats, Ints
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from math import ceil, gcd, lcm
 import numpy as np
 
 from optpipe.errors import MethodError
-from optpipe.problem import Mode, Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Mode, Stage
 from solver.variants import variants
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from optpipe.costs import device_effect
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.build import orders_from_times, peak_budgets
 
 

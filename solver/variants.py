@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from optpipe.problem import Mode, Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Mode, Stage
 
 
 class Variant(NamedTuple):

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 
 Time = cp_model.LinearExprT
 Change = tuple[Time, int, cp_model.LiteralT]

@@ -11,7 +11,7 @@ from uuid import UUID
 from pydantic import AfterValidator, Field, StrictInt
 
 from optpipe.document import Document, shown
-from optpipe.problem import reject
+from optpipe.fields import reject
 from optpipe.schedule import Schedule, relative_gap
 from solver.methods import METHODS
 

@@ -29,7 +29,7 @@ from optpipe.errors import InputError, Issue, NoSolutionError
 from optpipe.files import check_writable, write_atomically
 from optpipe.mode_names import parse_modes
 from optpipe.partition import DEFAULT_PLACEMENTS, check_layer_modes, parse_placement
-from optpipe.problem import OFFLOAD
+from optpipe.stage import OFFLOAD
 from optpipe.units import share_text, us_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from optpipe.compile.program import BACKWARDS, COLLECTIVES, LAST_BACKWARDS, RECE
 from optpipe.costs import Effect, device_effect, host_effect
 from optpipe.errors import BudgetError
 from optpipe.ops import KINDS
-from optpipe.problem import Mode, Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Mode, Stage
 
 NOTHING = Effect(0, 0)
 

@@ -23,13 +23,14 @@ from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders
 from optpipe.pipelining import fsdp
 from optpipe.pipelining.schedule import PlannedSchedule
-from optpipe.problem import KEPT, OFFLOAD, Problem
+from optpipe.problem import Problem
 from optpipe.runtime.messages import leaves
 from optpipe.runtime.recorder import CudaMemoryRecorder, CudaRecorder, HostRecorder, MemoryMeter, Timing
 from optpipe.runtime.recorder import Recorder as ActionRecorder
 from optpipe.runtime.trace_step import Clock, align_clocks
 from optpipe.runtime.weight_gradients import compiled_part, is_distributed
 from optpipe.schedule import Schedule
+from optpipe.stage import KEPT, OFFLOAD
 from optpipe.trace.observed import observed_schedule
 from optpipe.trace.record import Held, RankRecord, RecordedMemory, RecordedStage, RecordedStep, Timed
 

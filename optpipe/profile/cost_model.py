@@ -26,8 +26,9 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from optpipe.document import Document, read_toml
+from optpipe.fields import Count, reject
 from optpipe.layers import HostCopies, Layer, LayerProfile, Link
-from optpipe.problem import CopyChannels, Count, reject
+from optpipe.problem import CopyChannels
 
 HELD, HELD_RECOMPUTED, HELD_FOR_WEIGHT, MOVED = 34, 20, 32, 20
 """Bytes per token and hidden unit with 16-bit activations: kept, kept with recomputing, kept until W, offloadable."""

@@ -18,8 +18,9 @@ from optpipe.costs import BACKWARD_OF
 from optpipe.errors import InputError, Issue
 from optpipe.mode_names import IN_LOW_PRECISION, WITH_OFFLOAD, without_offload
 from optpipe.ops import KINDS, Op
-from optpipe.problem import OFFLOAD, Problem
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.stage import OFFLOAD
 from optpipe.trace.record import Held, RankRecord, RecordedStage, Timed
 
 _BEGIN = {"B", "BW", "CB", "CBW"}

@@ -16,7 +16,7 @@ import torch
 from optpipe.errors import InputError, Issue
 from optpipe.layers import LayerProfile
 from optpipe.mode_names import BLOCKS, IN_LOW_PRECISION, SELECTIVE, WITH_OFFLOAD, without_offload, without_shorthand
-from optpipe.problem import OFFLOAD, Problem
+from optpipe.problem import Problem
 from optpipe.profile.ops import (
     ClockName,
     OnRound,
@@ -36,6 +36,7 @@ from optpipe.runtime.recomputation import blocks_of
 from optpipe.runtime.slices import sequence_length, takes_slices
 from optpipe.runtime.stage import Stage
 from optpipe.sequences import SliceBy, slice_lengths
+from optpipe.stage import OFFLOAD
 
 COPIES_OF_A_PARAMETER = 4
 """Weight, gradient, and the two moments of Adam, all in the parameter's precision."""

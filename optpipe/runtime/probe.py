@@ -14,12 +14,13 @@ from torch import Tensor
 from optpipe.costs import BACKWARD_OF
 from optpipe.errors import TrainingError
 from optpipe.mode_names import IN_LOW_PRECISION, without_offload
-from optpipe.problem import Problem, UnitStage
+from optpipe.problem import Problem
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import MessageSpec, Spec, Tree, map_leaves, message_spec
 from optpipe.runtime.recorder import MemoryMeter
 from optpipe.runtime.shapes import MessageShapes
 from optpipe.runtime.stage import Stage, evaluating
+from optpipe.stage import UnitStage
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from pydantic import Field, model_validator
 from optpipe.compile.program import BACKWARDS, SENDS, matching_receive
 from optpipe.display import Displayed
 from optpipe.document import Document, read_document
+from optpipe.fields import Bytes, Index, Instant, TimeUs, reject
 from optpipe.memory import Curve, memory_curve
 from optpipe.ops import KINDS, Op
-from optpipe.problem import Bytes, Index, Instant, TimeUs, reject
 from optpipe.schedule import Schedule
 
 MAX_TRACE_BYTES = 512 * 2**20

@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from optpipe.compile import compile_schedule
 from optpipe.document import Document, read_document
 from optpipe.errors import InputError, Issue
+from optpipe.fields import Bytes, Index, TimeUs, reject
 from optpipe.ops import Op
-from optpipe.problem import Bytes, Index, TimeUs, reject
 from optpipe.schedule import Schedule
 from optpipe.trace.document import MAX_TRACE_BYTES, ActionRow, Part, Trace, assemble
 

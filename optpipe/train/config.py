@@ -37,8 +37,8 @@ from optpipe.document import read_toml, shown
 from optpipe.errors import InputError, Issue
 from optpipe.mode_names import parse_modes
 from optpipe.partition import devices_of_stages
-from optpipe.problem import OFFLOAD
 from optpipe.schedule import Schedule
+from optpipe.stage import OFFLOAD
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from optpipe.problem import Floats, Ints, Problem, Stage, UnitStage
+from optpipe.problem import Floats, Ints, Problem
+from optpipe.stage import Stage, UnitStage
 from solver.variants import variants
 
 

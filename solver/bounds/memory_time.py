@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.bounds.device import OnDevice
 from solver.variants import Variant, variants
 

@@ -9,7 +9,8 @@ from typing import Self
 
 import numpy as np
 
-from optpipe.problem import Floats, Problem, Stage, UnitStage
+from optpipe.problem import Floats, Problem
+from optpipe.stage import Stage, UnitStage
 from solver.variants import variants
 
 LARGEST_SUM = 2.0**53

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.bounds.device import Held, OnDevice, Piece, most_held_us
 
 

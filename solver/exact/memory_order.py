@@ -13,7 +13,8 @@ from itertools import accumulate
 import numpy as np
 
 from optpipe.ops import Op
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.bounds.device import ended_before, fusing_may_help, usable_bytes
 from solver.variants import variants
 

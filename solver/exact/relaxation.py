@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from optpipe.fields import MAX_FACTOR, MAX_TIME_US
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.problem import MAX_FACTOR, MAX_TIME_US, MicrobatchFactors, Problem, Stage, exact
+from optpipe.problem import MicrobatchFactors, Problem
 from optpipe.simulate import Simulation, simulate
+from optpipe.stage import Stage, exact
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import preemptive_us

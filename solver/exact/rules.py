@@ -22,7 +22,8 @@ from math import comb, inf
 from typing import NamedTuple, TypeVar
 
 from optpipe.ops import Op
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.variants import variants
 
 

@@ -21,8 +21,9 @@ import numpy as np
 from numba import njit
 
 from optpipe.ops import Bools, Ints, Op, Orders
-from optpipe.problem import Problem, exact
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.stage import exact
 from solver.bounds.device import usable_bytes
 from solver.bounds.lower_bound import lower_bound_us
 from solver.bounds.unit_costs import UnitCosts

@@ -23,8 +23,9 @@ from numba import njit
 
 from optpipe.errors import MethodError
 from optpipe.ops import Ints, Orders
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.stage import Stage
 from solver.published.passes import general_methods, require_one_stage_a_device
 from solver.timeline import (
     NONE,

@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from optpipe.document import Document, read_document
 from optpipe.errors import InfeasibleError, InputError, Issue, MethodError, NoSolutionError
-from optpipe.problem import Count, Instant, Problem, Share, TimeUs, reject
+from optpipe.fields import Count, Instant, Share, TimeUs, reject
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from solver import searches
 from solver.build import snapped_bound

@@ -24,7 +24,8 @@ from numba import njit
 
 from optpipe.costs import device_effect
 from optpipe.ops import KINDS, Bools, DeviceOrders, Floats, Ints, OpArray, Orders, WaitArray
-from optpipe.problem import Mode, Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Mode, Stage
 from solver.timeline import NO_LIMIT, NONE, B, F, W
 
 DROP, MAKE, INSIDE, OUT, BACK = (cast(int, np.int64(row)) for row in range(3, 8))

@@ -9,8 +9,9 @@ import pytest
 
 from optpipe.document import Document
 from optpipe.layers import Layer, LayerProfile
-from optpipe.problem import ActivationMode, Device, Problem, Stage
+from optpipe.problem import Device, Problem
 from optpipe.schedule import DevicePlan, Schedule, ScheduledOp
+from optpipe.stage import ActivationMode, Stage
 from tests.docs.blocks import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "reference" / "documents.md"

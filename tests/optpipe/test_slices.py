@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from optpipe.errors import InputError
+from optpipe.fields import MAX_TIME_US
 from optpipe.ops import orders_from_data, orders_to_data
-from optpipe.problem import MAX_TIME_US, Problem, UnitStage
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.stage import UnitStage
 from solver.cache import canonical_form
 from tests.optpipe.test_verify_units import reordered
 from tests.recomputing import FULL

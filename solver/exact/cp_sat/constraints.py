@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.problem import Stage, UnitStage
+from optpipe.stage import Stage, UnitStage
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import OpTimes, from_stage, op_times
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way

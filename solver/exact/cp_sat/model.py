@@ -11,8 +11,9 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from optpipe.ops import Op, Orders
-from optpipe.problem import KEPT, OFFLOAD, Problem
+from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
+from optpipe.stage import KEPT, OFFLOAD
 from solver.bounds.unit_order import MOST_ROOM_NODES
 from solver.build import orders_from_times
 from solver.exact.cp_sat.constraints import (

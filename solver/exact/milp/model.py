@@ -13,8 +13,9 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from optpipe.ops import Bools, Floats, Ints, Op, Orders
-from optpipe.problem import OFFLOAD, Problem
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.stage import OFFLOAD
 from solver.build import orders_from_times
 from solver.exact.incumbent import Incumbent
 from solver.exact.milp.constraints import (

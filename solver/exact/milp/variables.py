@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Op
-from optpipe.problem import Problem, Stage, UnitStage
+from optpipe.problem import Problem
+from optpipe.stage import Stage, UnitStage
 from solver.bounds.device import ended_before, fusing_may_help
 from solver.exact.rules import Edge, microbatches_in_order, rule_edges, units_before
 from solver.scale import has_ways

@@ -35,9 +35,10 @@ from numpy.typing import NDArray
 from optpipe.costs import device_effect, duration_us
 from optpipe.ops import KINDS as ORDER_KINDS
 from optpipe.ops import STREAM_OF_KIND, STREAMS, DeviceOrders, Floats, Ints, Op, OpArray, Orders
-from optpipe.problem import OFFLOAD, Problem, Stage
+from optpipe.problem import Problem
 from optpipe.schedule import shared_channels
 from optpipe.simulate import Simulation
+from optpipe.stage import OFFLOAD, Stage
 from solver.scale import refuse_too_many_costs
 from solver.variants import Variant, variants
 

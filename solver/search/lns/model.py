@@ -15,8 +15,8 @@ from ortools.sat.python import cp_model
 
 from optpipe.memory import derive_waits
 from optpipe.ops import DeviceOrders, Op, Orders
-from optpipe.problem import OFFLOAD, Mode, UnitStage
 from optpipe.schedule import shared_channels
+from optpipe.stage import OFFLOAD, Mode, UnitStage
 from solver.exact.cp_sat.constraints import Held, held, hold_end, hold_start
 from solver.exact.cp_sat.variables import IntervalTask, Moment, Variables, Way
 from solver.search.lns.neighbourhood import AFTER, BEFORE, INSIDE, NEVER, Frame, Surroundings, Window

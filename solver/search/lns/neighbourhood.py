@@ -16,8 +16,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.ops import STREAMS, Ints, Op, Orders
-from optpipe.problem import OFFLOAD, Mode, Problem, Stage
+from optpipe.problem import Problem
 from optpipe.simulate import Simulation, simulate
+from optpipe.stage import OFFLOAD, Mode, Stage
 from solver.build import orders_from_times, within_budgets
 from solver.exact.rules import Edge, in_weight_order, rule_edges
 from solver.exact.ticks import TimeGrid

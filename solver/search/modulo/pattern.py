@@ -19,7 +19,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from optpipe.ops import Floats, Ints, Op, OpArray, Orders
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem
+from optpipe.stage import Stage
 from solver.plan_player import PassCosts, pass_costs
 from solver.published.transfers import TransferPlanner, TransferRequest
 

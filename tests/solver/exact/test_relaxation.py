@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from instances import HALF, REFERENCE, instance, uniform
-from optpipe.problem import MAX_TIME_US, Problem
+from optpipe.fields import MAX_TIME_US
+from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
 from solver.build import over_budget, peak_budgets, within_budgets

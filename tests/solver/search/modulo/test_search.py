@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from benchmarks.pareto import minimum_period_us
 from instances import instance, uniform
 from optpipe.ops import Orders
-from optpipe.problem import Device, Problem, Stage
+from optpipe.problem import Device, Problem
 from optpipe.simulate import simulate
+from optpipe.stage import Stage
 from solver.bounds import lower_bound_us
 from solver.build import peak_budgets, within_budgets
 from solver.limits import Cancel, Limits
