@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-import highspy
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,17 +15,20 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds.device import split_backward_suffices
 from solver.build import build_schedule, peak_budgets
-from solver.exact.milp.model import Timing, build_program, point_from_orders, solve_milp
+from solver.exact.milp.model import solve_milp
 from solver.exact.milp.variables import Options
 from solver.limits import Limits
-from solver.model_export import export_model
-from solver.scale import horizon_us
 from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
 from tests.solver.exact.cp_sat.test_modes import FAMILIES, schedules
-from tests.solver.exact.milp.test_statement import OPTIONS, assert_same_model
+from tests.solver.exact.milp.test_statement import (
+    OPTIONS,
+    assert_another_solver_finds_the_optimum,
+    assert_is_a_point,
+    assert_same_model,
+)
 
 
 def tight(seed: int) -> tuple[Problem, Orders]:
@@ -41,18 +42,9 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_the_model_has_every_schedule(first: int) -> None:
-    """Random orders within their own peaks are a point of the model, and come back from its binaries."""
     for seed in range(first, first + 20):
         problem, orders = tight(seed)
-        value_us = simulate(problem, orders).value_us
-        program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
-        point = point_from_orders(program.variables, orders)
-        short = program.row_lower - program.matrix @ point
-        assert short.max(initial=0.0) <= 1e-6, (seed, int(np.argmax(short)))
-        assert (point >= program.lower - 1e-6).all()
-        assert (point <= program.upper + 1e-6).all()
-        again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
-        assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+        _, again = assert_is_a_point(problem, orders, seed)
         assert problem.has_modes is (again.modes is not None)
 
 
@@ -102,14 +94,7 @@ def test_same_columns_and_rows_as_the_statement(options: Options) -> None:
 def test_another_solver_finds_the_optimum_in_the_written_model(form: str, tmp_path: Path) -> None:
     problem = recomputing(2, 3, [FULL, LEAVES], 13)
     path = tmp_path / f"model.{form}"
-    path.write_text(export_model(problem).to_text(form))
-    highs = highspy.Highs()
-    highs.silent()
-    assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
-    highs.run()
-    optimum = solve(problem, "cp-sat", Limits(60, workers=1))
-    assert optimum.status == "optimal"
-    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+    assert_another_solver_finds_the_optimum(problem, path)
     text = path.read_text()
     for name in ("way_0_1_2", "gone_0_0_1_F0_2", "start_C0_1_1"):
         assert name in text

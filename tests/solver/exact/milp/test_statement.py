@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import highspy
+import numpy as np
 import pulp
 import pytest
 from hypothesis import given, settings
@@ -13,12 +14,16 @@ from ortools.linear_solver.python import model_builder
 
 from instances import HALF, WHOLE, uniform
 from optpipe.errors import InputError
+from optpipe.ops import Orders
 from optpipe.problem import Problem
-from solver.exact.milp.model import Program, build_program
+from optpipe.schedule import Schedule
+from optpipe.simulate import simulate
+from solver.exact.milp.model import Program, Timing, build_program, point_from_orders
 from solver.exact.milp.statement import state
 from solver.exact.milp.variables import Options
 from solver.limits import Limits
 from solver.model_export import export_model
+from solver.scale import horizon_us
 from solver.solve import solve
 from tests.problems import problems
 
@@ -55,6 +60,34 @@ def assert_same_model(problem: Problem, horizon: float, value_us: float, options
     assert {c.name: v for c, v in statement.objective.items()} == {"objective": 1.0}
 
 
+def assert_is_a_point(problem: Problem, orders: Orders, seed: int) -> tuple[Program, Orders]:
+    """Orders within the budgets are a point of the model, and come back from its binaries; returns model and orders."""
+    value_us = simulate(problem, orders).value_us
+    program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
+    point = point_from_orders(program.variables, orders)
+    short = program.row_lower - program.matrix @ point
+    assert short.max(initial=0.0) <= 1e-6, (seed, int(np.argmax(short)))
+    assert (point >= program.lower - 1e-6).all(), seed
+    assert (point <= program.upper + 1e-6).all(), seed
+    again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
+    assert simulate(problem, again).value_us <= value_us * (1 + 1e-9), seed
+    return program, again
+
+
+def assert_another_solver_finds_the_optimum(problem: Problem, path: Path) -> Schedule:
+    """HiGHS by itself, in the model as it is written, and CP-SAT, whose schedule is returned."""
+    path.write_text(export_model(problem).to_text(path.suffix.removeprefix(".")))
+    highs = highspy.Highs()
+    highs.silent()
+    assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
+    highs.run()
+    assert highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    optimum = solve(problem, "cp-sat", Limits(300, workers=1))
+    assert optimum.status == "optimal"
+    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+    return optimum
+
+
 OPTIONS = {
     "all": Options(),
     "no windows": Options(windows=False),
@@ -89,16 +122,7 @@ SMALL = {
 @pytest.mark.parametrize("form", ["lp", "mps"])
 @pytest.mark.parametrize("problem", SMALL.values(), ids=SMALL.keys())
 def test_another_solver_finds_the_optimum_in_the_written_model(problem: Problem, form: str, tmp_path: Path) -> None:
-    path = tmp_path / f"model.{form}"
-    path.write_text(export_model(problem).to_text(form))
-    highs = highspy.Highs()
-    highs.silent()
-    assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
-    highs.run()
-    assert highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    optimum = solve(problem, "cp-sat", Limits(300, workers=1))
-    assert optimum.status == "optimal"
-    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+    assert_another_solver_finds_the_optimum(problem, tmp_path / f"model.{form}")
 
 
 @pytest.mark.parametrize("solver", ["sat", "scip"])
@@ -115,17 +139,8 @@ def test_solvers_of_or_tools_read_it_too(solver: str, tmp_path: Path) -> None:
 def test_the_written_model_has_the_fused_backwards_that_need_less_memory(tmp_path: Path) -> None:
     """Fused backwards keep both microbatches, and take nothing beside them; split ones have room for one."""
     problem = uniform(2, 2, budget=4, backward_weight_bytes=4)
-    path = tmp_path / "model.lp"
-    path.write_text(export_model(problem).to_text("lp"))
-    highs = highspy.Highs()
-    highs.silent()
-    highs.readModel(str(path))
-    highs.run()
-    assert highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    optimum = solve(problem, "cp-sat", Limits(60, workers=1))
-    assert optimum.status == "optimal"
+    optimum = assert_another_solver_finds_the_optimum(problem, tmp_path / "model.lp")
     assert any(op.kind == "BW" for op in optimum.orders.ops())
-    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
 
 
 def test_rows_and_columns_are_named_by_rule_and_ops() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-import highspy
-import numpy as np
 import pytest
 
 from optpipe.errors import MethodError
@@ -15,7 +13,7 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, peak_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
-from solver.exact.milp.model import Timing, build_program, point_from_orders, solve_milp
+from solver.exact.milp.model import build_program, point_from_orders, solve_milp
 from solver.exact.milp.variables import Options, has_every_schedule
 from solver.limits import Limits
 from solver.model_export import export_model
@@ -23,7 +21,12 @@ from solver.scale import horizon_us
 from solver.solution import INFEASIBLE, Solution
 from solver.solve import solve
 from tests.solver.exact.cp_sat.test_units import CAUSAL, schedules
-from tests.solver.exact.milp.test_statement import OPTIONS, assert_same_model
+from tests.solver.exact.milp.test_statement import (
+    OPTIONS,
+    assert_another_solver_finds_the_optimum,
+    assert_is_a_point,
+    assert_same_model,
+)
 from tests.unequal import random_orders, random_pipeline, random_unequal, times, unequal
 
 
@@ -40,20 +43,11 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 
 @pytest.mark.parametrize("first", range(0, 60, 30))
 def test_the_model_has_every_schedule(first: int) -> None:
-    """Random orders within their own peaks are a point of the model, and come back from its binaries."""
     free = 0
     for seed in range(first, first + 30, 2):
         problem, orders = tight(seed)
         free += problem.has_free_order
-        value_us = simulate(problem, orders).value_us
-        program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
-        point = point_from_orders(program.variables, orders)
-        short = program.row_lower - program.matrix @ point
-        assert short.max(initial=0.0) <= 1e-6, (seed, int(np.argmax(short)))
-        assert (point >= program.lower - 1e-6).all()
-        assert (point <= program.upper + 1e-6).all()
-        again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
-        assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+        assert_is_a_point(problem, orders, seed)
     assert free >= 3
 
 
@@ -78,14 +72,7 @@ def test_the_model_has_every_fused_backward(first: int) -> None:
     for seed in range(first, first + 15):
         problem, orders = without_copies(seed)
         assert has_every_schedule(problem)
-        value_us = simulate(problem, orders).value_us
-        program = build_program(problem, horizon_us(problem, value_us), 0.0, value_us, Options(weight_order=False))
-        point = point_from_orders(program.variables, orders)
-        assert (program.row_lower - program.matrix @ point).max(initial=0.0) <= 1e-6, seed
-        assert (point >= program.lower - 1e-6).all()
-        assert (point <= program.upper + 1e-6).all()
-        again = Timing(program.variables, program.matrix, program.row_lower).orders(point)
-        assert simulate(problem, again).value_us <= value_us * (1 + 1e-9)
+        program, again = assert_is_a_point(problem, orders, seed)
         fused += len(program.variables.fused) > 0 and any(op.kind == "BW" for op in again.ops())
     assert fused >= 3
 
@@ -194,15 +181,7 @@ WRITTEN = {
 @pytest.mark.parametrize("form", ["lp", "mps"])
 @pytest.mark.parametrize("problem", WRITTEN.values(), ids=WRITTEN.keys())
 def test_the_written_model_has_the_optimum(problem: Problem, form: str, tmp_path: Path) -> None:
-    path = tmp_path / f"model.{form}"
-    path.write_text(export_model(problem).to_text(form))
-    highs = highspy.Highs()
-    highs.silent()
-    assert highs.readModel(str(path)) == highspy.HighsStatus.kOk
-    highs.run()
-    optimum = solve(problem, "cp-sat", Limits(60, workers=1))
-    assert optimum.status == "optimal"
-    assert highs.getObjectiveValue() == pytest.approx(optimum.value_us)
+    assert_another_solver_finds_the_optimum(problem, tmp_path / f"model.{form}")
 
 
 def test_backwards_in_one_piece_beside_copies_are_refused_by_name() -> None:

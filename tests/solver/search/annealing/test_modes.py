@@ -14,13 +14,13 @@ from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule, peak_budgets
 from solver.limits import Limits
-from solver.search.annealing.search import BEST, anneal, build_state, local_search
+from solver.search.annealing.search import BEST, local_search
 from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
 from solver.solution import Solution
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, random_recomputing, recomputing
-from tests.solver.search.annealing.test_search import check_times
-from tests.solver.search.annealing.test_sequence import levels_bytes
+from tests.solver.search.annealing.test_search import annealed
+from tests.solver.search.annealing.test_sequence import levels_bytes, with_own_levels
 
 
 def split(orders: Orders) -> set[Op]:
@@ -48,24 +48,14 @@ def test_sequences_of_orders_with_modes_are_orders_again(first: int) -> None:
 def tight(seed: int) -> tuple[Problem, Orders]:
     """A random problem, and orders of it that need all of its budgets as sequences."""
     problem, orders = random_recomputing(Random(seed), split_backward=True)
-    table = build_table(problem)
-    merged = merge(table, simulate(problem, orders))
-    budgets = [{"memory_bytes": size} for size in levels_bytes(problem, table, merged)]
-    return problem.from_data(problem.to_data() | {"devices": budgets}), orders
+    return with_own_levels(problem, orders), orders
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_values_and_budgets_are_those_of_the_orders(seed: int) -> None:
     problem, orders = tight(seed)
-    table = build_table(problem)
-    state = build_state(table, merge(table, simulate(problem, orders)), seed)
-    assert state is not None
-    for _ in range(3):
-        anneal(state, 2.0, 3_000)
-        check_times(state)
-    best = orders_from_sequences(problem, table, state.best)
-    schedule = build_schedule(problem, best, 0.0, "search", 0.0)  # which verifies it, budgets too
+    schedule, state = annealed(problem, orders, seed)
     assert schedule.value_us == pytest.approx(state.numbers[BEST], rel=1e-9)
 
 

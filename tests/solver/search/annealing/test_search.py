@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from instances import HALF, WHOLE, uniform
 from optpipe.ops import Orders
 from optpipe.problem import Problem
+from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
-from solver.build import within_budgets
+from solver.build import build_schedule, within_budgets
 from solver.limits import Limits
 from solver.search.annealing.kernel import empty_latest, empty_times, latest_starts, set_deadlines, sweep, value_us
 from solver.search.annealing.search import BEST, MEAN_SPAN, VALUE, State, anneal, build_state, local_search
@@ -120,6 +121,18 @@ def check_times(state: State) -> None:
     assert (state.times.end_us[there] == times.end_us[there]).all()
     assert (state.latest.start_us[there] == latest.start_us[there]).all()
     assert (state.tried.place == merged.place).all()
+
+
+def annealed(problem: Problem, orders: Orders, seed: int) -> tuple[Schedule, State]:
+    """The best schedule after some annealing, verified with its budgets, and the state; kept times are checked."""
+    table = build_table(problem)
+    state = build_state(table, merge(table, simulate(problem, orders)), seed)
+    assert state is not None
+    for _ in range(3):
+        anneal(state, 2.0, 3_000)
+        check_times(state)
+    best = orders_from_sequences(problem, table, state.best)
+    return build_schedule(problem, best, 0.0, "search", 0.0), state
 
 
 CASES = {

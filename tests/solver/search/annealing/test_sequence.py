@@ -32,6 +32,13 @@ def levels_bytes(problem: Problem, table: Table, merged: Merged) -> list[int]:
     return peaks
 
 
+def with_own_levels(problem: Problem, orders: Orders) -> Problem:
+    """The problem with budgets of which orders of it need all, as sequences."""
+    table = build_table(problem)
+    budgets = [{"memory_bytes": size} for size in levels_bytes(problem, table, merge(table, simulate(problem, orders)))]
+    return problem.from_data(problem.to_data() | {"devices": budgets})
+
+
 def split(orders: Orders) -> set[Op]:
     """The ops of orders, fused backwards as two."""
     return {Op(kind, *op[1:]) for op in orders.ops() for kind in (op.kind if op.kind == "BW" else (op.kind,))}

@@ -23,8 +23,8 @@ from solver.solution import Solution
 from solver.solve import solve
 from solver.strategy import auto_subsolvers
 from tests.solver.search.annealing.test_modes import split
-from tests.solver.search.annealing.test_search import check_times
-from tests.solver.search.annealing.test_sequence import levels_bytes
+from tests.solver.search.annealing.test_search import annealed
+from tests.solver.search.annealing.test_sequence import levels_bytes, with_own_levels
 from tests.unequal import random_orders, random_unequal, times, unequal
 
 
@@ -57,10 +57,7 @@ def test_sequences_of_orders_of_units_are_orders_again(first: int) -> None:
 def tight(seed: int) -> tuple[Problem, Orders]:
     """A random problem, and orders of it that need all of its budgets as sequences."""
     problem, orders = random_case(seed)
-    table = build_table(problem)
-    merged = merge(table, simulate(problem, orders))
-    budgets = [{"memory_bytes": size} for size in levels_bytes(problem, table, merged)]
-    return problem.from_data(problem.to_data() | {"devices": budgets}), orders
+    return with_own_levels(problem, orders), orders
 
 
 @given(st.integers(0, 10_000))
@@ -68,14 +65,7 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 def test_values_and_budgets_are_those_of_the_orders(seed: int) -> None:
     """Kept times are those of a sweep from scratch; the best is worth what the kernel says and keeps every rule."""
     problem, orders = tight(seed)
-    table = build_table(problem)
-    state = build_state(table, merge(table, simulate(problem, orders)), seed)
-    assert state is not None
-    for _ in range(3):
-        anneal(state, 2.0, 3_000)
-        check_times(state)
-    best = orders_from_sequences(problem, table, state.best)
-    schedule = build_schedule(problem, best, 0.0, "search", 0.0)  # which verifies it, budgets too
+    schedule, state = annealed(problem, orders, seed)
     if problem.objective == "makespan":
         assert schedule.value_us == pytest.approx(state.numbers[BEST], rel=1e-9)
     else:
