@@ -241,6 +241,8 @@ def _accept(state: State, mark: int, done: int, row: int, value: float, mean: fl
         state.kept_times.end_us[x] = state.times.end_us[x]
     for r in range(mark + 1, done // table.step + 1):
         copy(state.times.marks[r], state.kept_times.marks[r])
+    for r in range((size(state.kept) - 1) // table.step + 1, MARKS + 1):
+        state.kept_times.marks[r, 0] = NEVER_US  # those of longer sequences, which a sweep could meet again
     if row > MARKS:  # else value and deadlines are as before
         copy(state.times.marks[row], state.kept_times.marks[row])
         set_deadlines(table, state.latest, state.start_us, value)

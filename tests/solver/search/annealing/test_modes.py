@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optpipe.ops import Op, Orders
@@ -53,6 +53,8 @@ def tight(seed: int) -> tuple[Problem, Orders]:
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None, derandomize=True)
+@example(115)  # a sweep met a mark of sequences with one op more, and left the last W as it was
+@example(383)
 def test_values_and_budgets_are_those_of_the_orders(seed: int) -> None:
     problem, orders = tight(seed)
     schedule, state = annealed(problem, orders, seed)
