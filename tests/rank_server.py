@@ -20,9 +20,7 @@ LOADED = ("optpipe.train.loop", "solver.solve", "torch._dynamo")
 
 def main() -> None:
     """Serve until stdin ends; in each forked process, run its script."""
-    for name in LOADED:
-        import_module(name)
-    gc.freeze()  # or collecting garbage writes to, and so copies, every page that the processes share
+    load()
     while line := sys.stdin.readline():
         pids = []
         for process in json.loads(line):
@@ -34,6 +32,13 @@ def main() -> None:
         for _ in pids:
             pid, status = os.wait()
             print(json.dumps([pid, os.waitstatus_to_exitcode(status)]), flush=True)
+
+
+def load() -> None:
+    """Load what forked processes are to share."""
+    for name in LOADED:
+        import_module(name)
+    gc.freeze()  # or collecting garbage writes to, and so copies, every page that the processes share
 
 
 def become(script: str, arguments: list[str], environment: dict[str, str], out: str, err: str) -> None:

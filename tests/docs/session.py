@@ -1,7 +1,7 @@
 """Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside.
 
 Only searches are shorter than on the page: what a longer one finds is not compared, and all pages together would keep
-two cores busy for minutes.
+two cores busy for minutes. So would loading torch for each `optpipe`: these are forked from one process (`forked`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.docs.blocks import COMMANDS, ROOT, Block
+from tests.docs.forked import CLIENT
 
 PATIENCE_S = 600.0
 """Only a page that hangs takes so long, whatever else the machine does."""
@@ -32,7 +35,7 @@ optpipe() {
         [ "$before" != --time-limit ] || [ "${word%.*}" -le $most_search_s ] || word=$most_search_s
         words+=("$word") before=$word
     done
-    command optpipe "${words[@]}"
+    command "${forked[@]:-optpipe}" "${words[@]}"
 }
 serving=
 trap '[ -z "$serving" ] || { kill "$serving"; wait "$serving"; } || true' EXIT
@@ -42,16 +45,37 @@ until command curl -sSf http://127.0.0.1:{port}/readyz > ready.log 2>&1; do kill
 """
 
 
-def run_page(blocks: Sequence[Block], folder: Path, port: int) -> None:
+@contextmanager
+def forking() -> Iterator[Path]:
+    """Socket of a server that runs `optpipe` for pages (`tests.docs.forked`)."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "commands"
+        code = f"from tests.docs.forked import serve; serve({str(path)!r})"
+        own = {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(
+            [sys.executable, "-P", "-c", code], env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as server:
+            try:
+                while not path.exists():
+                    assert server.poll() is None, "the server of commands has ended"
+                    time.sleep(0.05)
+                yield path
+            finally:
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def run_page(blocks: Sequence[Block], folder: Path, port: int, server: Path | None = None) -> None:
     """Run all blocks of commands, and compare what they print with what the page shows.
 
-    `optpipe serve` runs on `port` in the background, until the page ends.
+    `optpipe serve` runs on `port` in the background, until the page ends. Other `optpipe` commands are run by the
+    `server`, where there is one.
     """
     shutil.copytree(ROOT / "examples", folder / "examples")
     script = SERVE.sub(lambda serve: IN_BACKGROUND.format(command=serve[0], port=port), "".join(_lines(blocks)))
     with TemporaryDirectory() as data:  # PostgreSQL needs a short path, which another user than root may enter
         Path(data).chmod(0o755)
-        run = _bash(PROLOGUE + ADDRESS.sub(rf"\1:{port}", script), folder, data)
+        forked = shlex.join([*CLIENT, str(server)] if server else [])
+        run = _bash(f"forked=({forked})\n{PROLOGUE}" + ADDRESS.sub(rf"\1:{port}", script), folder, data)
     place = _read(folder / ".at")
     printed = _read(folder / f".out-{place}") + _read(folder / "serve.log")
     assert run == 0, f"line {place} ended with {run}:\n{printed}"

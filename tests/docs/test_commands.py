@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import COMMANDS, OTHERS, ROOT, Block, blocks_of, pages
-from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, run_page
+from tests.docs.session import PATIENCE_S, PROLOGUE, check_output, forking, run_page
 
 ELSEWHERE = {"docs/service.md": "tests/test_service_guide.py"}
 """Pages whose commands another test runs."""
@@ -27,18 +28,36 @@ def test_every_block_has_a_known_language(page: Path) -> None:
             assert len(block.says.split()) > 2, f"line {block.line}: why is it not run?"
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Path]:
+    """Runs the pages' `optpipe` commands."""
+    with forking() as path:
+        yield path
+
+
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("page", pages(), ids=_name)
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int) -> None:
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, free_tcp_port: int, server: Path) -> None:
     if _name(page) in ELSEWHERE:
         assert page.name in (ROOT / ELSEWHERE[_name(page)]).read_text()
     else:
-        run_page(blocks_of(page), tmp_path, free_tcp_port)
+        run_page(blocks_of(page), tmp_path, free_tcp_port, server)
 
 
 def test_a_command_that_fails_is_found(tmp_path: Path, free_tcp_port: int) -> None:
     with pytest.raises(AssertionError, match=r"line 7 ended with 2:\n.*no-such-file"):
         run_page([Block(3, "sh", "true\n"), Block(7, "sh", "ls no-such-file\ntrue\n")], tmp_path, free_tcp_port)
+
+
+def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int, server: Path) -> None:
+    """Its streams, folder and environment are those of the shell, and so is its exit code."""
+    script = "optpipe --version | cat > piped\noptpipe methods --json 2>/dev/null | head -c 1 > first\n"
+    failing = "cd examples\n: > ../code\noptpipe verify no-such-file.json 2> ../error || echo $? > ../code\n"
+    run_page([Block(1, "sh", script), Block(5, "sh", failing)], tmp_path, free_tcp_port, server)
+    assert (tmp_path / "piped").read_text().startswith("optpipe ")
+    assert (tmp_path / "first").read_text() in "{["
+    assert (tmp_path / "code").read_text() == "2\n"
+    assert "no-such-file.json" in (tmp_path / "error").read_text()
 
 
 def test_searches_are_shortened_and_nothing_else() -> None:
