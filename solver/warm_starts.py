@@ -29,6 +29,7 @@ from solver.kernels import WARM, is_marked
 from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
 from solver.published.v_family import v_zb
+from solver.published.within_memory import one_f_one_b_within_memory
 from solver.published.zb_auto import zb_auto
 from solver.serial import serial_orders
 from solver.solution import Solution
@@ -117,16 +118,19 @@ LEAST_S = 0.5
 Make = Callable[[Problem], Orders]
 
 
-def offer_published(problem: Problem, shared: SharedIncumbent, share: float = 1.0) -> None:
+def offer_published(
+    problem: Problem, shared: SharedIncumbent, share: float = 1.0, *, adapts_to_memory: bool = True
+) -> None:
     """Offer every published schedule to the shared incumbent, the cheap ones first; the floor if none fits.
 
+    `adapts_to_memory`: also a 1F1B that does, where no published method fits its schedules to memory.
     Once they have taken this share of the time limit in processor time, none is begun if something fits, or the answer
     would be late. That does not hold while kernels are compiled on the way, which says nothing of what is left.
     """
     timed = shared.limits.deterministic_limit is None
     limit_s = max(share * shared.limits.time_limit_s, LEAST_S)
     began_s = time.thread_time()
-    for name, make in _made(problem):
+    for name, make in _made(problem, adapts_to_memory=adapts_to_memory):
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
         if shared.stop.requested or (taken and shared.best.orders is not None):
             return
@@ -147,12 +151,14 @@ def offer_orders(problem: Problem, shared: SharedIncumbent, orders: Orders, name
         shared.offer(Solution(orders, value, shared.best.bound_us, name))
 
 
-def _made(problem: Problem) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
+def _made(problem: Problem, *, adapts_to_memory: bool) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
     """Makers of the published schedules of a problem, by name.
 
     With modes for every choice of one variant a stage, with a free order of microbatches for every likely one.
     """
     able = [(name, make) for name, make in _published() if _is_able(name, problem)]
+    if adapts_to_memory and _may_need_to_fit(problem):
+        able.append(("1f1b within memory", one_f_one_b_within_memory))
     if not problem.has_modes:
         yield from ((name, partial(make, problem)) for name, make in able)
         if problem.has_free_order:
@@ -176,6 +182,13 @@ def _is_able(name: str, problem: Problem) -> bool:
         refuse_unsupported(METHODS[method], problem)
         return True
     return False
+
+
+def _may_need_to_fit(problem: Problem) -> bool:
+    """True if memory counts and no published method fits schedules to it: of `ada-offload` all is split and whole."""
+    limited = any(device.memory_bytes is not None for device in problem.devices)
+    alike = not problem.has_factors and problem.slice_count == 1
+    return limited and not (alike and all(stage.split_backward for stage in problem.stages))
 
 
 def best_of_uniform_choices(problem: Problem) -> dict[str, Solution]:

@@ -36,7 +36,7 @@ def published_in_orders(problem: Problem) -> list[InOrder]:
 def best_published(problem: Problem, name: str, order: Sequence[int]) -> InOrder | None:
     """The best published schedule of a problem whose order is given; `name` and `order` say which it is."""
     shared = SharedIncumbent(problem, Limits(float("inf")), None)
-    offer_published(problem, shared)
+    offer_published(problem, shared, adapts_to_memory=False)
     best = shared.best
     if best.orders is None:
         return None

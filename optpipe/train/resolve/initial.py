@@ -96,10 +96,14 @@ FACTORS = ("time", "bytes", "transfer")
 
 
 def arranged(problem: Problem, schedule: Schedule) -> Problem:
-    """The problem with the factors of its microbatches in the places of a schedule in which they are best."""
+    """The problem with the factors of its microbatches in the places of a schedule in which they are best.
+
+    Where all are alike they run in the order of the schedule, whatever that was chosen for.
+    """
     own = problem.microbatch_factors
     if own is None:
-        return problem
+        in_order = schedule.microbatch_order is None
+        return problem if in_order else Problem.from_data(problem.to_data() | {"microbatch_order": "free"})
     program, orders = compile_schedule(schedule), schedule.orders_in(problem)
     factors = np.array([[getattr(entry, name) for entry in own] for name in FACTORS], np.float64)
     order = Places(problem, orders, memory_steps(program, problem)).assign(factors)

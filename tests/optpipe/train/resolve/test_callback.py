@@ -41,6 +41,8 @@ from optpipe.train.tasks.base import Task
 from optpipe.train.update import StepOutcome
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule
+from solver.microbatch_orders import in_order, with_own_numbers
+from solver.published.one_stage import one_f_one_b
 from solver.solve import solve
 from tests.optpipe.train.resolve.measured import BEFORE, measured, spread
 from tests.optpipe.train.resolve.solvers import Scripted
@@ -360,6 +362,16 @@ def test_times_of_different_sizes_are_those_of_the_reference() -> None:
     timings = [timing for timing in _timings(LENGTHS) if timing.action.kind == "F"]
     factors = [SizeCosts().factors(sizes, REFERENCE) for sizes in LENGTHS]
     assert op_times(timings, lambda value: [value], factors=factors)[0]["F"] == Spread(48.0, 48.0, 48.0, 8)
+
+
+def test_alike_microbatches_keep_the_order_that_was_chosen_for_unequal_ones() -> None:
+    alike = SETTING.problem(measured())
+    factors = [{"time": 1 + i} for i in range(alike.microbatches)]
+    data = alike.to_data() | {"microbatch_factors": factors, "microbatch_order": "free"}
+    unequal, order = Problem.from_data(data), list(range(alike.microbatches))[::-1]
+    orders = with_own_numbers(unequal, one_f_one_b(in_order(unequal, order)), order)
+    schedule = build_schedule(unequal, orders, 0.0, "by hand", 0.0)
+    assert choose(alike, schedule, solve(alike, "1f1b"), 0.0).gain == 0
 
 
 VARYING = replace(MODEL, lengths="varying", sequence=24)
