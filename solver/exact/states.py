@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, floor, gcd
@@ -33,8 +34,8 @@ from solver.limits import Limits
 from solver.scale import MAX_STEPS, horizon_us, time_unit_us
 from solver.solution import OnSolution, Solution
 
-MOST_STATES = 60_000
-"""States of one progress in ops that are kept at a time; where there are more, a smaller value is asked for."""
+MOST_STATES = 8_000
+"""States with the same number of ops begun that are kept; where there are more, a smaller value is asked for."""
 
 STATES_A_UNIT = 400_000
 """States that are about a second's work."""
@@ -305,8 +306,12 @@ def state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: 
     return answer
 
 
-DOLL = 0.1
-"""The share of what time or work is left for each number of the last microbatches."""
+DOLL = 0.3
+"""Largest share of what time or work is left for each number of the last microbatches."""
+
+
+LEAST_SHARE = 1000
+"""States from which on another thread is worth its start."""
 
 
 class _Dolls:
@@ -327,7 +332,7 @@ class _Dolls:
 
         Ends at the least value itself, where a question has too many states, or when a share of what is left is over.
         """
-        is_over = self._over(share)
+        is_over, self.is_reached = self._over(share), False
         part = Problem.from_data(self.problem.to_data() | {"microbatches": count})
         ends = self._ends(part)
         proved = self.least[-1]
@@ -338,7 +343,7 @@ class _Dolls:
         limit = min(proved, highest)
         while ends is not None and limit < refused:
             answered = self._ask(count, limit, ends, is_over)
-            if answered is None and is_over():
+            if answered is None and (count < self.problem.microbatches or is_over()):
                 return
             if answered is None:
                 refused, stride = limit, stride // 4
@@ -347,8 +352,8 @@ class _Dolls:
             proved, is_least = answered
             self.least[count] = proved
             yield proved
+            self.is_reached = is_least
             if is_least or proved > highest:
-                self.is_reached = is_least and count == self.problem.microbatches
                 return
             stride *= 2
             limit = min(proved + stride, refused - 1)
@@ -367,7 +372,7 @@ class _Dolls:
         states, least = States(*(np.zeros(size, np.int64) for size in sizes)), NEVER
         self.layers: list[Ints] = []
         for _ in range(ops * count):
-            states, steps, beyond = _successors(states, self.tables, ends, limit, 8 * MOST_STATES)
+            states, steps, beyond = self._step(states, ends, limit)
             self.states_left -= len(states.done)
             least = min(least, beyond)
             if not len(states.done):
@@ -381,6 +386,25 @@ class _Dolls:
         ends_at = np.where(ends.counted, states.debt + ends.weights, 0)
         self.last = int(ends_at.max(axis=1).argmin())
         return int(ends_at.max(axis=1).min()), True
+
+    def _step(self, states: States, ends: Ends, limit: int) -> tuple[States, Ints, int]:
+        """`_successors`, on as many cores as the search may use."""
+        count = len(states.done)
+        shares = min(self.limits.workers, count // LEAST_SHARE)
+        if shares <= 1:
+            return _successors(states, self.tables, ends, limit, 8 * MOST_STATES)
+        rows = [slice(count * n // shares, count * (n + 1) // shares) for n in range(shares)]
+
+        def of_share(part: slice) -> tuple[States, Ints, int]:
+            states_of_part = States(*(values[part] for values in states))
+            found, steps, beyond = _successors(states_of_part, self.tables, ends, limit, 8 * MOST_STATES // shares)
+            steps[:, 0] += part.start
+            return found, steps, beyond
+
+        with ThreadPoolExecutor(shares) as pool:
+            found = list(pool.map(of_share, rows))
+        all_states = States(*(np.concatenate(values) for values in zip(*(one[0] for one in found), strict=True)))
+        return all_states, np.concatenate([one[1] for one in found]), min(one[2] for one in found)
 
     def orders(self) -> Orders:
         """Orders of the least value that was reached: W in the gaps where they were counted, as far as they fit whole.

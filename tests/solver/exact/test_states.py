@@ -130,3 +130,11 @@ def test_stops_when_it_is_told_to() -> None:
     problem = four_by_eight(9)
     start = Solution(None, 6180.0, 5016.0)
     assert state_bound(problem, limits, start, lambda _: None) == start
+
+
+def test_threads_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LEAST_SHARE", 2)
+    problem = pipeline(3, 8, 3, along_v=True)
+    start = Solution(None, bound_us=62.0)
+    answer = state_bound(problem, Limits(workers=3, deterministic_limit=5.0), start, lambda _: None)
+    assert answer.bound_us == answer.value_us == 68
