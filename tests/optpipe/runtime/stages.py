@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.compile.program import RECOMPUTATIONS
-from optpipe.runtime import Stage
+from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.messages import Gradient, Tree, leaves, map_leaves, rebuild, tensors
 
@@ -75,6 +75,31 @@ def run_step(
             found.input_gradients[i] = backward(i, map_leaves(weighing, found.outputs[i]) if target is None else None)
     found.weight_gradients = gradients_of(stage.module)
     return found
+
+
+def bytes_of_way(
+    stage: Stage, meter: MemoryMeter, message: Tensor, kind: str, mode: str | None
+) -> tuple[int, int, int]:
+    """Bytes that stay after F of a microbatch, and the peaks of C and of the backward beyond these.
+
+    `kind`: C (and BW), CBW, or BW.
+    """
+    stage.begin_step()
+    stage.zero_gradients()
+    with meter, meter.on(0):
+        output = stage.forward_of(mode)(0, message.clone(), None, False, True)
+        gradient = weighing(output)
+        del output
+        kept = meter.live_bytes[0]
+        meter.restart_peak()
+        if kind == "C":
+            stage.recompute(0)
+        ahead = meter.peak_bytes[0]
+        meter.restart_peak()
+        backward_of(stage, "CBW" if kind == "CBW" else "BW")(0, gradient)
+        del gradient
+        assert meter.live_bytes[0] == 0
+    return kept, ahead - kept, meter.peak_bytes[0] - kept
 
 
 def backward_of(stage: Stage, kind: str) -> Callable[[int, Gradient], Gradient]:

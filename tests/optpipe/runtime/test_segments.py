@@ -12,7 +12,7 @@ from optpipe.errors import TrainingError
 from optpipe.runtime import MemoryMeter, Stage
 from optpipe.runtime.activations import HostSlab
 from optpipe.runtime.recomputation import blocks_of
-from tests.optpipe.runtime.stages import F_B_W, F_BW, RECOMPUTED, Run, run_step, weighing
+from tests.optpipe.runtime.stages import F_B_W, F_BW, RECOMPUTED, Run, bytes_of_way, run_step, weighing
 
 M, WIDTH = 3, 8
 MESSAGES = {i: torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(M)}
@@ -98,24 +98,8 @@ def test_under_autocast_too() -> None:
 
 
 def one_block_stage_bytes(kind: str, blocks: int, mode: str) -> tuple[int, int, int]:
-    """Bytes that stay after F, and the peaks of the recomputation and of the backward beyond these."""
-    stage, meter = Stage(Model(blocks, plain=True)), MemoryMeter()
-    stage.begin_step()
-    stage.zero_gradients()
-    with meter, meter.on(0):
-        output = stage.forward_of(mode)(0, MESSAGES[0].clone(), None, False, True)
-        gradient = weighing(output)
-        del output
-        kept = meter.live_bytes[0]
-        meter.restart_peak()
-        if kind == "C":
-            stage.recompute(0)
-        ahead = meter.peak_bytes[0]
-        meter.restart_peak()
-        (stage.backward if kind == "C" else stage.recompute_and_backward)(0, gradient)
-        del gradient
-        assert meter.live_bytes[0] == 0
-    return kept, ahead - kept, meter.peak_bytes[0] - kept
+    """`bytes_of_way` of a stage of so many blocks."""
+    return bytes_of_way(Stage(Model(blocks, plain=True)), MemoryMeter(), MESSAGES[0], kind, mode)
 
 
 def test_inside_the_backward_there_is_one_block_at_a_time() -> None:
