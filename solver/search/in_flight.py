@@ -58,7 +58,8 @@ class Choice:
     in_flight: int
     late_weights: int
     lead: float = 1.5
-    tail: int = 1
+    tail: float = 1
+    hold: float = 0
     ahead: int = ON_ITS_WAY
     behind: int = 0
     early: int = 0
@@ -69,7 +70,8 @@ Changes = Sequence[Mapping[str, Any]]
 """Fields of a choice that are tried beside its numbers, one entry after another."""
 
 LEADS: Changes = [{"lead": 3.0}]
-TAIL: Changes = [{"tail": 0}]
+HOLD: Changes = [{"hold": hold} for hold in (1.0, 0.25, 0.5)]
+TAIL: Changes = [{"tail": tail} for tail in (0.5, 0)]
 EARLY: Changes = [{"early": early} for early in (1, 2, 4)]
 RESERVE: Changes = [{"reserve": reserve, "behind": 0} for reserve in (1, 2, 4)]
 AGAIN: Changes = [
@@ -78,7 +80,12 @@ AGAIN: Changes = [
 
 
 class Lists(ABC):
-    """A kind of lists of a problem, with the `first` choice and the `changes` there are beside its numbers."""
+    """A kind of lists of a problem, with the `first` choice and the `changes` there are beside its numbers.
+
+    `speed`: how many times as fast choices are tried as lists with copies are ordered, played and simulated.
+    """
+
+    speed = 1
 
     def __init__(self, problem: Problem, changes: Changes) -> None:
         self.problem = problem
@@ -129,8 +136,10 @@ class ListsByStage(Lists):
 class ListsInMemory(Lists):
     """Those in which memory decides: what is recomputed in mode ``modes[s]``, and leaves in ``out[s]`` (0: nothing)."""
 
+    speed = 8
+
     def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
-        changes = [*(EARLY if any(out) else []), *([*AGAIN, *RESERVE] if any(modes) else []), *TAIL]
+        changes = [*HOLD, *([*AGAIN, *RESERVE] if any(modes) else []), *TAIL, *(EARLY if any(out) else [])]
         super().__init__(problem, changes)
         self.first = replace(self.first, in_flight=min(len(problem.stages), problem.units))  # memory stops the others
         self.lists = MemoryLists(problem, modes, out)
@@ -147,9 +156,9 @@ class ListsInMemory(Lists):
         return self.lists.makespan_us(self._rules(choice)), None
 
     def _rules(self, choice: Choice) -> Rules:
-        tail = choice.tail * len(self.problem.stages)
+        tail = round(choice.tail * len(self.problem.stages))
         numbers = choice.in_flight, choice.late_weights, tail
-        return Rules(*numbers, choice.ahead, choice.behind, choice.early, choice.reserve)
+        return Rules(*numbers, choice.ahead, choice.behind, choice.early, choice.reserve, float(choice.hold))
 
 
 Kind = Callable[[Problem], Lists]
@@ -204,7 +213,7 @@ def _kinds(problem: Problem) -> Iterator[Kind]:
         [ways[min(number, len(ways) - 1)] if ways else 0 for ways in able] for number in range(max(map(len, able)))
     ]
     if any(out) and alone:
-        for modes in again or [[0] * len(out)]:
+        for modes in [[0] * len(out), *again]:
             yield partial(ListsInMemory, modes=modes, out=out)
     if not problem.has_modes:
         if any(out):
@@ -221,17 +230,16 @@ def _kinds(problem: Problem) -> Iterator[Kind]:
 def improving(trials: Trials) -> Iterator[Choice]:
     """Choices, each the best so far.
 
+    The first number in flight is lowered until memory has room. Changes are tried with it, and once more with the best.
     For each number of W left over the number in flight goes by steps from the one before, halved whenever neither side
-    is better. The first one halves from the most until memory has room.
+    is better.
     """
-    problem = trials.lists.problem
-    most = problem.units
-    start = trials.lists.first
-    in_flight = start.in_flight
-    while in_flight > 1 and trials.value_us(replace(start, in_flight=in_flight)) == inf:
-        in_flight -= max(1, in_flight // 4)
-    best_us, step = inf, max(1, in_flight // 8)
-    choice = start
+    most = trials.lists.problem.units
+    choice = trials.lists.first
+    while choice.in_flight > 1 and trials.value_us(choice) == inf:
+        choice = replace(choice, in_flight=choice.in_flight - max(1, choice.in_flight // 4))
+    best_us, step = inf, max(1, choice.in_flight // 8)
+    in_flight, choice = choice.in_flight, _changed(trials, choice)
     for late_weights in LATE_WEIGHTS:
         like = replace(choice, late_weights=late_weights)
         own_us = trials.value_us(replace(like, in_flight=in_flight))
@@ -244,16 +252,19 @@ def improving(trials: Trials) -> Iterator[Choice]:
             else:
                 step //= 2
         if own_us < best_us:
-            best_us = own_us
-            choice = replace(like, in_flight=in_flight)
-            for change in trials.lists.changes:
-                other = replace(choice, **change)
-                if trials.value_us(other) < best_us:
-                    best_us, choice = trials.value_us(other), other
+            choice = _changed(trials, replace(like, in_flight=in_flight))
+            best_us = trials.value_us(choice)
             yield choice
         if trials.spent:
             return
         step = 2  # another number of W moves the best number in flight by about as many
+
+
+def _changed(trials: Trials, choice: Choice) -> Choice:
+    """A choice with each change that makes it better."""
+    for change in trials.lists.changes:
+        choice = min(choice, replace(choice, **change), key=trials.value_us)
+    return choice
 
 
 @dataclass
@@ -282,7 +293,7 @@ class Trials:
             if self.spent:
                 return inf
             problem = self.lists.problem
-            self.played += 3 * len(problem.stages) * problem.units
+            self.played += 3 * len(problem.stages) * problem.units // self.lists.speed
             value_us, orders = self.lists.tried(choice)
             if orders is not None and value_us < min(self._known.values(), default=inf):
                 self._best = choice, orders

@@ -14,10 +14,10 @@ under any timing (`optpipe.memory`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import ceil
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit
@@ -27,6 +27,8 @@ from optpipe.ops import KINDS, Bools, DeviceOrders, Floats, Ints, OpArray, Order
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 from solver.timeline import NO_LIMIT, NONE, B, F, W
+
+Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 DROP, MAKE, INSIDE, OUT, BACK = (cast(int, np.int64(row)) for row in range(3, 8))
 """Rows beside F, B and W: the F of a microbatch that is recomputed, its C, its CB, and the copies O and R."""
@@ -118,6 +120,9 @@ class Rules(NamedTuple):
     where the last backwards are waited for. `ahead`: when C may run. `early`: backwards before its own at which an
     activation may come back; 0: when its gradient is on its way.
 
+    No F begins where an input of a backward comes in less than the share `hold` of its time: an F that runs as the
+    gradient comes delays the backwards of all stages before.
+
     An activation is kept only where there is room beside it for `behind` microbatches that are recomputed: without it
     devices wait for memory. Or it is planned which are: `reserve` is then at least 0, and of the microbatches that are
     in flight on a device with so many in all, the share is recomputed that leaves room for `reserve` more.
@@ -130,6 +135,7 @@ class Rules(NamedTuple):
     behind: int = 0
     early: int = 0
     reserve: int = -1
+    hold: float = 0.0
 
 
 class MemoryLists:
@@ -289,6 +295,14 @@ def _bytes(stage: Stage, again: Mode, away: Mode) -> tuple[list[int], list[int],
     return needs, changes, [effect.at_end for effect in effects]
 
 
+def _without_reference_counts(function: Kernel) -> Kernel:
+    """Compile a function that makes no arrays so that it does not count who uses those it is given.
+
+    Counting takes seven times as long as all else here: every call counts some thirty arrays, each an atomic step.
+    """
+    return cast(Kernel, njit(cache=True, _nrt=False)(function))  # type: ignore[call-overload]  # not in its stubs
+
+
 @njit(cache=True)
 def _run(course: Course, state: State, rules: Rules, shares: Floats) -> bool:
     """Place ops in the order of time; False if a device is left with ops for which it never had room."""
@@ -333,7 +347,7 @@ def _run(course: Course, state: State, rules: Rules, shares: Floats) -> bool:
     return bool((state.placed[W] == microbatches).all())
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, now: float) -> None:
     """Run the next op of a row on a stage now."""
     stages, microbatches = state.held.shape
@@ -383,7 +397,7 @@ def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, 
                 state.waited[own, other, d] = before
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _end(course: Course, state: State, d: int, stream: int) -> None:
     """Settle the end of the op that runs on a stream."""
     stages, microbatches = state.held.shape
@@ -399,7 +413,7 @@ def _end(course: Course, state: State, d: int, stream: int) -> None:
         state.held[s, i] = RETURNED
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _choose(course: Course, state: State, rules: Rules, shares: Floats, d: int, now: float) -> tuple[int, int]:
     """Row and stage of what a free device runs now; the row is NONE where it waits."""
     microbatches = state.held.shape[1]
@@ -426,7 +440,7 @@ def _choose(course: Course, state: State, rules: Rules, shares: Floats, d: int, 
             if _gradient_us(course, state, s) > now and _has_room(course, state, d, MAKE, s, 0):
                 rank, chosen = (i, -s), (MAKE, s)
     lacks_room = False
-    if chosen[0] == NONE:
+    if chosen[0] == NONE and next_us >= now + rules.hold * course.us[F, mine[0]]:
         for s in mine:
             i, comes_us = state.placed[F, s], _forward_us(course, state, s, rules.in_flight)
             if np.isnan(comes_us):
@@ -463,7 +477,7 @@ def _choose(course: Course, state: State, rules: Rules, shares: Floats, d: int, 
     return chosen
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _spare_bytes(course: Course, state: State, d: int, s: int, held: int) -> int:
     """What an F must leave free so that the next backward of its device can run; `held`: how its own is held then.
 
@@ -480,7 +494,7 @@ def _spare_bytes(course: Course, state: State, d: int, s: int, held: int) -> int
     return int(max(course.need_bytes[B, s], course.backward_bytes[s] - freed_bytes, 0))
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _next_out(course: Course, state: State, d: int, now: float) -> int:
     """The stage whose next activation to leave is not needed for the longest time, or NONE."""
     furthest, chosen = NONE, NONE
@@ -503,7 +517,7 @@ def _next_out(course: Course, state: State, d: int, now: float) -> int:
     return chosen
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _next_away(state: State, s: int) -> int:
     """The first microbatch of a stage that is away; that of the next offload if none is."""
     i = max(state.placed[BACK, s], state.placed[B, s])
@@ -512,7 +526,7 @@ def _next_away(state: State, s: int) -> int:
     return int(i)
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _next_back(course: Course, state: State, rules: Rules, d: int) -> int:
     """The stage whose next activation away should come back now, and has room, or NONE."""
     stages, microbatches = state.held.shape
@@ -534,12 +548,12 @@ def _next_back(course: Course, state: State, rules: Rules, d: int) -> int:
     return chosen
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _has_room(course: Course, state: State, d: int, row: int, s: int, spare_bytes: int) -> bool:
     return bool(state.level_bytes[d] + course.need_bytes[row, s] + spare_bytes <= course.budget_bytes[d])
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _gradient_us(course: Course, state: State, s: int) -> float:
     """Arrival of what the next B of a stage needs; NaN where that is not placed, or no B is left."""
     stages, microbatches = state.held.shape
@@ -550,7 +564,7 @@ def _gradient_us(course: Course, state: State, s: int) -> float:
     return float(state.end_us[kind, near, i] + course.delay_us[B, s])
 
 
-@njit(cache=True)
+@_without_reference_counts
 def _forward_us(course: Course, state: State, s: int, in_flight: int) -> float:
     """Arrival of the input of the next F of a stage; NaN where that is not placed, or no F is left.
 
