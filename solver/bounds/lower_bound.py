@@ -17,7 +17,10 @@ from solver.bounds.whole_forwards import whole_forwards_bound_us
 
 
 def lower_bound_us(problem: Problem) -> float:
-    """The best bound known on the problem's objective without search: a fraction of a second, whatever the size.
+    """The best bound known on the problem's objective without search, in less than a second.
+
+    Measured for 96 microbatches on 32 devices in little memory: 0.2 s of one core, 0.4 s with activation modes or with
+    eight slices; 0.8 s for 512 of eight slices on 64. Larger ones get only bounds whose time hardly grows.
 
     The windows and byte-time apart hold where activations are kept or offloaded whole. Where there are other modes they
     are asked without budgets: then nothing needs to be recomputed, and keeping everything is as fast as any choice of
