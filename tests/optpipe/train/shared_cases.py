@@ -12,7 +12,9 @@ from solver.solve import solve
 from tests.optpipe.train.shared_stages import MICROBATCHES as M
 from tests.optpipe.train.shared_stages import plain_losses
 
-STEPS = 10
+STEPS, ONLINE_STEPS = 6, 10
+"""Online, another schedule has to be found and taken in time."""
+
 CLIP = {"gpt2": 1.75, "llama": 1.75, "everywhere": 8.0, "modules": 3.0}
 
 SCHEDULES = {
@@ -38,11 +40,15 @@ def config_of(case: str, folder: Path | None = None) -> TrainingConfig:
         OnlineConfig("online", rounds=1, first_step=1, record_steps=2, least_gain=0)
         if way == "online"
         else OnlineConfig(),
-        steps=STEPS,
+        steps=steps_of(case),
         data_parallel=2 if "replicas" in way else 1,
         check="clipped" not in more,
         timeout_seconds=120,
     )
+
+
+def steps_of(case: str) -> int:
+    return ONLINE_STEPS if "online" in case else STEPS
 
 
 def optimizer_of(case: str) -> OptimizerConfig:
@@ -54,4 +60,4 @@ def optimizer_of(case: str) -> OptimizerConfig:
 @cache
 def plain(case: str) -> tuple[list[float], int]:
     """Losses and parameters of plain training of the same model."""
-    return plain_losses(case.split(", ")[0], optimizer_of(case), STEPS)
+    return plain_losses(case.split(", ")[0], optimizer_of(case), steps_of(case))
