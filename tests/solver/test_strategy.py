@@ -8,6 +8,7 @@ from threading import Event
 import pytest
 
 from instances import HALF, uniform
+from instances.four_by_eight import four_by_eight
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.limits import Limits
@@ -39,6 +40,14 @@ LEAVES, ALL_LEAVE = uniform(8, 64, budget=8, offload=HALF), uniform(64, 256, bud
 def test_the_sizes_are_what_they_are_called() -> None:
     small, medium, large, largest = map(count_ops, (SMALL, MEDIUM, LARGE, LARGEST))
     assert small <= SMALL_OPS < medium <= LARGE_OPS < large <= MOST_MODEL_OPS < largest
+
+
+def test_cp_sat_has_most_of_the_time_of_small_problems_with_copies() -> None:
+    """And these are small up to interleaved ones of four stages a device, p = 4 and m = 8: 624 ops."""
+    problem = four_by_eight(41)
+    assert 600 < count_ops(problem) <= SMALL_OPS
+    shares = {time_slice.method: time_slice.share for time_slice in auto_subsolvers(problem, 2)[0]}
+    assert shares["cp-sat"] > sum(share for method, share in shares.items() if method != "cp-sat")
 
 
 @pytest.mark.parametrize(
