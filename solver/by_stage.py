@@ -55,9 +55,15 @@ class ByStage:
         ]
         return Problem.from_data(data)
 
-    def with_modes(self, orders: Orders) -> Orders | None:
-        """Orders of the plain problem as orders of the problem; None where no mode does without a copy as they do."""
+    def with_modes(self, orders: Orders, recomputed: Bools | None = None) -> Orders | None:
+        """Orders of the plain problem as orders of the problem; None where no mode does without a copy as they do.
+
+        `recomputed`, of shape (stages, units): units for which a variant that recomputes does so, of those that do not
+        leave; the others are kept. None: all.
+        """
         size = len(self.problem.stages), self.problem.units
+        again = np.ones(size, bool) if recomputed is None else recomputed
+        ahead, inside = (flags[:, None] & again for flags in (self._ahead, self._inside))
         leaves = np.zeros(size, bool)
         for device in orders.devices:
             for _, s, i in device.offload:
@@ -69,12 +75,15 @@ class ByStage:
                 if choice is None:
                     return None
                 modes[s, leaves[s] == left] = choice
+            if variant.mode.recomputes:
+                modes[s, ~again[s]] = 0
         devices = [
-            replace(device, compute=self._with_recomputation(OpArray.of(device.compute))) for device in orders.devices
+            replace(device, compute=_with_recomputation(OpArray.of(device.compute), ahead, inside))
+            for device in orders.devices
         ]
         waits = WaitArray.of(orders.waits)
         # A backward waits, or is waited for, as C and backward do together: C is first, the backward last.
-        named = WaitArray(self._begin(waits.op), self._end(waits.before))
+        named = WaitArray(_begin(waits.op, ahead, inside), _end(waits.before, inside))
         return Orders(devices, named, orders.channels, modes)
 
     @cached_property
@@ -85,22 +94,28 @@ class ByStage:
     def _inside(self) -> Bools:
         return np.array([variant.inside for variant in self.chosen])
 
-    def _with_recomputation(self, ops: OpArray) -> OpArray:
-        """Compute ops of the plain problem as ops of the problem: a backward that recomputes is C and itself, or CB."""
-        last = self._end(ops)
-        twice = np.flatnonzero(np.isin(ops.kind, _BACKWARDS) & self._ahead[ops.stage])
-        kind = np.insert(last.kind, twice, _C)
-        return OpArray(kind, *(np.insert(column, twice, column[twice]) for column in (ops.stage, ops.microbatch)))
 
-    def _begin(self, ops: OpArray) -> OpArray:
-        """The first of the ops that each op of the plain problem is."""
-        ahead = np.isin(ops.kind, _BACKWARDS) & self._ahead[ops.stage]
-        last = self._end(ops)
-        return OpArray(np.where(ahead, _C, last.kind), ops.stage, ops.microbatch)
+def _with_recomputation(ops: OpArray, ahead: Bools, inside: Bools) -> OpArray:
+    """Compute ops of the plain problem as ops of the problem: a backward that recomputes is C and itself, or CB.
 
-    def _end(self, ops: OpArray) -> OpArray:
-        """The last of the ops that each op of the plain problem is."""
-        return OpArray(np.where(self._inside[ops.stage], _INSIDE[ops.kind], ops.kind), ops.stage, ops.microbatch)
+    `ahead` and `inside`: which units do so, of shape (stages, units), here and below.
+    """
+    last = _end(ops, inside)
+    twice = np.flatnonzero(np.isin(ops.kind, _BACKWARDS) & ahead[ops.stage, ops.microbatch])
+    kind = np.insert(last.kind, twice, _C)
+    return OpArray(kind, *(np.insert(column, twice, column[twice]) for column in (ops.stage, ops.microbatch)))
+
+
+def _begin(ops: OpArray, ahead: Bools, inside: Bools) -> OpArray:
+    """The first of the ops that each op of the plain problem is."""
+    twice = np.isin(ops.kind, _BACKWARDS) & ahead[ops.stage, ops.microbatch]
+    return OpArray(np.where(twice, _C, _end(ops, inside).kind), ops.stage, ops.microbatch)
+
+
+def _end(ops: OpArray, inside: Bools) -> OpArray:
+    """The last of the ops that each op of the plain problem is."""
+    again = inside[ops.stage, ops.microbatch]
+    return OpArray(np.where(again, _INSIDE[ops.kind], ops.kind), ops.stage, ops.microbatch)
 
 
 def _plain_stage(entry: dict[str, Any], stage: Stage, variant: Variant, share: float) -> dict[str, Any]:

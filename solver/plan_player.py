@@ -25,9 +25,9 @@ from optpipe.stage import Stage
 class PassCosts:
     """Costs and inputs of each pass of a microbatch: pass ``kind * stages + stage`` is an F, B or W (0, 1, 2).
 
-    `before`: the pass whose result each needs (-1: none). `delay_us`: from the end of that one on. `follows[p]`: the
-    pass of its device that must have run before p (-1: none), and how many microbatches before p's own. `at_start` and
-    `at_end`: changes of memory, bytes.
+    `before`: the pass whose result each needs (-1: none). `delay_us`: from the end of that one on (less than 0: before
+    it). `follows[p]`: the pass of its device that must have run before p (-1: none), and how many microbatches before
+    p's own. `at_start` and `at_end`: changes of memory, bytes.
     """
 
     stages: int
@@ -213,7 +213,8 @@ def _play(
         for k in range(2):
             q = after[p, k]
             if q >= 0:
-                heappush(wake, (max(free_at[d] + delay[q], free_at[home[q]]), home[q]))
+                # Not before now, even where a pass begins before the end of the one that it needs.
+                heappush(wake, (max(now, free_at[d] + delay[q], free_at[home[q]]), home[q]))
     if (head < first[1:]).any():
         return np.inf
     return float((free_at - np.minimum(begun, free_at)).max() if by_span else free_at.max())

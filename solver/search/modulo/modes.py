@@ -1,7 +1,8 @@
-"""Patterns where activations may be recomputed: plans with the share that each stage recomputes, then a mode each.
+"""Patterns where activations may be recomputed: rounds with a mode for each position, and plans with shares.
 
-A pattern runs the same ops every period, so by itself it recomputes all microbatches of a stage or none. But what it
-decides is an order. So it is asked for one in the memory of a choice of variants (`solver.by_stage`), in which each
+A pattern of one microbatch runs the same ops every period, so by itself it recomputes all microbatches of a stage or
+none. Rounds of several may recompute some of them (`mode_rounds`). But what a pattern decides is an order, too. So in a
+plan it is asked for one in the memory of a choice of variants (`solver.by_stage`), in which each
 backward takes the time of its recomputation times a share; and then every microbatch for which there is memory along
 that order is kept. The share with which a stage recomputes in the end is where its next plan goes.
 
@@ -22,10 +23,14 @@ from optpipe.simulate import simulate
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.limits import Limits
-from solver.search.modulo.search import modulo_search
+from solver.search.modulo.mode_rounds import begin_rounds, can_alternate
+from solver.search.modulo.search import go_on, modulo_search
 from solver.serial import serial_orders
 from solver.solution import OnSolution, Solution
 from solver.variants import Variant
+
+PLANS, BEGIN, AGAIN = 0.4, 0.6, 0.85
+"""Shares of the time at which plans, first rounds, and the best plan again end; then the best rounds go on."""
 
 FEW = 8
 """Microbatches a device with which plans are compared, where there are more: many take no longer to plan for."""
@@ -46,6 +51,28 @@ def modulo_with_modes(problem: Problem, limits: Limits, start: Solution, on_solu
     The bound is that of the start: a pattern proves nothing.
     """
     plans = [_Plan(by_stage.chosen, np.ones(len(problem.stages))) for by_stage in choices(problem)]
+    able = [plan for plan in plans if can_alternate(plan.chosen)]
+    if not able:
+        return _search_plans(problem, limits, plans, start, on_solution)
+    counted = limits.deterministic_limit is not None
+
+    def part(begin: float, end: float) -> Limits:
+        """From one share of the limits to another: of all the work, or of the time that is left."""
+        return limits.part(end - begin if counted else (end - begin) / (1 - begin))
+
+    best = _search_plans(problem, part(0, PLANS), plans, start, on_solution)
+    chosen = min(able, key=lambda plan: plan.value_us).chosen
+    if limits.cancel.requested or limits.reached(best.value_us, best.bound_us):
+        return best
+    rounds, best = begin_rounds(ByStage(problem, chosen), part(PLANS, BEGIN), best, on_solution)
+    best = _go_on(min(plans, key=lambda plan: plan.value_us), problem, part(BEGIN, AGAIN), best, on_solution)
+    return go_on(rounds, part(AGAIN, 1), best)
+
+
+def _search_plans(
+    problem: Problem, limits: Limits, plans: Sequence[_Plan], start: Solution, on_solution: OnSolution
+) -> Solution:
+    """Orders of plans, ever fewer of them for ever longer."""
     few = min(problem.microbatches, FEW * len(problem.devices))
     short = problem.from_data(problem.to_data() | {"microbatches": few}) if few < problem.microbatches else problem
     sizes = [len(plans) >> halved for halved in range(len(plans).bit_length())]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import factorial
 
 import numpy as np
 
@@ -86,7 +87,12 @@ def run_searches(searches: Sequence[PatternSearch], limits: Limits, start: Solut
     best = start
     for part, search in _shared(limits.part(BEGIN_SHARE) if len(searches) > 1 else limits, searches):
         best = search.begin(part, best)
-    for part, search in _shared(limits, sorted(searches, key=lambda search: search.period_us)):
+    return go_on(sorted(searches, key=lambda search: search.period_us), limits, best)
+
+
+def go_on(searches: Sequence[PatternSearch], limits: Limits, best: Solution) -> Solution:
+    """Let searches that have begun go on, with equal parts of the limits."""
+    for part, search in _shared(limits, searches):
         best = search.go_on(part, best)
     return best
 
@@ -156,15 +162,21 @@ class PatternSearch:
         """The smallest period found so far, of a unit; infinity before there is one."""
         return self.pattern.period_us if self.pattern else np.inf
 
-    def begin(self, limits: Limits, best: Solution) -> Solution:
+    @property
+    def value_us(self) -> float:
+        """The best value expected so far, of compute ops alone; infinity before there is one."""
+        return self.choice.value_us if self.choice else np.inf
+
+    def begin(self, limits: Limits, best: Solution, below_us: float = np.inf) -> Solution:
         """Find a first pattern quickly: from the least period up, in growing steps. Returns the best answer after it.
 
-        At the last period microbatches follow one another, which always fits if anything does.
+        At the last period microbatches follow one another, which always fits if anything does. Only periods `below_us`
+        are tried.
         """
         self._resume(limits, best)
         period_us, step = self.least_us, 1.02
         alone_us = float(self.first.lag_us.sum() + self.first.duration_us.sum()) / self.first.lanes
-        while self.least_us and not self._done():
+        while self.least_us and period_us < below_us and not self._done():
             if self._try(self.first.lanes, min(period_us, alone_us), FIRST_WIDTH, LEANS[0]) or period_us >= alone_us:
                 break
             period_us *= step
@@ -201,7 +213,11 @@ class PatternSearch:
     def _try(self, lanes: int, period_us: float, width: int, lean: float) -> bool:
         """Look for patterns of this period. True if one has a smaller period than the best so far."""
         passes = self.passes[lanes]
-        self.effort.place(2 * MOST_PERMUTATIONS * width * passes.size)  # each is tried twice
+        orders = MOST_PERMUTATIONS
+        if passes.ordered:  # mostly of one stage a device, so that there are few
+            stages = int(np.bincount(passes.device).max()) // (3 * passes.lanes)
+            orders = min(factorial(2 * stages), MOST_PERMUTATIONS) + 2
+        self.effort.place(2 * orders * width * passes.size)  # each is tried twice
         fitting = fitting_patterns(passes, self.budgets, period_us, width, lean, self.rng, self.effort.spent)
         if not fitting:
             return False
