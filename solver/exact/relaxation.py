@@ -20,9 +20,11 @@ from optpipe.stage import Stage, exact
 from solver.bounds.lower_bound import device_bounds_us, lower_bound_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import preemptive_us
+from solver.build import snapped_bound
 from solver.exact.cp_sat.model import ask_for_better, solve_cp_sat
 from solver.exact.memory_order import memory_precedences
 from solver.limits import Limits
+from solver.scale import value_step_us
 from solver.solution import INFEASIBLE, OnSolution, Solution
 
 
@@ -72,22 +74,20 @@ def proof_by_parts(problem: Problem, limits: Limits, start: Solution, on_solutio
     number = 0
     while answer.value_us < float("inf") and not limits.reached(answer.value_us, answer.bound_us):
         kept = _connected(problem, devices)
+        whole = len(kept) == len(problem.stages)
         if limits.cancel.requested or not _has_possible_delays(largest, kept):
             break
-        part = projected(problem, kept)
-        orders = restricted(start.orders, kept) if start.orders else None
+        part = problem if whole else projected(problem, kept)
+        orders = restricted(start.orders, kept) if start.orders and not whole else None
         if orders is None or simulate(part, orders).value_us >= answer.value_us:
             number += 1
-            whole = len(kept) == len(problem.stages)
             question = limits.part(0.5**number) if limits.deterministic_limit is not None else limits
             begun = Solution(None, answer.value_us, lower_bound_us(part))
             found = ask_for_better(part, question, begun, on_solution if whole else lambda _: None)
             if found.orders is None or whole:
-                bound_us = max(answer.bound_us, found.bound_us)
-                answer = (
-                    replace(answer, bound_us=bound_us) if found.orders is None else replace(found, bound_us=bound_us)
-                )
-                break
+                answer = replace(answer if found.orders is None else found, bound_us=answer.bound_us)
+                bound_us = snapped_bound(answer.value_us, found.bound_us, value_step_us(problem))
+                return replace(answer, bound_us=max(answer.bound_us, bound_us))
             orders = found.orders
         devices.add(_latest_device(problem, kept, simulate(part, orders), answer.value_us))
     return answer

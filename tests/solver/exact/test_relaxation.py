@@ -149,6 +149,22 @@ def test_devices_that_would_be_late_prove_an_instance(
     assert asked[-1] < len(instance(name).stages)
 
 
+def test_slices_and_unequal_microbatches_end_with_the_whole_itself() -> None:
+    """Not with all of its stages as a part, in which delays of units may be shorter."""
+    for seed in (21, 44, 45, 59):
+        rng = Random(seed)
+        problem = random_pipeline(rng) if seed % 2 else Problem.from_data(random_unequal(rng))
+        orders, _, _ = random_orders(problem, rng)
+        all_stages = range(len(problem.stages))
+        as_part_us = simulate(projected(problem, all_stages), restricted(orders, all_stages)).value_us
+        assert as_part_us < simulate(problem, orders).value_us
+        start = Solution(orders, simulate(problem, orders).value_us, 0.0)
+        answer = proof_by_parts(problem, Limits(workers=1, deterministic_limit=0.2), start, [].append)
+        assert answer.orders is not None
+        assert answer.value_us == simulate(problem, answer.orders).value_us <= start.value_us
+        assert answer.bound_us <= answer.value_us * (1 + 1e-12)
+
+
 def test_parts_end_with_a_better_schedule_of_the_whole() -> None:
     problem = uniform(3, 4, budget=4)
     start, reported = start_of(problem), list[Solution]()
