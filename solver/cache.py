@@ -262,8 +262,10 @@ class Cache:
             os.utime(path)
         return CachedSchedule(schedule, entry.asked, entry.worker_s)
 
-    def neighbours(self, problem: Problem) -> list[Orders]:
+    def neighbours(self, problem: Problem, allowed_s: float = float("inf")) -> list[Orders]:
         """Orders for this problem made of schedules for other budgets, objectives or microbatches, within its budgets.
+
+        Periods are repeated, or cut short, within about `allowed_s`.
 
         Those for the nearest number of microbatches come first. Schedules of the same stages with other activation
         modes, or without any, are neighbours too.
@@ -276,12 +278,14 @@ class Cache:
         others = [entry for entry in entries if entry.problem != form.data]
         others.sort(key=lambda entry: abs(entry.microbatches - problem.microbatches))
         found = []
+        until_s = time.perf_counter() + allowed_s
         for entry in others[:MAX_NEIGHBOURS]:
             with suppress(*_NO_ORDERS):
                 orders = orders_from_data(entry.orders)
                 same = entry.problem["stages"] == form.data["stages"]
                 modes = None if same else [_kept(stage) for stage in entry.problem["stages"]]
-                found.append(adapt_orders(problem, orders, entry.microbatches, modes))
+                left_s = until_s - time.perf_counter()
+                found.append(adapt_orders(problem, orders, entry.microbatches, modes, left_s))
         return [orders for orders in found if orders is not None]
 
     def store(self, schedule: Schedule, requested_method: str, cpu_seconds: float) -> None:

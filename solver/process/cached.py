@@ -15,6 +15,9 @@ from solver.limits import Limits
 from solver.process.channel import Limit
 from solver.process.parent import ChildResult
 
+NEIGHBOURS_SHARE = 0.1
+"""Share of the time limit in which schedules for other numbers of microbatches are made into starts."""
+
 
 def solve_cached(
     problem: Problem,
@@ -31,7 +34,7 @@ def solve_cached(
     known = cache.lookup(problem)
     if known is not None and known.answers(method, limits):
         return ChildResult(known.schedule, known.schedule.status, None, from_cache=True)
-    result = solve(cache.neighbours(problem))
+    result = solve(cache.neighbours(problem, NEIGHBOURS_SHARE * limits.time_limit_s))
     if result.schedule is not None:
         spent = cpu_seconds_given(limits.time_limit_s, limits.workers, result.limit, result.schedule.solve_seconds)
         cache.store(result.schedule, method, spent)

@@ -431,6 +431,14 @@ def test_the_pattern_of_few_microbatches_is_a_neighbour_of_many(cache: Cache, mo
     assert simulation.value_us / lower_bound_us(many) <= 1.01 * few.value_us / few.bound_us
 
 
+def test_no_period_is_repeated_where_there_is_no_time_for_it(cache: Cache) -> None:
+    cache.store(solve(recomputing(2, 4, []), "1f1b"), "1f1b", 1.0)
+    assert cache.neighbours(recomputing(2, 12, []), allowed_s=0.0) == []
+    assert len(cache.neighbours(recomputing(2, 12, []))) == 1
+    other_budget = recomputing(2, 4, [], budget=100)
+    assert len(cache.neighbours(other_budget, allowed_s=0.0)) == 1  # nothing is repeated for it
+
+
 def test_schedules_without_modes_are_neighbours_of_problems_with_them(cache: Cache) -> None:
     cache.store(solve(recomputing(2, 4, []), "1f1b"), "1f1b", 1.0)
     [same] = cache.neighbours(recomputing(2, 4, [RECOMPUTED]))
