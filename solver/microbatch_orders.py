@@ -141,7 +141,8 @@ def refuse_without_cycle(problem: Problem) -> None:
             "Maybe use search or cp-sat."
         )
     if not cycles(problem):
+        most = min(MOST_UNITS // problem.slice_count, problem.microbatches // 2)
         raise MethodError(
-            f"pattern repeats at most {MOST_UNITS // problem.slice_count} microbatches, but microbatch_factors, "
-            f"{problem.microbatches} of them, do not repeat within so many. Maybe use search or cp-sat."
+            f"pattern needs microbatch_factors that repeat after at most {most} of the {problem.microbatches} "
+            "microbatches, and they do not. Maybe use search or cp-sat."
         )
