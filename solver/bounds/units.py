@@ -15,6 +15,7 @@ import numpy as np
 from optpipe.ops import Bools
 from optpipe.problem import Floats, Problem
 from solver.bounds.device import Knapsack, most_held_by_units_us, usable_bytes
+from solver.bounds.free_order import free_order_bound_us
 from solver.bounds.unit_costs import LARGEST_SUM, UnitCosts
 from solver.bounds.unit_order import ordered_bounds_us
 
@@ -23,7 +24,9 @@ def unit_bounds_us(problem: Problem) -> Sequence[float]:
     """One microbatch alone, the work and memory of each device, and what the given order and memory chain together."""
     costs = UnitCosts.of(problem)
     bounds = [costs.longest_microbatch_us, *_device_bounds_us(costs)]
-    if not problem.has_free_order:
+    if problem.has_free_order:
+        bounds.append(free_order_bound_us(costs))
+    else:
         bounds += ordered_bounds_us(costs)
     return bounds
 
