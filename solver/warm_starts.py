@@ -125,7 +125,8 @@ def offer_published(
 
     `adapts_to_memory`: also a 1F1B that does, where no published method fits its schedules to memory.
     Once they have taken this share of the time limit in processor time, none is begun if something fits, or the answer
-    would be late. That does not hold while kernels are compiled on the way, which says nothing of what is left.
+    would be late; with a share below 1 whether it does or not, since a search finds something at once. That does not
+    hold while kernels are compiled on the way, which says nothing of what is left.
     """
     timed = shared.limits.deterministic_limit is None
     limit_s = max(share * shared.limits.time_limit_s, LEAST_S)
@@ -134,6 +135,8 @@ def offer_published(
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
         if shared.stop.requested or (taken and shared.best.orders is not None):
             return
+        if taken and share < 1:
+            break
         with suppress(MethodError, DeadlockError):
             orders = make()
             if orders is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -238,3 +239,20 @@ def _serial(problem: Problem) -> Orders:
         [Op(kind, s, i) for i in range(problem.microbatches) for kind, s in plan if problem.stages[s].device == d]
         for d in range(len(problem.devices))
     )
+
+
+def test_with_a_share_of_the_time_the_floor_does_where_nothing_published_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a large problem of little memory would try them all before its search."""
+    problem, tried = uniform(4, 40, budget=2), list[int]()
+
+    def made(*_: object, **__: object) -> Iterator[tuple[str, Callable[[], Orders | None]]]:
+        for k in range(1000):
+            yield "none fits", partial(tried.append, k)  # makes nothing
+
+    monkeypatch.setattr(warm_starts, "_made", made)
+    monkeypatch.setattr(warm_starts, "LEAST_S", -1.0)
+    monkeypatch.setattr(warm_starts, "is_marked", lambda _: True)
+    shared = SharedIncumbent(problem, Limits(60), None)
+    offer_published(problem, shared, share=-1.0)
+    assert not tried
+    assert shared.best.method == "floor"
