@@ -182,7 +182,7 @@ class SharedIncumbent:
         return replace(chosen, bound_us=bound_us) if improves or bound_us > best.bound_us else best
 
 
-SMALL_OPS = 640
+SMALL_OPS = 600
 """Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
 
 LARGE_OPS = 20_000
