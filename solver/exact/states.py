@@ -397,7 +397,8 @@ class _Dolls:
 
         def of_share(part: slice) -> tuple[States, Ints, int]:
             states_of_part = States(*(values[part] for values in states))
-            found, steps, beyond = _successors(states_of_part, self.tables, ends, limit, 8 * MOST_STATES // shares)
+            # As many for each: one that ends early has then more than all of them may have, and none goes unnoticed.
+            found, steps, beyond = _successors(states_of_part, self.tables, ends, limit, 8 * MOST_STATES)
             steps[:, 0] += part.start
             return found, steps, beyond
 

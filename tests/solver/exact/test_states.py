@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from instances.four_by_eight import four_by_eight
@@ -138,3 +139,26 @@ def test_threads_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Solution(None, bound_us=62.0)
     answer = state_bound(problem, Limits(workers=3, deterministic_limit=5.0), start, lambda _: None)
     assert answer.bound_us == answer.value_us == 68
+
+
+def test_threads_leave_out_no_state_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has states with a single successor, the other those with many: all of them are found."""
+    monkeypatch.setattr(states, "LEAST_SHARE", 1)
+    problem = pipeline(1, 6, 100, along_v=True)
+
+    def successors(layer: states.States, workers: int) -> states.States:
+        dolls = states._Dolls(problem, Limits(workers=workers))
+        dolls.least = [0] * 6
+        ends = dolls._ends(problem)
+        assert ends is not None
+        return dolls._step(layer, ends, 1000)[0]
+
+    first = states.States(*(np.zeros((1, size), np.int64) for size in (6, 6, 1, 1)))
+    later = first
+    for _ in range(8):
+        later = states.States(*(values[-1:] for values in successors(later, 1)))
+    few, many = (len(successors(one, 1).done) for one in (first, later))
+    assert many > few
+    monkeypatch.setattr(states, "MOST_STATES", (few + many) * 10 // 8 + 1)
+    layer = states.States(*(np.repeat(np.concatenate(pair), 10, axis=0) for pair in zip(first, later, strict=True)))
+    assert len(successors(layer, 2).done) == 10 * (few + many)
