@@ -185,6 +185,9 @@ class SharedIncumbent:
 SMALL_OPS = 600
 """Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
 
+MOST_STATE_OPS = 1_000
+"""Ops up to which states of progress may be few enough to prove something where memory is small."""
+
 LARGE_OPS = 20_000
 """Ops from which annealing and windows reach little of a schedule within a minute."""
 
@@ -231,9 +234,13 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
         lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
         first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
+    of_windows = 0.0
+    if ops <= MOST_STATE_OPS:
+        of_windows = 0.15
+        first.append(TimeSlice("states", searches.states, of_windows, once=True))
     if workers == 1:
-        return [[*first, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2, 1)]]
-    beside = _models(problem, ops, 0.35, workers - 1)
+        return [[*first, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2 - of_windows, 1)]]
+    beside = _models(problem, ops, 0.35 - of_windows, workers - 1)
     beside = beside or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
     return [[TimeSlice("search", searches.annealing, 0.35)], [*first, *beside]]
 
