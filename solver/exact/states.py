@@ -333,7 +333,8 @@ class _Dolls:
         Ends at the least value itself, where a question has too many states, or when a share of what is left is over.
         """
         is_over, self.is_reached = self._over(share), False
-        part = Problem.from_data(self.problem.to_data() | {"microbatches": count})
+        own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
+        part = Problem.from_data(self.problem.to_data() | own)
         ends = self._ends(part)
         proved = self.least[-1]
         if count == self.problem.microbatches or part.objective == "makespan":  # a span may be that of another device

@@ -162,3 +162,9 @@ def test_threads_leave_out_no_state_unnoticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(states, "MOST_STATES", (few + many) * 10 // 8 + 1)
     layer = states.States(*(np.repeat(np.concatenate(pair), 10, axis=0) for pair in zip(first, later, strict=True)))
     assert len(successors(layer, 2).done) == 10 * (few + many)
+
+
+def test_factors_of_1_say_nothing() -> None:
+    plain = pipeline(3, 6, 2, along_v=True)
+    stated = Problem.from_data(plain.to_data() | {"microbatch_factors": [{"time": 1}] * 6})
+    assert bounded(stated).value_us == bounded(plain).value_us == 63
