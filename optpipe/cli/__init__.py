@@ -6,14 +6,20 @@ schedule found within the time limit; 130 interrupted.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import sys
+from threading import current_thread
+from threading import enumerate as threads
 from typing import NoReturn
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit with its code; errors become one message, never a traceback."""
+    """Run the command line and exit with its code; errors become one message, never a traceback.
+
+    Without `arguments` it is the program of this process.
+    """
     prepare_streams()
     try:
         from optpipe.cli.app import run  # a second or more, in which Ctrl-C must not print a traceback
@@ -21,7 +27,27 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         code = 130
+    if arguments is None and any(thread.daemon for thread in threads()):
+        _end_process(code)
     sys.exit(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End as `sys.exit` does, but leave daemon threads as they are.
+
+    The interpreter ends each of them where it next asks for its lock. In a compiled kernel or a solver that is in the
+    middle of C++, which aborts the process: after all was done and written, its exit code would be 134.
+    """
+    for thread in threads():
+        if not thread.daemon and thread is not current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except OSError:
+        code = code or 120  # as Python itself
+    os._exit(code)
 
 
 def prepare_streams() -> None:

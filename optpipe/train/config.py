@@ -133,8 +133,8 @@ class ModelConfig(Group):
     """The model, cut into the schedule's stages, and its batches."""
 
     name: Annotated[StrictStr, BeforeValidator(_model_from_folder_of_file)] = "small"
-    """GPT of a size (tiny, small, medium), hf: with a folder or configuration of transformers, or
-    package.module:callable"""
+    """GPT of a size (tiny, small, medium), package.module:callable with stages of your own, or hf: with a folder or
+    configuration of transformers"""
     cut: Annotated[StrictStr | None, BeforeValidator(_cut_from_folder_of_file)] = None
     """layers of each stage, such as 5,6,6,5, or a JSON file with the names of its modules; default:
     that of the plan, else spread evenly"""

@@ -170,7 +170,7 @@ def test_a_search_that_outlives_its_limit_is_over_before_the_next_run(monkeypatc
         return start
 
     monkeypatch.setitem(METHODS, "stubborn", Method("stubborn", "search", "", "", search=stubborn))
-    monkeypatch.setattr(import_module("solver.solve"), "offer_published", lambda problem, shared: None)
+    monkeypatch.setattr(import_module("solver.solve"), "offer_published", lambda *_: None)
     run = measure(PROBLEM, "stubborn", Limits(0.5))
     assert "nothing within the budgets was found" in run.why_not
     assert [seconds > run.seconds for seconds in ended] == [True]
