@@ -195,7 +195,10 @@ MOST_MODEL_OPS = 50_000
 """Ops up to which CP-SAT has a part in it: of more, windows and parts take many seconds to model and heed no limit."""
 
 MOST_PART_OPS = 6_000
-"""Ops up to which CP-SAT soon answers whether one device, or a few, can do better than the best schedule."""
+"""Ops up to which CP-SAT soon answers whether one device, or a few, can do better than the best schedule.
+
+Between `SMALL_OPS` and `MOST_STATE_OPS` states have that time.
+"""
 
 
 def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[Subsolver]:
@@ -212,16 +215,25 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
-    if ops <= SMALL_OPS:
-        # To states copies take no time: where activations may leave they prove less, and CP-SAT has their time.
-        states, cp_sat, rest = (0.15, 0.6, 0.05) if _leaves(problem) else (0.25, 0.4, 0.1)
+    if ops <= SMALL_OPS and _leaves(problem):
+        # To states copies take no time, so they prove little here; CP-SAT and windows find the schedules.
         return [
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("states", searches.states, states, workers, once=True),
-                TimeSlice("bound", searches.parts, rest, workers),
-                TimeSlice("cp-sat", searches.cp_sat, cp_sat, workers),
-                TimeSlice("windows", searches.lns, rest, workers),
+                TimeSlice("cp-sat", searches.cp_sat, 0.6, workers),
+                TimeSlice("windows", searches.lns, 0.15, workers),
+                TimeSlice("search", searches.annealing, 0.15, workers),
+                TimeSlice("states", searches.states, 0.05, workers, once=True),
+            ]
+        ]
+    if ops <= SMALL_OPS:
+        return [
+            [
+                TimeSlice("search", searches.annealing, 0.05, workers),
+                TimeSlice("states", searches.states, 0.25, workers, once=True),
+                TimeSlice("bound", searches.parts, 0.1, workers),
+                TimeSlice("cp-sat", searches.cp_sat, 0.4, workers),
+                TimeSlice("windows", searches.lns, 0.1, workers),
                 TimeSlice("search", searches.annealing, 0.1, workers),
             ]
         ]
@@ -234,13 +246,11 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
         lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
         first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
-    of_windows = 0.0
     if ops <= MOST_STATE_OPS:
-        of_windows = 0.15
-        first.append(TimeSlice("states", searches.states, of_windows, once=True))
+        first.append(TimeSlice("states", searches.states, 0.15, once=True))
     if workers == 1:
-        return [[*first, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2 - of_windows, 1)]]
-    beside = _models(problem, ops, 0.35 - of_windows, workers - 1)
+        return [[*first, TimeSlice("search", searches.annealing, 0.2), *_models(problem, ops, 0.2, 1)]]
+    beside = _models(problem, ops, 0.35, workers - 1)
     beside = beside or [TimeSlice("search", searches.annealing, 0.35, workers - 1)]
     return [[TimeSlice("search", searches.annealing, 0.35)], [*first, *beside]]
 
@@ -299,7 +309,7 @@ def _models(problem: Problem, ops: int, share: float, workers: int) -> Subsolver
         return []
     windows = TimeSlice("windows", searches.lns, share, workers)
     bound = TimeSlice("bound", searches.relaxation, 0.05, once=True)
-    parts = [TimeSlice("bound", searches.parts, 0.15, workers)] if ops <= MOST_PART_OPS else []
+    parts = [TimeSlice("bound", searches.parts, 0.15, workers)] if MOST_STATE_OPS < ops <= MOST_PART_OPS else []
     if not is_ordered_by_memory(problem):
         return [*parts, windows, bound]
     return [*parts, TimeSlice("cp-sat", searches.cp_sat, 0.15, workers), windows, bound]
