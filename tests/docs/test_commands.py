@@ -51,11 +51,11 @@ def test_a_command_that_fails_is_found(tmp_path: Path, free_tcp_port: int) -> No
 
 def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int, server: Path) -> None:
     """Its streams, folder and environment are those of the shell, and so is its exit code."""
-    script = "optpipe --version | cat > piped\noptpipe methods --json 2>/dev/null | head -c 1 > first\n"
+    script = "optpipe --version | cat > piped\noptpipe methods --json 2>/dev/null > first\n"
     failing = "cd examples\n: > ../code\noptpipe verify no-such-file.json 2> ../error || echo $? > ../code\n"
     run_page([Block(1, "sh", script), Block(5, "sh", failing)], tmp_path, free_tcp_port, server)
     assert (tmp_path / "piped").read_text().startswith("optpipe ")
-    assert (tmp_path / "first").read_text() in "{["
+    assert (tmp_path / "first").read_text()[0] in "{["
     assert (tmp_path / "code").read_text() == "2\n"
     assert "no-such-file.json" in (tmp_path / "error").read_text()
 
