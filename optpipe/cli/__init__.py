@@ -10,8 +10,7 @@ import atexit
 import io
 import os
 import sys
-from threading import current_thread
-from threading import enumerate as threads
+import threading
 from typing import NoReturn
 
 
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         code = 130
-    if arguments is None and any(thread.daemon for thread in threads()):
+    if arguments is None and any(thread.daemon for thread in threading.enumerate()):
         _end_process(code)
     sys.exit(code)
 
@@ -38,9 +37,7 @@ def _end_process(code: int) -> NoReturn:
     The interpreter ends each of them where it next asks for its lock. In a compiled kernel or a solver that is in the
     middle of C++, which aborts the process: after all was done and written, its exit code would be 134.
     """
-    for thread in threads():
-        if not thread.daemon and thread is not current_thread():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # ends pools and waits for their threads, as at every exit
     atexit._run_exitfuncs()
     try:
         for stream in (sys.stdout, sys.stderr):
