@@ -12,6 +12,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
+from time import monotonic, sleep
 
 import psycopg
 
@@ -123,10 +124,17 @@ def upgrade(data_folder: Path) -> tuple[int, int]:
 EMPTIED = b"DROP SCHEMA IF EXISTS public CASCADE; CREATE SCHEMA public;\n"
 
 
+ENDING_S = 1.0
+"""Time in which PostgreSQL forgets a connection that has been closed."""
+
+
 def _check_unused(connection: psycopg.Connection) -> None:
     """Raise InputError where a service or a worker has connections to the database."""
     used = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name ^@ 'optpipe'"
-    if connection.execute(used).fetchone() != (0,):
+    until = monotonic() + ENDING_S
+    while (in_use := connection.execute(used).fetchone() != (0,)) and monotonic() < until:
+        sleep(ENDING_S / 20)
+    if in_use:
         detail = "names a database that a service or a worker uses. Maybe stop them first."
         raise InputError([Issue("database_url", "in_use", detail)])
 
