@@ -257,6 +257,7 @@ class Listener:
         self._channels = channels
         self._missed = missed
         self._task: asyncio.Task[None] | None = None
+        self._connecting: asyncio.Task[psycopg.AsyncConnection] | None = None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._listen(), name="listener")
@@ -266,12 +267,16 @@ class Listener:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._task is not None
+        if self._connecting is not None:
+            # A connection whose opening is cancelled stays in PostgreSQL's list until Python collects its garbage.
+            await asyncio.wait({self._connecting}, timeout=CONNECT_S)
         await end_tasks(self._task)
 
     async def _listen(self) -> None:
         while True:
             with suppress(psycopg.Error, OSError):
-                async with await listening_connection(self._url) as connection:
+                self._connecting = asyncio.create_task(listening_connection(self._url))
+                async with await self._connecting as connection:
                     for channel in self._channels:
                         await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
                     self._missed()

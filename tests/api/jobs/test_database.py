@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from time import monotonic, sleep
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import psycopg
 import pytest
 
 from api.app import create_app
-from api.jobs.database import end_tasks, for_reading, make_engine, transaction
+from api.jobs.database import Listener, end_tasks, for_reading, make_engine, transaction
 from api.settings import Settings
 from tests.api.harness import body, listening
 
@@ -50,6 +51,25 @@ def test_a_full_disk_is_named(settings: Settings, database_url: str, caplog: pyt
     assert len(logged) == 2
     assert "database fails" in logged[0]
     assert "database works again" in logged[1]
+
+
+async def test_a_listener_that_ends_while_it_connects_leaves_no_connection(database_url: str) -> None:
+    """Also where the garbage of Python, in which an opening that is cancelled stays, is not collected."""
+    used = (
+        "SELECT application_name FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    gc.disable()
+    try:
+        with psycopg.connect(database_url, autocommit=True) as connection:
+            for k in range(40):
+                async with Listener(database_url, {}, missed=lambda: None):
+                    await asyncio.sleep(k * 0.0005)
+                until = monotonic() + 10
+                while left := connection.execute(used).fetchall():
+                    assert monotonic() < until, left
+                    sleep(0.01)  # the loop stands still: what is left is left
+    finally:
+        gc.enable()
 
 
 async def test_a_lost_cancel_is_not_the_last() -> None:
