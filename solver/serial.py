@@ -58,7 +58,8 @@ def _within(problem: Problem, budgets: Sequence[int | None]) -> Orders | None:
 class Way:
     """How a stage treats a microbatch: the number of its mode, its ops, and its memory on the device.
 
-    `forward` are the ops up to where it rests, `backward` those after; `left_bytes` stay between the two.
+    `forward` are the ops up to where it rests, `backward` those after; `left_bytes` stay between the two. `peak_bytes`
+    is that of all ops, `peak_before_weight_bytes` that of all but W.
     """
 
     mode: int
@@ -66,6 +67,7 @@ class Way:
     backward: tuple[str, ...]
     left_bytes: int
     peak_bytes: int
+    peak_before_weight_bytes: int
 
 
 def ways(stage: Stage) -> list[Way]:
@@ -82,7 +84,9 @@ def ways(stage: Stage) -> list[Way]:
             effects = [device_effect(stage, kind, mode) for kind in (*forward, *backward)]
             changes = [change for effect in effects for change in effect]
             left = sum(changes[: 2 * len(forward)])
-            found.append(Way(number, forward, backward, left, max(accumulate(changes))))
+            levels = list(accumulate(changes))
+            before_weight = levels[:-2] if "W" in backward else levels
+            found.append(Way(number, forward, backward, left, max(levels), max(before_weight)))
     return found
 
 
@@ -155,7 +159,8 @@ def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
     """Devices whose budget is below what a single microbatch of one of their stages needs.
 
     Each as (device, bytes needed, budget). No schedule exists if there is any: the activation is whole when its F
-    has run and again when its B runs. Of a microbatch's last slice both run while the slices before it are there.
+    has run and again when its B runs. Of a microbatch's last slice both run while the slices before it are there; its W
+    may run when these have freed all that they hold.
     """
     short = []
     for d, stages in enumerate(problem.stages_of):
@@ -168,13 +173,16 @@ def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
 
 def _alone_bytes(problem: Problem, s: int) -> int:
     """The least peak of one microbatch alone on a stage, over all modes, and whether its backward is split or fused."""
-    of_classes = [ways(stage) for stage in problem.unit_stages[s]]
-    least = [min(way.peak_bytes for way in found) for found in of_classes]
-    if problem.slice_count == 1:
-        return max(least)
-    waiting = [min(way.left_bytes for way in found) for found in of_classes]
-    classes = problem.unit_class.reshape(-1, problem.slice_count).tolist()
-    return max(least[last] + sum(waiting[unit] for unit in before) for *before, last in classes)
+    of_classes = [(stage, ways(stage)) for stage in problem.unit_stages[s]]
+    waiting = [min(way.left_bytes for way in found) for _, found in of_classes]
+    classes = np.unique(problem.unit_class.reshape(-1, problem.slice_count), axis=0).tolist()
+
+    def least_peak(last: int, before_bytes: int) -> int:
+        stage, found = of_classes[last]
+        weight = stage.backward_weight_bytes + stage.workspace_bytes.W
+        return min(max(way.peak_before_weight_bytes + before_bytes, weight * ("W" in way.backward)) for way in found)
+
+    return max(least_peak(last, sum(waiting[unit] for unit in before)) for *before, last in classes)
 
 
 def _backward_room_bytes(stage: Stage) -> tuple[int, list[str]]:

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from instances import HALF, uniform
+from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import build_schedule, over_budget
+from solver.limits import Limits
 from solver.serial import impossible_budgets, known_budgets_bytes, serial_orders
+from solver.solve import solve
 from tests import mode_oracle as oracle
 from tests.problems import problems
 from tests.recomputing import random_problem, recomputing
@@ -86,6 +89,26 @@ def test_fuses_a_backward_that_would_grow_beyond_the_budget() -> None:
 def test_impossible_budgets_are_named() -> None:
     assert impossible_budgets(uniform(2, 2, budget=1)) == [(0, 2, 1), (1, 2, 1)]
     assert impossible_budgets(uniform(2, 2, budget=2)) == []
+
+
+def test_a_budget_in_which_slices_free_all_before_a_large_weight_pass_is_possible() -> None:
+    stage = {
+        "device": 0,
+        "forward_us": 1,
+        "backward_input_us": 1,
+        "backward_weight_us": 1,
+        "activation_bytes": 1,
+        "backward_weight_bytes": 0,
+        "workspace_bytes": {"W": 10, "BW": 20},
+    }
+    data = {"format": "optpipe.problem/1", "microbatches": 1, "stages": [stage], "slices": {"count": 2}}
+    problem, less = (Problem.from_data(data | {"devices": [{"memory_bytes": size}]}) for size in (10, 9))
+    # F F B B W W: both activations are gone when the first W takes its workspace.
+    orders = Orders.of_compute([[Op(kind, 0, unit) for kind, unit in zip("FFBBWW", (0, 1, 1, 0, 1, 0), strict=True)]])
+    assert over_budget(problem, orders) == []
+    assert impossible_budgets(problem) == []
+    assert solve(problem, "cp-sat", Limits(workers=1)).value_us == 6
+    assert impossible_budgets(less) == [(0, 10, 9)]
 
 
 @settings(deadline=None, max_examples=150)
