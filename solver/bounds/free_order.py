@@ -1,8 +1,8 @@
 """Bound on a free order of unequal microbatches: over the choices of the first and the last (docs/math/bounds.md).
 
-Whatever the order is, one microbatch is the first on all stages and another one the last. These two are enough to chain
-the stages together: every F and B waits for that of the first and is followed by that of the last. So each choice of
-both gives ops heads and tails, by which every device is bounded as one machine; the least over all choices counts.
+In every order one microbatch is the first on all stages and another one the last. These two are enough to chain the
+stages together: every F and B waits for that of the first and is followed by that of the last. So each choice of both
+gives ops heads and tails, with which every device is bounded as a single machine; the least over all choices counts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import preemptive_us
 
 MOST_ENTRIES = 2_500_000
-"""Pairs times F of all stages up to which ops get heads and tails for each pair: some tenths of a second."""
+"""Most pairs times F of all stages for which heads and tails are computed: some tenths of a second."""
 
 MOST_SCHEDULED = 50_000
-"""Ops over all pairs up to which devices are bounded by schedules of one machine: some tenths of a second."""
+"""Most ops over all pairs that are scheduled on their device as a single machine: some tenths of a second."""
 
 
 def free_order_bound_us(costs: UnitCosts) -> float:
-    """The least bound over the pairs of a first and a last microbatch; 0 where there are too many."""
+    """The least bound in us over the pairs of a first and a last microbatch; 0 where there are too many."""
     pairs = np.array(list(_pairs(costs)), np.int64)
     if len(pairs) * costs.forward.size > MOST_ENTRIES:
         return 0.0
@@ -46,7 +46,7 @@ def free_order_bound_us(costs: UnitCosts) -> float:
 
 
 def _pairs(costs: UnitCosts) -> Iterator[tuple[int, int]]:
-    """A first and a last microbatch of each two classes, and two of one class where it has as many."""
+    """A first and a last microbatch for each pair of classes, and of one class with two microbatches or more."""
     classes = costs.problem.unit_class[:: costs.problem.slice_count]
     members = [np.flatnonzero(classes == number).tolist() for number in np.unique(classes)]
     for one, other in product(members, repeat=2):

@@ -1,8 +1,8 @@
 """Room on a device by what can have left it: releases by backwards and W, and copies to the host, one at a time.
 
-Units hold their whole activation from F to B but for what is away. When an F starts, what is away was copied since that
-unit's F; when a B starts, what is away comes back before that unit's B. So how much can be away grows with time no
-faster than the channel carries it (docs/math/bounds.md, "What the channel can carry").
+Units hold their whole activation from F to B except what is away, on the host. When an F starts, what is away of
+another unit was copied since that unit's F; when a B starts, it is reloaded before that unit's B. So the bytes that can
+be away grow no faster than the channel carries them (docs/math/bounds.md, "What the channel can carry").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Waiting(NamedTuple):
 def room_us(waiting: Sequence[Waiting], excess: float, copy_us: float, since_us: float) -> float:
     """The earliest time from `since_us` on by which `excess` bytes can have been released or copied away.
 
-    Copies take `copy_us` each at the least and run one at a time. `since_us` itself if there is no such time.
+    Copies take at least `copy_us` each and run one at a time. `since_us` itself if there is no such time.
     """
     at_us = since_us
     while at_us < inf:
@@ -51,7 +51,10 @@ def room_us(waiting: Sequence[Waiting], excess: float, copy_us: float, since_us:
 
 
 def copies_by(at_us: float, ready_us: Sequence[float], copy_us: float) -> tuple[int, float]:
-    """How many copies of equal length can have ended by a time, those first that may run first; the end of the next."""
+    """Number of copies of equal length that can have ended by a time, in order of `ready_us`, and the end of the next.
+
+    The end is infinite where there is no next one.
+    """
     ended_us = -inf
     for number, begin_us in enumerate(sorted(ready_us)):
         ended_us = max(ended_us, begin_us) + copy_us
@@ -77,8 +80,8 @@ def tail_room_us(units: Sequence[InFlight], excess: float, copy_us: float, own_u
     """The least time, `since_us` or more, from the end of a B of `own_us` to the end of all by which all units fit.
 
     `excess`: bytes by which the budget would be exceeded if all units were in flight and none away (negative: room).
-    A unit whose F does not fit in what follows the B is in flight when it starts. What is away comes back after that,
-    in `copy_us` at the least each, before its B. `since_us` itself if there is no such time.
+    A unit whose F does not fit in what follows the B is in flight when the B starts. What is away then is reloaded
+    later, in at least `copy_us` each, before its own B. `since_us` itself if there is no such time.
     """
     begin_us = since_us + own_us  # from the start of the B
     while begin_us < inf:

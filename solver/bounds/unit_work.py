@@ -1,4 +1,4 @@
-"""Work of a device with one stage between two of its ops: what memory asks to have run (docs/math/bounds.md)."""
+"""Work of a device with one stage between two of its ops: what memory requires to have run (docs/math/bounds.md)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from solver.bounds.device import Knapsack
 from solver.bounds.unit_costs import UnitCosts
 
 MOST_BEFORE = 128
-"""Backwards that an F waits for, from which on the work of its device is counted: the last ones of all."""
+"""Most backwards that an F waits for from each of which on the work of its device is counted: the last ones."""
 
 MOST_MORE = 64
-"""Numbers of backwards beyond those that memory asks for that are looked at; of more, W count as free."""
+"""Most backwards beyond those that memory requires that are tried; with more, W count as free."""
 
 
 class OneStage:
@@ -35,9 +35,9 @@ class OneStage:
     def head_us(self, x: int, begins_us: float) -> float:
         """The earliest start of F of unit x by the work that the device must have done since it began, or since a B.
 
-        When F(x) starts, at least `released[x]` backwards have ended. If `done` have, all W must have run but those
-        that fit beside what is in flight. Before B(j) started only W of the j backwards before it can have run; and
-        F that wait for it, with all backwards from it on, ran since.
+        When F(x) starts, at least `released[x]` backwards have ended. If `done` have, all their W have run except those
+        that fit beside what is in flight. Before B(j) only W of the j backwards before it can have run; so all
+        backwards from B(j) on, and the F that wait for it, ran since then.
         """
         least = int(self.released[x])
         first = x - x % self.count  # no backward of this microbatch, or of later ones, has ended

@@ -1,9 +1,9 @@
 """Whole forwards before a device's first backward, chained over devices (docs/math/bounds.md, "Whole forwards").
 
 Before its first backward a device runs nothing but forwards, one after another. So where all of them take the same
-time, whatever it runs for the first microbatch begins after a whole number of them and the time that it idled. The
-windows of `warmup_cooldown` look at that device by device; along the way of the first microbatch each device waits for
-what the next one rounds up.
+time, each op of the first microbatch begins after a whole number of them and the time that the device idled. The
+windows of `warmup_cooldown` use that for each device alone; here it is chained along the way of the first microbatch,
+on which every device waits for what the next one rounds up.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from optpipe.problem import Floats, Problem
 from solver.bounds.warmup_cooldown import Windows
 
 MOST_STAGES = 256
-"""Stages up to which the chain is followed: a tenth of a second."""
+"""Most stages for which the chain is followed: a tenth of a second."""
 
 HALVINGS = 50
 """Halvings of the interval in which the bound lies, before it is found exactly."""
 
 
 def whole_forwards_bound_us(problem: Problem, known_us: float = 0.0) -> float:
-    """The least value for which the warm-ups of all devices can be whole forwards; `known_us` if that is no more.
+    """The least value of at least `known_us` for which the warm-ups of all devices can be whole forwards.
 
-    For problems whose microbatches are alike, and kept or offloaded whole.
+    For problems whose microbatches are alike, and kept or offloaded whole. `known_us`: a bound that is known already.
     """
     if len(problem.stages) > MOST_STAGES:
         return known_us
@@ -60,9 +60,9 @@ def forwards_before_first_backward(problem: Problem) -> Sequence[int]:
 
 
 class _WarmUp:
-    """The warm-up of a device; `without_us` bounds the value without its idle time, each us of which adds as much.
+    """The warm-up of a device; the value is at least `without_us` plus its idle time.
 
-    `forwards`: in the chain that was followed last the number before the first backward.
+    `forwards`: their number before the first backward in the chain that was followed last.
     """
 
     def __init__(self, windows: Windows) -> None:
@@ -82,9 +82,9 @@ class _WarmUp:
 
     @cached_property
     def earliest_us(self) -> Floats:
-        """For each number of forwards the least time from the first op by which they can have run, with room for all.
+        """For each number of forwards the least time in us from the first op by which all have run and have had room.
 
-        What does not fit has left by then, at the channel's rate.
+        What does not fit has been offloaded by then, at the channel's rate.
         """
         whole_us: Floats = self.counts * np.float64(self.forward_us)
         room, rate = self.windows.room_for_forwards, self.windows.moved_bytes("O", 1.0)
@@ -96,10 +96,11 @@ class _WarmUp:
         return least_us
 
     def rounded_us(self, time_us: float, idle_us: float, *, from_start: bool) -> tuple[float, float]:
-        """The earliest time from `time_us` on after whole forwards and at most `idle_us`, from the device's first op.
+        """The least time of at least `time_us` that is made up of whole forwards and idle time of at most `idle_us`.
 
-        Without `from_start` from a later moment, of which memory says nothing. Also the least idle time above `idle_us`
-        with which another number of forwards could serve, infinite where none could.
+        Times count from the device's first op, or without `from_start` from a later one, since which memory bounds
+        nothing. Also returns the least idle time above `idle_us` that allows another number of forwards. Both are
+        infinite where there is none.
         """
         if not self.is_whole:
             return time_us, float("inf")
@@ -129,13 +130,13 @@ class _Chain:
         self.starts_us = np.array(list(starts_us))
 
     def follow(self, value_us: float) -> float | None:
-        """None if the chain can be followed by a schedule of this value, or a larger value below which none can.
+        """None if a schedule of this value can follow the chain, else a larger value below which none can.
 
-        `times_us[c]` are times from the start of op c of the chain to those of all others: what lies between, and where
-        both are of one device, before its first backward, whole forwards and the idle time that it may have.
+        `times_us[c]` are the least times from the start of op c of the chain to those of all others: by the ops and
+        delays between them, and between two ops of a device before its first backward by whole forwards and idle time.
         """
         times_us: dict[int, Floats] = {}
-        next_us, can = float("inf"), True
+        next_us, possible = float("inf"), True
         for s in reversed(range(self.count)):
             device = self.device_of[s]
             idle_us = value_us - device.without_us
@@ -147,11 +148,11 @@ class _Chain:
                 rounded_us, more_us = device.rounded_us(float(own_us[k]), idle_us, from_start=s == device.numbers[0])
                 next_us = min(next_us, device.without_us + more_us)
                 if rounded_us == float("inf"):
-                    can = False
+                    possible = False
                     break
                 behind_us = times_us[k] if k < self.count else self.starts_us - self.starts_us[k]
                 own_us[k:] = np.maximum(own_us[k:], rounded_us + behind_us[k:])
-            if not can:
+            if not possible:
                 break
             times_us[s] = own_us
-        return None if can else next_us
+        return None if possible else next_us

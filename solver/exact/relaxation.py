@@ -66,8 +66,8 @@ def proof_by_parts(problem: Problem, limits: Limits, start: Solution, on_solutio
     """Ask whether a part of the problem has a schedule better than the start's, of one device, then of ever more.
 
     Where a part has none the start is proved optimal. Where it has one, its times show which device outside the part
-    would be late, and that device is next. The last part is the whole: then there is a better schedule, or a proof.
-    Returns the start where the limits end the search before.
+    would be late, and that device is added. The last part is the whole problem: its answer is a better schedule or a
+    proof. Returns the start where the limits end the search first.
     """
     answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
     largest, devices = _largest(problem), {_first_device(problem)}
@@ -112,9 +112,9 @@ def projected(problem: Problem, kept: Sequence[int]) -> Problem:
 def _leave_out_for_units(problem: Problem, kept: Sequence[int], data: dict[str, Any]) -> None:
     """Put delays into the `data` of a part that are no longer than those of any unit, and as long where they can be.
 
-    A problem knows a delay as a base times a factor of the microbatch, the same on all boundaries, times one of the
-    slice, which is the sending stage's. The first is that of the microbatch's times. The second is what forwards need,
-    the least of any microbatch; the base of gradients is the least of any slice beside that. All are exact where
+    A problem gives a delay as a base times a factor of the microbatch, the same on all boundaries, times a factor of
+    the slice, that of the sending stage. The first factor is that of the microbatch's times. The second is set by the
+    forwards, the least of any microbatch; the base of gradients is then the least of any slice. All are exact where
     transfers take no time and F and B of a slice are longer than those of others in the same proportion.
     """
     boundaries = list(pairwise(kept))
@@ -147,7 +147,7 @@ def _base(delays: Sequence[Fraction], shape: Sequence[Fraction]) -> float:
 
 
 def _least_delays(problem: Problem, before: int, after: int, direction: str) -> Sequence[Fraction]:
-    """The delay between two stages of each slice of a microbatch of times 1: the least of any, by its own times."""
+    """The delay between two stages of each slice, divided by its microbatch's factor of times: the least of any."""
     delays_us, between = problem.unit_delays_us[direction], range(before + 1, after)
     own = problem.microbatch_factors or [MicrobatchFactors()] * problem.microbatches
     least: list[Fraction | None] = [None] * problem.slice_count
@@ -168,7 +168,7 @@ def _passing_us(stage: Stage, direction: str) -> float:
 
 
 def _rounded_down(value: Fraction) -> float:
-    """The value, or a number of millionths that is less by less than one."""
+    """The value as a float; rounded down to millionths, or to an integer, where that float is larger."""
     for number in (float(value), float(Decimal(floor(value * 10**6)).scaleb(-6))):
         if value - Fraction(1, 10**6) < exact(number) <= value:
             return number
@@ -197,7 +197,7 @@ def _delay(problem: Problem, before: int, after: int) -> dict[str, float]:
 
 
 def _sum_us(times: Sequence[float]) -> float:
-    """The sum as written in decimals, so that grids of time stay exact."""
+    """The sum of decimals without rounding errors, so that time grids stay exact."""
     return float(sum((Fraction(str(time)) for time in times), Fraction(0)))
 
 
@@ -267,7 +267,7 @@ def _latest_device(problem: Problem, kept: Sequence[int], times: Simulation, val
 
 
 def _largest(problem: Problem) -> Problem:
-    """The problem without factors, each time that of its largest unit: as much delay as any part can have."""
+    """The problem without factors, each time that of its largest unit: its delays are the largest of any part."""
     if not problem.has_factors:
         return problem
     data = problem.to_data()
@@ -292,6 +292,6 @@ def _connected(problem: Problem, devices: Collection[int]) -> Sequence[int]:
     kept = sorted({0, *wanted, len(stages) - 1})
     for before, after in list(pairwise(kept)):
         if after > before + 1 and stages[before].device == stages[after].device:
-            # The stage that would be most delay: the least of the bound is lost where that is kept.
+            # The longest of the stages between: kept instead of turned into delay, it loses the least of the bound.
             kept.append(max(range(before + 1, after), key=lambda s: stages[s].forward_us + stages[s].backward_input_us))
     return sorted(kept)

@@ -1,11 +1,11 @@
-"""Bounds from states of progress: which F and B are done, and when devices and microbatches are ready for more.
+"""Bounds from dynamic programming over states of progress: the F and B that are done, and when more can start.
 
-A schedule is a sequence of F and B in the order of their starts. All that counts of its beginning is how far every
-microbatch has come, when each device is free, when the next op of each microbatch can start, and how much time its
-devices have had for W. Of two beginnings with the same progress the one that is nowhere later is as good; so states are
-kept, not sequences (dynamic programming). What W do is counted only: as many as have had time by then have run, and
-freed memory. That is exact where the W of a device are alike, and a relaxation elsewhere, as it is one that copies take
-no time (docs/math/bounds.md).
+A schedule is a sequence of F and B in the order of their starts. A prefix of it matters only by the progress of every
+microbatch, the time at which each device is free and the next op of each microbatch can start, and the time that the
+devices have had for W. Of two prefixes with the same progress, one that is later in no time dominates the other; so
+states are kept instead of sequences. W are only counted: as many as have had time so far have run and freed memory.
+That is exact where the W of a device are alike, and a relaxation elsewhere. That copies take no time is a relaxation as
+well (docs/math/bounds.md).
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from solver.scale import MAX_STEPS, horizon_us, time_unit_us
 from solver.solution import OnSolution, Solution
 
 MOST_STATES = 8_000
-"""States with the same number of ops begun that are kept; where there are more, a smaller value is asked for."""
+"""Most states kept with the same number of ops begun; where there are more, a smaller value is tried."""
 
 STATES_A_UNIT = 400_000
-"""States that are about a second's work."""
+"""States that are expanded in about a second, the unit of deterministic limits."""
 
 
 class States(NamedTuple):
     """States, one a row: ops done of each microbatch, and times in ticks.
 
-    `done` (states, microbatches): along the way of a microbatch, F of all stages and B of all stages back. `ready`:
-    when its next op can start. `free` (states, devices): when a device has ended what it has begun. `debt`: that, less
-    the time spent on W by then; so a device that did nothing else would have run W of `x` ticks at `debt + x`.
+    `done` (states, microbatches): along the way of a microbatch, F of all stages and B of all stages back. `ready`
+    (same shape): the earliest start of its next op. `free` (states, devices): the end of the last op begun there.
+    `debt`: that less the time spent on W by then; so a device that did nothing else would have run W of `x` ticks at
+    `debt + x`.
     """
 
     done: Ints
@@ -80,10 +81,10 @@ class Tables(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What follows an op at the least, in ticks.
+    """Lower bounds on the time that follows an op, in ticks.
 
-    `tail` (ops, microbatches): from its end to the end of all. `last_tail`: that of the last backward of each device.
-    `weights`: time of all W of a device, where `counted` says that its own end counts for the value.
+    `tail` (ops, microbatches): from its end to the end of all. `last_tail`: the tail of the last backward of each
+    device. `weights`: time of all W of a device. `counted`: True for the devices whose end counts for the value.
     """
 
     tail: Ints
@@ -98,9 +99,10 @@ NEVER = 2**62
 
 @njit(cache=True, nogil=True)
 def _successors(states: States, tables: Tables, ends: Ends, limit: int, most: int) -> tuple[States, Ints, int]:
-    """States after one more op that can still end by `limit`, and the least value that those left out could have.
+    """States after one more op that can still end by `limit`.
 
-    Between the two: the state that each follows, the microbatch of its last op, and the start of that.
+    Also returns, for each, the row of the state that it follows, the microbatch of its last op and the start of that
+    op; and the least value that those left out could have, NEVER if none is. Stops once there are more than `most`.
     """
     count, microbatches = states.done.shape
     devices, ops = states.free.shape[1], len(tables.length)
@@ -161,7 +163,7 @@ def _longer(rows: Ints, room: int) -> Ints:
 
 @njit(cache=True, nogil=True)
 def _room_at(done: Ints, k: int, d: int, debt: int, tables: Tables) -> int:
-    """The earliest time at which op k, an F, has room on device d: when W have run that free enough, if they can."""
+    """The earliest time at which op k, an F, fits on device d: after W that free enough; NEVER // 2 if none do."""
     excess = tables.needed[k]
     for ops_done in done:
         excess += tables.held[ops_done, d]
@@ -229,7 +231,7 @@ def _run(done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, ta
 
 @njit(cache=True, nogil=True)
 def _undominated(states: States, base: int) -> Ints:
-    """Rows of the states that no other with the same progress is before, or equal to, in every time."""
+    """Rows of the states that no other with the same progress dominates; one of those that are equal."""
     count, microbatches = states.done.shape
     keys, sums = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for a in range(count):
@@ -265,7 +267,7 @@ def _undominated(states: States, base: int) -> Ints:
 
 
 MOST_COMPARED = 500
-"""Kept states of one progress that another is compared with."""
+"""Most kept states of the same progress that another one is compared with."""
 
 
 def handles_states(problem: Problem) -> bool:
@@ -278,11 +280,11 @@ def handles_states(problem: Problem) -> bool:
 
 
 def state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """A better bound from the least value of ever more of the last microbatches, and orders that reach it if there are.
+    """A better bound from the least values of ever more of the last microbatches, and orders if some reach it.
 
-    What is proved for the last microbatches counts as what follows the first F of them in the search for more (Russian
-    doll search, Verfaillie, Lemaitre and Schiex 1996). Reports each better bound of the whole. Returns `start` where
-    there are no states for the problem (`handles_states`).
+    What is proved for the last microbatches is a tail of their first F in the search for more of them (Russian doll
+    search, Verfaillie, Lemaitre and Schiex 1996). Reports each better bound of the whole. Returns `start` where
+    problems of the kind have no states (`handles_states`).
     """
     if not handles_states(problem):
         return start
@@ -307,15 +309,15 @@ def state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: 
 
 
 DOLL = 0.3
-"""Largest share of what time or work is left for each number of the last microbatches."""
+"""Largest share of the time or work left that each number of the last microbatches may take."""
 
 
 LEAST_SHARE = 1000
-"""States from which on another thread is worth its start."""
+"""Fewest states that are worth the start of another thread."""
 
 
 class _Dolls:
-    """The least values known of the last 1, 2, ... microbatches: what follows the start of the first F of them."""
+    """Lower bounds in ticks for the last 1, 2, ... microbatches, from the start of the first F of them."""
 
     def __init__(self, problem: Problem, limits: Limits) -> None:
         self.problem, self.limits = problem, limits
@@ -328,9 +330,9 @@ class _Dolls:
         self.states_left = float("inf") if counted is None else STATES_A_UNIT * counted
 
     def climb(self, count: int, highest: int, share: float) -> Iterator[int]:
-        """Yield ever larger values that the last `count` microbatches have at the least, until one is above `highest`.
+        """Yield ever larger lower bounds for the last `count` microbatches, until one is above `highest`.
 
-        Ends at the least value itself, where a question has too many states, or when a share of what is left is over.
+        Ends at the least value itself, where there are too many states, or when this share of what is left is spent.
         """
         is_over, self.is_reached = self._over(share), False
         own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
@@ -360,7 +362,7 @@ class _Dolls:
             limit = min(proved + stride, refused - 1)
 
     def _over(self, share: float) -> Callable[[], bool]:
-        """Says when this share of the time or work that is left now has been spent."""
+        """A function that is True once this share of the time or work that is left now has been spent."""
         limits, kept = self.limits.part(share), self.states_left * (1 - share)
         if limits.deterministic_limit is not None:
             return lambda: limits.cancel.requested or self.states_left <= kept
@@ -398,7 +400,7 @@ class _Dolls:
 
         def of_share(part: slice) -> tuple[States, Ints, int]:
             states_of_part = States(*(values[part] for values in states))
-            # As many for each: one that ends early has then more than all of them may have, and none goes unnoticed.
+            # Each may have as many as all together, so that one that stops early always makes them too many.
             found, steps, beyond = _successors(states_of_part, self.tables, ends, limit, 8 * MOST_STATES)
             steps[:, 0] += part.start
             return found, steps, beyond
@@ -443,7 +445,7 @@ class _Dolls:
         return orders_from_times(problem, planned)
 
     def _ends(self, part: Problem) -> Ends | None:
-        """What follows each op of the last microbatches; None where no schedule keeps the budgets."""
+        """Lower bounds on what follows each op of the last microbatches; None where no schedule keeps the budgets."""
         times = op_times(UnitCosts.of(part))
         if times is None:
             return None
@@ -463,7 +465,7 @@ class _Dolls:
 
 
 def _tables(problem: Problem, unit_us: Fraction) -> Tables:
-    """Costs by op and by ops done; of each stage what no mode can do without."""
+    """Costs by op and by number of ops done."""
     stages, ops, devices = problem.stages, 2 * len(problem.stages), len(problem.devices)
 
     def ticks(times_us: Iterable[float]) -> Ints:
