@@ -1,15 +1,15 @@
 """List schedules in which memory decides how each microbatch is held: kept, sent to the host, or recomputed.
 
 As in `ada-offload` a device that is free takes what is ready: B before F, and W when nothing else is ready or too many
-are left over. Here every device keeps its budget as it goes. An F runs in the mode that keeps its activation if there
-is room, else in one that recomputes; some room stays free so that the next backward can always have its activation.
-That is made anew inside the backward where a stage can, or ahead of it: as soon as the gradient is on its way, or
-whenever the device has nothing else to do.
+are left over. Here every device keeps its budget at every op. An F runs in the mode that keeps its activation if there
+is room, else in one that recomputes; some room stays free so that the next backward can always have its activation. A
+recomputation runs inside the backward where the stage can do that, else ahead of it: as soon as the gradient is on its
+way, or whenever the device has nothing else to do.
 
-Where a stage may offload, what is kept leaves in the order of its F as soon as the channel is free, if it is not needed
-too soon. It comes back when its gradient is on its way, or some backwards earlier where copies are slow. An op that
-takes memory waits for the last releases on the other streams that had ended when it started, which keeps memory safe
-under any timing (`optpipe.memory`).
+Where a stage may offload, kept activations are offloaded in the order of their F as soon as the channel is free, unless
+they are needed too soon. They are reloaded when their gradient is on its way, or some backwards earlier where copies
+are slow. An op that takes memory waits for the last releases on the other streams that had ended when it started, which
+keeps memory safe under any timing (`optpipe.memory`).
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ DROP, MAKE, INSIDE, OUT, BACK = (cast(int, np.int64(row)) for row in range(3, 8)
 
 _KIND_OF_ROW = np.array([KINDS.index(kind) for kind in ("F", "B", "W", "F", "C", "CB", "O", "R")])
 
-KEPT, DROPPED, MADE, LEAVING, AWAY, COMING, RETURNED = range(7)
+KEPT, DROPPED, RECOMPUTED, OFFLOADING, OFFLOADED, RELOADING, RELOADED = range(7)
 """States of an activation."""
 
 WITH_GRADIENT, ON_ITS_WAY, WHEN_IDLE = range(3)
-"""When a microbatch is recomputed: once its gradient is there, once it is known to come, or in idle time as well."""
+"""Start of a recomputation: once the gradient is there, once it is known to come, or in idle time as well."""
 
 GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, without their whole parts, are spread evenly; so are those of them below any share."""
+"""Golden ratio: fractional parts of its multiples are spread evenly, and so are the multiples whose part is small."""
 
 LEFT_BEFORE_DROP = 1
-"""W that a device leaves over rather than make room with them for an F that is kept."""
+"""Most pending W with which an F drops its activation; with more, a W runs first, to make room for keeping it."""
 
 COMPUTE, OFFLOAD, RELOAD = range(3)
 """Streams of a device. Its channels are numbered from OFFLOAD on; with one for both directions that is OFFLOAD."""
 
 
-class Course(NamedTuple):
+class StageCosts(NamedTuple):
     """Costs of ops by row and stage, and where stages are; device d holds ``stages[first[d]:first[d + 1]]``.
 
-    `delay_us`: from the neighbour's F and B to one's own. `need_bytes` must be free when an op starts, `change_bytes`
-    is what it leaves behind; `frees`: its end frees some. `backward_bytes`: what stays free after an F so that the
-    activation of one microbatch can be had again; `forward_bytes`: beside it, so that it gets through the later stages
-    of its device; `more_bytes`: also beside it after an F that is kept, so that others can follow that are not.
-    `leaves`: activations may leave, if at least `soon` microbatches stand before theirs or they are back before their
-    backward can be: `way_us` is from the end of F to the start of B at the least.
+    `delay_us`: from the end of the F or B of the stage before to an op's own start. `need_bytes` must be free when an
+    op starts, `change_bytes` is its change of memory in all; `frees`: True if memory is freed at its end.
+    `backward_bytes`: what stays free after an F so that the activation of one microbatch can be restored;
+    `forward_bytes`: beside it, so that the microbatch gets through the later stages of its device; `more_bytes`: also
+    beside it after an F whose activation is kept, so that others can follow that are recomputed. `leaves`: activations
+    may be offloaded, if at least `soon` backwards come before theirs, or if they are back before their backward can
+    start: `way_us` is the least time from the end of F to the start of B.
     """
 
     us: Floats
@@ -83,7 +84,7 @@ class Course(NamedTuple):
 
 
 class State(NamedTuple):
-    """Ops placed so far, each on a stage in the order of microbatches; an op is a number, as `_number` gives it.
+    """Ops placed so far, each on a stage in the order of microbatches; op (row, s, i) is ``(row * S + s) * M + i``.
 
     `end_us[kind, s, i]`: the end of an F or B. `placed[row, s]`: how many F, B, W and copies. `held[s, i]`: the state
     of an activation; `next_out[s]`: the first microbatch that may still leave. `order[d]`: the compute ops of a device,
@@ -113,19 +114,19 @@ class State(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What a list schedule does beside taking what is ready.
+    """Limits and priorities by which a list schedule takes what is ready.
 
     At most `in_flight` microbatches are between their first F and their last B. At most `late_weights` W are left over
-    on a device while it does other things; any number once no more than `tail` F of its first stage are left, to be run
-    where the last backwards are waited for. `ahead`: when C may run. `early`: backwards before its own at which an
-    activation may come back; 0: when its gradient is on its way.
+    on a device while it does other things; any number once no more than `tail` F of its first stage are left, so that
+    they fill the gaps between the last backwards. `ahead`: when C may run. `early`: backwards before its own at which
+    an activation may be reloaded; 0: when its gradient is on its way.
 
-    No F begins where an input of a backward comes in less than the share `hold` of its time: an F that runs as the
-    gradient comes delays the backwards of all stages before.
+    No F begins less than `hold` times its duration before a gradient comes: an F that runs as the gradient comes delays
+    the backwards of all stages before.
 
     An activation is kept only where there is room beside it for `behind` microbatches that are recomputed: without it
-    devices wait for memory. Or it is planned which are: `reserve` is then at least 0, and of the microbatches that are
-    in flight on a device with so many in all, the share is recomputed that leaves room for `reserve` more.
+    devices wait for memory. Where `reserve` is at least 0, a plan decides instead which are recomputed: of the
+    microbatches that a device has in flight, the share that leaves room for `reserve` more.
     """
 
     in_flight: int
@@ -139,27 +140,28 @@ class Rules(NamedTuple):
 
 
 class MemoryLists:
-    """List schedules of a problem whose stage s recomputes in mode ``modes[s]``, and sends to the host in ``out[s]``.
+    """List schedules of a problem whose stage s recomputes in mode ``modes[s]``, and offloads in mode ``out[s]``.
 
-    These are numbers of choices; 0: it never does. Channels must not be shared by devices, nor the host limited.
+    Both are indices into `Stage.choices`; with 0 the stage never does. Channels must not be shared by devices, nor the
+    host limited.
     """
 
     def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
         self.problem = problem
         self.modes = np.array(modes, np.int64)
         self.out = np.array(out, np.int64)
-        self._courses: dict[int, Course] = {}
+        self._costs: dict[int, StageCosts] = {}
 
     def play(self, rules: Rules) -> State | None:
-        """Everything placed by these rules; None if some device is left with ops for which it never has room."""
-        if rules.behind not in self._courses:
-            self._courses[rules.behind] = _course(self.problem, self.modes.tolist(), self.out.tolist(), rules.behind)
+        """The state with all ops placed by these rules; None if a device is left with ops that never fit its budget."""
+        if rules.behind not in self._costs:
+            self._costs[rules.behind] = _stage_costs(self.problem, self.modes.tolist(), self.out.tolist(), rules.behind)
         state = self._begin()
         shares = self._planned_shares(rules.in_flight, rules.reserve) if rules.reserve >= 0 else np.zeros(0)
-        return state if _run(self._courses[rules.behind], state, rules, shares) else None
+        return state if _run(self._costs[rules.behind], state, rules, shares) else None
 
     def makespan_us(self, rules: Rules) -> float:
-        """The end of the last op; infinite if memory lacks room. The orders may end earlier, not later."""
+        """The end of the last op in us; infinite if memory lacks room. The orders may end earlier, not later."""
         state = self.play(rules)
         return float("inf") if state is None else float(state.free_us.max())
 
@@ -180,7 +182,7 @@ class MemoryLists:
                 channels.append(own)
         waits = WaitArray(*map(self._ops, state.waits[:pairs].T))
         modes = np.select(
-            [state.held == KEPT, state.held == RETURNED], [0, self.out[:, None]], self.modes[:, None]
+            [state.held == KEPT, state.held == RELOADED], [0, self.out[:, None]], self.modes[:, None]
         ).astype(np.int64)
         return Orders(devices, waits, channels, modes if self.problem.has_modes else None)
 
@@ -234,12 +236,12 @@ class MemoryLists:
         )
 
 
-def _course(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: int) -> Course:
+def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: int) -> StageCosts:
     stages = problem.stages
     again = [stage.choices[number] for stage, number in zip(stages, modes, strict=True)]
     away = [stage.choices[number] for stage, number in zip(stages, out, strict=True)]
-    costs = [_bytes(*entry) for entry in zip(stages, again, away, strict=True)]
-    need, change, end = (np.array(rows).T for rows in zip(*costs, strict=True))
+    by_stage = [_bytes(*entry) for entry in zip(stages, again, away, strict=True)]
+    need, change, end = (np.array(rows).T for rows in zip(*by_stage, strict=True))
     recomputes = np.array([mode.recomputes for mode in again])
     inside = np.array([mode.recomputes and mode.segment_bytes is not None for mode in again])
     duration = {kind: np.array([stage.duration_us(kind) for stage in stages]) for kind in "FBW"}
@@ -259,7 +261,7 @@ def _course(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: 
     passes_us = duration["F"] + duration["B"]
     delays_us = np.array([*problem.forward_delay_us, 0]) + np.array([*problem.backward_delay_us, 0])
     period_us = duration["F"] + duration["B"] + duration["W"]
-    return Course(
+    return StageCosts(
         us=np.array([*duration.values(), duration["F"], again_us, duration["B"] + again_us, *copy_us], np.float64),
         delay_us=np.array([[0, *problem.forward_delay_us], [*problem.backward_delay_us, 0]], np.float64),
         need_bytes=need,
@@ -286,7 +288,7 @@ def _course(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: 
 
 
 def _bytes(stage: Stage, again: Mode, away: Mode) -> tuple[list[int], list[int], list[int]]:
-    """What an op of each row needs, what it leaves behind, and the change at its end."""
+    """Bytes by row: those an op needs, those it leaves behind, and the change at its end."""
     kept = stage.choices[0]
     rows = [("F", kept), ("B", kept), ("W", kept), ("F", again), ("C", again), ("CB", again), ("O", away), ("R", away)]
     effects = [device_effect(stage, kind, mode) for kind, mode in rows]
@@ -296,7 +298,7 @@ def _bytes(stage: Stage, again: Mode, away: Mode) -> tuple[list[int], list[int],
 
 
 def _without_reference_counts(function: Kernel) -> Kernel:
-    """Compile a function that makes no arrays so that it does not count who uses those it is given.
+    """Compile a function that makes no arrays without reference counts of its arguments.
 
     Counting takes seven times as long as all else here: every call counts some thirty arrays, each an atomic step.
     """
@@ -304,56 +306,56 @@ def _without_reference_counts(function: Kernel) -> Kernel:
 
 
 @njit(cache=True)
-def _run(course: Course, state: State, rules: Rules, shares: Floats) -> bool:
+def _run(costs: StageCosts, state: State, rules: Rules, shares: Floats) -> bool:
     """Place ops in the order of time; False if a device is left with ops for which it never had room."""
     stages, microbatches = state.held.shape
-    copies = course.leaves.any()
-    wake = [(0.0, course.device_of[0])]
+    copies = costs.leaves.any()
+    wake = [(0.0, costs.device_of[0])]
     while wake:
         now, d = heappop(wake)
         for stream in range(3):
             if state.running[stream, d] != NONE and state.free_us[stream, d] <= now:
-                _end(course, state, d, stream)
+                _end(costs, state, d, stream)
         if state.running[COMPUTE, d] == NONE:
-            row, s = _choose(course, state, rules, shares, d, now)
+            row, s = _choose(costs, state, rules, shares, d, now)
             if row != NONE:
-                _start(course, state, d, COMPUTE, row, s, now)
+                _start(costs, state, d, COMPUTE, row, s, now)
                 heappush(wake, (state.free_us[COMPUTE, d], d))
                 if row not in (W, MAKE):
                     forwards = row in (F, DROP)
                     fed = s + 1 if forwards else s - 1
                     if 0 <= fed < stages:
-                        near = course.device_of[fed]
-                        comes_us = state.free_us[COMPUTE, d] + course.delay_us[F if forwards else B, fed]
+                        near = costs.device_of[fed]
+                        comes_us = state.free_us[COMPUTE, d] + costs.delay_us[F if forwards else B, fed]
                         idle = state.running[COMPUTE, near] == NONE  # else it looks again when its op ends
                         if idle or comes_us > state.free_us[COMPUTE, near]:
                             heappush(wake, (comes_us, near))
                         if not forwards:
                             held = state.held[fed, state.placed[B, s] - 1]
-                            if held == AWAY or (held == DROPPED and idle and rules.ahead != WITH_GRADIENT):
+                            if held == OFFLOADED or (held == DROPPED and idle and rules.ahead != WITH_GRADIENT):
                                 heappush(wake, (now, near))
         if copies:
-            channel = RELOAD if course.duplex else OFFLOAD
+            channel = RELOAD if costs.duplex else OFFLOAD
             if state.running[channel, d] == NONE:
-                s = _next_back(course, state, rules, d)
+                s = _next_back(costs, state, rules, d)
                 if s != NONE:
-                    _start(course, state, d, channel, BACK, s, now)
+                    _start(costs, state, d, channel, BACK, s, now)
                     heappush(wake, (state.free_us[channel, d], d))
             if state.running[OFFLOAD, d] == NONE:
-                s = _next_out(course, state, d, now)
+                s = _next_out(costs, state, d, now)
                 if s != NONE:
-                    _start(course, state, d, OFFLOAD, OUT, s, now)
+                    _start(costs, state, d, OFFLOAD, OUT, s, now)
                     heappush(wake, (state.free_us[OFFLOAD, d], d))
     return bool((state.placed[W] == microbatches).all())
 
 
 @_without_reference_counts
-def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, now: float) -> None:
+def _start(costs: StageCosts, state: State, d: int, stream: int, row: int, s: int, now: float) -> None:
     """Run the next op of a row on a stage now."""
     stages, microbatches = state.held.shape
-    end_us = now + course.us[row, s]
+    end_us = now + costs.us[row, s]
     state.free_us[stream, d] = end_us
-    state.level_bytes[d] += course.need_bytes[row, s]
+    state.level_bytes[d] += costs.need_bytes[row, s]
     kind = F if row == DROP else B if row in (INSIDE, MAKE) else row
     if row == OUT:
         i = state.next_out[s]
@@ -369,12 +371,12 @@ def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, 
         state.placed[row, s] = i + 1
         if row == OUT:
             state.next_out[s] = i + 1
-        state.held[s, i] = LEAVING if row == OUT else COMING
+        state.held[s, i] = OFFLOADING if row == OUT else RELOADING
     else:
         state.order[d, state.length[d]] = x
         state.length[d] += 1
         if row == MAKE:
-            state.held[s, i] = MADE
+            state.held[s, i] = RECOMPUTED
         else:
             state.placed[kind, s] += 1
             if row == DROP:
@@ -386,7 +388,7 @@ def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, 
             if kind == B:
                 state.pending[d, state.left[1, d]] = s
                 state.left[1, d] += 1
-    if course.need_bytes[row, s] > 0:
+    if costs.need_bytes[row, s] > 0:
         # A release counts on the stream that an op is of; a copy back is on its own, whichever channel serves it.
         own = RELOAD if row == BACK else stream
         for other in (COMPUTE, OFFLOAD):
@@ -398,63 +400,63 @@ def _start(course: Course, state: State, d: int, stream: int, row: int, s: int, 
 
 
 @_without_reference_counts
-def _end(course: Course, state: State, d: int, stream: int) -> None:
+def _end(costs: StageCosts, state: State, d: int, stream: int) -> None:
     """Settle the end of the op that runs on a stream."""
     stages, microbatches = state.held.shape
     x = state.running[stream, d]
     state.running[stream, d] = NONE
     row, s, i = x // (stages * microbatches), x // microbatches % stages, x % microbatches
-    state.level_bytes[d] += course.change_bytes[row, s] - course.need_bytes[row, s]
-    if course.frees[row, s]:
+    state.level_bytes[d] += costs.change_bytes[row, s] - costs.need_bytes[row, s]
+    if costs.frees[row, s]:
         state.released[stream, d] = x
     if row == OUT:
-        state.held[s, i] = AWAY
+        state.held[s, i] = OFFLOADED
     elif row == BACK:
-        state.held[s, i] = RETURNED
+        state.held[s, i] = RELOADED
 
 
 @_without_reference_counts
-def _choose(course: Course, state: State, rules: Rules, shares: Floats, d: int, now: float) -> tuple[int, int]:
+def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: int, now: float) -> tuple[int, int]:
     """Row and stage of what a free device runs now; the row is NONE where it waits."""
     microbatches = state.held.shape[1]
-    mine = course.stages[course.first[d] : course.first[d + 1]]
+    own_stages = costs.stages[costs.first[d] : costs.first[d + 1]]
     rank, chosen, next_us = (microbatches, 0), (NONE, 0), np.inf
-    for s in mine:
-        i, comes_us = state.placed[B, s], _gradient_us(course, state, s)
+    for s in own_stages:
+        i, comes_us = state.placed[B, s], _gradient_us(costs, state, s)
         if np.isnan(comes_us):
             continue
         held = state.held[s, i]
-        if held == COMING:
-            comes_us = max(comes_us, state.free_us[RELOAD if course.duplex else OFFLOAD, d])
+        if held == RELOADING:
+            comes_us = max(comes_us, state.free_us[RELOAD if costs.duplex else OFFLOAD, d])
         if comes_us > now:
             next_us = min(next_us, comes_us)
-        elif (i, -s) < rank and held not in (LEAVING, AWAY, COMING):
-            row = B if held != DROPPED else INSIDE if course.inside[s] else MAKE
-            if _has_room(course, state, d, row, s, 0):
+        elif (i, -s) < rank and held not in (OFFLOADING, OFFLOADED, RELOADING):
+            row = B if held != DROPPED else INSIDE if costs.inside[s] else MAKE
+            if _has_room(costs, state, d, row, s, 0):
                 rank, chosen = (i, -s), (row, s)
     if chosen[0] == NONE and rules.ahead != WITH_GRADIENT:
-        for s in mine:
+        for s in own_stages:
             i = state.placed[B, s]
             if i == microbatches or (i, -s) > rank or state.held[s, i] != DROPPED:
                 continue
-            if _gradient_us(course, state, s) > now and _has_room(course, state, d, MAKE, s, 0):
+            if _gradient_us(costs, state, s) > now and _has_room(costs, state, d, MAKE, s, 0):
                 rank, chosen = (i, -s), (MAKE, s)
     lacks_room = False
-    if chosen[0] == NONE and next_us >= now + rules.hold * course.us[F, mine[0]]:
-        for s in mine:
-            i, comes_us = state.placed[F, s], _forward_us(course, state, s, rules.in_flight)
+    if chosen[0] == NONE and next_us >= now + rules.hold * costs.us[F, own_stages[0]]:
+        for s in own_stages:
+            i, comes_us = state.placed[F, s], _forward_us(costs, state, s, rules.in_flight)
             if np.isnan(comes_us):
                 continue
             if comes_us > now:
                 next_us = min(next_us, comes_us)
             elif (i, -s) < rank:
-                row, spare_bytes = F, course.forward_bytes[s] + _spare_bytes(course, state, d, s, KEPT)
+                row, spare_bytes = F, costs.forward_bytes[s] + _spare_bytes(costs, state, d, s, KEPT)
                 planned = len(shares) > 0
                 drops = planned and i * GOLDEN % 1 < shares[s]
-                if drops or not _has_room(course, state, d, F, s, spare_bytes + course.more_bytes[s]):
-                    row, spare_bytes = DROP, course.forward_bytes[s] + _spare_bytes(course, state, d, s, DROPPED)
-                    may_drop = course.recomputes[s] and (drops or not planned)
-                    if not may_drop or not _has_room(course, state, d, DROP, s, spare_bytes):
+                if drops or not _has_room(costs, state, d, F, s, spare_bytes + costs.more_bytes[s]):
+                    row, spare_bytes = DROP, costs.forward_bytes[s] + _spare_bytes(costs, state, d, s, DROPPED)
+                    may_drop = costs.recomputes[s] and (drops or not planned)
+                    if not may_drop or not _has_room(costs, state, d, DROP, s, spare_bytes):
                         lacks_room = True
                         continue
                 rank, chosen = (i, -s), (row, s)
@@ -462,53 +464,53 @@ def _choose(course: Course, state: State, rules: Rules, shares: Floats, d: int, 
     if pending:
         s = state.pending[d, state.left[0, d]]
         # A gap is long if the oldest W is done before the next input comes.
-        fills_gap = chosen[0] == NONE and (lacks_room or now + course.us[W, s] <= next_us)
+        fills_gap = chosen[0] == NONE and (lacks_room or now + costs.us[W, s] <= next_us)
         makes_room = chosen[0] == DROP and pending > LEFT_BEFORE_DROP
-        late = pending > rules.late_weights and state.placed[F, mine[0]] < microbatches - rules.tail
+        late = pending > rules.late_weights and state.placed[F, own_stages[0]] < microbatches - rules.tail
         if late or fills_gap or makes_room:
             return W, s
     if chosen[0] == NONE and rules.ahead == WHEN_IDLE:
-        for s in mine:
+        for s in own_stages:
             i = state.placed[B, s]
             if i == state.placed[F, s] or (i, -s) > rank or state.held[s, i] != DROPPED:
                 continue
-            if now + course.us[MAKE, s] <= next_us and _has_room(course, state, d, MAKE, s, 0):
+            if now + costs.us[MAKE, s] <= next_us and _has_room(costs, state, d, MAKE, s, 0):
                 rank, chosen = (i, -s), (MAKE, s)
     return chosen
 
 
 @_without_reference_counts
-def _spare_bytes(course: Course, state: State, d: int, s: int, held: int) -> int:
-    """What an F must leave free so that the next backward of its device can run; `held`: how its own is held then.
+def _spare_bytes(costs: StageCosts, state: State, d: int, s: int, held: int) -> int:
+    """Bytes that an F must leave free so that the next backward of its device can run; `held`: its own state then.
 
-    With one stage a device it is known which backward that is. Where its activation is there it needs nothing but its
-    own workspace, and what it and its W free is there for the one after it.
+    With one stage a device it is known which backward that is. Where its activation is on the device, the backward
+    needs only its own workspace, and what it and its W free can be taken by the one after it.
     """
-    if course.first[d + 1] - course.first[d] > 1:
-        return int(course.backward_bytes[s])
+    if costs.first[d + 1] - costs.first[d] > 1:
+        return int(costs.backward_bytes[s])
     i = state.placed[B, s]
     first = state.held[s, i] if i < state.placed[F, s] else held
-    if first in (DROPPED, LEAVING, AWAY):
-        return int(course.backward_bytes[s])
-    freed_bytes = -course.change_bytes[B, s] - course.change_bytes[W, s]
-    return int(max(course.need_bytes[B, s], course.backward_bytes[s] - freed_bytes, 0))
+    if first in (DROPPED, OFFLOADING, OFFLOADED):
+        return int(costs.backward_bytes[s])
+    freed_bytes = -costs.change_bytes[B, s] - costs.change_bytes[W, s]
+    return int(max(costs.need_bytes[B, s], costs.backward_bytes[s] - freed_bytes, 0))
 
 
 @_without_reference_counts
-def _next_out(course: Course, state: State, d: int, now: float) -> int:
-    """The stage whose next activation to leave is not needed for the longest time, or NONE."""
+def _next_out(costs: StageCosts, state: State, d: int, now: float) -> int:
+    """The stage whose next activation to offload is needed last, or NONE."""
     furthest, chosen = NONE, NONE
-    for s in course.stages[course.first[d] : course.first[d + 1]]:
-        if not course.leaves[s]:
+    for s in costs.stages[costs.first[d] : costs.first[d + 1]]:
+        if not costs.leaves[s]:
             continue
         i, ended = state.next_out[s], state.placed[F, s]
         x = state.running[COMPUTE, d]
         if x != NONE and ended and x // state.held.shape[1] in (F * len(state.held) + s, DROP * len(state.held) + s):
             ended -= 1  # its F still runs
-        back_us = now + course.us[OUT, s] + course.us[BACK, s] - course.way_us[s]
+        back_us = now + costs.us[OUT, s] + costs.us[BACK, s] - costs.way_us[s]
         while i < ended and (
             state.held[s, i] != KEPT
-            or (i - state.placed[B, s] < course.soon[s] and (i < state.placed[B, s] or state.end_us[F, s, i] < back_us))
+            or (i - state.placed[B, s] < costs.soon[s] and (i < state.placed[B, s] or state.end_us[F, s, i] < back_us))
         ):
             i += 1
         state.next_out[s] = i
@@ -519,20 +521,20 @@ def _next_out(course: Course, state: State, d: int, now: float) -> int:
 
 @_without_reference_counts
 def _next_away(state: State, s: int) -> int:
-    """The first microbatch of a stage that is away; that of the next offload if none is."""
+    """The first microbatch of a stage that is on the host; the next one to offload if none is."""
     i = max(state.placed[BACK, s], state.placed[B, s])
-    while i < state.next_out[s] and state.held[s, i] != AWAY:
+    while i < state.next_out[s] and state.held[s, i] != OFFLOADED:
         i += 1
     return int(i)
 
 
 @_without_reference_counts
-def _next_back(course: Course, state: State, rules: Rules, d: int) -> int:
-    """The stage whose next activation away should come back now, and has room, or NONE."""
+def _next_back(costs: StageCosts, state: State, rules: Rules, d: int) -> int:
+    """The stage whose next activation should be reloaded now, and fits, or NONE."""
     stages, microbatches = state.held.shape
     rank, chosen = (microbatches, 0), NONE
-    for s in course.stages[course.first[d] : course.first[d + 1]]:
-        if not course.leaves[s] or state.placed[OUT, s] == state.placed[BACK, s]:
+    for s in costs.stages[costs.first[d] : costs.first[d + 1]]:
+        if not costs.leaves[s] or state.placed[OUT, s] == state.placed[BACK, s]:
             continue
         i, first = _next_away(state, s), state.placed[B, s]
         if i >= state.next_out[s] or (i, -s) > rank:
@@ -540,32 +542,32 @@ def _next_back(course: Course, state: State, rules: Rules, d: int) -> int:
         known = i < (state.placed[F, s] if s + 1 == stages else state.placed[B, s + 1])
         if not known and i - first >= rules.early:
             continue
-        spare_bytes = max(course.need_bytes[B, s], 0)
+        spare_bytes = max(costs.need_bytes[B, s], 0)
         if i > first and state.held[s, first] == DROPPED:
-            spare_bytes = course.backward_bytes[s]
-        if _has_room(course, state, d, BACK, s, spare_bytes):
+            spare_bytes = costs.backward_bytes[s]
+        if _has_room(costs, state, d, BACK, s, spare_bytes):
             rank, chosen = (i, -s), s
     return chosen
 
 
 @_without_reference_counts
-def _has_room(course: Course, state: State, d: int, row: int, s: int, spare_bytes: int) -> bool:
-    return bool(state.level_bytes[d] + course.need_bytes[row, s] + spare_bytes <= course.budget_bytes[d])
+def _has_room(costs: StageCosts, state: State, d: int, row: int, s: int, spare_bytes: int) -> bool:
+    return bool(state.level_bytes[d] + costs.need_bytes[row, s] + spare_bytes <= costs.budget_bytes[d])
 
 
 @_without_reference_counts
-def _gradient_us(course: Course, state: State, s: int) -> float:
-    """Arrival of what the next B of a stage needs; NaN where that is not placed, or no B is left."""
+def _gradient_us(costs: StageCosts, state: State, s: int) -> float:
+    """Arrival of the input of the next B of a stage; NaN where that is not placed, or no B is left."""
     stages, microbatches = state.held.shape
     i = state.placed[B, s]
     kind, near = (F, s) if s + 1 == stages else (B, s + 1)
     if i == microbatches or i >= state.placed[kind, near]:
         return np.nan
-    return float(state.end_us[kind, near, i] + course.delay_us[B, s])
+    return float(state.end_us[kind, near, i] + costs.delay_us[B, s])
 
 
 @_without_reference_counts
-def _forward_us(course: Course, state: State, s: int, in_flight: int) -> float:
+def _forward_us(costs: StageCosts, state: State, s: int, in_flight: int) -> float:
     """Arrival of the input of the next F of a stage; NaN where that is not placed, or no F is left.
 
     On the first stage a microbatch waits for the last B of one in flight.
@@ -575,7 +577,7 @@ def _forward_us(course: Course, state: State, s: int, in_flight: int) -> float:
     if i == microbatches:
         return np.nan
     if s:
-        return float(state.end_us[F, s - 1, i] + course.delay_us[F, s]) if i < state.placed[F, s - 1] else np.nan
+        return float(state.end_us[F, s - 1, i] + costs.delay_us[F, s]) if i < state.placed[F, s - 1] else np.nan
     if i < in_flight:
         return 0.0
     return float(state.end_us[B, 0, i - in_flight]) if i - in_flight < state.placed[B, 0] else np.nan
