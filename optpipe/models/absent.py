@@ -1,4 +1,4 @@
-"""Models of transformers without the modules of other stages: those in their places pass on what they receive."""
+"""Models of transformers in which the modules of other stages are replaced by placeholders that pass inputs on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Absent(nn.Module):
-    """Stands where a module of another stage does, and passes on its first argument; zero for an embedding to be added.
+    """Placeholder for a module of another stage: returns its first argument, or zero in place of an embedding.
 
-    Attributes are those of the module that it stands for, which stays on the meta device. With `in_tuple` what it
-    passes on is alone in a tuple, in which layers of some models return it.
+    Attributes are those of the module `stands_for`, which stays on the meta device. `in_tuple`: return a tuple of one
+    value, as layers of some models do.
     """
 
     def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
@@ -34,7 +34,7 @@ class Absent(nn.Module):
             return getattr(self.__dict__["_stands_for"], name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first argument; nothing to be added for an embedding."""
+        """The first argument; for an embedding a zero, since models add its output."""
         if isinstance(self.__dict__["_stands_for"], nn.Embedding):
             return torch.zeros((), dtype=self.weight.dtype)
         return self._returned(inputs[0] if inputs else next(iter(named.values())))
@@ -47,7 +47,7 @@ class Absent(nn.Module):
 
 
 class Probe(Absent):
-    """Stands for a module while the order of modules is found: an embedding gives zeros of its shape."""
+    """Placeholder while the order of modules is found: returns zeros of an embedding's shape in its place."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The first argument, or embeddings of zero."""
@@ -58,7 +58,7 @@ class Probe(Absent):
 
 
 class Received(Absent):
-    """Stands for the layer before a stage's own: returns what the stage has received, whatever came before it."""
+    """Placeholder for the layer before a stage's own: returns what the stage has received, not its argument."""
 
     def __init__(self, stands_for: nn.Module, *, in_tuple: bool = False) -> None:
         super().__init__(stands_for, in_tuple=in_tuple)
@@ -76,9 +76,10 @@ def pruned_copy(
     absent: type[Absent] | None = None,
     in_tuple: str | None = None,
 ) -> PreTrainedModel:
-    """A model with the very modules to `keep`, those without parameters copied, and absent ones in other places.
+    """A copy of the model with the same modules to `keep`, copies of those without parameters, and placeholders.
 
-    `in_tuple`: name of the list of layers, if these return tuples.
+    `spine`: names of the modules from the model itself, "", to the one with the list of layers. `absent`: the kind of
+    placeholder, `Absent` if None. `in_tuple`: name of the list of layers, if these return tuples.
     """
     memo: dict[int, nn.Module] = {}
     for name in reversed(spine):
@@ -111,7 +112,7 @@ def prune(
     absent: type[Absent],
     in_tuple: str | None = None,
 ) -> None:
-    """Put absent modules in the place of all beside and in the list of layers but those to keep."""
+    """Replace the children of the modules of the `spine`, and the layers in their lists, except those to `keep`."""
     for parent in spine:
         for name, child in model.get_submodule(parent).named_children():
             full = f"{parent}.{name}" if parent else name
@@ -123,6 +124,7 @@ def prune(
                         child[n] = absent(layer, in_tuple=full == in_tuple)
             else:
                 setattr(model.get_submodule(parent), name, absent(child))
+    # transformers expects both of two tied weights to be there.
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     model.all_tied_weights_keys = {one: other for one, other in tied.items() if one in names and other in names}  # type: ignore[assignment]

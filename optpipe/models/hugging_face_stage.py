@@ -1,4 +1,4 @@
-"""A stage of a model of transformers: the model itself with the other stages' modules absent, and what it sends on."""
+"""A stage of a model of transformers: the model without the modules of other stages, and the messages it sends."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ HIDDEN, EXPERTS = "hidden_states", "experts"
 
 
 class ModelStage(nn.Module):
-    """The units `part` of a model that has all others absent; `last` returns logits.
+    """The layers `part` of the list named `layers`, in a model without the others; the `last` stage returns logits.
 
-    The first stage takes the model's main input, or a dict of its arguments. Further arguments (masks, positions) go on
-    to the stages behind, beside the hidden states.
+    The first stage takes the model's main input, or a dict of its arguments. Further arguments (masks, positions) are
+    sent on to the stages behind, beside the hidden states. `balanced`: the auxiliary loss of experts, if the model has
+    one. `in_tuple`: True if layers return tuples. Layers that return anything else raise TrainingError.
     """
 
     def __init__(
@@ -61,14 +62,17 @@ class ModelStage(nn.Module):
             block.register_forward_hook(_refuse_tuples if not in_tuple else _refuse_tensors)
         if not last:
             own[-1].register_forward_hook(self._send)
-        self._heard: list[Tensor] | None = None
+        self._router_logits: list[Tensor] | None = None
         self._running = False
         if balanced is not None:
             for router in balanced.routers(model):
-                router.register_forward_hook(self._hear)
+                router.register_forward_hook(self._keep_logits)
 
     def forward(self, received: Tree) -> Tree:
-        """The message to the next stage: hidden states, or a dict with them; of the last stage logits."""
+        """The message to the next stage: hidden states, or a dict with them; on the last stage the logits.
+
+        Raises TrainingError where the batch has further arguments and sequences are sliced.
+        """
         message = dict(received) if isinstance(received, dict) else {self._main if self._first else HIDDEN: received}
         sums = message.pop(EXPERTS, None)
         states = message.pop(self._main if self._first else HIDDEN)
@@ -82,41 +86,42 @@ class ModelStage(nn.Module):
             cached["past_key_values"] = _slice_cache()()
         for before in self._before:
             before.__dict__["received"] = states
-        heard: list[Tensor] | None = [] if self._balanced else None
-        self._heard, self._running = heard, True
+        router_logits: list[Tensor] | None = [] if self._balanced else None
+        self._router_logits, self._running = router_logits, True
         model: Any = self.model if self._last else self.model.base_model
         try:
-            found = model(**{self._takes: states}, **message, **cached, return_dict=True)
-            result: Tree = found.logits if self._last else self._sent
+            output = model(**{self._takes: states}, **message, **cached, return_dict=True)
+            result: Tree = output.logits if self._last else self._sent
         finally:
-            self._heard, self._sent, self._running = None, None, False
+            self._router_logits, self._sent, self._running = None, None, False
             for before in self._before:
                 before.__dict__["received"] = None
-        if self._balanced is not None and heard is not None:
+        if self._balanced is not None and router_logits is not None:
             if sums is None:
                 sums = torch.zeros(2 * self._balanced.experts + 1, device=result.device)
-            sums = self._balanced.sums(heard, message.get("attention_mask"), sums)
+            sums = self._balanced.sums(router_logits, message.get("attention_mask"), sums)
             if self._last:
                 return {"logits": result, "auxiliary": self._balanced.loss(sums)}
             message[EXPERTS] = sums
         return {HIDDEN: result, **message} if message and not self._last else result
 
     def _send(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
-        """Note the output of the last layer within `forward`: what the model computes behind it is not this stage's."""
+        """Keep the output of the stage's last layer: what the model computes from it belongs to other stages."""
         if self._running:
             self._sent = output[0] if isinstance(output, tuple) else output
 
-    def _hear(self, _router: nn.Module, _inputs: Any, output: Any) -> None:
-        """Note the logits of a router within `forward`; a checkpoint that runs it again does so without effect."""
-        if self._heard is not None and self._balanced is not None:
-            self._heard.append(self._balanced.logits_of(output))
+    def _keep_logits(self, _router: nn.Module, _inputs: Any, output: Any) -> None:
+        """Keep the logits of a router in `forward` only: a checkpoint runs the router again in the backward."""
+        if self._router_logits is not None and self._balanced is not None:
+            self._router_logits.append(self._balanced.logits_of(output))
 
 
 class Balancing:
     """The auxiliary loss of Switch Transformer over all layers of a model, as transformers computes it.
 
-    It is no sum over layers, so stages hand on what it is made of: for each expert the number of tokens that chose it
-    and the sum of its probabilities, and the number of rows; a float32 tensor of shape (2 * experts + 1,).
+    It is not a sum over layers, so stages send on its terms: for each expert the number of tokens that chose it and the
+    sum of its probabilities, and the number of rows; a float32 tensor of shape (2 * experts + 1,). `recorder`: the
+    entry "router_logits" of the model's `_can_record_outputs`.
     """
 
     def __init__(self, experts: int, top_k: int, coefficient: float, recorder: Any) -> None:
@@ -136,7 +141,7 @@ class Balancing:
         return logits
 
     def sums(self, logits: Sequence[Tensor], mask: Tensor | None, before: Tensor) -> Tensor:
-        """Add those of the layers of a stage to those of the stages before."""
+        """The terms of the stages `before` and those of a stage's layers added; rows where `mask` is 0 do not count."""
         chosen, probabilities, rows = torch.split(before, [self.experts, self.experts, 1])
         for layer in logits:
             shares = torch.softmax(layer, dim=-1).float()
@@ -148,7 +153,7 @@ class Balancing:
         return torch.cat([chosen, probabilities, rows])
 
     def loss(self, sums: Tensor) -> Tensor:
-        """The loss of a microbatch: 1 where all experts are chosen alike, and their number times `top_k` at most."""
+        """The loss of a microbatch: `top_k` where all experts are chosen alike, at most the number of experts."""
         chosen, probabilities, rows = torch.split(sums, [self.experts, self.experts, 1])
         loss: Tensor = (chosen / rows * (probabilities / rows)).sum() * self.experts
         return loss

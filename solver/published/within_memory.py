@@ -40,9 +40,9 @@ MOST_OPS = 60_000
 
 
 def one_f_one_b_within_memory(problem: Problem) -> Orders:
-    """The best candidate, without copies and with backwards at once.
+    """The best candidate: orders without copies, each backward as a whole.
 
-    Raises MethodError where memory has no room for one microbatch alone, or where there are too many ops.
+    Raises MethodError where memory has no room for one microbatch alone, or where there are more than MOST_OPS ops.
     """
     ops = 2 * len(problem.stages) * problem.units
     if ops > MOST_OPS:
@@ -76,7 +76,10 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Path:
-    """The steps of a microbatch on a device, and of those from each on the peak and the change of memory together."""
+    """The steps of a microbatch on a device, and memory from each on: `peaks[k]`, `changes[k]` of steps k, k + 1, ...
+
+    `done`: the number of steps that have begun.
+    """
 
     steps: Sequence[_Step]
     peaks: Sequence[int] = field(init=False)
@@ -107,13 +110,13 @@ class _Player:
         self.level = [0] * len(problem.devices)
         self.in_flight = [0] * stages
         self.there_us: dict[Op, float] = {}
-        """When what an op hands over is there, by the op that waits for it on another stage."""
+        """Arrival of the inputs that come from other stages, by the op that takes them."""
         self.passed = {(kind, s): 0 for kind in "FB" for s in range(stages)}
         """Units that have begun F or a backward of a stage, which they do in the order of the kind."""
         self.place = {kind: problem.units_in_order(kind).argsort().tolist() for kind in "FB"}
         self.forward_us, self.backward_us = (problem.unit_delays_us[way].tolist() for way in ("forward", "backward"))
         self.waiting = [list(self._paths(d)) for d in range(len(problem.devices))]
-        """Of each device the paths of the microbatches that are not finished, the oldest first."""
+        """Paths of the unfinished microbatches on each device, the oldest first."""
 
     def _paths(self, device: int) -> Iterator[_Path]:
         n, stages = self.problem.slice_count, self.problem.stages_of[device]
@@ -197,7 +200,7 @@ class _Player:
         return True
 
     def _hand_over(self, step: _Step, now: float) -> Iterator[tuple[float, int]]:
-        """Take note of a step that begins now: when, and to which device, it hands something over."""
+        """Record a step that begins now; yields the time at which its output arrives, and the device that takes it."""
         kind, s, unit = step.ops[0]
         forward = kind == "F"
         self.passed["F" if forward else "B", s] += 1

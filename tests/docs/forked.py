@@ -1,8 +1,8 @@
-"""Runs `optpipe` of the pages' shells in processes that are forked from one that has loaded what commands import.
+"""A fork server for the `optpipe` commands of the pages: it has loaded what they import, and forks for each command.
 
-Loading torch and the solvers takes most of the time of a short command. A client stands in the place of `optpipe`: it
-passes its arguments, folder, environment and standard streams on, and ends with the exit code of the command. It runs
-as a script without site-packages, so that it is there at once.
+Loading torch and the solvers takes most of the time of a short command. A client takes the place of `optpipe`: it sends
+its arguments, folder, environment and standard streams to the server, and exits with the exit code of the command. It
+runs as a script without site-packages, so that it starts at once.
 """
 
 import json
@@ -11,7 +11,7 @@ import socket
 import sys
 
 CLIENT = (sys.executable, "-I", "-S", __file__)
-"""Command of a client, before the path of the server's socket and the arguments."""
+"""Beginning of a client's command; the path of the server's socket and the arguments follow."""
 
 
 def client(server: str, arguments: list[str]) -> int:
@@ -32,7 +32,7 @@ def serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path + ".new")
         listening.listen(64)
-        os.rename(path + ".new", path)  # whoever sees it can connect
+        os.rename(path + ".new", path)  # a socket that is seen accepts connections
         while True:
             connection, _ = listening.accept()
             while _ended_child():
@@ -52,7 +52,7 @@ def _ended_child() -> bool:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Run the command of a connection, and answer with its exit code."""
+    """Run the command of a connection in a forked process, and send its exit code."""
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     request = json.loads(connection.makefile("rb").read(int.from_bytes(size, "big")))
     if pid := os.fork():

@@ -5,9 +5,9 @@ instead of one op at a time with ejections.
 
 A device's passes are tied to those of its neighbours: a pass may not begin before its input has come (from a device
 placed already), nor so late that its result comes too late there. So devices are placed one after another, each pass
-at the free place nearest to the one that the neighbour asks for, in many orders, and the states with the least waiting
+at the free place nearest to the one that suits the neighbour, in many orders, and the states with the least waiting
 are kept (a beam search). Neighbouring devices with equal costs come out as shifted copies of one another, or alternate,
-without a rule that says so.
+without a rule for it.
 
 Waiting between two passes of a chain keeps a microbatch alive on all the devices before them, so it is weighted by the
 number of stages that hold it; a W that waits holds its own stage alone.
@@ -38,7 +38,7 @@ FREE_PLACES = 48
 """Places in the period tried for each pass of the first device that nothing ties."""
 
 SAME_STATE = 512
-"""States whose places agree within the period over this are one state."""
+"""Parts of the period to which places are rounded: states with the same rounded places count as one."""
 
 TRIES_AT_ONCE = 10_000
 """Ways to place a device that are tried between two checks of the limits: some hundredths of a second."""
@@ -52,7 +52,7 @@ class _Step:
     or none (-1). Its preferred start is `offset_us` after the anchor's (before, with `direction` -1); another costs
     `weight` times the difference. `closing` are pairs of the chain that come together here, with lag and weight.
     `group[k]` numbers what lanes have in common, kind and stage, and `rank[k]` is the place of the lane in its order;
-    both -1 where lanes are alike. `framed`: ties say how far apart in time all passes of the device are.
+    both -1 where lanes are alike. `framed`: True if ties fix how far apart in time all passes of the device are.
     """
 
     passes: Ints
@@ -79,9 +79,9 @@ def find_places(
 ) -> list[Floats]:
     """Places modulo the period for all passes: the best `width` of the beam, with the least waiting first.
 
-    `lean` from 0 to 1 weighs the waiting of later stages more, up to the mean over the devices. Lanes with costs of
-    their own are kept within `budgets` (bytes a device) where one stage a device shows early what it holds. Empty where
-    no places fit, or where `stopped` ends the search.
+    `lean` from 0 to 1: how much more the waiting of late stages costs than that of early ones; the mean is the same.
+    Lanes with costs of their own are kept within `budgets` (bytes a device) where one stage a device shows early what
+    it holds. Empty where no places fit, or where `stopped` ends the search.
     """
     planner = _Planner(passes, lean, rng)
     steps = [planner.step(d) for d in reversed(range(passes.devices)) if len(passes.of_device(d))]
@@ -163,10 +163,7 @@ class _Planner:
         return _Step(of_device, duration, anchor, direction, offset, weight, group, rank, framed, orders, pairs)
 
     def _in_order(self, of_device: Ints) -> tuple[Ints, Ints]:
-        """Number of what the lanes of each pass have in common, and its place in their order; -1 where they are alike.
-
-        The lane that comes first in a round is the one that follows a lane of the round before.
-        """
+        """`_Step.group` and `_Step.rank` of the passes of a device."""
         passes = self.passes
         if not passes.ordered:
             alike = np.full(len(of_device), -1, np.int64)
@@ -231,9 +228,9 @@ def _expand(
 ) -> tuple[Ints, Floats, Floats]:
     """All ways tried to place one device after each state: parents, places, costs.
 
-    Each order of placing is taken twice: as it is, and with one pass, chosen at random, at its second best place: the
-    nearest place for each is greedy, and closes better arrangements of the device.
-    On the first device passes without an anchor are tried at random places of the period.
+    Each order of placing is tried twice: as it is, and with one pass, chosen at random, at its second best place. The
+    nearest place for each is greedy and excludes better arrangements of the device. On the first device passes without
+    an anchor are tried at random places of the period.
     """
     free = np.flatnonzero(step.anchor == -1)[1:]
     tries = 2 * len(step.permutations) * (FREE_PLACES if first and len(free) else 1)
@@ -264,7 +261,7 @@ def _expand(
 def _spread(step: _Step, tries: int, period_us: float, rng: np.random.Generator) -> Floats:
     """Places to try for the passes of the first device that nothing ties, of shape (tries, passes).
 
-    The lanes of each stage in their order, one right after another in a quarter of the tries, else at random places.
+    Lanes of a stage come in their order: one right after another in a quarter of the tries, else at random places.
     """
     places = np.zeros((tries, len(step.passes)))
     spread = period_us * rng.random((tries, 1)) * (np.arange(tries)[:, None] % 4 > 0)

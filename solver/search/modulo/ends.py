@@ -27,8 +27,8 @@ class Ends:
 
     `early[e, p]`: rounds that pass p may run ahead of its plan in the warm-up (e = 0) and the cool-down (e = 1).
     `patience`: the share of a pass's time by which it may delay the planned one, where the input of that one is known
-    to come. Once a device has no more than ``hurry[d]`` forwards left, its W come behind all else that has room: so
-    the last backwards leave it at the pace of F and B alone, and there are W left to fill the cool-down with.
+    to come. Once a device has no more than ``hurry[d]`` forwards left, its W come behind all else that fits: so the
+    last backwards leave it at the pace of F and B alone, and W are left to fill the cool-down with.
     """
 
     early: Ints
@@ -52,7 +52,7 @@ class Filler(PlanPlayer):
 
     @property
     def cool_down(self) -> Ints:
-        """For each device the forwards of the units that count as the cool-down."""
+        """For each device the number of forwards in the cool-down."""
         return self.forwards(min(self.end, self.microbatches))
 
     def value_us(self, ends: Ends) -> float:
@@ -60,7 +60,7 @@ class Filler(PlanPlayer):
         return self.play(ends.early, self.end, ends.patience, ends.hurry, self.by_span)
 
     def orders(self, ends: Ends) -> list[tuple[Ints, Ints]]:
-        """The passes of a unit and the units of each device in the order in which it runs them."""
+        """For each device the passes in the order in which it runs them, as those of one lane, and their units."""
         self.value_us(ends)
         count = self.passes.stages // self.lanes
         orders = []
@@ -75,7 +75,7 @@ PATIENCE = (0.0, 0.5)
 """Values tried first, for all passes alike and without hurry."""
 
 HURRY = (0.5, 1.0)
-"""Parts of each device's forwards in the cool-down that are left when its W begin to wait: tried next."""
+"""Shares of each device's forwards in the cool-down that are left when its W begin to wait, tried next."""
 
 FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
 """Number of times `first_ends` plays a pattern."""

@@ -57,7 +57,7 @@ class ModeRound:
         return Passes.of_lanes(costs, lanes, range(len(lanes)))
 
     def orders(self, compute: Sequence[Sequence[Op]]) -> Iterator[Orders]:
-        """Orders with the modes, and without recomputations that the two ends have room for."""
+        """Orders with the modes; microbatches of the warm-up and cool-down are kept where there is room."""
         problem = self.by_stage.problem
         positions = np.arange(problem.units) % self.recomputed.shape[1]
         orders = self.by_stage.with_modes(Orders.of_compute(compute), self.recomputed[:, positions])
@@ -72,7 +72,7 @@ FULLNESS = tuple(1 - 0.05 * k for k in range(14))
 """Shares of a budget, on average over a period, for which positions are recomputed."""
 
 GO_ON = 3
-"""Rounds, those with the best values so far, that are searched further."""
+"""Number of rounds that are searched further: those with the best values so far."""
 
 
 def can_alternate(chosen: Sequence[Variant]) -> bool:
@@ -83,12 +83,12 @@ def can_alternate(chosen: Sequence[Variant]) -> bool:
 def begin_rounds(
     plan: ByStage, limits: Limits, best: Solution, on_solution: OnSolution
 ) -> tuple[Sequence[PatternSearch], Solution]:
-    """Begin with rounds in which positions are kept, or the variant of the plan (`can_alternate`).
+    """Begin searches of rounds whose positions are kept or take the plan's variant (`can_alternate`).
 
-    Returns those that are worth going on with, and the best answer so far.
+    Returns the searches that are worth going on with, best first, and the best answer so far.
     """
     problem, budgets, kept = plan.problem, budgets_bytes(plan.problem), keeping(plan.problem)
-    shares = [recomputed_shares(plan, kept, fullness) for fullness in FULLNESS]
+    shares = [planned_shares(plan, kept, fullness) for fullness in FULLNESS]
     rounds = [spread_positions(share, lanes) for lanes, share in product(LANES, shares)]
     searches = []
     for recomputed in {of_round.tobytes(): of_round for of_round in rounds}.values():
@@ -107,12 +107,12 @@ def begin_rounds(
     return sorted(begun, key=lambda search: search.value_us)[:GO_ON], best
 
 
-def recomputed_shares(plan: ByStage, kept: ByStage, fullness: float) -> Floats:
-    """For each stage the share of microbatches to recompute, so that each device is that full on average, or less.
+def planned_shares(plan: ByStage, kept: ByStage, fullness: float) -> Floats:
+    """For each stage the share of microbatches to recompute, so that devices are at most that full on average.
 
-    A microbatch holds its activation at least as long as it takes alone through the stages behind. With period T, a
-    device has room for T times its budget of bytes times time; what is recomputed holds less of it, and lengthens T.
-    Of the stages of a device the one that frees most for its time is recomputed first.
+    A microbatch holds its activation at least as long as it takes alone through the stages behind. In a period T a
+    device offers T times its budget (bytes times us); a recomputed microbatch takes less of it, and lengthens T. Of the
+    stages of a device the one that frees most for its time is recomputed first.
     """
     single, count = Passes.of(kept.plain), len(plan.chosen)
     device, budgets = single.device[:count], budgets_bytes(plan.problem)
@@ -137,7 +137,7 @@ def recomputed_shares(plan: ByStage, kept: ByStage, fullness: float) -> Floats:
 
 
 PERIODS = 20
-"""Times that the shares are computed anew for the period that they make: they settle in a few."""
+"""Iterations in which shares and the period that follows from them are made to agree: a few are enough."""
 
 
 def keeping(problem: Problem) -> ByStage:

@@ -1,13 +1,13 @@
 """Patterns where activations may be recomputed: rounds with a mode for each position, and plans with shares.
 
 A pattern of one microbatch runs the same ops every period, so by itself it recomputes all microbatches of a stage or
-none. Rounds of several may recompute some of them (`mode_rounds`). But what a pattern decides is an order, too. So in a
-plan it is asked for one in the memory of a choice of variants (`solver.by_stage`), in which each
-backward takes the time of its recomputation times a share; and then every microbatch for which there is memory along
-that order is kept. The share with which a stage recomputes in the end is where its next plan goes.
+none. Rounds of several may recompute some of them (`mode_rounds`). A plan takes only the order from a pattern: the
+pattern is searched with the memory of a choice of variants (`solver.by_stage`), and with backwards that are longer by
+their recomputation times a share; then every microbatch for which there is memory along that order is kept. The shares
+move towards what the best orders recompute.
 
-As many plans as there are choices begin with the same part of the limits, all recomputed; then ever fewer of them, the
-best, go on (successive halving, Jamieson and Talwalkar 2016). Only the last is planned for all microbatches.
+There is a plan for each choice. All begin with the same part of the limits and with shares of 1; then ever fewer of
+them, the best, go on (successive halving, Jamieson and Talwalkar 2016). Only the last is planned for all microbatches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLANS, BEGIN, AGAIN = 0.4, 0.6, 0.85
 """Shares of the time at which plans, first rounds, and the best plan again end; then the best rounds go on."""
 
 FEW = 8
-"""Microbatches a device with which plans are compared, where there are more: many take no longer to plan for."""
+"""Most microbatches a device with which plans are compared: orders of more take longer to build."""
 
 
 @dataclass

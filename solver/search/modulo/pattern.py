@@ -197,9 +197,9 @@ class Pattern:
     def peak_bytes(self) -> Ints:
         """For each device the peak of its memory once the block repeats.
 
-        It depends on the order alone: a pass of round r has by the begin of a round run r times less often than one of
-        round 0, and all passes together change nothing, so that the level is then what passes lack of their rounds;
-        within the round it changes in the order of the passes.
+        It depends on the order alone. When a round begins, a pass of round r has run r times less often than one of
+        round 0; since all passes of a microbatch together change nothing, the level at that time is minus the sum of
+        each pass's change times its r. Within the round it changes in the order of the passes.
         """
         passes, peaks = self.passes, []
         for sequence in self.sequences:
@@ -273,7 +273,7 @@ def orders_from_pattern(problem: Problem, compute: Iterable[tuple[Ints, Ints]]) 
 
 
 SWEEPS = 16
-"""Most times that starts are delayed for the sake of the next round before they count as impossible."""
+"""Sweeps over a round after which starts that do not settle count as impossible."""
 
 
 @njit(cache=True)
@@ -323,7 +323,7 @@ LEADS = (1.0, 3.0)
 
 @dataclass(frozen=True)
 class OffloadRelaxation:
-    """Every activation that may leave does; room for the largest of a device is reserved `margin` times for copies."""
+    """Offload of every activation that may leave; `margin` times the largest of a device is reserved for copies."""
 
     margin: int
 

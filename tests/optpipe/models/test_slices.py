@@ -41,7 +41,7 @@ def test_slices_equal_the_uncut_model_on_whole_sequences(name: str, way: str) ->
 
 @pytest.mark.parametrize("way", ["seq1f1b", "recomputed"])
 def test_dropout_is_that_of_whole_sequences(way: str) -> None:
-    """Of embeddings, attention and what is added to the hidden states."""
+    """Dropout of embeddings, of attention and of what is added to the hidden states."""
     given = config(SCHEDULES[way], "gpt2")
     path = Path(given.model.name.removeprefix("hf:")) / "config.json"
     dropping = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.25)

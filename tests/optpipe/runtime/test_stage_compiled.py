@@ -203,7 +203,7 @@ def test_a_part_of_a_block_may_be_compiled_alone() -> None:
 
 
 def test_a_block_that_is_compiled_anew_between_its_runs_is_refused() -> None:
-    """Of another length it is compiled for any length: then the first microbatch has a graph that is another's."""
+    """A second length makes torch compile for any length: then the first microbatch has the graph of another run."""
     longer = MESSAGES | {1: torch.randn(ROWS + 2, WIDTH)}
     stage = Stage(compiled(Model(plain=True), "blocks, itself"))
     with pytest.raises(TrainingError, match=r"another graph of torch\.compile .* Maybe compile it with dynamic=True"):

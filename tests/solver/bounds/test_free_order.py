@@ -26,8 +26,8 @@ def test_the_first_and_the_last_are_not_the_same() -> None:
 
 
 @pytest.mark.parametrize("objective", ["makespan", "device_span"])
-def test_it_is_that_of_the_best_two(objective: str) -> None:
-    """Of three microbatches with slices and transfers all six orders are solved as given ones."""
+def test_it_is_not_above_an_optimum(objective: str) -> None:
+    """Three microbatches with slices and transfers, whose order CP-SAT chooses."""
     problem = unequal(
         2, 3, microbatch_factors=times(3, 1, 2), microbatch_order="free", split_backward=False, transfer_us=1,
         slices={"count": 2, "factors": {"forward": [1, 2]}}, objective=objective,

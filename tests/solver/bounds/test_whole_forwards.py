@@ -46,7 +46,7 @@ def test_no_more_than_what_is_known_where_any_wait_is_allowed() -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_twice_the_memory_of_1f1b_is_proved(name: str) -> None:
-    """Of the measured profiles; no device's own windows say more than its work, but where memory is a little short."""
+    """The measured profiles: no device's own windows say more than its work, unless memory is a little short."""
     problem = instance(name)
     assert lower_bound_us(problem) == simulate(problem, zb_auto_of_whole_forwards(problem)).value_us
 

@@ -17,7 +17,7 @@ from solver.by_stage import choices
 from solver.limits import Limits
 from solver.search.annealing.sequence import budgets_bytes
 from solver.search.modulo.ends import Ends, Filler
-from solver.search.modulo.mode_rounds import ModeRound, keeping, recomputed_shares, spread_positions
+from solver.search.modulo.mode_rounds import ModeRound, keeping, planned_shares, spread_positions
 from solver.search.modulo.modes import modulo_with_modes
 from solver.search.modulo.pattern import orders_from_pattern
 from solver.search.modulo.search import fitting_patterns
@@ -117,7 +117,7 @@ def test_shares_are_what_memory_asks_for() -> None:
     def shares(budget: int | None, fullness: float) -> Floats:
         problem = recomputing(4, 8, [LIGHT], budget)
         ahead = next(by_stage for by_stage in choices(problem) if all(variant.ahead for variant in by_stage.chosen))
-        return recomputed_shares(ahead, keeping(problem), fullness)
+        return planned_shares(ahead, keeping(problem), fullness)
 
     assert not shares(None, 1.0).any()
     fuller, emptier = shares(20, 1.0), shares(20, 0.6)
