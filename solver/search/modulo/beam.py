@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
 from math import factorial
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -44,18 +45,15 @@ TRIES_AT_ONCE = 10_000
 """Ways to place a device that are tried between two checks of the limits: some hundredths of a second."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Placing one device. Local index k is pass ``passes[k]``.
+class _Ties(NamedTuple):
+    """Durations and preferred starts of a device's passes, by index on the device.
 
     `anchor[k]`: the pass that ties k, as an index into the device placed before (>= 0), into this device (-2 - index),
     or none (-1). Its preferred start is `offset_us` after the anchor's (before, with `direction` -1); another costs
-    `weight` times the difference. `closing` are pairs of the chain that come together here, with lag and weight.
-    `group[k]` numbers what lanes have in common, kind and stage, and `rank[k]` is the place of the lane in its order;
-    both -1 where lanes are alike. `framed`: True if ties fix how far apart in time all passes of the device are.
+    `weight` times the difference. `group[k]` numbers what lanes have in common, kind and stage, and `rank[k]` is the
+    place of the lane in its order; both -1 where lanes are alike.
     """
 
-    passes: Ints
     duration_us: Floats
     anchor: Ints
     direction: Ints
@@ -63,6 +61,18 @@ class _Step:
     weight: Floats
     group: Ints
     rank: Ints
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Placing one device, whose pass k is ``passes[k]``.
+
+    `framed`: True if ties fix how far apart in time all passes of the device are. `permutations`: orders in which they
+    are placed. `closing`: pairs of the chain that come together here, with lag and weight.
+    """
+
+    passes: Ints
+    ties: _Ties
     framed: bool
     permutations: Ints
     closing: list[tuple[int, int, float, float]]
@@ -157,13 +167,12 @@ class _Planner:
         ]
         self.previous = of_device
         orders = self._permutations(of_device, anchor, direction)
-        duration = self.passes.duration_us[of_device]
-        pairs = list(dict.fromkeys(closing))
+        ties = _Ties(self.passes.duration_us[of_device], anchor, direction, offset, weight, group, rank)
         framed = len({self.frame[p] for p in local}) == 1
-        return _Step(of_device, duration, anchor, direction, offset, weight, group, rank, framed, orders, pairs)
+        return _Step(of_device, ties, framed, orders, list(dict.fromkeys(closing)))
 
     def _in_order(self, of_device: Ints) -> tuple[Ints, Ints]:
-        """`_Step.group` and `_Step.rank` of the passes of a device."""
+        """`_Ties.group` and `_Ties.rank` of the passes of a device."""
         passes = self.passes
         if not passes.ordered:
             alike = np.full(len(of_device), -1, np.int64)
@@ -232,13 +241,13 @@ def _expand(
     nearest place for each is greedy and excludes better arrangements of the device. On the first device passes without
     an anchor are tried at random places of the period.
     """
-    free = np.flatnonzero(step.anchor == -1)[1:]
+    free = np.flatnonzero(step.ties.anchor == -1)[1:]
     tries = 2 * len(step.permutations) * (FREE_PLACES if first and len(free) else 1)
     count = len(step.passes)
     skipped = rng.integers(count, size=(len(cost), tries))
     skipped[:, : len(step.permutations)] = -1
     preferred = np.zeros((tries, count))
-    if first and (step.group >= 0).any():
+    if first and (step.ties.group >= 0).any():
         preferred = _spread(step, tries, period_us, rng)
     elif first:
         preferred[:, free] = rng.random((tries, len(free))) * period_us
@@ -250,9 +259,8 @@ def _expand(
             break
         part, rows = slice(state, state + at_once), slice(state * tries, (state + at_once) * tries)
         _place_all(
-            before[part], cost[part], step.permutations, step.anchor, step.direction, step.offset_us, step.weight,
-            step.duration_us, step.group, step.rank, skipped[part], preferred, period_us, TOLERANCE * period_us,
-            places[rows], costs[rows],
+            before[part], cost[part], step.permutations, step.ties, skipped[part], preferred, period_us, places[rows],
+            costs[rows],
         )  # fmt: skip
     fitting = np.flatnonzero(costs >= 0)
     return fitting // tries, places[fitting], costs[fitting]
@@ -263,12 +271,13 @@ def _spread(step: _Step, tries: int, period_us: float, rng: np.random.Generator)
 
     Lanes of a stage come in their order: one right after another in a quarter of the tries, else at random places.
     """
+    ties = step.ties
     places = np.zeros((tries, len(step.passes)))
     spread = period_us * rng.random((tries, 1)) * (np.arange(tries)[:, None] % 4 > 0)
-    loose = np.flatnonzero(step.anchor == -1)
-    for number, group in enumerate(dict.fromkeys(step.group[loose].tolist())):
-        lanes = loose[step.group[loose] == group]
-        lanes = lanes[np.argsort(step.rank[lanes])]
+    loose = np.flatnonzero(ties.anchor == -1)
+    for number, group in enumerate(dict.fromkeys(ties.group[loose].tolist())):
+        lanes = loose[ties.group[loose] == group]
+        lanes = lanes[np.argsort(ties.rank[lanes])]
         apart = np.sort(rng.random((tries, len(lanes))), axis=1)
         apart[:, 0] = 0
         begin = rng.random((tries, 1)) * period_us if number else 0.0
@@ -293,50 +302,30 @@ def _place_all(
     before: Floats,
     cost: Floats,
     orders: Ints,
-    anchor: Ints,
-    direction: Ints,
-    offset: Floats,
-    weight: Floats,
-    duration: Floats,
-    group: Ints,
-    rank: Ints,
+    ties: _Ties,
     skipped: Ints,
     preferred: Floats,
     period: float,
-    tolerance: float,
     places: Floats,
     costs: Floats,
 ) -> None:
+    """Place the passes of a device after each state in all ways tried; a cost of -1 where they do not fit."""
     tries = skipped.shape[1]
     for state in range(len(cost)):
         for k in range(tries):
             row = state * tries + k
-            added = _place_one(
-                before[state], orders[k % len(orders)], anchor, direction, offset, weight, duration, group, rank,
-                skipped[state, k], preferred[k], period, tolerance, places[row],
-            )  # fmt: skip
+            order = orders[k % len(orders)]
+            added = _place_one(before[state], order, ties, skipped[state, k], preferred[k], period, places[row])
             costs[row] = -1.0 if added < 0 else cost[state] + added
 
 
 @njit(cache=True)
 def _place_one(
-    before: Floats,
-    order: Ints,
-    anchor: Ints,
-    direction: Ints,
-    offset: Floats,
-    weight: Floats,
-    duration: Floats,
-    group: Ints,
-    rank: Ints,
-    skipped: int,
-    preferred: Floats,
-    period: float,
-    tolerance: float,
-    place: Floats,
+    before: Floats, order: Ints, ties: _Ties, skipped: int, preferred: Floats, period: float, place: Floats
 ) -> float:
     """Place one device's passes in this order; returns the waiting, -1 where they do not fit."""
-    count = len(order)
+    duration, anchor, direction, offset, weight, group, rank = ties
+    count, tolerance = len(order), TOLERANCE * period
     starts, lengths = np.empty(count), np.empty(count)
     total = 0.0
     for done in range(count):
