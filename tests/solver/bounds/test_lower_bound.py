@@ -9,12 +9,9 @@ from instances import REFERENCE, instance, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, split_backward_suffices
-from solver.exact.cp_sat.model import Options, solve_cp_sat
-from solver.limits import Limits
 from solver.published.zb_auto import zb_auto
-from solver.serial import serial_orders
-from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
+from tests.solutions import best_found
 
 PROVED = {name: entry["proved_optimum_us"] for name, entry in REFERENCE.items() if "proved_optimum_us" in entry}
 ZERO_BUBBLE = {name: entry["lower_bound_us"] for name, entry in REFERENCE.items() if "lower_bound_us" in entry}
@@ -54,15 +51,11 @@ def test_is_an_optimum_along_a_v(name: str) -> None:
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(problems(max_microbatches=5))
 def test_no_schedule_is_below(problem: Problem) -> None:
-    orders = serial_orders(problem)
-    assume(orders is not None and split_backward_suffices(problem))
-    assert orders is not None
-    value_us, bound_us = simulate(problem, orders).value_us, lower_bound_us(problem)
-    start = Solution(orders, value_us, 0.0)
-    limits = Limits(workers=1, deterministic_limit=0.1)
-    # Not from below: without a bound to begin with, that asks for a schedule at each single step of the grid.
-    best = solve_cp_sat(problem, limits, start, lambda answer: None, Options(climb=False))
-    assert bound_us <= best.value_us + 1e-9
+    assume(split_backward_suffices(problem))
+    best = best_found(problem, 0.1)
+    assume(best is not None)
+    assert best is not None
+    assert lower_bound_us(problem) <= best.value_us + 1e-9
 
 
 def test_one_microbatch_takes_the_whole_way() -> None:

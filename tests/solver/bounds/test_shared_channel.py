@@ -9,13 +9,9 @@ import pytest
 
 from instances import instance, uniform
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, warmup_cooldown_bounds_us
 from solver.bounds.shared_channel import shared_channel_bounds_us
-from solver.exact.cp_sat.model import Options, solve_cp_sat
-from solver.limits import Limits
-from solver.serial import serial_orders
-from solver.solution import Solution
+from tests.solutions import best_found
 
 SHARED = {"duplex": True, "shared_by": [[0, 1]]}
 
@@ -80,7 +76,7 @@ def random_pipeline(rng: Random) -> Problem:
 
 @pytest.mark.parametrize("first", range(0, 900, 300))
 def test_no_schedule_is_below(first: int) -> None:
-    """Of problems on which this says more than the devices' own windows."""
+    """The first problems on which this says more than the devices' own windows."""
     pipelines = [random_pipeline(Random(seed)) for seed in range(first, first + 300)]
     above = [
         problem
@@ -89,9 +85,6 @@ def test_no_schedule_is_below(first: int) -> None:
     ]
     assert len(above) >= 3
     for problem in above[:8]:
-        orders = serial_orders(problem)
-        assert orders is not None
-        start = Solution(orders, simulate(problem, orders).value_us, 0.0)
-        limits = Limits(workers=1, deterministic_limit=0.1)
-        best = solve_cp_sat(problem, limits, start, lambda _: None, Options(climb=False))
+        best = best_found(problem, 0.1)
+        assert best is not None
         assert max(shared_channel_bounds_us(problem)) <= best.value_us + 1e-9

@@ -9,15 +9,11 @@ import pytest
 
 from instances import instance
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.bounds.lower_bound import device_bounds_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import ordered_bounds_us
-from solver.exact.cp_sat.model import Options, solve_cp_sat
-from solver.limits import Limits
-from solver.serial import serial_orders
-from solver.solution import Solution
+from tests.solutions import best_found
 
 
 def along_a_v(p: int, m: int, budget: int, **more: Any) -> Problem:
@@ -106,12 +102,9 @@ def test_no_schedule_of_equal_microbatches_is_below(first: int) -> None:
     met, above = 0, 0
     for seed in range(first, first + 30):
         problem = random_pipeline(Random(seed))
-        orders = serial_orders(problem)
-        if orders is None:
+        best = best_found(problem, 0.1)
+        if best is None:
             continue
-        start = Solution(orders, simulate(problem, orders).value_us, 0.0)
-        limits = Limits(workers=1, deterministic_limit=0.1)
-        best = solve_cp_sat(problem, limits, start, lambda _: None, Options(climb=False))
         bound_us, alone_us = ordered_us(problem), max(device_bounds_us(problem))
         assert bound_us <= best.value_us + 1e-9, seed
         met += max(bound_us, alone_us) >= best.value_us - 1e-9

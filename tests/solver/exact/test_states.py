@@ -13,12 +13,11 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.exact import states
-from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.exact.states import handles_states, state_bound
 from solver.limits import Limits
-from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.recomputing import recomputing
+from tests.solutions import best_found
 from tests.unequal import unequal
 
 
@@ -97,12 +96,9 @@ def test_no_schedule_is_below(first: int) -> None:
     met, more = 0, 0
     for seed in range(first, first + 20):
         problem = random_pipeline(Random(seed))
-        orders = serial_orders(problem)
-        if orders is None:
+        best = best_found(problem, 0.05)
+        if best is None:
             continue
-        start = Solution(orders, simulate(problem, orders).value_us, 0.0)
-        limits = Limits(workers=1, deterministic_limit=0.05)
-        best = solve_cp_sat(problem, limits, start, lambda _: None, Options(climb=False))
         answer = bounded(problem, work=0.5)
         assert answer.bound_us <= best.value_us + 1e-9, seed
         assert answer.value_us >= best.bound_us - 1e-9, seed

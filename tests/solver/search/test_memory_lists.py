@@ -9,15 +9,14 @@ import pytest
 
 from benchmarks.many_devices import offloading_or_recomputing
 from instances import HALF, WHOLE, uniform
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule
 from solver.limits import Limits
 from solver.search.in_flight import AGAIN, RESERVE, in_flight_search
 from solver.search.memory_lists import ON_ITS_WAY, WHEN_IDLE, WITH_GRADIENT, MemoryLists, Rules
-from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.recomputing import FULL, LEAVES, random_pipeline, recomputing
+from tests.solutions import schedule_found
 
 LIGHT = {"name": "light", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0}
 WORK = Limits(float("inf"), workers=1, deterministic_limit=10.0)
@@ -114,14 +113,8 @@ def test_an_activation_is_made_before_its_gradient_comes_only_where_that_is_allo
 def test_the_search_keeps_every_rule_and_budget(first: int) -> None:
     for seed in range(first, first + 10):
         problem = random_pipeline(Random(seed))
-        if not all(stage.split_backward for stage in problem.stages):
-            continue
-        floor = serial_orders(problem)
-        assert floor is not None
-        start = Solution(floor, simulate(problem, floor).value_us)
-        best = in_flight_search(problem, WORK, start, lambda _: None)
-        assert best.orders is not None
-        assert build_schedule(problem, best.orders, 0.0, "lists", 0.0).value_us == best.value_us <= start.value_us
+        if all(stage.split_backward for stage in problem.stages):
+            schedule_found(in_flight_search, problem, 10.0)
 
 
 @pytest.mark.parametrize("modes", [[LIGHT], [LIGHT, LEAVES]])

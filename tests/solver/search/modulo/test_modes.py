@@ -8,42 +8,24 @@ import numpy as np
 import pytest
 
 from optpipe.ops import Floats
-from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule
 from solver.by_stage import choices
-from solver.limits import Limits
 from solver.search.annealing.sequence import budgets_bytes
 from solver.search.modulo.ends import Ends, Filler
 from solver.search.modulo.mode_rounds import ModeRound, keeping, planned_shares, spread_positions
 from solver.search.modulo.modes import modulo_with_modes
 from solver.search.modulo.pattern import orders_from_pattern
 from solver.search.modulo.search import fitting_patterns
-from solver.serial import serial_orders
-from solver.solution import Solution
 from tests.recomputing import random_pipeline, recomputing
+from tests.solutions import schedule_found
 
 LIGHT = {"name": "light", "kept_bytes": 1, "recompute_us": 1, "forward_workspace_bytes": 0}
 
 
-def found(problem: Problem, work: float) -> Schedule:
-    """Verified schedule that so much work finds from the floor."""
-    orders = serial_orders(problem)
-    assert orders is not None
-    start = Solution(orders, simulate(problem, orders).value_us)
-    limits = Limits(float("inf"), workers=1, deterministic_limit=work)
-    answer = modulo_with_modes(problem, limits, start, lambda _: None)
-    assert answer.orders is not None
-    schedule = build_schedule(problem, answer.orders, 0.0, "pattern", 0.0)
-    assert schedule.value_us == answer.value_us <= start.value_us
-    return schedule
-
-
 def test_it_is_better_than_one_choice_a_stage() -> None:
     """At half the memory of 1F1B that is 34; the optimum is 31."""
-    schedule = found(recomputing(4, 8, [LIGHT], 20, backward_weight_bytes=10), 1.0)
+    schedule = schedule_found(modulo_with_modes, recomputing(4, 8, [LIGHT], 20, backward_weight_bytes=10), 1.0)
     assert schedule.value_us <= 33
     recomputed = [sum(op.op == "C" for op in device.compute) for device in schedule.devices]
     assert 0 < sum(recomputed) < 4 * 8
@@ -53,7 +35,7 @@ def test_it_is_better_than_one_choice_a_stage() -> None:
 def test_it_is_as_near_to_the_bound_with_any_number_of_microbatches(microbatches: int) -> None:
     """At three eighths of the memory of 1F1B."""
     problem = recomputing(4, microbatches, [LIGHT], 15, backward_weight_bytes=10)
-    assert found(problem, 1.0).value_us <= 1.12 * lower_bound_us(problem)
+    assert schedule_found(modulo_with_modes, problem, 1.0).value_us <= 1.12 * lower_bound_us(problem)
 
 
 @pytest.mark.parametrize("first", range(0, 20, 10))
@@ -61,7 +43,7 @@ def test_it_keeps_every_rule_and_budget(first: int) -> None:
     for seed in range(first, first + 10):
         problem = random_pipeline(Random(seed))
         if all(stage.split_backward for stage in problem.stages):
-            found(problem, 0.05)
+            schedule_found(modulo_with_modes, problem, 0.05)
 
 
 def test_a_plan_takes_a_share_of_each_recomputation() -> None:
@@ -110,7 +92,7 @@ def test_some_of_the_microbatches_of_a_stage_are_recomputed_in_every_round() -> 
 def test_rounds_are_nearer_to_the_bound_than_equal_rounds() -> None:
     """At half of the memory of 1F1B plans of one microbatch a round are 18 % above the bound."""
     problem = recomputing(16, 128, [LIGHT], 80, backward_weight_bytes=10)
-    assert found(problem, 8.0).value_us <= 1.14 * lower_bound_us(problem)
+    assert schedule_found(modulo_with_modes, problem, 8.0).value_us <= 1.14 * lower_bound_us(problem)
 
 
 def test_shares_are_what_memory_asks_for() -> None:

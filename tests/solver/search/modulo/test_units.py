@@ -9,7 +9,6 @@ import pytest
 
 from optpipe.errors import MethodError
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import build_schedule, peak_budgets
@@ -25,23 +24,11 @@ from solver.search.modulo.search import fitting_patterns
 from solver.search.modulo.units import modulo_with_units
 from solver.serial import serial_orders
 from solver.solution import Solution
+from tests.solutions import schedule_found
 from tests.unequal import random_unequal, times, unequal
 
 COSTS = [15, 21, 27, 33]
 CAUSAL = {"count": 4, "factors": {"forward": COSTS, "backward_input": COSTS, "backward_weight": [15] * 4}}
-
-
-def found(problem: Problem, work: float) -> Schedule:
-    """Verified schedule that so much work finds, from the floor."""
-    orders = serial_orders(problem)
-    assert orders is not None
-    start = Solution(orders, simulate(problem, orders).value_us)
-    limits = Limits(float("inf"), workers=1, deterministic_limit=work)
-    answer = modulo_with_units(problem, limits, start, lambda _: None)
-    assert answer.orders is not None
-    schedule = build_schedule(problem, answer.orders, 0.0, "pattern", 0.0)
-    assert schedule.value_us == answer.value_us <= start.value_us
-    return schedule
 
 
 def pattern_of(problem: Problem, share: float = 1.0, width: int = 24) -> Pattern:
@@ -104,13 +91,13 @@ def test_equal_slices_need_less_than_seq1f1bs_memory_for_no_repeating_bubble(cou
     problem = unequal(4, 8, 4 * held, slices={"count": count}, backward_weight_bytes=0)
     assert pattern_of(problem, width=48).period_us == max(problem.work_us) / problem.units
     roomy = unequal(4, 8, 4 * (count + 3), slices={"count": count}, backward_weight_bytes=0)
-    assert found(roomy, 1.0).value_us < simulate(roomy, seq1f1b(roomy)).value_us
+    assert schedule_found(modulo_with_units, roomy, 1.0).value_us < simulate(roomy, seq1f1b(roomy)).value_us
 
 
 def test_a_free_order_is_sorted_into_a_cycle() -> None:
     """As given, a cycle of six that does not repeat; by length, one of three."""
     problem = unequal(3, 6, microbatch_factors=times(1, 1, 2, 2, 3, 3), microbatch_order="free")
-    schedule = found(problem, 0.5)
+    schedule = schedule_found(modulo_with_units, problem, 0.5)
     assert schedule.microbatch_order is not None
     lengths = [problem.microbatch_factors[i].time for i in schedule.microbatch_order]
     assert lengths[:3] == lengths[3:]
@@ -126,7 +113,7 @@ def test_it_keeps_every_rule_and_budget(first: int) -> None:
             stage["split_backward"] = True
         problem = Problem.from_data(data)
         if cycles(problem) and serial_orders(problem) is not None:
-            found(problem, 0.05)
+            schedule_found(modulo_with_units, problem, 0.05)
 
 
 SMALL = {
@@ -141,7 +128,7 @@ def test_small_ones_are_not_below_the_optimum_and_near_it(name: str) -> None:
     problem = SMALL[name]
     answer = solve_cp_sat(problem, Limits(120, workers=1), Solution(bound_us=lower_bound_us(problem)), lambda _: None)
     assert answer.value_us == answer.bound_us
-    assert answer.value_us <= found(problem, 1.0).value_us <= 1.15 * answer.value_us
+    assert answer.value_us <= schedule_found(modulo_with_units, problem, 1.0).value_us <= 1.15 * answer.value_us
 
 
 def test_costs_that_do_not_repeat_are_refused_by_name() -> None:
