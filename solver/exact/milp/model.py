@@ -25,7 +25,8 @@ from solver.exact.milp.constraints import (
     add_weight_order,
     add_work_that_memory_holds_back,
 )
-from solver.exact.milp.variables import DEFAULT, TOLERANCE, Options, Table, Variables, Way, has_every_schedule
+from solver.exact.milp.time_windows import TOLERANCE
+from solver.exact.milp.variables import DEFAULT, Options, Table, Variables, Way, has_every_schedule
 from solver.exact.rules import in_weight_order
 from solver.exact.ticks import TimeGrid
 from solver.limits import Limits
