@@ -26,7 +26,7 @@ class _Answer(BaseModel):
 
 
 class Termination(_Answer):
-    """How a job ended: the result, and the limit that stopped the search (null: it was complete)."""
+    """End of a job: the result, and the limit that stopped the search (null: it was complete)."""
 
     reason: Reason
     limit: StopReason | None

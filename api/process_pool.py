@@ -276,7 +276,7 @@ class Quota:
 
     @property
     def held(self) -> int:
-        """How many are held now."""
+        """Number of places that are held now."""
         return self._held.total()
 
     @contextmanager

@@ -221,7 +221,7 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
 
 
 def _sizes_bytes(problem: Problem) -> Ints:
-    """What the modes recompute, F's workspace and the segment, of shape (3, stages, modes)."""
+    """Recomputed bytes, workspace of F and segment bytes of the modes, of shape (3, stages, modes)."""
     sizes = np.zeros((3, len(problem.stages), max(len(stage.choices) for stage in problem.stages)), np.int64)
     for s, stage in enumerate(problem.stages):
         for choice, mode in enumerate(stage.choices):

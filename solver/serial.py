@@ -56,7 +56,7 @@ def _within(problem: Problem, budgets: Sequence[int | None]) -> Orders | None:
 
 @dataclass(frozen=True)
 class Way:
-    """How a stage treats a microbatch: the number of its mode, its ops, and its memory on the device.
+    """Treatment of a microbatch on a stage: the number of its mode, its ops, and its memory on the device.
 
     `forward` are the ops up to where it rests, `backward` those after; `left_bytes` stay between the two. `peak_bytes`
     is that of all ops, `peak_before_weight_bytes` that of all but W.

@@ -83,6 +83,6 @@ def open_page(browser: Browser, url: str, key: str | None = None, **options: Any
 
 
 def _breach(message: ConsoleMessage) -> list[str]:
-    """What the browser says when the content policy stops something."""
+    """Messages of the browser that the content policy stopped something."""
     breaches = "Content Security Policy" in message.text or "TrustedHTML" in message.text
     return [message.text] if message.type == "error" and breaches else []

@@ -171,7 +171,7 @@ class _Model:
             self.model.add_reservoir_constraint_with_active(times, sizes, present, least, budget)
 
     def _on_device(self, kind: str, s: int, i: int) -> Iterator[Change]:
-        """What an op takes of its device's memory at its start, and the change at its end."""
+        """Bytes that an op takes of its device's memory at its start, and the change at its end."""
         stage, run = self.problem.stages[s], self.runs[kind, s, i]
         moved = stage.offload.bytes if stage.offload else 0
         activation, kept, work = stage.activation_bytes, stage.backward_weight_bytes, stage.workspace_bytes

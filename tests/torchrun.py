@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TIMEOUT_SECONDS = 300
-"""Of a busy machine: alone a run takes some seconds."""
+"""Enough for a busy machine: alone a run takes some seconds."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
 """Environment of processes that talk over gloo on this machine alone, and share its cores."""
 

@@ -33,7 +33,7 @@ ANSWER_S = 10.0
 """A transaction that takes longer counts as lost."""
 
 WAIT_S = 30.0
-"""How long to wait for a connection while others use all of them: that is load, not a database that is away."""
+"""Longest wait for a connection while others use all of them: that is load, not a database that is away."""
 
 CONNECT_S = 3
 POOLED = 10

@@ -134,7 +134,7 @@ async def _claim(
 _leaders = jobs.alias("leaders")
 
 FOLLOWED_FOR_S = 5.0
-"""How long a job waits for another one beyond its own time limit."""
+"""Longest wait of a job for another one beyond its own time limit."""
 
 
 def _limit_s(job: FromClause) -> ColumnElement[float]:

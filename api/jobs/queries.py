@@ -217,7 +217,7 @@ async def add_totals(connection: AsyncConnection, figures: Totals) -> None:
 
 
 SEEN_EVERY_S = 2.0
-"""How often a worker says that it lives."""
+"""Interval between two heartbeats of a worker."""
 ALIVE_S = 10.0
 """A worker that was not seen for so long does not count as alive; the heartbeats of its jobs are another matter."""
 

@@ -93,7 +93,7 @@ _rows = table(
     column("heartbeat"),
 )
 UPDATED_AT = _rows.c.updated
-"""When a row was last picked, given back or held."""
+"""Time at which a row was last picked, given back or held."""
 _IS_HELD = _rows.c.entrypoint.startswith(HELD)
 _IS_JOB: ColumnElement[bool] = ~_rows.c.entrypoint.startswith(_HELP)
 _QUEUED: ColumnElement[str] = literal_column("'queued'")
@@ -106,7 +106,7 @@ FOREVER_S = 10.0 * 365 * 24 * 3600
 KEEP_LOG = timedelta(days=1)
 
 SERVED_WITHIN = timedelta(minutes=10)
-"""How long it counts when an owner was served; what runs counts in any case."""
+"""Time for which it counts when an owner was last served; jobs that run always count."""
 
 
 class _InTransaction(PsycopgDriver):
@@ -274,7 +274,7 @@ LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 @dataclass
 class _Turn:
-    """How an owner stands: jobs that run, in all and on this worker, when one was last taken, and the first to wait."""
+    """Place of an owner: jobs that run, in all and on this worker, when one was last taken, and the first to wait."""
 
     entrypoint: str
     running: int

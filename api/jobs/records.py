@@ -235,7 +235,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended; `schedule`, where there is one, is verified and the best that is known."""
+    """End of a job; `schedule`, where there is one, is verified and the best that is known."""
 
     status: Status
     schedule: Schedule | None

@@ -312,7 +312,7 @@ class OwnerUsage:
             )
 
     def rate(self) -> SubmissionRate:
-        """How the owner stands."""
+        """The owner's limit of submissions, those left, and the seconds until the next."""
         most = self.settings.max_submissions_a_minute
         return SubmissionRate(most, max(0, most - self.submitted), max(0.0, self.next_in_s))
 

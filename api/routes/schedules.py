@@ -83,7 +83,7 @@ async def _waiting(
         float, Query(ge=0, le=MOST_WAIT_S, allow_inf_nan=False, description="Seconds to wait for the end.")
     ] = 0,
 ) -> AsyncIterator[float]:
-    """How long a request waits; one that does holds one of the caller's connections until it is answered."""
+    """Seconds that a request waits; if any, it holds one of the caller's connections until it is answered."""
     with service.connections.taken(owner) if wait else nullcontext():
         yield wait
 
@@ -185,7 +185,7 @@ def headers_of(submission: Submission) -> dict[str, str]:
 
 
 def rate_headers(rate: SubmissionRate) -> dict[str, str]:
-    """How many submissions are left, as in draft-ietf-httpapi-ratelimit-headers-10."""
+    """Headers of the submissions that are left, as in draft-ietf-httpapi-ratelimit-headers-10."""
     return {
         "RateLimit-Policy": f'"submissions";q={rate.most};w=60',
         "RateLimit": f'"submissions";r={rate.left};t={ceil(rate.reset_s)}',

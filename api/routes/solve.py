@@ -22,7 +22,7 @@ from optpipe.problem import Problem
 router = APIRouter(prefix="/v1", tags=["schedules"])
 
 AFTER_LIMIT_S = 5.0
-"""How long a request waits beyond the time limit of its job, for the queue, the start and the end of the solve."""
+"""Wait of a request beyond the time limit of its job, for the queue, the start and the end of the solve."""
 
 LONGEST_WAIT_S = 1e7
 

@@ -107,7 +107,7 @@ class UnitsOnDevice:
 
     @cached_property
     def _warm_up_idle_us(self) -> float:
-        """Of the time from the first op to the first backward, what F that fit do not fill."""
+        """Time between the first op and the first backward that the F which fit do not fill."""
         up_us = self.costs.by_slice(self.costs.to_top)[self.low, :, 0]
         down_us = self.costs.by_slice(self.costs.from_top)[self.high, :, -1]
         window_us = float((up_us + down_us).min() if self.problem.has_free_order else up_us[0] + down_us[0])

@@ -1,4 +1,4 @@
-"""What microbatches of unequal lengths cost: their bubble in each likely order, and without any inequality."""
+"""Cost of microbatches of unequal lengths: their bubble in each likely order, and without any inequality."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class _Solve:
 
     @property
     def _end_at_s(self) -> float:
-        """When the search of a large problem has to end for its answer to be verified in time on a machine so busy."""
+        """Time at which a large problem's search must end to leave time to verify its answer on a machine so busy."""
         if not self.is_large or self.best.orders is None or self.limits.deterministic_limit is not None:
             return float("inf")
         verify_s = min(self.slower, MOST_SLOWER) * self.verify_s

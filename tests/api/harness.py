@@ -50,11 +50,11 @@ from tests.postgresql import TEMPLATE
 PROBLEM = uniform(2, 4, budget=8, name="two devices")
 STEPS = ("1f1b", "zb-h1", "zb-h2")
 STEP_VALUES_US = (154, 134, 131)
-"""What they reach on PROBLEM; the last is optimal."""
+"""Values that they reach on PROBLEM; the last is optimal."""
 
 
 def body(problem: Problem = PROBLEM, **config: Any) -> dict[str, Any]:
-    """What is posted to have a problem solved."""
+    """Body of a request to solve a problem."""
     return {"problem": problem.to_data(), "config": config}
 
 

@@ -1,4 +1,4 @@
-"""What tests leave behind when they are killed: the next ones clear it away, and leave those alone that still run."""
+"""Leftovers of killed tests: the next ones clear them away, and leave alone those of tests that still run."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Lateness:
 
 @asynccontextmanager
 async def lateness(store: Store) -> AsyncIterator[Lateness]:
-    """What a promise in seconds is allowed on top, because the machine was busy with something else."""
+    """Seconds that a promise is allowed on top because the machine was busy with something else."""
     late = Lateness()
     watching = asyncio.create_task(late.watch(store))
     try:
@@ -215,7 +215,7 @@ Event = Progress | Heartbeat
 
 @dataclass(frozen=True)
 class Heard:
-    """What a solve sent, each with the second at which it came, its result, and when that was there.
+    """Messages of a solve, each with the second at which it came, its result, and the second of that.
 
     `waited_s`: how long the child, while it loaded, and this process found no free processor.
     """

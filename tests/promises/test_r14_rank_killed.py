@@ -26,7 +26,7 @@ MODEL = {"name": "tiny", "dtype": "float64"}
 OPTIMIZER = {"clip_norm": 1.9}
 """Below the gradient norm of some of the steps, above that of others."""
 TIMEOUT_SECONDS = 300
-"""Of a busy machine: alone the longest of these takes half a minute."""
+"""Enough for a busy machine: alone the longest of these takes half a minute."""
 
 
 @dataclass(frozen=True)

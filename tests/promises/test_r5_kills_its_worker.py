@@ -28,7 +28,7 @@ async def test_it_fails_and_the_others_do_not(settings: Settings) -> None:
 
 
 async def _revive(workers: Workers) -> None:
-    """What a supervisor does."""
+    """Revive workers as a supervisor does."""
     while True:
         workers.revive()
         await asyncio.sleep(0.1)

@@ -26,7 +26,7 @@ SECRET_WORD = "zanzibar"
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What is logged during a test, as a process of the service logs it."""
+    """Log of a test, as a process of the service writes it."""
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     loggers = [logging.getLogger(name) for name in ("", "optpipe", "uvicorn.error")]

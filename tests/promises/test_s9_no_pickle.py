@@ -24,7 +24,7 @@ PICKLING_CALLS = {
 
 
 def unsafe(source: str) -> Iterator[str]:
-    """What in a module pickles, or reads pickles."""
+    """Places in a module that pickle, or read pickles."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -37,7 +37,7 @@ def unsafe(source: str) -> Iterator[str]:
 
 
 def _reads_anything(call: ast.Call) -> bool:
-    """Whether a call stores or loads with torch without saying that weights are all there is."""
+    """True if a call stores or loads with torch without saying that weights are all there is."""
     with_torch = ast.unparse(call.func) in ("torch.load", "torch.save")
     return with_torch and not any(word.arg == "weights_only" for word in call.keywords)
 

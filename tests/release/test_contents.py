@@ -1,4 +1,4 @@
-"""What is in the sdist and the wheel, and what is not."""
+"""Contents of the sdist and the wheel."""
 
 from __future__ import annotations
 

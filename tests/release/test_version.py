@@ -25,7 +25,7 @@ def git(folder: Path, *words: str) -> None:
 
 
 def version_of(folder: Path) -> str:
-    """What a build of the sources in `folder` would be called."""
+    """Version of a build of the sources in `folder`."""
     command = [sys.executable, "-m", "hatchling", "version"]
     said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
@@ -34,7 +34,7 @@ def version_of(folder: Path) -> str:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What says how to name a build, alone in a folder."""
+    """A folder with the files alone that decide the version of a build."""
     folder = tmp_path / "sources"
     folder.mkdir()
     for name in ("pyproject.toml", "README.md"):

@@ -1,4 +1,4 @@
-"""What is claimed to be optimal or infeasible, against a model that shares no cut, bound or dominance with it."""
+"""Claims of optimality and infeasibility against a model without the cuts, bounds and dominance of the solvers."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def without_offload(problem: Problem) -> Problem:
 
 
 def has_few_orders(problem: Problem) -> bool:
-    """Whether no device has more than three microbatches of a stage, or one of two."""
+    """True if no device has more than three microbatches of a stage, or one of two."""
     return all(len(stages) * problem.microbatches <= 3 for stages in problem.stages_of)
 
 
@@ -251,7 +251,7 @@ def continuations(done: Sequence[Op], left: AbstractSet[Op]) -> Iterator[Sequenc
 
 
 def comes_before(one: Op, other: Op) -> bool:
-    """Whether a rule puts one op of a device before another."""
+    """True if a rule puts one op of a device before another."""
     if one.stage != other.stage:
         return False
     first, second = ("FBW".index(op.kind[0]) for op in (one, other))

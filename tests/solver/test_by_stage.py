@@ -62,7 +62,7 @@ def test_what_is_kept_besides_fits_and_makes_nothing_later(first: int) -> None:
 @pytest.mark.parametrize("budget", range(11, 31))
 @pytest.mark.parametrize("backward", ["C BW", "CBW", "CB W"])
 def test_as_many_are_kept_as_there_can_be(budget: int, backward: str) -> None:
-    """Of all choices of microbatches of one stage, in the order of the ops."""
+    """Compared with all choices of microbatches of one stage, in the order of the ops."""
     light = {"name": "light", "kept_bytes": 2, "recompute_us": 1, "forward_workspace_bytes": 1, "segment_bytes": 3}
     problem = recomputing(1, 4, [light], budget, backward_weight_bytes=2)
     order = "F0.0 F0.1 {0} F0.2 {1} F0.3 {2} {3}"

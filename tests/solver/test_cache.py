@@ -1,4 +1,4 @@
-"""What was solved is not solved again, and nothing comes out of the cache that would not be right."""
+"""The cache: a problem that was solved is not solved again, and no answer is wrong."""
 
 from __future__ import annotations
 

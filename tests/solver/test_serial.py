@@ -57,7 +57,7 @@ def test_known_budgets_do_where_the_host_has_no_room_for_the_first() -> None:
 
 
 def test_known_budgets_do_together_where_devices_share_the_host() -> None:
-    """What leaves where it is in the way first takes the room on the host from what leaves at once."""
+    """Activations that leave when they are in the way first take the room on the host from those that leave at once."""
     problem = on_one_host([(1, 4, 1), (0, 4, 4), (0, 4, 1), (0, 5, 0), (1, 3, 1)], host_bytes=4)
     raised = with_known_budgets(problem)
     assert [device.memory_bytes for device in raised.devices] == [12, 6]
@@ -124,7 +124,7 @@ def test_is_valid_wherever_it_answers(problem: Problem) -> None:
 
 
 def test_recomputes_where_nothing_else_does() -> None:
-    """Of two stages on a device the first keeps its input of 1 beside all the 10 of the second."""
+    """The first of two stages on a device keeps its input of 1 beside all the 10 of the second."""
     problem = Problem.from_data(
         recomputing(2, 3).to_data() | {"devices": [{"memory_bytes": 11}] * 2} | {"stages": one_device()}
     )

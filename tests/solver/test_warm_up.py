@@ -49,7 +49,7 @@ def test_leaves_no_kernel_to_compile() -> None:
 
 
 def test_in_the_background_one_process_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes meanwhile starts no other, and is told that one is at it."""
+    """A second call meanwhile starts no other, and reports that one is running."""
     monkeypatch.setattr(kernels, "_folders", lambda: [tmp_path])
     monkeypatch.setattr(warm_up, "forget_stale", lambda: None)
     started = []

@@ -51,7 +51,7 @@ class _Search:
         self.best = start
         problem, orders = without_endless_copies(problem, horizon_us(problem, start.value_us)), start.orders
         self.microbatch_order: Sequence[int] | None = None
-        """That of the start where it is free: windows keep it, and number the microbatches by it."""
+        """The start's order where it is free: windows keep it, and number the microbatches by it."""
         if problem.microbatch_order == "free":
             self.microbatch_order = list(orders.microbatch_order or range(problem.microbatches))
             orders = with_numbers_in_order(problem, orders)

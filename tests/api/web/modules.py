@@ -11,7 +11,7 @@ _CALL = "async ([url, name, args]) => (await import(url))[name](...args)"
 
 
 def call(page: Page, module: str, name: str, *args: Any) -> Any:
-    """What a function of a module answers, as JSON values; `page` shows any view."""
+    """Result of a function of a module, as JSON values; `page` shows any view."""
     return page.evaluate(_CALL, [address(page, module), name, json.loads(json.dumps(args))])
 
 

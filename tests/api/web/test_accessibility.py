@@ -19,7 +19,7 @@ VIEWS = ("list", "new", "faults", "job", "compare", "key")
 
 
 def violations(page: Page) -> list[dict[str, Any]]:
-    """What axe calls serious or critical, with the elements."""
+    """Violations that axe calls serious or critical, with the elements."""
     found = Axe().run(page).response["violations"]
     return [
         {"rule": entry["id"], "where": [node["html"] for node in entry["nodes"]]}

@@ -36,7 +36,7 @@ def magnification(page: Page) -> float:
 
 
 def picture(page: Page) -> str:
-    """What is drawn on the canvas."""
+    """Picture on the canvas, as a data URL."""
     page.evaluate("() => new Promise(requestAnimationFrame)")
     return str(page.locator("[data-part=base]").evaluate("canvas => canvas.toDataURL()"))
 

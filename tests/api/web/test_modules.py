@@ -1,4 +1,4 @@
-"""What the page computes itself is what Python computes: memory, colours, numbers in words, places in a text."""
+"""Figures that the page computes itself, against Python's: memory, colours, numbers in words, places in a text."""
 
 from __future__ import annotations
 

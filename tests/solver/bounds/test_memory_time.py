@@ -103,7 +103,7 @@ def test_nothing_to_say_where_none_or_all_fit(budget: int | None) -> None:
 
 
 def test_of_others_only_what_never_leaves_takes_room() -> None:
-    """Of 4 bytes the F that starts takes 2, so that two halves and no pending W remain beside it: three in flight."""
+    """The F that starts takes 2 of 4 bytes, so that two halves and no pending W remain beside it: three in flight."""
     assert first(7, 4, kept=1, offload=HALF) == 3 * 96
     assert first(8, 4, kept=1, offload=HALF) == 3 * 96 + 30
     assert first(8, 4, kept=1, offload=WHOLE) == 0.0

@@ -54,7 +54,7 @@ def test_random_schedules_with_modes_and_copies_are_not_below(first: int) -> Non
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_the_best_schedules_found_are_not_below(first: int) -> None:
-    """Of small pipelines of every kind; most of these bounds are optima, so a bound that is too high is seen."""
+    """Small pipelines of every kind: most of these bounds are optima, so a bound that is too high is seen."""
     met = 0
     for seed in range(first, first + 10):
         rng = Random(seed)

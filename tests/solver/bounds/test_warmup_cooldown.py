@@ -65,7 +65,7 @@ def test_offload_frees_and_brings_back_at_the_rate_of_the_channel() -> None:
 
 
 def test_what_never_leaves_must_fit() -> None:
-    """Of 4 bytes the last F takes 2, and what stays of two others: three F of 76 us, two B and W of 66 us."""
+    """The last F takes 2 of 4 bytes, two others what stays of them: three F of 76 us, two B and W of 66 us."""
     assert (
         warmup_cooldown_bounds_us(uniform(4, 8, budget=4, offload=HALF, objective="device_span"))[0] == 8 * 30 + 46 + 26
     )

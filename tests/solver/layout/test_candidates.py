@@ -107,7 +107,7 @@ def test_no_time_no_cut() -> None:
 
 
 PROMISE_S = 2.0
-"""What a solve in a child may take over its limit."""
+"""Seconds that a solve in a child may take over its limit."""
 
 
 @dataclass(frozen=True)

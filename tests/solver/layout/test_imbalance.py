@@ -1,4 +1,4 @@
-"""What unequal microbatches cost in each likely order, on a case that is known."""
+"""Cost of unequal microbatches in each likely order, on a case that is known."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_waiting_is_what_others_take_and_not_sleep() -> None:
 
 
 def solved(limits: Limits) -> list[Progress]:
-    """What a child that loads for long brought within the limit."""
+    """Progress within the limit of a child that takes long to load."""
     events: list[Progress | Heartbeat] = []
     with Child("tests.solver.process.slow_start") as child:
         result = solve_in_child(PROBLEM, "auto", limits, child=child, on_event=events.append)

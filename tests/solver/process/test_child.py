@@ -1,4 +1,4 @@
-"""What a child does before its problem is there."""
+"""A child before its problem is there."""
 
 from __future__ import annotations
 
