@@ -231,7 +231,7 @@ class UnitStage(Stage):
 
     @classmethod
     def of(cls, stage: Stage, factors: UnitFactors, taken_bytes: int, freed_bytes: int) -> Self:
-        """Multiply the costs of a stage."""
+        """The stage with its costs times `factors`; its two fields of gradients are these bytes."""
 
         def size(value: int) -> int:
             return scaled_bytes(value, factors.bytes)
@@ -279,13 +279,13 @@ class UnitStage(Stage):
 
 @lru_cache(2**16)
 def exact(value: float) -> Fraction:
-    """A number as it is written in decimals."""
+    """The exact value of a number's decimal text: of 0.1 one tenth."""
     return Fraction(str(value))
 
 
 @lru_cache(2**16)
 def scaled_us(time_us: int | float, factor: Fraction) -> int | float:
-    """A time multiplied as decimals are, so that 0.1 three times over is 0.3."""
+    """A time multiplied in decimals, so that three times 0.1 is 0.3."""
     if factor == 1:
         return time_us
     product = exact(time_us) * factor

@@ -198,7 +198,7 @@ def _delay(problem: Problem, before: int, after: int) -> dict[str, float]:
 
 def _sum_us(times: Sequence[float]) -> float:
     """The sum of decimals without rounding errors, so that time grids stay exact."""
-    return float(sum((Fraction(str(time)) for time in times), Fraction(0)))
+    return float(sum(map(exact, times), Fraction(0)))
 
 
 def _parts(problem: Problem) -> Iterator[Sequence[int]]:

@@ -9,8 +9,8 @@ beside all that the younger ones hold by then: a safe state in the sense of Dijk
 Never deadlocks. A microbatch runs its ops on a device in one order: F by stage and slice, then backwards the other way
 round. Take the oldest microbatch that is not finished, and its first op by stage and slice that has not run. What it
 waits for has run, since all older microbatches are finished; it is next on its device, which is in a safe state, so it
-fits; and it leaves a safe state. Only where memory has no room for one microbatch alone there is no schedule of this
-kind.
+fits; and it leaves a safe state. The only problems without a schedule of this kind are those where memory has no room
+for one microbatch alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def one_f_one_b_within_memory(problem: Problem) -> Orders:
     """
     ops = 2 * len(problem.stages) * problem.units
     if ops > MOST_OPS:
-        raise MethodError(f"{ops} forwards and backwards are too many to fit them to memory one by one.")
+        raise MethodError(f"{ops} forwards and backwards are too many to fit to memory one by one: at most {MOST_OPS}.")
     best, best_us = None, inf
     played = 0
     for ahead in (None, *AHEAD):
@@ -96,7 +96,7 @@ class _Path:
 
 
 class _Player:
-    """Plays devices in time. Each takes a backward that is there, the oldest first, then an F, if that is safe.
+    """Event by event: each free device takes a backward that has arrived, the oldest first, else an F, if safe.
 
     A stage has at most as many units between F and the end of its backward as 1F1B has, and `ahead` more (None: any
     number).

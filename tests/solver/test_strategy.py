@@ -114,7 +114,7 @@ def answer_of(method: str) -> Solution:
 
 
 def test_a_search_that_heeds_nothing_is_not_waited_for() -> None:
-    """What it had found before counts, what it finds after the limit does not."""
+    """Its solutions before the limit count, those after it do not."""
     go_on, ended = Event(), Event()
 
     def stubborn(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:

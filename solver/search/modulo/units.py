@@ -1,7 +1,7 @@
 """Patterns of slices and of unequal microbatches: a round runs one cycle of microbatches whose costs repeat.
 
-A round is one microbatch in all its slices where microbatches are equal, else as many as their costs take to repeat; in
-a free order they are put so that they do.
+A round is one microbatch in all its slices where microbatches are equal, else as many as their costs take to repeat.
+Where their order is free, microbatches are ordered so that costs repeat.
 """
 
 from __future__ import annotations
