@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -169,11 +169,22 @@ def random_case(data: dict[str, Any], rng: Random) -> tuple[Ints, dict[oracle.Ke
 
 
 def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Random) -> dict[Op, tuple[float, float]]:
-    """Times of a list schedule that always runs some op that can run."""
+    """Times of the random list schedule of these ops, microbatches in their order."""
     last = len(problem.stages) - 1
     before = {op: set(oracle.needs(op, set(costs), last)) for op in costs}
     for op in costs:
         before[op] |= {other for other in costs if oracle.alike(other) == oracle.alike(op) and other[2] < op[2]}
+    return list_schedule(problem, costs, before, partial(delay_us, problem), rng)
+
+
+def list_schedule(
+    problem: Problem,
+    costs: Mapping[oracle.Key, oracle.Cost],
+    before: Mapping[oracle.Key, Collection[oracle.Key]],
+    delay_us: Callable[[oracle.Key, oracle.Key], float],
+    rng: Random,
+) -> dict[Op, tuple[float, float]]:
+    """Times of a list schedule that always runs some op that can run: one all of whose ops `before` it have run."""
     free: dict[Any, float] = {}
     planned: dict[Op, tuple[float, float]] = {}
     left = sorted(costs)
@@ -183,7 +194,7 @@ def random_plan(problem: Problem, costs: dict[oracle.Key, oracle.Cost], rng: Ran
         device = problem.stages[op[1]].device
         group = next(tuple(group) for group in problem.channel_groups if device in group)
         resource: Any = (group, op[0] if problem.copy_channels.duplex else "") if op[0] in ("O", "R") else device
-        ready = [planned[Op(*other)][1] + delay_us(problem, other, op) for other in before[op]]
+        ready = [planned[Op(*other)][1] + delay_us(other, op) for other in before[op]]
         start = max([free.get(resource, 0.0), *ready])
         free[resource] = start + costs[op].us
         planned[Op(*op)] = (start, free[resource])

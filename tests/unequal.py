@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -11,7 +12,7 @@ from optpipe.ops import Ints, Op, Orders
 from optpipe.problem import Problem
 from solver.build import orders_from_times
 from tests import mode_oracle, unit_oracle
-from tests.recomputing import random_problem
+from tests.recomputing import list_schedule, random_problem
 
 
 def unequal(devices: int, microbatches: int, budget: int | None = None, **fields: Any) -> Problem:
@@ -105,19 +106,7 @@ def random_orders(
         | {other for other in costs if unit_oracle.alike(other) == unit_oracle.alike(op) and places[other] < places[op]}
         for op in costs
     }
-    free: dict[Any, float] = {}
-    planned: dict[Op, tuple[float, float]] = {}
-    left = sorted(costs)
-    while left:
-        op = rng.choice([op for op in left if all(other in planned for other in before[op])])
-        left.remove(op)
-        device = problem.stages[op[1]].device
-        group = next(tuple(group) for group in problem.channel_groups if device in group)
-        resource: Any = (group, op[0] if problem.copy_channels.duplex else "") if op[0] in ("O", "R") else device
-        ready = [planned[Op(*other)][1] + unit_oracle.delay_us(data, other, op) for other in before[op]]
-        start = max([free.get(resource, 0.0), *ready])
-        free[resource] = start + costs[op].us
-        planned[Op(*op)] = (start, free[resource])
+    planned = list_schedule(problem, costs, before, partial(unit_oracle.delay_us, data), rng)
     free_order = microbatch_order if data.get("microbatch_order") == "free" else None
     return orders_from_times(problem, planned, modes=modes, microbatch_order=free_order), costs, planned
 
