@@ -232,11 +232,9 @@ class _Rounds:
         required_us = (more + 1) * self.stage.backward_input_us + more * self.stage.forward_us
         # Either W run in the step to make room, or more B than required do, after which more W can be pending: the
         # cheapest of all numbers of further B.
-        kept, least_us = self.stage.backward_weight_bytes, float("inf")
-        for extra in range(self._in_flight):
+        extra, weights = np.arange(self._in_flight), 0
+        if kept := self.stage.backward_weight_bytes:
             free = self.room_bytes - (self._in_flight - extra) * self.size_bytes
-            weights = max(0, more + 1 + extra - free // kept) if kept else 0
-            least_us = min(least_us, extra * self.stage.backward_input_us + weights * self.stage.backward_weight_us)
-            if not weights:
-                break
-        return self.turnaround_us + required_us + least_us
+            weights = np.maximum(more + 1 + extra - free // kept, 0)
+        least_us = (extra * self.stage.backward_input_us + weights * self.stage.backward_weight_us).min()
+        return float(self.turnaround_us + required_us + least_us)

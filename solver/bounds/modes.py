@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import ceil
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ ROUNDING = 1e-9
 """Share by which the solution of a linear program may exceed its optimum."""
 
 Backward = Literal["B", "BW"]
+
+MOST_DEVICES = 48
+"""Devices up to which the programs of all of them are solved."""
 
 
 def mode_bounds_us(problem: Problem) -> Sequence[float]:
@@ -44,8 +48,20 @@ def mode_bounds_us(problem: Problem) -> Sequence[float]:
     order, so there are some of these on a stage only if all are in one or the other. The two cases are two programs.
     Each is linear in numbers of microbatches and in times, so its least span is at most that of any schedule.
     docs/math/bounds.md has the rows.
+
+    A program takes milliseconds. Of more than `MOST_DEVICES` devices some, evenly spread, have theirs solved, and then
+    those around the one with the largest bound; the others have 0.
     """
-    return [_bound_us(device) for device in ModesOnDevice.each(problem)]
+    devices = ModesOnDevice.each(problem)
+    bounds_us = [0.0] * len(devices)
+    step = ceil(len(devices) / MOST_DEVICES)
+    spread = range(0, len(devices), step)
+    for d in spread:
+        bounds_us[d] = _bound_us(devices[d])
+    largest = max(spread, key=bounds_us.__getitem__, default=0)
+    for d in range(max(largest - step + 1, 0), min(largest + step, len(devices))):
+        bounds_us[d] = bounds_us[d] or _bound_us(devices[d])
+    return bounds_us
 
 
 def _bound_us(device: ModesOnDevice) -> float:

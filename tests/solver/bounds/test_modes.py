@@ -9,7 +9,7 @@ import pytest
 
 from instances import HALF, instance, uniform
 from optpipe.simulate import simulate
-from solver.bounds import lower_bound_us
+from solver.bounds import lower_bound_us, modes
 from solver.bounds.memory_time import memory_time_bounds_us, round_bounds_us
 from solver.bounds.modes import mode_bounds_us
 from solver.build import peak_budgets
@@ -18,6 +18,17 @@ from solver.limits import Limits
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.recomputing import random_pipeline, random_recomputing, recomputing
+
+
+def test_of_many_devices_those_around_the_largest_bound_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it falls from each device to the next, so nothing is lost where every other one is left out."""
+    problem = recomputing(9, 24, budget=30)
+    every = mode_bounds_us(problem)
+    monkeypatch.setattr(modes, "MOST_DEVICES", 3)
+    some = mode_bounds_us(problem)
+    assert 0 < sum(map(bool, some)) < len(every)
+    assert all(own in (0.0, bound) for own, bound in zip(some, every, strict=True))
+    assert max(some) == max(every)
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
