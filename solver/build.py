@@ -28,7 +28,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
 
     Raises VerificationError if any rule or budget is broken, or the bound exceeds the value: a bug of the caller.
     """
-    simulation = simulate(problem, orders)
+    simulation, costs = simulate(problem, orders), Costs(problem, orders.modes)
     waits = _named_waits(simulation, orders)
     value = simulation.value_us
     bound = snapped_bound(value, bound_us, value_step_us(problem))
@@ -45,7 +45,7 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
             "method": method,
             "solve_seconds": round(seconds, 3),
             **_stated_order(problem, orders),
-            "devices": [_device(orders, simulation, waits, value, d) for d in range(len(problem.devices))],
+            "devices": [_device(orders, simulation, costs, waits, value, d) for d in range(len(problem.devices))],
         }
     )
     verdict = verify(schedule)
@@ -87,7 +87,9 @@ def _named_waits(simulation: Simulation, orders: Orders) -> NamedWaits:
     return index[order], waits.before[order].names.split()
 
 
-def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us: float, d: int) -> dict[str, Any]:
+def _device(
+    orders: Orders, simulation: Simulation, costs: Costs, waits: NamedWaits, value_us: float, d: int
+) -> dict[str, Any]:
     device = orders.devices[d]
     first = simulation.device_slice(d).start
     plan: dict[str, Any] = {}
@@ -95,7 +97,7 @@ def _device(orders: Orders, simulation: Simulation, waits: NamedWaits, value_us:
         plan[name] = _planned(waits, simulation, slice(first, first + len(stream)))
         first += len(stream)
     # The problem's own durations, which ends minus starts give only up to rounding.
-    busy = float(sum(Costs(simulation.problem, orders.modes).duration_us(plan["compute"].ops).tolist()))
+    busy = float(sum(costs.duration_us(plan["compute"].ops).tolist()))
     plan["peak_bytes"] = simulation.device_memory(d).peak_bytes
     peak = worst_case_peak_bytes(simulation.problem, _streams(device), orders.waits, orders.modes)
     plan["peak_bytes_any_timing"] = peak

@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 
 from optpipe.costs import device_effect
-from optpipe.ops import DeviceOrders, Op, OpArray, Orders
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Stage
 from solver.build import orders_from_times, peak_budgets
@@ -198,22 +198,22 @@ def _repeated(orders: Orders, microbatches: int) -> Orders:
     """Orders of two microbatches, one after the other, with the second repeated for all that follow."""
     if microbatches <= 2:
         return orders
-    waits = dict(orders.waits)
-    for op, others in orders.waits.items():
-        for later in range(1, microbatches - 1) if op.microbatch else ():
-            waits[_later(op, later)] = [_later(other, later) for other in others]
+    waits = WaitArray.of(orders.waits)
+    second = np.flatnonzero(waits.op.microbatch)
+    at, later = np.tile(second, microbatches - 2), np.repeat(np.arange(1, microbatches - 1), len(second))
+    repeated = [
+        OpArray.joined([ops, OpArray(ops.kind[at], ops.stage[at], ops.microbatch[at] + later)])
+        for ops in (waits.op, waits.before)
+    ]
     devices = [DeviceOrders(*(_tiled(ops, microbatches) for ops in device.streams())) for device in orders.devices]
-    return Orders(devices, waits, [_tiled(channel, microbatches) for channel in orders.channels], orders.modes)
+    channels = [_tiled(channel, microbatches) for channel in orders.channels]
+    return Orders(devices, WaitArray(*repeated), channels, orders.modes)
 
 
 def _tiled(ops: Sequence[Op], microbatches: int) -> OpArray:
     first = OpArray.of(ops)[: len(ops) // 2]
     which = np.repeat(np.arange(microbatches), len(first))
     return OpArray(np.tile(first.kind, microbatches), np.tile(first.stage, microbatches), which)
-
-
-def _later(op: Op, microbatches: int) -> Op:
-    return op._replace(microbatch=op.microbatch + microbatches)
 
 
 class _Serial:

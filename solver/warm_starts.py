@@ -25,15 +25,16 @@ from optpipe.simulate import simulate
 from solver.bounds.whole_forwards import forwards_before_first_backward
 from solver.build import within_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
-from solver.kernels import WARM, is_marked
+from solver.kernels import WARM, are_ready, is_marked
 from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import in_order, likely_orders, with_own_numbers
 from solver.published.v_family import v_zb
 from solver.published.within_memory import one_f_one_b_within_memory
 from solver.published.zb_auto import zb_auto
+from solver.scale import count_ops
 from solver.serial import serial_orders
 from solver.solution import Solution
-from solver.strategy import SharedIncumbent
+from solver.strategy import MOST_MODEL_OPS, SharedIncumbent, has_lists
 from solver.variants import Variant
 
 ROUNDS = 4
@@ -123,7 +124,9 @@ def offer_published(
 ) -> None:
     """Offer every published schedule to the shared incumbent, the cheap ones first; the floor if none fits.
 
-    `adapts_to_memory`: also a 1F1B that does, where no published method fits its schedules to memory.
+    `adapts_to_memory`: also a 1F1B that does, where no published method fits its schedules to memory. Large problems
+    with list schedules that do begin with one: with a million ops each published one takes a second or more, and most
+    of them exceed the budgets of such problems.
     Once they have taken this share of the time limit in processor time, none is begun if something fits, or the answer
     would be late; with a share below 1 whether it does or not, since a search finds something at once. That does not
     hold while kernels are compiled on the way, which says nothing of what is left.
@@ -131,6 +134,12 @@ def offer_published(
     timed = shared.limits.deterministic_limit is None
     limit_s = max(share * shared.limits.time_limit_s, LEAST_S)
     began_s = time.thread_time()
+    if count_ops(problem) > MOST_MODEL_OPS and has_lists(problem) and are_ready("lists"):
+        from solver.search.in_flight import first_in_memory  # loads kernels that smaller problems do not need yet
+
+        if (orders := first_in_memory(problem)) is not None:
+            offer_orders(problem, shared, orders, "ada-offload")
+            limit_s = LEAST_S if share < 1 else limit_s
     for name, make in _made(problem, adapts_to_memory=adapts_to_memory):
         taken = timed and time.thread_time() - began_s > limit_s and is_marked(WARM)
         if shared.stop.requested or (taken and shared.best.orders is not None):

@@ -184,7 +184,8 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
     for k, kind in enumerate(_kinds(problem)):
         trials = Trials(kind(short), limits.part(FIRST_SHARE))
         found = improving(trials)
-        if closest is None and trials.value_us(trials.lists.first) < inf:
+        # The orders of a million ops take seconds to make and to judge: a good start needs no first ones.
+        if closest is None and start.gap > HOPEFUL - 1 and trials.value_us(trials.lists.first) < inf:
             offer(kind, trials, trials.lists.first)
         if closest is not None and problem.has_modes:  # else there are few kinds
             guesses = (closest[1].in_flight, trials.lists.first.in_flight)
@@ -200,6 +201,24 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
         for choice in found:
             offer(kind, trials, choice)
     return best
+
+
+def first_in_memory(problem: Problem) -> Orders | None:
+    """The orders of the first lists in which memory decides; None where there are none, or it has no room for them."""
+    for kind in _kinds(problem):
+        lists = kind(problem)
+        if isinstance(lists, ListsInMemory):
+            choice = lists.first
+            while (orders := lists.orders(choice)) is None and choice.in_flight > 1:
+                choice = _with_fewer(choice)
+            if orders is not None:
+                return orders
+    return None
+
+
+def _with_fewer(choice: Choice) -> Choice:
+    """The choice with a quarter fewer microbatches in flight."""
+    return replace(choice, in_flight=choice.in_flight - max(1, choice.in_flight // 4))
 
 
 def _kinds(problem: Problem) -> Iterator[Kind]:
@@ -237,7 +256,7 @@ def improving(trials: Trials) -> Iterator[Choice]:
     most = trials.lists.problem.units
     choice = trials.lists.first
     while choice.in_flight > 1 and trials.value_us(choice) == inf:
-        choice = replace(choice, in_flight=choice.in_flight - max(1, choice.in_flight // 4))
+        choice = _with_fewer(choice)
     best_us, step = inf, max(1, choice.in_flight // 8)
     in_flight, choice = choice.in_flight, _changed(trials, choice)
     for late_weights in LATE_WEIGHTS:

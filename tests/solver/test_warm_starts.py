@@ -26,6 +26,7 @@ from solver.solve import search
 from solver.strategy import SharedIncumbent
 from solver.warm_starts import WITH_KERNELS, WITHOUT_KERNELS, lengthened, offer_published, repeated_published
 from tests.problems import problems
+from tests.recomputing import FULL, recomputing
 from tests.unequal import unequal
 
 RECOMPUTING = {"1f1b-recompute", "1f1b-recompute-ahead"}
@@ -239,6 +240,23 @@ def _serial(problem: Problem) -> Orders:
         [Op(kind, s, i) for i in range(problem.microbatches) for kind, s in plan if problem.stages[s].device == d]
         for d in range(len(problem.devices))
     )
+
+
+@pytest.mark.parametrize("problem", [uniform(4, 40, budget=4, offload=HALF), recomputing(4, 40, [FULL], 25)])
+def test_a_large_problem_begins_with_lists_before_anything_published(
+    problem: Problem, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may have no time for more, and the floor is far from what memory allows."""
+    monkeypatch.setattr(warm_starts, "MOST_MODEL_OPS", 600)
+    monkeypatch.setattr(warm_starts, "LEAST_S", -1.0)
+    monkeypatch.setattr(warm_starts, "is_marked", lambda _: True)
+    monkeypatch.setattr(warm_starts, "are_ready", lambda _: True)
+    problem = with_microbatches(problem, 80)
+    shared = SharedIncumbent(problem, Limits(60), None)
+    offer_published(problem, shared, share=0.15)
+    assert not tried
+    assert shared.best.method == "ada-offload"
+    assert shared.best.gap < 0.4
 
 
 def test_with_a_share_of_the_time_the_floor_does_where_nothing_published_fits(monkeypatch: pytest.MonkeyPatch) -> None:

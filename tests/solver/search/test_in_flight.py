@@ -14,7 +14,16 @@ from solver.bounds import lower_bound_us
 from solver.build import build_schedule, within_budgets
 from solver.limits import Cancel, Limits
 from solver.methods import METHODS, published_orders
-from solver.search.in_flight import LATE_WEIGHTS, Choice, PlainLists, Trials, improving, in_flight_search
+from solver.search.in_flight import (
+    LATE_WEIGHTS,
+    Choice,
+    ListsInMemory,
+    PlainLists,
+    Trials,
+    first_in_memory,
+    improving,
+    in_flight_search,
+)
 from solver.solution import Solution
 
 WORK = Limits(deterministic_limit=20.0)
@@ -56,6 +65,25 @@ def test_many_microbatches_take_the_choice_of_few() -> None:
     assert within_budgets(problem, best.orders, simulate(problem, best.orders))
     whole = Trials(PlainLists(problem, True), WORK)
     assert best.value_us <= 1.02 * min(whole.value_us(choice) for choice in improving(whole))
+
+
+def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders of a million ops take seconds to make and to judge."""
+    problem, bound_us = uniform(8, 32, budget=8, offload=HALF), 1e6
+    made: list[Choice] = []
+    make = ListsInMemory.orders
+    monkeypatch.setattr(ListsInMemory, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
+    first = ListsInMemory(problem, [0] * 8, [1] * 7 + [0]).first
+    for gap, times in ((0.5, 2), (0.05, 1)):
+        start = Solution(first_in_memory(problem), bound_us / (1 - gap), bound_us)
+        made.clear()
+        in_flight_search(problem, WORK, start, lambda _: None)
+        assert made.count(first) == times
+
+
+def test_memory_without_such_lists_has_no_first_ones() -> None:
+    assert first_in_memory(uniform(4, 12, budget=5)) is None
+    assert first_in_memory(uniform(4, 12, budget=5, offload=HALF, copy_channels={"shared_by": [[0, 1]]})) is None
 
 
 def test_nothing_is_searched_after_a_cancel() -> None:
