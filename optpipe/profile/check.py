@@ -20,7 +20,7 @@ from optpipe.compile.memory import PlannedMemory, planned_memory
 from optpipe.compile.program import SENDS, message_of
 from optpipe.ops import KINDS, Op
 from optpipe.profile.measured import Measured
-from optpipe.profile.ops import Key, Spread, spread_of, stopwatch_for
+from optpipe.profile.ops import Key, Spread, spread_of, stopwatch_for, timed_kind
 from optpipe.profile.subject import Chain
 from optpipe.runtime.messages import Spec, Tree, size_bytes
 from optpipe.runtime.pipeline import Pipeline
@@ -112,7 +112,7 @@ def check_prediction(
     )
     exact = device.type == "cpu" and not measured.varying and len(slices) == 1  # which have the largest sizes of all
     failures = _wrong_peaks([d.peak_bytes for d in trace.devices], planned, margin, exact=exact)
-    serial, shares = serial_us(measured, program), _shares(measured, trace)
+    serial, shares = serial_us(measured, program), _shares(measured, program, trace)
     return Check(schedule.method, serial, step, shares, trace, compare(trace), [*failures])
 
 
@@ -132,15 +132,19 @@ def _wrong_peaks(
 
 def serial_us(measured: Measured, program: Program) -> float:
     """Sum of the times of all ops and messages of a program."""
-    return sum(_predicted_us(measured, action.key) or 0.0 for action in program.actions())
+    return sum(_predicted_us(measured, program, action.key) or 0.0 for action in program.actions())
 
 
-def _predicted_us(measured: Measured, action: Op) -> float | None:
+def _predicted_us(measured: Measured, program: Program, action: Op) -> float | None:
     """Predicted time of an action; a message counts at its send. None for actions outside the cost model."""
     q = action.microbatch % max(1, len(measured.slice_lengths))
     if action.kind in KINDS:
         figures = measured.stages[action.stage]
-        return (figures.slicings[-1].times[q] if figures.slicings else figures.times)[action.kind].median_us
+        times = figures.slicings[-1].times[q] if figures.slicings else figures.times
+        mode = program.modes.get((action.stage, action.microbatch))
+        if action.kind in ("CB", "CBW"):  # a recomputation within a backward
+            return times[timed_kind("C", mode)].median_us + times[action.kind[1:]].median_us
+        return times[timed_kind(action.kind, mode)].median_us
     if action.kind in SENDS:
         transfers = measured.slice_transfers[q] if measured.slice_transfers else measured.transfers
         spread = transfers.spreads[message_of(action).boundary]
@@ -148,12 +152,12 @@ def _predicted_us(measured: Measured, action: Op) -> float | None:
     return None
 
 
-def _shares(measured: Measured, trace: Trace) -> Sequence[Share]:
+def _shares(measured: Measured, program: Program, trace: Trace) -> Sequence[Share]:
     """Times of the recorded step by kind of action, in the order of a microbatch's ops."""
     times_us: dict[str, list[tuple[float | None, float]]] = defaultdict(list)
     for device in trace.devices:
         for action in device.actions:
-            times_us[action.action].append((_predicted_us(measured, action.key), action.duration_us))
+            times_us[action.action].append((_predicted_us(measured, program, action.key), action.duration_us))
     shares = []
     for kind in [*KINDS, *sorted(times_us.keys() - set(KINDS))]:
         if kind in times_us:

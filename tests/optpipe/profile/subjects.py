@@ -24,10 +24,12 @@ def perceptron(widths: Sequence[int] = (WIDTH, WIDTH, WIDTH)) -> Subject:
     return Subject("perceptron", stages, inputs, targets, nn.functional.mse_loss)
 
 
-def measured(subject: Subject, placement: Sequence[int], rounds: int = 2) -> tuple[Measured, Chain]:
+def measured(
+    subject: Subject, placement: Sequence[int], rounds: int = 2, modes: Sequence[str] = ("offload",)
+) -> tuple[Measured, Chain]:
     """Measured in this process, for 4 microbatches."""
     chain = build_chain(subject, CPU, 4, range(len(subject.stages)))
-    return measure(subject, chain, placement, CPU, rounds), chain
+    return measure(subject, chain, placement, CPU, rounds, modes=modes), chain
 
 
 class Masked(nn.Module):

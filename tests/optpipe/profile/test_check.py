@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 
 from optpipe.compile import compile_schedule
+from optpipe.ops import KINDS
 from optpipe.profile.check import STEPS, check_prediction, serial_us
 from optpipe.profile.measured import Measured
 from solver.solve import solve
 from tests.optpipe.profile.subjects import CPU, experts, measured, perceptron
+from tests.recomputing import random_in_modes
 
 MICROBATCHES = 4
 
@@ -25,6 +27,25 @@ def test_a_step_is_predicted_as_the_sum_of_its_ops_and_messages(method: str) -> 
         for _, ops in device.streams():
             expected += sum(found.stages[op.stage].times[op.kind].median_us for op in ops.ops)
     assert serial_us(found, compile_schedule(schedule)) == pytest.approx(expected)
+
+
+def test_recomputations_and_copies_are_predicted_in_their_mode() -> None:
+    found, chain = measured(perceptron((16, 32, 16)), [0, 1], modes=["full", "full+offload", "offload"])
+    schedule = random_in_modes(found.problem(2 * MICROBATCHES), seed=2)
+    assert schedule.modes is not None
+    expected, seen = 4 * MICROBATCHES * sum(spread.median_us for spread in found.transfers.spreads if spread), set()
+    for op in schedule.orders.ops():
+        mode = schedule.problem.stages[op.stage].choices[schedule.modes[op.stage, op.microbatch]].name
+        seen.add(f"{op.kind} {mode}")
+        times = found.stages[op.stage].times
+        copied = op.kind in ("O", "R") and mode == "full+offload"
+        expected += 0 if op.kind == "C" else times[f"{op.kind} full" if copied else op.kind.removeprefix("C")].median_us
+        expected += times["C full"].median_us if op.kind in ("C", "CB", "CBW") else 0
+    assert {kind for kind, _ in map(str.split, seen)} == {*KINDS}
+    assert seen >= {"C full", "O full+offload", "R full+offload", "O offload", "R offload"}
+    check = check_prediction(found, [chain], schedule, CPU)
+    assert check.serial_us == pytest.approx(expected)
+    assert sum(share.predicted_us or 0.0 for share in check.shares) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
