@@ -29,6 +29,7 @@ def backup(url: str, file: Path) -> int:
     A file of that name is replaced once the new one is whole. Raises InputError where the database is none of ours, or
     the file cannot be written; DatabaseGoneError.
     """
+    _refuse_folder(file)
     check_revision(url)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -51,6 +52,7 @@ def restore(url: str, file: Path, replace: bool = False) -> None:
     It is all restored or nothing. Raises InputError where the database is not empty, unless `replace`; where a service
     or a worker uses it; and where the file is no backup.
     """
+    _refuse_folder(file)
     if not file.is_file():
         raise InputError([Issue("file", "not_found", f"is {file}, which is not there. Maybe the path is misspelt.")])
     listed = subprocess.run(
@@ -89,6 +91,11 @@ def restore(url: str, file: Path, replace: bool = False) -> None:
     if reading.returncode or writing.returncode:
         raise DatabaseGoneError(_failure("psql", said.decode(errors="replace")))
     migrate(url)
+
+
+def _refuse_folder(file: Path) -> None:
+    if file.is_dir():
+        raise InputError([Issue("file", "folder", f"is {file}, which is a folder. Maybe name a file in it.")])
 
 
 def upgrade(data_folder: Path) -> tuple[int, int]:

@@ -121,6 +121,14 @@ def test_a_folder_that_is_not_there(database_url: str, tmp_path: Path) -> None:
         backup(database_url, tmp_path / "nowhere" / "backup")
 
 
+@pytest.mark.parametrize("path", [".", "/", "/tmp"])
+def test_a_folder_is_no_file(database_url: str, path: str) -> None:
+    for command in (backup, restore):
+        with pytest.raises(InputError, match=r"which is a folder\. Maybe name a file in it\.") as raised:
+            command(database_url, Path(path))
+        assert raised.value.issues[0].pointer == "file"
+
+
 def test_passwords_are_not_in_the_arguments(database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, commands = subprocess.run, []
 
