@@ -101,6 +101,17 @@ def test_sliders_redraw_a_published_schedule_at_once(form: Page) -> None:
     expect(form.locator("[data-part=preview-chart]")).to_be_hidden()
 
 
+def test_the_factors_of_microbatches_repeat_where_there_are_more(form: Page) -> None:
+    factors = [{"time": 1}, {"time": 2}]
+    form.fill("#problem", json.dumps({**PROBLEM.to_data(), "microbatches": 2, "microbatch_factors": factors}))
+    form.locator("[data-part=microbatch-slider]").fill("5")
+    written = json.loads(form.input_value("#problem"))
+    assert written["microbatch_factors"] == [*factors, *factors, factors[0]]
+    expect(form.locator("[data-part=check]")).to_contain_text("Valid: 2 devices, 2 stages, 5 microbatches")
+    form.fill("#microbatches", "1")
+    assert json.loads(form.input_value("#problem"))["microbatch_factors"] == factors[:1]
+
+
 def test_a_factor_that_is_none_says_so(form: Page) -> None:
     form.fill("#problem", json.dumps(PROBLEM.to_data()))
     form.fill("#transfer-factor", "twice")

@@ -5,6 +5,9 @@
 
 const LINE_FIELDS = new Set(["devices", "stages"]);
 
+/** More unequal microbatches than any server takes are left for it to refuse. */
+const MOST_UNEQUAL = 100_000;
+
 /** Fields of a stage by the factor that scales them. */
 const STAGE_TIMES = /** @type {const} */ ({
   forward: "forward_us",
@@ -60,12 +63,23 @@ export class ProblemDocument {
     this.#base = structuredClone(this.#problem);
   }
 
+  /** @param {string} value */
+  setObjective(value) {
+    this.#write((problem) => Object.assign(problem, { objective: value }));
+  }
+
   /**
-   * @param {"microbatches" | "objective"} name
-   * @param {unknown} value
+   * Set the number of microbatches. Where each has factors of its own, those that were loaded or typed repeat.
+   *
+   * @param {unknown} count
    */
-  set(name, value) {
-    this.#write((problem) => Object.assign(problem, { [name]: value }));
+  setMicrobatches(count) {
+    const factors = list(this.#base?.microbatch_factors);
+    this.#write((problem) => {
+      Object.assign(problem, { microbatches: count });
+      if (!factors.length || typeof count !== "number" || !(count >= 1 && count <= MOST_UNEQUAL)) return;
+      problem.microbatch_factors = Array.from({ length: count }, (_, i) => factors[i % factors.length]);
+    });
   }
 
   /** @param {(number | null)[]} budgets in bytes, one for each device; null: no limit */
@@ -112,7 +126,7 @@ export class ProblemDocument {
 
 /**
  * @template T
- * @param {T[] | undefined} value of a problem that may not be valid
+ * @param {T[] | null | undefined} value of a problem that may not be valid
  * @returns {T[]}
  */
 function list(value) {

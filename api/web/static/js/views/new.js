@@ -89,11 +89,11 @@ class NewProblem {
       return;
     }
     if (target === this.editor) this.#onText();
-    else if (target === this.microbatches) this.document.set("microbatches", numberOrText(this.microbatches.value));
-    else if (target === this.objective) this.document.set("objective", this.objective.value);
+    else if (target === this.microbatches) this.document.setMicrobatches(numberOrText(this.microbatches.value));
+    else if (target === this.objective) this.document.setObjective(this.objective.value);
     else if (target === this.microbatchSlider) {
       this.microbatches.value = this.microbatchSlider.value;
-      this.document.set("microbatches", Number(this.microbatchSlider.value));
+      this.document.setMicrobatches(Number(this.microbatchSlider.value));
     }
     if (target === this.microbatches) this.microbatchSlider.value = this.microbatches.value;
     const field = this.factors.find((other) => other.owns(target));
