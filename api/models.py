@@ -136,7 +136,7 @@ class CheckedAnswer(_Answer):
     devices: int
     stages: int
     microbatches: int
-    ops: int = Field(description="F, B and W of all stages and microbatches, O and R of those that may offload.")
+    ops: int = Field(description="F, B and W of all stages and units; O, R and C where stages may have them.")
 
     @classmethod
     def of(cls, problem: Problem) -> CheckedAnswer:
