@@ -8,12 +8,13 @@ patterns', which alone do not slow down with the microbatches; the largest have 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 
 from optpipe.problem import Problem
 from solver import searches
@@ -59,30 +60,40 @@ LANE_SEEDS = 1_000_003
 
 _THREAD_NAME = "subsolver"
 
+ENDING_S = 30.0
+"""Time in which searches that still run when the interpreter ends may end by themselves."""
+
+_INTERPRETER_ENDS = Cancel()
+
 
 def run_subsolvers(problem: Problem, shared: SharedIncumbent, subsolvers: Sequence[Subsolver]) -> None:
     """Search until the shared incumbent says stop, the limits are reached, or every subsolver has nothing more to do.
 
     A search that prepares or ends for long on a large problem is not waited for: the shared incumbent is closed at the
     limit, and what still runs is stopped and its solutions are dropped. An exception in a subsolver stops the others
-    and is raised here.
+    and is raised here; one here, such as that of Ctrl-C, stops them all.
     """
     failures: list[BaseException] = []
 
-    def run(subsolver: Subsolver) -> None:
+    def run(subsolver: Subsolver, ended: Event) -> None:
         try:
             _run_subsolver(problem, shared, subsolver)
         except BaseException as failure:
             failures.append(failure)
             shared.stop.request()
+        finally:
+            ended.set()
 
-    threads = [Thread(target=run, args=(subsolver,), name=_THREAD_NAME, daemon=True) for subsolver in subsolvers]
-    for thread in threads:
-        thread.start()
+    ends = [Event() for _ in subsolvers]
     counted = shared.limits.deterministic_limit is not None  # work, which may take any time
-    for thread in threads:
-        thread.join(None if counted else shared.limits.time_left_s + GRACE_S)
-    shared.close()
+    try:
+        with _INTERPRETER_ENDS.calling(shared.stop.request):
+            for subsolver, ended in zip(subsolvers, ends, strict=True):
+                Thread(target=run, args=(subsolver, ended), name=_THREAD_NAME, daemon=True).start()
+            for ended in ends:  # no `join`: before Python 3.13 one that is interrupted takes the thread for ended
+                ended.wait(None if counted else shared.limits.time_left_s + GRACE_S)
+    finally:
+        shared.close()
     if failures:
         raise failures[0]
 
@@ -93,6 +104,17 @@ def wait_for_outlived(seconds: float) -> None:
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME:
             thread.join(max(until - time.perf_counter(), 0.0))
+
+
+@atexit.register
+def end_searches() -> None:
+    """Stop every search of this process and wait for its end, for at most `ENDING_S`.
+
+    The interpreter ends a thread that is left where it next asks for its lock. In the middle of a solver's C++ that
+    aborts the process, whatever the program did before.
+    """
+    _INTERPRETER_ENDS.request()
+    wait_for_outlived(ENDING_S)
 
 
 def _run_subsolver(problem: Problem, shared: SharedIncumbent, subsolver: Subsolver) -> None:

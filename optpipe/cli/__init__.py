@@ -37,6 +37,8 @@ def _end_process(code: int) -> NoReturn:
     The interpreter ends each of them where it next asks for its lock. In a compiled kernel or a solver that is in the
     middle of C++, which aborts the process: after all was done and written, its exit code would be 134.
     """
+    if searches := sys.modules.get("solver.strategy"):
+        atexit.unregister(searches.end_searches)  # which waits for those of them that are searches
     threading._shutdown()  # type: ignore[attr-defined]  # ends pools and waits for their threads, as at every exit
     atexit._run_exitfuncs()
     try:
