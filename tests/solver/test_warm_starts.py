@@ -112,8 +112,14 @@ def test_nothing_that_fits_is_looked_for_beyond_the_limit(tried: list[str], monk
 def tried_before_searches(problem: Problem, tried: list[str]) -> list[str]:
     """The published schedules that were made when the first search of a solve begins."""
     before: list[str] = []
+    limits = Limits(deterministic_limit=0.001)
+
+    def note() -> None:
+        before.extend(tried)
+        limits.cancel.request()
+
     with suppress(NoSolutionError):
-        search(problem, "auto", Limits(5, deterministic_limit=0.001), on_searching=lambda: before.extend(tried))
+        search(problem, "auto", limits, on_searching=note)
     return before
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from solver.regression.run import (
     suites_folder,
 )
 from solver.solution import Solution
+from solver.strategy import wait_for_outlived
 from tests.solver.regression.suites import PROBLEM, RECORDED, figures, write_suite
 
 SUITES = suites_folder()
@@ -162,12 +163,18 @@ def test_a_bug_of_a_method_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_search_that_outlives_its_limit_is_over_before_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = []
+    measured, ended = Event(), []
 
     def stubborn(problem: Problem, limits: Limits, start: Solution, *_: object) -> Solution:
-        time.sleep(1.5)
+        assert measured.wait(60)
         ended.append(limits.seconds)
         return start
+
+    def wait(seconds: float) -> None:
+        measured.set()
+        wait_for_outlived(seconds)
+
+    monkeypatch.setattr("solver.regression.run.wait_for_outlived", wait)
 
     monkeypatch.setitem(METHODS, "stubborn", Method("stubborn", "search", "", "", search=stubborn))
     monkeypatch.setattr(import_module("solver.solve"), "offer_published", lambda *_: None)

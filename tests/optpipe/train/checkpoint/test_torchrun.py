@@ -142,7 +142,7 @@ def test_a_signal_to_the_launcher_ends_all_at_one_step_with_a_checkpoint(tmp_pat
             while not (tmp_path / "begun").exists() and launcher.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)
             launcher.send_signal(signal.SIGINT)
-            launcher.communicate(timeout=60)
+            launcher.communicate(timeout=240)
         except BaseException:
             end(launcher)
             raise
