@@ -154,7 +154,9 @@ async def _checked_out(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     try:
         await _until_done(checking_out)
     except asyncio.CancelledError:
-        if checking_out.done() and not checking_out.cancelled() and checking_out.exception() is None:
+        if not checking_out.done():  # it waits for others to give theirs back, which may take up to `WAIT_S`
+            checking_out.add_done_callback(_give_back)
+        elif not checking_out.cancelled() and checking_out.exception() is None:
             await _until_done(asyncio.ensure_future(checking_out.result().close()))
         raise
     connection = checking_out.result()
@@ -164,6 +166,18 @@ async def _checked_out(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         closing = asyncio.ensure_future(connection.close())
         await _until_done(closing)
         closing.result()
+
+
+_GIVEN_BACK: set[asyncio.Future[None]] = set()
+"""What the event loop itself would not keep alive."""
+
+
+def _give_back(checking_out: asyncio.Future[AsyncConnection]) -> None:
+    """Give a connection back that came after it was no longer waited for."""
+    if not checking_out.cancelled() and checking_out.exception() is None:
+        closing = asyncio.ensure_future(checking_out.result().close())
+        _GIVEN_BACK.add(closing)
+        closing.add_done_callback(_GIVEN_BACK.discard)
 
 
 async def _until_done(task: asyncio.Future[Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,30 @@ async def test_what_is_there_is_not_replaced_unseen(settings: Settings, database
     assert await names(settings) == ["after", "before"]
     restore(database_url, file, replace=True)
     assert await names(settings) == ["before"]
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["closed meanwhile", "stays"])
+def test_a_connection_is_given_time_to_end(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stays: bool
+) -> None:
+    """PostgreSQL lists one for a moment after it was closed; one of a service that runs is there for longer."""
+    looks = itertools.count(1)
+
+    def sleep(_seconds: float) -> None:
+        if next(looks) == 3 and not stays:
+            used.close()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(backup_module, "sleep", sleep)
+    monkeypatch.setattr(backup_module, "ENDING_S", 0.1 if stays else 60.0)
+    backup(database_url, tmp_path / "backup")
+    with psycopg.connect(database_url, application_name="optpipe listener") as used:
+        if stays:
+            with pytest.raises(InputError, match="a service or a worker uses"):
+                restore(database_url, tmp_path / "backup", replace=True)
+        else:
+            restore(database_url, tmp_path / "backup", replace=True)
+    assert next(looks) > (1 if stays else 3)
 
 
 async def names(settings: Settings) -> list[str]:

@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from sqlalchemy import event
 
 from api.app import create_app
+from api.jobs import database
 from api.jobs.database import Listener, end_tasks, for_reading, make_engine, transaction
 from api.settings import Settings
 from tests.api.harness import body, listening
@@ -64,7 +66,7 @@ async def test_a_listener_that_ends_while_it_connects_leaves_no_connection(datab
             for k in range(40):
                 async with Listener(database_url, {}, missed=lambda: None):
                     await asyncio.sleep(k * 0.0005)
-                until = monotonic() + 10
+                until = monotonic() + 60
                 while left := connection.execute(used).fetchall():
                     assert monotonic() < until, left
                     sleep(0.01)  # the loop stands still: what is left is left
@@ -128,3 +130,34 @@ async def test_a_cancel_loses_no_connection(
     await engine.dispose()
     del task
     gc.collect()  # a connection that is lost is a warning, and warnings are errors
+
+
+async def test_a_cancel_loses_no_connection_that_comes_late(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all were in use for longer than a cancelled one waits."""
+    for name, value in {"POOLED": 1, "EXTRA": 0, "ANSWER_S": 0.05}.items():
+        monkeypatch.setattr(database, name, value)
+    engine = make_engine(database_url)
+    pool: Any = engine.pool
+    checkouts: list[object] = []
+    event.listen(engine.sync_engine, "checkout", lambda _, record, __: checkouts.append(record))
+    connection = await engine.connect()
+
+    async def use() -> None:
+        async with transaction(engine):
+            raise AssertionError("there is none")
+
+    task = asyncio.create_task(use())
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    gc.disable()
+    try:
+        await connection.close()
+        until = monotonic() + 60
+        while len(checkouts) < 2 or pool.checkedout():
+            assert monotonic() < until, "it is lost"
+            await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+    await engine.dispose()
