@@ -43,7 +43,9 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
         part = projected(problem, kept)
         # Only bounds of parts of this part count here, not that of the whole: on the part's grid of time a bound is
         # raised to the next value that its own schedules can have, and those of the whole problem may lie below it.
-        inside_us = max((bound_us for inner, bound_us in proved.items() if inner <= {*kept}), default=0.0)
+        # With factors its delays may be shorter than those of a part of it, so what that proves need not hold for it.
+        inner_parts = () if problem.has_factors else proved.items()
+        inside_us = max((bound_us for inner, bound_us in inner_parts if inner <= {*kept}), default=0.0)
         orders = restricted(start.orders, kept) if start.orders else None
         value_us = simulate(part, orders).value_us if orders else float("inf")
         solved = Solution(orders, value_us, max(inside_us, lower_bound_us(part)))

@@ -204,6 +204,22 @@ def test_parts_between_which_the_way_is_longer_than_a_delay_may_be_are_left_out(
     assert lower_bound_us(problem) <= bound_of(problem, start) <= start.value_us
 
 
+def test_what_a_part_proves_of_slices_is_not_raised_to_the_values_of_a_larger_part() -> None:
+    """Stages 0 and 3 prove 115, the optimum. Beside stage 1 a gradient's delay of 5 us is put as 2: values are even."""
+    data = uniform(4, 2).to_data() | {"transfer_us": [{"forward": 0, "backward": 4}, 0, 0], "slices": {"count": 2}}
+    times_us = [(20, 2), (2, 2), (4, 4), (2, 4)]
+    for stage, (forward_us, input_us) in zip(data["stages"], times_us, strict=True):
+        stage |= {"forward_us": forward_us, "backward_input_us": input_us, "backward_weight_us": 2}
+    data["stages"][1]["slice_factors"] = {"transfer": [1.25, 1]}
+    data["stages"][2]["slice_factors"] = {"forward": [1, 2]}
+    problem = Problem.from_data(data)
+    start = start_of(problem)
+    assert start is not None
+    best = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=5.0), start, [].append)
+    assert best.value_us == best.bound_us == 115
+    assert bound_of(problem, start) == 115
+
+
 def test_a_bound_of_the_whole_is_not_raised_to_the_values_of_a_part() -> None:
     """Stage 2 takes halves of a microsecond, the parts without it whole ones; the optimum is 14.5."""
     data = uniform(4, 2, budget=3, activation_bytes=1).to_data() | {"transfer_us": [0, 0.5, 0]}
