@@ -105,12 +105,13 @@ class PlanPlayer:
         stages = np.bincount(self.passes.device[: self.passes.stages], minlength=self.passes.devices)
         return stages.astype(np.int64) * microbatches
 
-    def play(self, early: Ints, end: int, patience: float, hurry: Ints, by_span: bool) -> float:
+    def play(self, early: Ints, end: int, delay_share: float, weights_last: Ints, by_span: bool) -> float:
         """The makespan in us, or the largest span of a device, when every pass starts as early as it may.
 
         ``early[e, p]``: rounds that pass p may run ahead of its plan in the first (e = 0) and the last (e = 1) `end`
-        microbatches. `patience`: the share of a pass's time by which it may delay the planned one, where the input of
-        that one is known to come. A device with no more than ``hurry[d]`` forwards left runs its W behind all else.
+        microbatches. `delay_share`: the share of a pass's time by which it may delay the planned one, where the input
+        of that one is known to come. A device with no more than ``weights_last[d]`` forwards left runs its W behind all
+        else.
         Infinity where passes without length are planned before what they need; there are no orders then.
         """
         passes = self.passes
@@ -118,7 +119,7 @@ class PlanPlayer:
             self.first, self.planned, self.microbatch, self.round, self.where, self.counts, self.local, self.begin,
             self.planned_forwards, passes.stages, passes.device, passes.duration_us, passes.before, passes.delay_us,
             passes.follows, self.after, passes.at_start, passes.at_end, self.budgets,
-            early, end, patience, hurry, by_span, self.order,
+            early, end, delay_share, weights_last, by_span, self.order,
         )  # fmt: skip
         return float(value_us)
 
@@ -151,8 +152,8 @@ def _play(
     budgets: Ints,
     early: Ints,
     end: int,
-    patience: float,
-    hurry: Ints,
+    delay_share: float,
+    weights_last: Ints,
     by_span: bool,
     order: Ints,
 ) -> float:
@@ -181,7 +182,7 @@ def _play(
         now, d = heappop(wake)
         if head[d] == first[d + 1] or now < free_at[d]:
             continue
-        late = left[d] <= hurry[d]
+        late = left[d] <= weights_last[d]
         lead = _first_without_weights(head[d], first[d + 1], done, planned, 2 * stages) if late else head[d]
         p, i = planned[lead], microbatch[lead]
         comes = 0.0 if before[p] < 0 else ended[before[p], i] + delay[p]
@@ -190,7 +191,7 @@ def _play(
         else:
             chosen = _instead(
                 local[begin[d] : begin[d + 1]], upcoming, ended, before, delay, follows, where, counts, rounds,
-                duration, early, end, patience, done, planned, at_start, at_end, level[d], budgets[d], head[d], lead,
+                duration, early, end, delay_share, done, planned, at_start, at_end, level[d], budgets[d], head[d], lead,
                 now, comes, 2 * stages if late else len(before),
             )  # fmt: skip
         if chosen < 0:
@@ -223,7 +224,7 @@ def _play(
 @njit(cache=True)
 def _instead(
     passes: Ints, upcoming: Ints, ended: Floats, before: Ints, delay: Floats, follows: Ints, where: Ints,
-    counts: Ints, rounds: Ints, duration: Floats, early: Ints, end: int, patience: float, done: Bools, planned: Ints,
+    counts: Ints, rounds: Ints, duration: Floats, early: Ints, end: int, delay_share: float, done: Bools, planned: Ints,
     at_start: Ints, at_end: Ints, level: int, budget: int, head: int, lead: int, now: float, comes: float, behind: int,
 ) -> int:  # fmt: skip
     """The place of the pass that a device runs `now` because the one at `lead` cannot; -1 where it has to wait.
@@ -245,7 +246,7 @@ def _instead(
             continue
         if place != head:
             allowed = _allowed(early, p, i, end, microbatches)
-            if rounds[place] - rounds[lead] > allowed or now < comes < now + (1.0 - patience) * duration[p]:
+            if rounds[place] - rounds[lead] > allowed or now < comes < now + (1.0 - delay_share) * duration[p]:
                 continue
             if not _has_room(place, head, done, planned, at_start, at_end, level, budget):
                 continue

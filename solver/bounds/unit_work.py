@@ -9,7 +9,7 @@ from solver.bounds.device import Knapsack
 from solver.bounds.unit_costs import UnitCosts
 
 MOST_BEFORE = 128
-"""Most backwards that an F waits for from each of which on the work of its device is counted: the last ones."""
+"""Number of the last backwards before an F from each of which on the work of its device is counted."""
 
 MOST_MORE = 64
 """Most backwards beyond those that memory requires that are tried; with more, W count as free."""
@@ -36,8 +36,8 @@ class OneStage:
         """The earliest start of F of unit x by the work that the device must have done since it began, or since a B.
 
         When F(x) starts, at least `released[x]` backwards have ended. If `done` have, all their W have run except those
-        that fit beside what is in flight. Before B(j) only W of the j backwards before it can have run; so all
-        backwards from B(j) on, and the F that wait for it, ran since then.
+        that fit beside what is in flight. Since B(j) started, all backwards from it on have run, the F that wait for
+        it, and all of these W but those of the j backwards before it, which can have run earlier.
         """
         least = int(self.released[x])
         first = x - x % self.count  # no backward of this microbatch, or of later ones, has ended

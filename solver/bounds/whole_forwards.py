@@ -98,8 +98,8 @@ class _WarmUp:
     def rounded_us(self, time_us: float, idle_us: float, *, from_start: bool) -> tuple[float, float]:
         """The least time of at least `time_us` that is made up of whole forwards and idle time of at most `idle_us`.
 
-        Times count from the device's first op, or without `from_start` from a later one, since which memory bounds
-        nothing. Also returns the least idle time above `idle_us` that allows another number of forwards. Both are
+        Times count from the device's first op, or without `from_start` from a later one, after which memory sets no
+        bound. Also returns the least idle time above `idle_us` that allows another number of forwards. Both are
         infinite where there is none.
         """
         if not self.is_whole:

@@ -96,7 +96,7 @@ class _Path:
 
 
 class _Player:
-    """Event by event: each free device takes a backward that has arrived, the oldest first, else an F, if safe.
+    """Discrete-event simulation: a free device takes a backward that is there, the oldest first, else an F, if safe.
 
     A stage has at most as many units between F and the end of its backward as 1F1B has, and `ahead` more (None: any
     number).

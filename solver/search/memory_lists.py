@@ -54,8 +54,8 @@ COMPUTE, OFFLOAD, RELOAD = range(3)
 class StageCosts(NamedTuple):
     """Costs of ops by row and stage, and where stages are; device d holds ``stages[first[d]:first[d + 1]]``.
 
-    `delay_us`: from the end of the F or B of the stage before to an op's own start. `need_bytes` must be free when an
-    op starts, `change_bytes` is its change of memory in all; `frees`: True if memory is freed at its end.
+    `delay_us`: from the end of the neighbour's F or B to the start of the F or B that it feeds. `need_bytes` must be
+    free when an op starts, `change_bytes` is its change of memory in all; `frees`: True if memory is freed at its end.
     `backward_bytes`: what stays free after an F so that the activation of one microbatch can be restored;
     `forward_bytes`: beside it, so that the microbatch gets through the later stages of its device; `more_bytes`: also
     beside it after an F whose activation is kept, so that others can follow that are recomputed. `leaves`: activations

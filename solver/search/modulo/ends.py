@@ -26,14 +26,14 @@ class Ends:
     """Deviation of a schedule's ends from its pattern.
 
     `early[e, p]`: rounds that pass p may run ahead of its plan in the warm-up (e = 0) and the cool-down (e = 1).
-    `patience`: the share of a pass's time by which it may delay the planned one, where the input of that one is known
-    to come. Once a device has no more than ``hurry[d]`` forwards left, its W come behind all else that fits: so the
-    last backwards leave it at the pace of F and B alone, and W are left to fill the cool-down with.
+    `delay_share`: the share of a pass's time by which it may delay the planned one, where the input of that one is
+    known to come. Once a device has no more than ``weights_last[d]`` forwards left, its W come behind all else that
+    fits: so the last backwards leave it at the pace of F and B alone, and W are left to fill the cool-down with.
     """
 
     early: Ints
-    patience: float
-    hurry: Ints
+    delay_share: float
+    weights_last: Ints
 
 
 class Filler(PlanPlayer):
@@ -57,7 +57,7 @@ class Filler(PlanPlayer):
 
     def value_us(self, ends: Ends) -> float:
         """The objective with these ends, infinity where there are no orders (`PlanPlayer.play`)."""
-        return self.play(ends.early, self.end, ends.patience, ends.hurry, self.by_span)
+        return self.play(ends.early, self.end, ends.delay_share, ends.weights_last, self.by_span)
 
     def orders(self, ends: Ends) -> list[tuple[Ints, Ints]]:
         """For each device the passes in the order in which it runs them, as those of one lane, and their units."""
@@ -71,20 +71,20 @@ class Filler(PlanPlayer):
 
 
 EARLY = (0, 2, 9)
-PATIENCE = (0.0, 0.5)
-"""Values tried first, for all passes alike and without hurry."""
+DELAY_SHARES = (0.0, 0.5)
+"""Values tried first, for all passes alike, while W keep their places."""
 
-HURRY = (0.5, 1.0)
+WEIGHTS_LAST = (0.5, 1.0)
 """Shares of each device's forwards in the cool-down that are left when its W begin to wait, tried next."""
 
-FIRST_PLAYS = len(EARLY) * len(PATIENCE) + len(HURRY)
+FIRST_PLAYS = len(EARLY) * len(DELAY_SHARES) + len(WEIGHTS_LAST)
 """Number of times `first_ends` plays a pattern."""
 
 EARLY_BELOW = 12
 """Rounds that a step lets passes run ahead of their plan are fewer than this."""
 
-HURRY_CHANGES = 0.2
-"""Share of the steps that change `Ends.hurry`."""
+WEIGHTS_LAST_CHANGES = 0.2
+"""Share of the steps that change `Ends.weights_last`."""
 
 SLACK = 1e-4
 """Share of the value by which a step may be worse at the beginning of a search."""
@@ -100,9 +100,9 @@ def few_units(pattern: Pattern, units: int) -> int:
 def first_ends(filler: Filler) -> tuple[float, Ends]:
     """The best of a few simple ends, with its value in us."""
     ahead, never = np.ones((2, filler.passes.size), np.int64), np.zeros_like(filler.cool_down)
-    value, ends = _best(filler, [Ends(early * ahead, patience, never) for early, patience in product(EARLY, PATIENCE)])
-    hurries = [np.floor(share * filler.cool_down).astype(np.int64) for share in HURRY]
-    other = _best(filler, [replace(ends, hurry=hurry) for hurry in hurries])
+    value, ends = _best(filler, [Ends(early * ahead, share, never) for early, share in product(EARLY, DELAY_SHARES)])
+    deferring = [np.floor(share * filler.cool_down).astype(np.int64) for share in WEIGHTS_LAST]
+    other = _best(filler, [replace(ends, weights_last=weights_last) for weights_last in deferring])
     return min((value, ends), other, key=lambda pair: pair[0])
 
 
@@ -134,13 +134,13 @@ def tuned_ends(
 
 
 def _neighbour(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
-    """Other ends: another hurry on neighbouring devices, or up to three groups of passes earlier or later."""
-    if rng.random() < HURRY_CHANGES:
-        hurry = ends.hurry.copy()
-        first = int(rng.integers(len(hurry)))
-        last = first + 1 + int(rng.integers(len(hurry) - first))
-        hurry[first:last] = np.floor(rng.random() * (filler.cool_down[first:last] + 1))
-        return replace(ends, hurry=hurry)
+    """Other ends: W last sooner or later on neighbouring devices, or up to three groups of passes earlier or later."""
+    if rng.random() < WEIGHTS_LAST_CHANGES:
+        weights_last = ends.weights_last.copy()
+        first = int(rng.integers(len(weights_last)))
+        last = first + 1 + int(rng.integers(len(weights_last) - first))
+        weights_last[first:last] = np.floor(rng.random() * (filler.cool_down[first:last] + 1))
+        return replace(ends, weights_last=weights_last)
     passes, early = filler.passes, ends.early.copy()
     for _ in range(int(rng.integers(1, 4))):
         rounds, end, which = rng.integers(EARLY_BELOW), rng.integers(2), rng.random()
@@ -153,4 +153,5 @@ def _neighbour(ends: Ends, filler: Filler, rng: np.random.Generator) -> Ends:
         else:  # those of a device
             group = np.flatnonzero(passes.device == rng.integers(passes.devices))
         early[end, group] = rounds
-    return replace(ends, early=early, patience=float(rng.choice(PATIENCE)) if rng.random() < 0.1 else ends.patience)
+    delay_share = float(rng.choice(DELAY_SHARES)) if rng.random() < 0.1 else ends.delay_share
+    return replace(ends, early=early, delay_share=delay_share)

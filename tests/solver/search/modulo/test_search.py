@@ -170,23 +170,23 @@ def test_any_ends_keep_the_budgets_of_the_pattern(problem: Problem, seed: int) -
     rng = np.random.default_rng(seed)
     passes = Passes.of(problem)
     filler = Filler(pattern, passes, problem.microbatches, budgets_bytes(problem), by_span=False)
-    hurry = rng.integers(filler.cool_down + 1)
-    ends = Ends(rng.integers(5, size=(2, passes.size)), float(rng.random()), hurry)
+    weights_last = rng.integers(filler.cool_down + 1)
+    ends = Ends(rng.integers(5, size=(2, passes.size)), float(rng.random()), weights_last)
     assume(filler.value_us(ends) < np.inf)
     orders = orders_from_pattern(problem, filler.orders(ends))
     simulation = simulate(problem, orders)
     assert within_budgets(problem, orders, simulation)
 
 
-def test_devices_in_a_hurry_let_their_last_weight_passes_wait() -> None:
+def test_last_weight_passes_that_wait_let_the_last_backwards_through() -> None:
     """With room for W the last microbatches come back at the pace of F and B alone."""
     problem = uniform(4, 16, transfer_us=0, budget=100)
     pattern = found(problem)
     assert pattern is not None
     filler = Filler(pattern, Passes.of(problem), 16, budgets_bytes(problem), by_span=True)
-    calm = Ends(np.zeros((2, 12), np.int64), 0.0, np.zeros(4, np.int64))
-    hurried = replace(calm, hurry=np.full(4, 8, np.int64))
-    assert filler.value_us(hurried) < filler.value_us(calm)
+    plain = Ends(np.zeros((2, 12), np.int64), 0.0, np.zeros(4, np.int64))
+    deferring = replace(plain, weights_last=np.full(4, 8, np.int64))
+    assert filler.value_us(deferring) < filler.value_us(plain)
 
 
 @pytest.mark.parametrize("name", ["a-p16-m32-c0-b1o2-vshape-make", "zb-1.5b-p8-m24-mem1.5"])
