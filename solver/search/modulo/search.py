@@ -113,7 +113,7 @@ def fitting_patterns(
     rng: np.random.Generator,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Pattern]:
-    """Patterns that repeat within the budgets, one microbatch every `period_us`; the shortest block first."""
+    """Patterns that repeat within the budgets, one microbatch every `period_us` (above 0); the shortest block first."""
     round_us = period_us * passes.lanes
     all_places = find_places(passes, round_us, width, lean, rng, stopped, budgets)
     patterns = [pattern_at(passes, places, round_us) for places in all_places]
