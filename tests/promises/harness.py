@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -217,7 +217,7 @@ Event = Progress | Heartbeat
 class Heard:
     """Messages of a solve, each with the second at which it came, its result, and the second of that.
 
-    `waited_s`: how long the child, while it loaded, and this process found no free processor.
+    `waited_s`: how long the child, until it searched, and this process found no free processor.
     """
 
     events: list[tuple[float, Event]]
@@ -238,23 +238,53 @@ class Heard:
         assert schedule.value_us < self.incumbents[0].value_us
 
 
-def heard(method: str, limits: Limits, on_event: Callable[[Event], None] | None = None, **more: int) -> Heard:
-    """Solve with a method of `stubborn`."""
+class _StubbornChild(Child):
+    """A child of `stubborn`. How long it found no free processor is noted whenever its parent asks."""
+
+    def __init__(self) -> None:
+        super().__init__("tests.promises.stubborn")
+        self._kept_waiting_s: list[float] = []
+
+    @property
+    def kept_waiting_s(self) -> float:
+        self._kept_waiting_s.append(super().kept_waiting_s)
+        return self._kept_waiting_s[-1]
+
+    @property
+    def waited_s(self) -> float:
+        """The wait that its parent has counted: from the beginning of the solve until it searched."""
+        return self._kept_waiting_s[-1] - self._kept_waiting_s[0]
+
+    def wait_until_loaded(self) -> None:
+        patience_s = time.monotonic() + PATIENCE_S
+        while not Path(self.folder, "loaded").exists():
+            assert time.monotonic() < patience_s, "the child does not load"
+            time.sleep(0.02)
+
+
+def heard(
+    method: str,
+    limits: Limits,
+    on_event: Callable[[Event], None] | None = None,
+    loaded: bool = True,
+    memory_limit_bytes: int | None = None,
+) -> Heard:
+    """Solve with a method of `stubborn`; `loaded`: the clock begins once the child has loaded what it can."""
     events: list[tuple[float, Event]] = []
-    waited_s = [0.0]
-    before_s = clock.waited_s()
 
     def listen(event: Event) -> None:
         events.append((limits.seconds, event))
-        if not any(isinstance(known, Progress) for _, known in events[:-1]):
-            waited_s.append(child.kept_waiting_s)
         if on_event:
             on_event(event)
 
-    with Child("tests.promises.stubborn") as child:
-        result = solve_in_child(PROBLEM, method, limits, on_event=listen, child=child, **more)
+    with _StubbornChild() as child:
+        if loaded:
+            child.wait_until_loaded()
+            limits = replace(limits, began=time.perf_counter())
+        before_s = clock.waited_s()
+        result = solve_in_child(PROBLEM, method, limits, memory_limit_bytes, on_event=listen, child=child)
     ended_s = time.perf_counter() - limits.began
-    return Heard(events, result, ended_s, max(waited_s) + max(0.0, clock.waited_s() - before_s))
+    return Heard(events, result, ended_s, child.waited_s + max(0.0, clock.waited_s() - before_s))
 
 
 PUBLISHED = [name for name, method in METHODS.items() if method.kind == "published"]

@@ -9,10 +9,12 @@ import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 
 from optpipe.problem import Problem
+from solver.kernels import WARM, are_ready
 from solver.limits import Cancel, Limits
 from solver.methods import METHODS, Method
 from solver.process import child
@@ -85,8 +87,18 @@ def fail(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolut
     raise AssertionError("the invariant is broken")
 
 
+def load() -> None:
+    """Load what a solve needs, and leave a file to say so."""
+    load_now()
+    Path("loaded").touch()
+
+
+load_now = child._load
+
 if __name__ == "__main__":
-    child.Outbox = TellingOutbox  # type: ignore[misc]
+    child.Outbox, child._load = TellingOutbox, load  # type: ignore[misc]
+    if not are_ready(WARM):
+        Path("loaded").touch()  # nothing is loaded ahead of time
     for search in (hang, explode, exhaust, crash, fail):
         name = search.__name__
         METHODS[name] = Method(name, "exact", search.__doc__ or "", "", search=search)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from instances import INSTANCES, uniform
@@ -125,14 +126,21 @@ def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
         assert "Traceback" not in run.err
 
 
+def processor_s(pid: int) -> float:
+    """Processor time that the threads of a process have had."""
+    return sum(psutil.Process(pid).cpu_times()[:2])
+
+
 def test_ctrl_c_prints_what_is_done(tmp_path: Path) -> None:
     hard = INSTANCES / "d-p8-m16-o1-mo1-b1o4-vshape-make.json"
     suite = suite_of(tmp_path, {"recorded": RECORDED}, {"problem": str(hard), "method": "cp-sat"}, {"microbatches": 2})
-    arguments = [sys.executable, "-m", "optpipe", "bench", str(suite), "--time-limit", "50", "--json"]
+    arguments = [sys.executable, "-m", "optpipe", "bench", str(suite), "--time-limit", "400", "--json"]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "1/3  two" in process.stderr.readline()
-        time.sleep(3)  # by then the next one has its first schedule
+        began_s = processor_s(process.pid)
+        while processor_s(process.pid) < began_s + 3:  # by then the next one has its first schedule
+            time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
         out, errors = process.communicate()
     assert process.returncode == 130

@@ -50,7 +50,7 @@ def optimum_with_offload() -> Schedule:
     problem = measured(uniform(P, M, offload=WHOLE))
     first, *_, last = (device.peak_bytes for device in solve(problem, "1f1b").devices)
     budgets = [{"memory_bytes": size} for size in [first // 2] * (P - 1) + [last]]
-    schedule = solve(Problem.from_data(problem.to_data() | {"devices": budgets}), "auto", Limits(time_limit_s=60))
+    schedule = solve(Problem.from_data(problem.to_data() | {"devices": budgets}), "cp-sat", Limits(500, workers=1))
     assert schedule.status == "optimal"
     assert compile_schedule(schedule).offloaded
     return schedule
