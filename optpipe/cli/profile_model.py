@@ -22,7 +22,6 @@ from optpipe.partition import devices_of_stages
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
-    from optpipe.profile.measured import Measured
     from optpipe.profile.subject import Subject
     from optpipe.schedule import Schedule
     from optpipe.sequences import SliceBy
@@ -110,7 +109,7 @@ def profile_model(model: str, options: Options, output: Path, as_json: bool) -> 
         if options.check and problem:
             from optpipe.profile.check import check_prediction
 
-            schedule = _quick_schedule(measured, problem)
+            schedule = _quick_schedule(problem)
             cut = chain.in_slices(measured.slice_lengths) if measured.slice_lengths else [chain]
             with doing(f"running steps of {schedule.method}"):
                 check = check_prediction(measured, cut, schedule, device, options.memory_margin)
@@ -262,23 +261,16 @@ def _build_gpt(model: str, options: Options, stages: int) -> Subject:
     return Subject(name, modules, inputs, targets, byte_loss)
 
 
-def _quick_schedule(measured: Measured, problem: Problem) -> Schedule:
-    """Return the best published schedule that the stages can run. Raises NoSolutionError."""
+def _quick_schedule(problem: Problem) -> Schedule:
+    """Return the best published schedule of a problem. Raises NoSolutionError."""
     from solver.solve import solve
 
-    fused = {s for s, stage in enumerate(measured.stages) if not stage.splits}
     schedules, reasons = [], []
     for method in QUICK_METHODS:
         try:
-            schedule = solve(problem, method)
+            schedules.append(solve(problem, method))
         except OptPipeError as error:
             reasons.append(f"{method}: {error}")
-            continue
-        ops = (op for device in schedule.devices for op in device.compute.ops)
-        if any(op.kind in ("B", "W") and op.stage in fused for op in ops):
-            reasons.append(f"{method}: splits B and W of a compiled stage")
-        else:
-            schedules.append(schedule)
     if not schedules:
         raise NoSolutionError("no quick schedule for --check:\n" + "\n".join(reasons))
     return min(schedules, key=lambda schedule: schedule.value_us)

@@ -147,7 +147,7 @@ class Measured:
         times = f"medians of {min(stage.times['BW'].count for stage in self.stages)} rounds ({self.clock} clock)"
         parts = [f"measured on {self.hardware}", times, f"transfers: {self.transfers.way}", self.contention.how]
         if compiled:
-            parts.append(f"stages {compiled} are compiled, so their B stands for BW and their W is 0")
+            parts.append(f"stages {compiled} are compiled, so their backwards are whole: B has all of BW's time")
         if self.varying:
             parts.append(f"sizes of stages {self.varying} depend on the data: the largest of several microbatches")
         if self.slice_lengths:
@@ -185,7 +185,7 @@ class Measured:
         the rest.
         """
         stages = [
-            {"device": d} | _stage(f, self.modes) | ({} if self.splits else {"split_backward": False})
+            {"device": d} | _stage(f, self.modes) | ({} if self.splits and f.splits else {"split_backward": False})
             for d, f in zip(self.placement, map(StageFigures.of_mean_slice, self.stages), strict=True)
         ]
         data = {

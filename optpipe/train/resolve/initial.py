@@ -65,6 +65,8 @@ class Setting:
         """Scheduling problem with measured costs. Raises InputError if weights alone exceed the memory."""
         problem = measured.problem(self.microbatches, self.memory_bytes, self.memory_margin)
         data = problem.to_data() | {"objective": self.objective}
+        for stage in data["stages"]:  # of a compiled one: the heuristic would refuse it, and what is found is looked at
+            stage.pop("split_backward", None)
         if self.factors is not None:
             entries = [dict(zip(FACTORS, column, strict=True)) for column in self.factors.T.tolist()]
             data |= {"microbatch_factors": entries, "microbatch_order": "free"}

@@ -141,8 +141,9 @@ def test_the_problem_holds_medians_and_sizes() -> None:
 
 
 def test_a_compiled_stage_s_b_stands_for_both() -> None:
-    stage = made([COMPILED], [0]).problem(4).stages[0]
-    assert (stage.backward_input_us, stage.backward_weight_us) == (20.0, 0)
+    problem = made([COMPILED, SPLIT], [0, 1]).problem(4)
+    assert (problem.stages[0].backward_input_us, problem.stages[0].backward_weight_us) == (20.0, 0)
+    assert [stage.split_backward for stage in problem.stages] == [False, True]
 
 
 def test_parameters_beyond_memory_are_refused() -> None:
