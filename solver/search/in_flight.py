@@ -52,7 +52,8 @@ PLAYED_PER_SECOND = 250_000
 class Choice:
     """Microbatches between their first F and their last B, W left over, and the lead of reloads in their durations.
 
-    The others are those of `solver.search.memory_lists.Rules`; `tail` is in microbatches for each stage.
+    The others are those of `solver.search.memory_lists.Rules`; `tail`, `planned` and `warm_up` are in microbatches for
+    each stage.
     """
 
     in_flight: int
@@ -64,6 +65,8 @@ class Choice:
     behind: int = 0
     early: int = 0
     reserve: int = -1
+    planned: float = 0
+    warm_up: float = 0
 
 
 Changes = Sequence[Mapping[str, Any]]
@@ -74,6 +77,8 @@ HOLD: Changes = [{"hold": hold} for hold in (1.0, 0.25, 0.5)]
 TAIL: Changes = [{"tail": tail} for tail in (0.5, 0)]
 EARLY: Changes = [{"early": early} for early in (1, 2, 4)]
 RESERVE: Changes = [{"reserve": reserve, "behind": 0} for reserve in (1, 2, 4)]
+PLANNED: Mapping[str, Any] = {"planned": 1, "warm_up": 1.5, "reserve": 4, "ahead": WHEN_IDLE}
+"""More microbatches may be in flight than it is planned for: the first ones fill the warm-up, and are recomputed."""
 AGAIN: Changes = [
     {"ahead": ahead, "behind": behind} for ahead, behind in product((ON_ITS_WAY, WITH_GRADIENT, WHEN_IDLE), (0, 4, 16))
 ]
@@ -134,14 +139,20 @@ class ListsByStage(Lists):
 
 
 class ListsInMemory(Lists):
-    """Those in which memory decides: what is recomputed in mode ``modes[s]``, and leaves in ``out[s]`` (0: nothing)."""
+    """Those in which memory decides: what is recomputed in mode ``modes[s]``, and leaves in ``out[s]`` (0: nothing).
+
+    `planned`: it begins with twice 1F1B's number in flight, and recomputes what the plan for that number does.
+    """
 
     speed = 8
 
-    def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
-        changes = [*HOLD, *([*AGAIN, *RESERVE] if any(modes) else []), *TAIL, *(EARLY if any(out) else [])]
-        super().__init__(problem, changes)
+    def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int], planned: bool = False) -> None:
+        again = [*AGAIN, *RESERVE] if any(modes) else []
+        super().__init__(problem, [*HOLD, *again, *TAIL, *(EARLY if any(out) else [])])
         self.first = replace(self.first, in_flight=min(len(problem.stages), problem.units))  # memory stops the others
+        if planned:
+            self.changes = [*HOLD, *RESERVE, *TAIL]
+            self.first = replace(self.first, in_flight=min(2 * len(problem.stages), problem.units), **PLANNED)
         self.lists = MemoryLists(problem, modes, out)
 
     def orders(self, choice: Choice) -> Orders | None:
@@ -157,8 +168,10 @@ class ListsInMemory(Lists):
 
     def _rules(self, choice: Choice) -> Rules:
         tail = round(choice.tail * len(self.problem.stages))
+        planned, warm_up = (round(share * len(self.problem.stages)) for share in (choice.planned, choice.warm_up))
         numbers = choice.in_flight, choice.late_weights, tail
-        return Rules(*numbers, choice.ahead, choice.behind, choice.early, choice.reserve, float(choice.hold))
+        memory = choice.ahead, choice.behind, choice.early, choice.reserve
+        return Rules(*numbers, *memory, float(choice.hold), planned, warm_up)
 
 
 Kind = Callable[[Problem], Lists]
@@ -242,8 +255,8 @@ def _kinds(problem: Problem) -> Iterator[Kind]:
     for by_stage in choices(problem):
         if any(stage.offload for stage in by_stage.plain.stages):
             yield partial(ListsByStage, chosen=by_stage.chosen)
-    for modes in again:
-        yield partial(ListsInMemory, modes=modes, out=[0] * len(out))
+    for planned, modes in product((False, True), again):
+        yield partial(ListsInMemory, modes=modes, out=[0] * len(out), planned=planned)
 
 
 def improving(trials: Trials) -> Iterator[Choice]:

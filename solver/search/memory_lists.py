@@ -137,6 +137,8 @@ class Rules(NamedTuple):
     early: int = 0
     reserve: int = -1
     hold: float = 0.0
+    planned: int = 0
+    warm_up: int = 0
 
 
 class MemoryLists:
@@ -157,7 +159,8 @@ class MemoryLists:
         if rules.behind not in self._costs:
             self._costs[rules.behind] = _stage_costs(self.problem, self.modes.tolist(), self.out.tolist(), rules.behind)
         state = self._begin()
-        shares = self._planned_shares(rules.in_flight, rules.reserve) if rules.reserve >= 0 else np.zeros(0)
+        planned = rules.planned or rules.in_flight
+        shares = self._planned_shares(planned, rules.reserve) if rules.reserve >= 0 else np.zeros(0)
         return state if _run(self._costs[rules.behind], state, rules, shares) else None
 
     def makespan_us(self, rules: Rules) -> float:
@@ -305,7 +308,7 @@ def _without_reference_counts(function: Kernel) -> Kernel:
     return cast(Kernel, njit(cache=True, _nrt=False)(function))  # type: ignore[call-overload]  # not in its stubs
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _run(costs: StageCosts, state: State, rules: Rules, shares: Floats) -> bool:
     """Place ops in the order of time; False if a device is left with ops for which it never had room."""
     stages, microbatches = state.held.shape
@@ -452,7 +455,8 @@ def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: in
             elif (i, -s) < rank:
                 row, spare_bytes = F, costs.forward_bytes[s] + _spare_bytes(costs, state, d, s, KEPT)
                 planned = len(shares) > 0
-                drops = planned and i * GOLDEN % 1 < shares[s]
+                early = i * len(shares) < rules.warm_up * (len(shares) - s)
+                drops = planned and (early or i * GOLDEN % 1 < shares[s])
                 if drops or not _has_room(costs, state, d, F, s, spare_bytes + costs.more_bytes[s]):
                     row, spare_bytes = DROP, costs.forward_bytes[s] + _spare_bytes(costs, state, d, s, DROPPED)
                     may_drop = costs.recomputes[s] and (drops or not planned)

@@ -82,6 +82,30 @@ def test_what_is_planned_to_be_recomputed_is_spread_evenly() -> None:
     assert (abs(halves[:, 0] - halves[:, 1]) <= 2).all()
 
 
+def test_the_first_are_recomputed_and_those_behind_by_a_plan_for_fewer_in_flight() -> None:
+    problem = recomputing(4, 40, [LIGHT], 25, backward_weight_bytes=4)
+    recomputed = {}
+    for planned in (4, 10):
+        orders = MemoryLists(problem, [1] * 4, [0] * 4).orders(Rules(10, 1, reserve=1, planned=planned, warm_up=8))
+        assert orders is not None
+        assert orders.modes is not None
+        recomputed[planned] = orders.modes
+        build_schedule(problem, orders, 0.0, "lists", 0.0)  # verifies it
+    assert recomputed[4][0, :8].all()
+    assert recomputed[4][1, :6].all()
+    by_plan = MemoryLists(problem, [1] * 4, [0] * 4).orders(Rules(4, 1, reserve=1))
+    assert by_plan is not None
+    assert by_plan.modes is not None
+    assert recomputed[4][0, 8:].tolist() == by_plan.modes[0, 8:].tolist()
+    assert recomputed[4][0].sum() < recomputed[10][0].sum()
+
+
+def test_a_warm_up_of_recomputed_microbatches_shortens_schedules_in_little_memory() -> None:
+    """207 us without those lists, where the bound is 178."""
+    problem = recomputing(12, 48, [LIGHT], 30, backward_weight_bytes=10)
+    assert in_flight_search(problem, WORK, Solution(), lambda _: None).value_us <= 203
+
+
 def test_nothing_is_recomputed_where_memory_has_room() -> None:
     orders = MemoryLists(recomputing(4, 10, [LIGHT], 1000), [1] * 4, [0] * 4).orders(Rules(8, 2, behind=4))
     assert orders is not None
