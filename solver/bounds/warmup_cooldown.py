@@ -169,8 +169,37 @@ class Windows(OnDevice):
         # 2. All but one W, less those that fit beside the activation of the last backward when it starts.
         weights = [Held(Piece(stage.backward_weight_us, stage.backward_weight_bytes)) for stage in self.stages]
         room = self.budget - self.stages[0].activation_bytes
-        before_us.append(self._all_weights_but_last_us - most_held_us(weights, self.problem.units, room))
+        most_us = most_held_us(weights, self.problem.units, room)
+        before_us.append(self._all_weights_but_last_us - most_us + self._last_two_backwards_us)
         return max(0.0, *before_us)
+
+    @cached_property
+    def _last_two_backwards_us(self) -> float:
+        """What the second count lacks because of the backward before the last one; 0 where it says nothing.
+
+        As many W as ever fit cannot be pending at the starts of both without a pause, in which the last activation
+        comes back, or a longer way back for the first of them (docs/math/bounds.md, "The last two backwards").
+        """
+        low, first = self.stages[0], self.problem.stages[0]
+        weight_us, weight_bytes = low.backward_weight_us, low.backward_weight_bytes
+        like = {(stage.backward_weight_us, stage.backward_weight_bytes) for stage in self.stages}
+        if len(like) > 1 or not 0 < weight_bytes <= min(stage.activation_bytes for stage in self.stages):
+            return 0.0
+        most, backwards = (self.budget - low.activation_bytes) // weight_bytes, self.problem.units * len(self.stages)
+        if self.problem.microbatches < 2 or not 0 <= most < backwards - 1:
+            return 0.0
+        lacking_us = [weight_us, first.duration_us("BW") - low.backward_input_us]
+        if low.offload and (most + 1) * weight_bytes + _staying_bytes(low) <= self.budget:
+            lacking_us.append(low.offload.reload_us)
+        if len(self.stages) == 1:
+            lacking_us.append(self.paths.turnaround_us(self._low, self._low))
+        else:
+            next_stage, paths = self.numbers[1], self.paths
+            backward_us = paths.backward_from[self._low + 1] - paths.backward_from[next_stage]
+            gradient_us = paths.gradients_from[self._low] - paths.gradients_from[next_stage]
+            spare = self.budget // weight_bytes - most
+            lacking_us.append(backward_us + gradient_us - spare * weight_us)
+        return max(0.0, min(lacking_us))
 
     @property
     def _all_weights_but_last_us(self) -> float:

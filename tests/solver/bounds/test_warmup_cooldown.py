@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import pytest
 
 from instances import HALF, instance, uniform
 from optpipe.problem import Problem
+from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us, warmup_cooldown_bounds_us
+from solver.bounds.warmup_cooldown import Windows
+from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.limits import Limits
+from solver.serial import serial_orders
+from solver.solution import Solution
 from solver.solve import solve
 
 
@@ -117,3 +125,83 @@ def _quick_copies() -> Problem:
 def test_weights_that_do_not_fit_beside_the_last_activation_run_before_it() -> None:
     """A V of sixteen devices with a quarter of 1F1B's memory: the best schedule known is optimal."""
     assert lower_bound_us(instance("d-p16-m32-o1-mo1-b1o4-vshape-make")) == 107_500
+
+
+@pytest.mark.parametrize(
+    ("name", "optimum_us"),
+    [("d-p8-m16-o1-mo1-b1o4-interleaved4-make", 50_000), ("d-p8-m16-o1-mo1-b1o4-interleaved2-make", 54_000)],
+)
+def test_last_two_backwards_ask_for_a_weight_or_a_copy_more(name: str, optimum_us: float) -> None:
+    """Both values are reached by schedules."""
+    assert lower_bound_us(instance(name)) == optimum_us
+
+
+@pytest.mark.parametrize(
+    ("change", "lacking_us"),
+    [
+        ({}, 10),  # a W more
+        ({"reload_us": 7}, 7),
+        ({"transfer_us": 1}, 2),  # from B of the next stage two transfers and a B, less the one W that is pending then
+        ({"first_weight_us": 3}, 3),  # the first stage's B and W instead of a B
+        ({"reload_us": 7, "backward_weight_bytes": 3}, 10),  # two W and what stays need 7 bytes: a copy is no way out
+    ],
+)
+def test_last_two_backwards_take_the_shortest_way_out(change: dict[str, Any], lacking_us: float) -> None:
+    """The last of two devices with two stages each, and room for one W beside an activation."""
+    data = uniform(4, 3, activation_bytes=3, backward_weight_bytes=2, budget=5, transfer_us=10).to_data()
+    changed = dict(change)
+    data["transfer_us"] = changed.pop("transfer_us", 10)
+    weight_us = changed.pop("first_weight_us", 10)
+    copy = {"bytes": 2, "offload_us": 1, "reload_us": changed.pop("reload_us", 30)}
+    for s, stage in enumerate(data["stages"]):
+        stage |= {"device": s % 2, "offload": copy, "backward_weight_us": 10 if s else weight_us, **changed}
+    data["devices"] = [{"memory_bytes": 5 if not changed else 6}] * 2
+    assert Windows.each(Problem.from_data(data))[1]._last_two_backwards_us == lacking_us
+
+
+def random_pipeline(rng: Random) -> Problem:
+    """Two or three devices, mostly with two stages each, and little memory for pending W."""
+    p, chunks = rng.randint(2, 3), rng.choice([1, 2, 2])
+    weight_us, left = rng.randint(1, 4), rng.choice([1, 2, 2])
+
+    def stage() -> dict[str, Any]:
+        copy = {"bytes": rng.choice([2, 2, 1]), "offload_us": rng.randint(0, 3), "reload_us": rng.randint(0, 4)}
+        return {
+            "forward_us": rng.randint(1, 3),
+            "backward_input_us": rng.randint(1, 4),
+            "backward_weight_us": weight_us,
+            "activation_bytes": 2,
+            "backward_weight_bytes": left,
+            "offload": copy if rng.random() < 0.7 else None,
+        }
+
+    same, alike = stage(), rng.random() < 0.75
+    return Problem.from_data(
+        {
+            "format": "optpipe.problem/1",
+            "microbatches": rng.randint(2, 4),
+            "objective": rng.choice(["makespan", "device_span"]),
+            "transfer_us": rng.choice([0, 0, 1]),
+            "devices": [{"memory_bytes": rng.randint(2, 4) * chunks} for _ in range(p)],
+            "stages": [(same if alike else stage()) | {"device": s % p} for s in range(p * chunks)],
+        }
+    )
+
+
+def test_last_two_backwards_are_never_above_an_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of problems on which they say more than the windows without them. CP-SAT runs without cuts."""
+    pipelines = [random_pipeline(Random(seed)) for seed in range(300)]
+    bounds_us = [max(warmup_cooldown_bounds_us(problem)) for problem in pipelines]
+    with monkeypatch.context() as patch:
+        patch.setattr(Windows, "_last_two_backwards_us", 0.0)
+        without_us = [max(warmup_cooldown_bounds_us(problem)) for problem in pipelines]
+    above = [k for k in range(len(pipelines)) if bounds_us[k] > without_us[k]]
+    assert len(above) >= 10
+    no_cuts = Options(work=False, heads=False, weight_order=False, precedences=False, memory_order=False, climb=False)
+    for k in above[:10]:
+        orders = serial_orders(pipelines[k])
+        assert orders is not None
+        start = Solution(orders, simulate(pipelines[k], orders).value_us, 0.0)
+        limits = Limits(workers=1, deterministic_limit=0.2)
+        best = solve_cp_sat(pipelines[k], limits, start, lambda _: None, no_cuts)
+        assert bounds_us[k] <= best.value_us
