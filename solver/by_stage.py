@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 
 from optpipe.costs import Costs
+from optpipe.errors import InputError
 from optpipe.ops import KINDS, Bools, DeviceOrders, Ints, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Stage
@@ -43,6 +44,14 @@ class ByStage:
     def plain(self) -> Problem:
         """The problem without modes; each copy of a variant is optional in it, as `offload` is."""
         return self.plain_at([1.0] * len(self.chosen))
+
+    @property
+    def is_possible(self) -> bool:
+        """True if the plain problem keeps the limits of fields."""
+        try:
+            return bool(self.plain)
+        except InputError:
+            return False
 
     def plain_at(self, shares: Sequence[float]) -> Problem:
         """The plain problem with backwards that take a share of their recomputation, by stage: its time on average."""
@@ -156,8 +165,13 @@ def choices(problem: Problem) -> Iterator[ByStage]:
     """Choices of one variant for each stage: the same kind everywhere, and those that leave room for so many in flight.
 
     A stage takes the variant of least recomputation with which as many microbatches fit as are asked for: 1F1B's
-    number, more or fewer. Devices with several stages share their budget by what these hold.
+    number, more or fewer. Devices with several stages share their budget by what these hold. Left out are those in
+    which a backward with its recomputation is longer, or needs more, than an op of a problem may.
     """
+    return (by_stage for by_stage in _all_choices(problem) if by_stage.is_possible)
+
+
+def _all_choices(problem: Problem) -> Iterator[ByStage]:
     stages = problem.stages
     every = [variants(stage) for stage in stages]
     seen = set()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from optpipe.errors import MethodError
+from optpipe.fields import MAX_TIME_US
 from optpipe.ops import DeviceOrders, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -44,6 +45,14 @@ def test_orders_of_every_choice_are_valid_in_no_more_memory_and_time(first: int)
                 schedule = build_schedule(problem, orders, 0.0, "by stage", 0.0)  # which verifies it
                 assert schedule.value_us <= simulate(by_stage.plain, plain).value_us + 1e-9
                 assert peak_budgets(problem, orders) == peak_budgets(by_stage.plain, plain)
+
+
+def test_choices_with_longer_backwards_than_a_problem_may_have_are_left_out() -> None:
+    long_us = 0.6 * MAX_TIME_US
+    mode = {"name": "full", "kept_bytes": 1, "recompute_us": long_us}
+    problem = recomputing(2, 2, [mode], budget=10, backward_input_us=long_us)
+    assert [by_stage.plain.stages[0].backward_input_us for by_stage in choices(problem)] == [long_us]
+    assert solve(problem, "cp-sat", Limits(workers=1, deterministic_limit=1.0)).status == "optimal"
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
