@@ -270,12 +270,16 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
     proof = "optimal" if schedule.status == "optimal" else gap_text
     offloads = sum(len(device.offload) for device in schedule.devices)
     offloaded = f"{offloads} activations offloaded" if offloads else "nothing offloaded"
+    bubble = f"bubble {share_text(schedule.bubble)}"
     if schedule.problem.has_modes:
-        offloaded += f", {sum(device.recomputed for device in schedule.devices)} recomputed"
+        recomputed = sum(device.recomputed for device in schedule.devices)
+        offloaded += f", {recomputed} recomputed"
+        if recomputed and schedule.value_us:
+            bubble += f" ({share_text(1 - max(schedule.problem.work_us) / schedule.value_us)} with recomputation)"
     lines = [
         f"{schedule.problem.name or 'problem'}: {schedule.objective} {us_text(schedule.value_us)}, {proof} "
         f"(bound {us_text(schedule.bound_us)})",
-        f"method {schedule.method}, {took}; bubble {share_text(schedule.bubble)}; {offloaded}",
+        f"method {schedule.method}, {took}; {bubble}; {offloaded}",
     ]
     limited = [
         (device.peak_bytes_any_timing, entry.memory_bytes, d)

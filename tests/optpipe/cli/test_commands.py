@@ -15,6 +15,7 @@ import pytest
 from instances import INSTANCES, uniform
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.units import share_text
 from optpipe.verify import verify
 from solver.build import build_schedule
 from solver.limits import Limits
@@ -36,6 +37,17 @@ def test_solve_writes_a_verified_schedule_and_a_summary(cli: Cli, problem_file: 
     assert "optimal" in run.out
     assert f"wrote {out}" in run.out
     assert "bound" in run.err
+
+
+def test_solve_tells_what_is_idle_from_what_is_recomputed(cli: Cli, tmp_path: Path) -> None:
+    problem, out = tmp_path / "problem.json", tmp_path / "schedule.json"
+    problem.write_text(recomputing(2, 4, (FULL,)).to_json())
+    run = cli("solve", problem, "--method", "1f1b-recompute", "-o", out)
+    schedule = Schedule.load(out)
+    not_own = 1 - max(schedule.problem.work_us) / schedule.value_us
+    assert not_own > schedule.bubble
+    bubble = f"bubble {share_text(schedule.bubble)} ({share_text(not_own)} with recomputation)"
+    assert f"{bubble}; nothing offloaded, 8 recomputed" in run.out
 
 
 def test_solve_to_stdout_is_the_schedule_alone(cli: Cli, problem_file: Path) -> None:
