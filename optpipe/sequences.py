@@ -8,6 +8,7 @@ microbatches the tokens and the squares of the documents' lengths add up (WLB-LL
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from math import log2, sqrt
 from pathlib import Path
@@ -146,16 +147,18 @@ def evened(lengths: Lengths) -> Lengths:
 def load_lengths(path: Path) -> Lengths:
     """Read the documents of each microbatch: a JSON list of lengths or of lists of them, or text with a line for each.
 
-    Raises InputError naming the entry, the value and the limit.
+    Empty lines are left out. Raises InputError naming the entry or the line, the value and the limit.
     """
-    content = read_bounded(path, MAX_LENGTHS_BYTES)
+    content = read_bounded(path, MAX_LENGTHS_BYTES).removeprefix(BOM_UTF8)
     entries: Any
+    lines: list[int] = []
     if content.lstrip()[:1] in (b"[", b"{"):
         entries = parse_json(content, str(path))
     else:
-        lines = content.decode("utf-8", "replace").splitlines()
-        rows = [line.replace(",", " ").split() for line in lines]
-        entries = [[int(part) if part.isdecimal() and len(part) <= 10 else part for part in row] for row in rows if row]
+        texts = content.decode("utf-8", "replace").splitlines()
+        rows = [(number, row) for number, text in enumerate(texts, 1) if (row := text.replace(",", " ").split())]
+        lines = [number for number, _ in rows]
+        entries = [[int(part) if part.isdecimal() and len(part) <= 10 else part for part in row] for _, row in rows]
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_COUNT:
         count = f"has {len(entries)}" if isinstance(entries, list) else f"is {shown(entries)}"
         detail = f"{count} but must be a list of 1 to {MAX_COUNT:,} lengths, one for each microbatch."
@@ -167,7 +170,9 @@ def load_lengths(path: Path) -> Lengths:
         if wrong or not documents:
             value = shown(wrong[0]) if wrong else "empty"
             detail = f"is {value} but must be a whole number of tokens from 1 to {MAX_LENGTH:,}, or a list of such."
-            issues.append(Issue((i,), "no_length", detail))
+            issues.append(
+                Issue("", "no_length", f"line {lines[i]} {detail}") if lines else Issue((i,), "no_length", detail)
+            )
         microbatches.append(documents)
     if issues:
         raise InputError(issues[:MOST_ISSUES], str(path))

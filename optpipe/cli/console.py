@@ -157,7 +157,10 @@ def compile_once() -> None:
 
     if is_warm():
         return
-    with doing("compiling kernels: once for an installation, up to a minute or two"):
+    what = "compiling kernels: once for an installation, up to a minute or two"
+    if not sys.stderr.isatty():
+        stderr().print(what)
+    with doing(what):
         warm_up_in_child(start_new_session=True)
 
 

@@ -152,10 +152,17 @@ def test_evened_lengths() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[16, [8, 8], 4]", "16\n8 8\n\n4\n", "16\n8,8\n4", "[16,\n [8, 8],\n 4]"],
+    [
+        "[16, [8, 8], 4]",
+        "16\n8 8\n\n4\n",
+        "16\n8,8\n4",
+        "[16,\n [8, 8],\n 4]",
+        "\ufeff16\n8 8\n4\n",
+        "\ufeff[16, [8, 8], 4]",
+    ],
 )
 def test_lengths_are_read(tmp_path: Path, text: str) -> None:
-    (tmp_path / "lengths").write_text(text)
+    (tmp_path / "lengths").write_text(text, encoding="utf-8")
     assert [list(entry) for entry in load_lengths(tmp_path / "lengths")] == [[16], [8, 8], [4]]
 
 
@@ -163,7 +170,8 @@ def test_lengths_are_read(tmp_path: Path, text: str) -> None:
     ("text", "message"),
     [
         ("[1, 0, 2]", "[1] is 0 but must be a whole number of tokens from 1 to 1,000,000,000, or a list of such."),
-        ("1\nx\n", "[1] is 'x' but must be a whole number of tokens"),
+        ("1\n\n2\nx\n", "line 4 is 'x' but must be a whole number of tokens"),
+        ("1\n4 0\n", "line 2 is 0 but must be"),
         ("[1, []]", "[1] is empty but must be"),
         ("[1.5]", "[0] is 1.5 but must be"),
         ("[true]", "[0] is true but must be"),

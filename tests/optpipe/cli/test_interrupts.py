@@ -91,10 +91,11 @@ def test_a_service_under_nohup_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The terminal's Ctrl-C goes to every process of a session: this one would complain of it at length."""
     started: dict[str, object] = {}
     monkeypatch.setattr("solver.warm_up.is_warm", lambda: False)
     monkeypatch.setattr(subprocess, "run", lambda _command, **options: started.update(options))
     compile_once()
     assert started["start_new_session"] is True
+    assert capsys.readouterr().err == "compiling kernels: once for an installation, up to a minute or two\n"
