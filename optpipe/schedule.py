@@ -348,6 +348,11 @@ class Schedule(Displayed, Document):
         return max(self.devices, key=lambda device: device.busy_us).bubble
 
     @property
+    def bubble_with_recomputation(self) -> float:
+        """Share of the value in which the device with the most work does none of the model's own: C counts as idle."""
+        return 1 - max(self.problem.work_us) / self.value_us if self.value_us else 0.0
+
+    @property
     def largest_peak_bytes(self) -> int:
         """Largest worst-case peak of any device."""
         return max(device.peak_bytes_any_timing for device in self.devices)

@@ -113,13 +113,12 @@ def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json
     """Write the flags that come nearest to a schedule, and print what all that were tried lose against it."""
     from solver.trainer_settings import nearest_settings
 
-    problem = schedule.problem
     compile_once()
     with doing("simulating settings"):
         found = nearest_settings(schedule, trainer)
     best = found[0]
     write_atomically(output, "".join(f"{flag}\n" for flag in best.settings))
-    bubble = 1 - max(problem.work_us) / schedule.value_us
+    bubble = schedule.bubble_with_recomputation
     peaks = [device.peak_bytes_any_timing for device in schedule.devices]
     if as_json:
         plan = {"value_us": schedule.value_us, "bubble": bubble, "peak_bytes": peaks}
@@ -130,7 +129,7 @@ def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json
         rows.columns[-1].justify, rows.columns[-1].no_wrap = "left", False
         rows.add_row("the plan", us_text(schedule.value_us), "", share_text(bubble), f"{max(peaks):,}", "", "")
         for one in found:
-            slower = f"{one.value_us / schedule.value_us - 1:+.1%}"
+            slower = f"{one.value_us / schedule.value_us - 1:+.1%}" if schedule.value_us else ""
             figures = [us_text(one.value_us), slower, share_text(one.bubble), f"{max(one.peak_bytes):,}"]
             rows.add_row(one.mode, *figures, f"{one.short_bytes:,}", " ".join(one.settings))
         stdout().print(rows)

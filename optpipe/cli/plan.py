@@ -305,8 +305,8 @@ class _Imbalance:
         rows.columns[1].justify = "left"
         for one in (*sorted(self.orders, key=lambda one: (one.name != "given", one.value_us)), *self.equal):
             rows.add_row(one.name, one.method, us_text(one.value_us), share_text(one.bubble))
-        bubble = 1 - max(schedule.problem.work_us) / schedule.value_us
-        rows.add_row("this plan", schedule.method, us_text(schedule.value_us), share_text(bubble))
+        bubble = share_text(schedule.bubble_with_recomputation)
+        rows.add_row("this plan", schedule.method, us_text(schedule.value_us), bubble)
         console.print()
         console.print(rows)
         order = schedule.microbatch_order or range(schedule.problem.microbatches)

@@ -274,8 +274,8 @@ def _print_summary(schedule: Schedule, took: str, output: str | None) -> None:
     if schedule.problem.has_modes:
         recomputed = sum(device.recomputed for device in schedule.devices)
         offloaded += f", {recomputed} recomputed"
-        if recomputed and schedule.value_us:
-            bubble += f" ({share_text(1 - max(schedule.problem.work_us) / schedule.value_us)} with recomputation)"
+        if recomputed:
+            bubble += f" ({share_text(schedule.bubble_with_recomputation)} with recomputation)"
     lines = [
         f"{schedule.problem.name or 'problem'}: {schedule.objective} {us_text(schedule.value_us)}, {proof} "
         f"(bound {us_text(schedule.bound_us)})",

@@ -44,8 +44,8 @@ def test_solve_tells_what_is_idle_from_what_is_recomputed(cli: Cli, tmp_path: Pa
     problem.write_text(recomputing(2, 4, (FULL,)).to_json())
     run = cli("solve", problem, "--method", "1f1b-recompute", "-o", out)
     schedule = Schedule.load(out)
-    not_own = 1 - max(schedule.problem.work_us) / schedule.value_us
-    assert not_own > schedule.bubble
+    not_own = schedule.bubble_with_recomputation
+    assert not_own == 1 - max(schedule.problem.work_us) / schedule.value_us > schedule.bubble
     bubble = f"bubble {share_text(schedule.bubble)} ({share_text(not_own)} with recomputation)"
     assert f"{bubble}; nothing offloaded, 8 recomputed" in run.out
 
@@ -308,6 +308,15 @@ def test_export_of_the_nearest_settings_of_other_trainers(cli: Cli, tmp_path: Pa
     assert flags.read_text().splitlines()[-1] == "--activation_checkpoint.mode none"
     assert run.document["settings"][0]["short_bytes"] == 20
     assert run.document["plan"]["value_us"] == 44
+
+
+def test_export_of_settings_where_nothing_takes_time(cli: Cli, tmp_path: Path) -> None:
+    data = uniform(2, 3, transfer_us=0).to_data()
+    for stage in data["stages"]:
+        stage |= {"forward_us": 0, "backward_input_us": 0, "backward_weight_us": 0}
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text(solve(Problem.from_data(data), "1f1b").to_json())
+    assert cli("export", schedule, "--to", "megatron", "-o", tmp_path / "flags.txt").code == 0
 
 
 def test_export_refuses_models_that_would_be_too_large(cli: Cli, tmp_path: Path) -> None:
