@@ -69,10 +69,17 @@ def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: O
 
 
 def states(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """Better bounds, and where copies need not take time the optimum, from states of progress."""
+    """Better bounds, and where nothing leaves the optimum, from states of progress; copies take no time."""
     from solver.exact.states import state_bound
 
     return state_bound(problem, limits, start, on_solution)
+
+
+def copy_states(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Better bounds where copies take time, from states of progress of ever more devices."""
+    from solver.exact.copy_states import copy_state_bound
+
+    return copy_state_bound(problem, limits, start, on_solution)
 
 
 def parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -82,7 +89,14 @@ def parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolu
     return proof_by_parts(problem, limits, start, on_solution)
 
 
-KERNELS = {in_flight: "lists", states: "states", modulo: "pattern", lns: "windows", annealing: "search"}
+KERNELS = {
+    in_flight: "lists",
+    states: "states",
+    modulo: "pattern",
+    lns: "windows",
+    annealing: "search",
+    copy_states: "copies",
+}
 """Those with kernels, each with the stage of `solver.kernels` at which these are compiled, the quickest first."""
 
 
@@ -95,6 +109,7 @@ def is_ready(search: Callable[..., Solution]) -> bool:
 
 def load_searches() -> None:
     """Load them all."""
+    import solver.exact.copy_states
     import solver.exact.cp_sat.model
     import solver.exact.milp.model
     import solver.exact.relaxation

@@ -238,14 +238,15 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if ops <= SMALL_OPS and _leaves(problem):
-        # To states copies take no time, so they prove little here; CP-SAT and windows find the schedules.
+        # CP-SAT and windows find the schedules; states bound some of them in a fraction of a second.
         return [
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
                 TimeSlice("cp-sat", searches.cp_sat, 0.6, workers),
                 TimeSlice("windows", searches.lns, 0.15, workers),
                 TimeSlice("search", searches.annealing, 0.15, workers),
-                TimeSlice("states", searches.states, 0.05, workers, once=True),
+                TimeSlice("states", searches.states, 0.02, workers, once=True),
+                TimeSlice("states", searches.copy_states, 0.03, workers, once=True),
             ]
         ]
     if ops <= SMALL_OPS:

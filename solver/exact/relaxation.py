@@ -37,7 +37,7 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
     """
     answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
     proved: dict[frozenset[int], float] = {}
-    for number, kept in enumerate(_parts(problem), 1):
+    for number, kept in enumerate(parts(problem, _first_device(problem)), 1):
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
             break
         part = projected(problem, kept)
@@ -203,13 +203,13 @@ def _sum_us(times: Sequence[float]) -> float:
     return float(sum(map(exact, times), Fraction(0)))
 
 
-def _parts(problem: Problem) -> Iterator[Sequence[int]]:
-    """Ever more stages: of the device that bounds most, then of devices spread over the pipeline as well.
+def parts(problem: Problem, first: int) -> Iterator[Sequence[int]]:
+    """Ever more stages: of the device `first`, then of devices spread over the pipeline as well.
 
     Parts in which the stages left out would be a longer delay than a problem may have are skipped.
     """
     devices = [d for d, stages in enumerate(problem.stages_of) if stages]
-    largest, first = _largest(problem), _first_device(problem)
+    largest = _largest(problem)
     before: Sequence[int] = []
     for number in range(1, len(devices)):
         spread = [devices[k * (len(devices) - 1) // max(1, number - 1)] for k in range(number)] if number > 1 else []

@@ -289,12 +289,9 @@ def state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: 
     if not handles_states(problem):
         return start
     answer = start
-    dolls = _Dolls(problem, limits)
+    dolls = Dolls(problem, limits)
     highest = ceil(Fraction(start.value_us) / dolls.unit_us) - 1 if start.value_us < float("inf") else NEVER
-    for count in range(1, problem.microbatches):
-        for _ in dolls.climb(count, highest, DOLL):
-            pass
-    for proved in dolls.climb(problem.microbatches, highest, 1.0):
+    for proved in dolls.bounds(highest):
         bound_us = float(proved * dolls.unit_us)
         if bound_us > answer.bound_us:
             answer = replace(answer, bound_us=bound_us)
@@ -316,8 +313,11 @@ LEAST_SHARE = 1000
 """Fewest states that are worth the start of another thread."""
 
 
-class _Dolls:
-    """Lower bounds in ticks for the last 1, 2, ... microbatches, from the start of the first F of them."""
+class Dolls:
+    """Lower bounds in ticks for the last 1, 2, ... microbatches, from the start of the first F of them.
+
+    `known`: one for all of them from elsewhere. `is_reached`: the last one is the least value itself.
+    """
 
     def __init__(self, problem: Problem, limits: Limits) -> None:
         self.problem, self.limits = problem, limits
@@ -326,10 +326,18 @@ class _Dolls:
         self.weight_ticks = [int(exact(stage.backward_weight_us) / self.unit_us) for stage in problem.stages]
         self.least = [0]
         self.is_reached = False
+        self.known = 0
         counted = limits.deterministic_limit
         self.states_left = float("inf") if counted is None else STATES_A_UNIT * counted
 
-    def climb(self, count: int, highest: int, share: float) -> Iterator[int]:
+    def bounds(self, highest: int) -> Iterator[int]:
+        """Yield ever larger lower bounds for all microbatches, after those for the last 1, 2, ... of them."""
+        for count in range(1, self.problem.microbatches):
+            for _ in self._climb(count, highest, DOLL):
+                pass
+        yield from self._climb(self.problem.microbatches, highest, 1.0)
+
+    def _climb(self, count: int, highest: int, share: float) -> Iterator[int]:
         """Yield ever larger lower bounds for the last `count` microbatches, until one is above `highest`.
 
         Ends at the least value itself, where there are too many states, or when this share of what is left is spent.
@@ -341,6 +349,8 @@ class _Dolls:
         proved = self.least[-1]
         if count == self.problem.microbatches or part.objective == "makespan":  # a span may be that of another device
             proved = max(proved, floor(lower_bound_us(part) * (1 - 1e-11) / self.unit_us))
+        if count == self.problem.microbatches:
+            proved = max(proved, self.known)
         self.least.append(proved)
         stride, refused = max(proved // 512, 1), highest + 1
         limit = min(proved, highest)

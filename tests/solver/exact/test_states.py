@@ -143,7 +143,7 @@ def test_threads_leave_out_no_state_unnoticed(monkeypatch: pytest.MonkeyPatch) -
     problem = pipeline(1, 6, 100, along_v=True)
 
     def successors(layer: states.States, workers: int) -> states.States:
-        dolls = states._Dolls(problem, Limits(workers=workers))
+        dolls = states.Dolls(problem, Limits(workers=workers))
         dolls.least = [0] * 6
         ends = dolls._ends(problem)
         assert ends is not None
