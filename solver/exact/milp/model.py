@@ -316,6 +316,7 @@ class Timing:
             if decided[one.column]:
                 (begin, _), (_, end) = (planned.pop(Op(kind, s, i)) for kind in "BW")
                 planned[Op("BW", s, i)] = (begin, end)
+        planned = _at_shared_instants(planned)
         problem, modes = variables.problem, None
         if problem.has_modes:
             modes = np.zeros((len(problem.stages), problem.units), np.int64)
@@ -326,6 +327,20 @@ class Timing:
                 modes[s, i] = sum(way.variant.choice for way in ways if decided[way.column])
         return orders_from_times(problem, planned, TOLERANCE, modes, variables.microbatch_order(values))
 
+
+def _at_shared_instants(planned: dict[Op, tuple[float, float]]) -> dict[Op, tuple[float, float]]:
+    """The same starts and ends, of which those that only rounding sets apart are equal.
+
+    Else an op without length may seem to come before one at the same instant that it follows.
+    """
+    times, places = np.unique(list(planned.values()), return_inverse=True)
+    begins = np.diff(times, prepend=-np.inf) > ROUNDING
+    at = times[begins][np.cumsum(begins) - 1][places].reshape(-1, 2)
+    return {op: (start, end) for op, (start, end) in zip(planned, at.tolist(), strict=True)}
+
+
+ROUNDING = TOLERANCE / 100
+"""Units that sums of times may be apart by rounding."""
 
 BOUND_SLACK = 1e-5
 """Units by which a bound of HiGHS is lowered: ten times its tolerances, and at most 1e-8 of the horizon."""

@@ -41,6 +41,33 @@ def tight(seed: int) -> tuple[Problem, Orders]:
     return problem.from_data(problem.to_data() | {"devices": budgets}), orders
 
 
+def test_rounding_sets_no_ops_without_length_apart_that_share_an_instant() -> None:
+    """The W of a slice came before that of the next one by 1e-12 of a unit, or the F of a microbatch before another."""
+    copies = unequal(
+        1,
+        3,
+        microbatch_factors=[{"bytes": 2}, {}, {}],
+        forward_us=0,
+        backward_input_us=0,
+        backward_weight_us=0,
+        activation_bytes=39,
+        backward_weight_bytes=12,
+        offload={"bytes": 39, "offload_us": 123457, "reload_us": 123457},
+    ).to_data()
+    copies |= {"devices": [{"memory_bytes": 117}], "copy_channels": {"duplex": False}, "slices": {"count": 2}}
+    both_ways = unequal(6, 2, microbatch_factors=[{}, {"transfer": 1.5}], activation_bytes=1).to_data()
+    both_ways |= {"microbatch_order": "free", "devices": [{"memory_bytes": size} for size in (3, 6, 3)]}
+    times_us = (0, 0.003, 0), (0, 0, 0), (0.003, 0, 0.001), (0, 0.003, 0.003), (0.002, 0.001, 0), (0, 0.001, 0)
+    for stage, device, us, left in zip(
+        both_ways["stages"], (0, 1, 2, 2, 1, 0), times_us, (1, 1, 1, 0, 2, 2), strict=True
+    ):
+        names = ("forward_us", "backward_input_us", "backward_weight_us")
+        stage |= {"device": device, "backward_weight_bytes": left, **dict(zip(names, us, strict=True))}
+    for data, seed, optimum_us in ((copies, 0, 493828), (both_ways, 1, 0.021)):
+        schedule = solve(Problem.from_data(data), "milp", Limits(time_limit_s=120, workers=1, seed=seed))
+        assert schedule.value_us == pytest.approx(optimum_us)
+
+
 @pytest.mark.parametrize("first", range(0, 60, 30))
 def test_the_model_has_every_schedule(first: int) -> None:
     free = 0
