@@ -118,17 +118,17 @@ def test_a_deterministic_limit_gives_the_same_bytes(
     schedules, told = [], []
     for run in range(2):
         out = tmp_path / "schedule.json"
-        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.3", "--json", "--method", *options)
+        found = cli("solve", path, "-o", out, "--deterministic-limit", "0.1", "--json", "--method", *options)
         assert found.code == 0
         schedules.append(out.read_bytes())
         told.append(found.out)
         if run == 0:
-            assert cli("solve", path, "--time-limit", "2", "--method", *options).code == 0
+            assert cli("solve", path, "--time-limit", "1", "--method", *options).code == 0
     assert schedules[0] == schedules[1]
     assert told[0] == told[1]
     schedule = Schedule.load(out)
     assert verify(schedule).ok
-    assert schedule.solve_seconds == 0.3
+    assert schedule.solve_seconds == 0.1
 
 
 def test_a_deterministic_limit_ends_the_search_and_says_so(cli: Cli) -> None:
