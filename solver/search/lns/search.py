@@ -21,7 +21,7 @@ from solver.limits import Limits
 from solver.microbatch_orders import in_order, with_numbers_in_order, with_own_numbers
 from solver.scale import horizon_us, without_endless_copies
 from solver.search.lns.model import WindowModel
-from solver.search.lns.neighbourhood import Numbering, Surroundings, choose_window, with_split_backwards
+from solver.search.lns.neighbourhood import Numbering, Surroundings, Window, choose_window, with_split_backwards
 from solver.solution import OnSolution, Solution
 
 SMALLEST, LARGEST = 16, 2000
@@ -32,6 +32,15 @@ FIRST = 60
 
 WORK, SECONDS = 1.5, 3.0
 """Limits for one window: CP-SAT's deterministic time, and seconds where the clock counts."""
+
+NEAR = 0.005
+"""Largest gap, as a share of the value, at which windows at the end are asked for the bound itself."""
+
+LAST, MOST_LAST, GROWTH = 500, 4000, 1.1
+"""Number of ops of the first of these windows, of the largest, and how many times those of the one before each has."""
+
+LAST_SHARE = 0.5
+"""Largest share of the time or work left that they may take together."""
 
 
 def lns_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
@@ -66,9 +75,35 @@ class _Search:
         """Windows until the limits are reached."""
         if self.current.value_us > self.best.value_us or not self.current.keeps_budgets:
             return self.best  # fused backwards are needed
+        self._ask_for_bound()
         while not self._done:
             self._step()
         return self.best
+
+    def _ask_for_bound(self) -> None:
+        """Ask for a schedule at the bound, where little is missing, in the last ops of all devices, ever more of them.
+
+        What misses the bound by less than an op is often the last microbatch, which waits here and there for an op that
+        could as well follow it. Only all of these waits together gain something, and windows that minimise find no
+        way there. That too few ops are free is mostly proved at once.
+        """
+        value_us, bound_us = self.best.value_us, self.best.bound_us
+        if not 0 < value_us - bound_us <= NEAR * value_us:
+            return
+        order, everything = self.current.by_start, np.ones(len(self.current.start), bool)
+        end = int(self.current.end[order].max()) + 1
+        until_s = self.limits.part(LAST_SHARE).time_limit_s
+        least_work = 0.0 if self.work_left is None else (1 - LAST_SHARE) * self.work_left
+        size = LAST * self.random.uniform(1, GROWTH)
+        while size <= min(MOST_LAST, len(order)) and not self._done:
+            if self.limits.seconds >= until_s if self.work_left is None else self.work_left <= least_work:
+                return
+            model = WindowModel(self.current, Window(int(self.current.start[order[-round(size)]]), end, everything))
+            model.model.add(model.variables.objective <= self.current.numbering.grid.bound_ticks(bound_us))
+            model.model.clear_objective()  # type: ignore[no-untyped-call]
+            work = WORK if self.work_left is None else self.work_left - least_work
+            self._solve(model, min(WORK, work), max(SECONDS, (until_s - self.limits.seconds) / 2))
+            size *= GROWTH
 
     @property
     def _done(self) -> bool:
@@ -78,11 +113,25 @@ class _Search:
 
     def _step(self) -> None:
         window = choose_window(self.current, self.random, round(self.size))
-        model = WindowModel(self.current, window)
-        work_limit = WORK if self.work_left is None else min(WORK, self.work_left)
+        status, work = self._solve(WindowModel(self.current, window))
+        # Windows grow while they are proved quickly and shrink when they are not.
+        proved = status == cp_model.OPTIMAL
+        if proved and work < WORK / 4:
+            self.size = min(self.size * 1.3, LARGEST)
+        elif not proved:
+            self.size = max(self.size * 0.8, SMALLEST)
+
+    def _solve(
+        self, model: WindowModel, work: float = WORK, seconds: float = SECONDS
+    ) -> tuple[cp_model.CpSolverStatus, float]:
+        """Solve the model of a window and go on from its schedule: the status, and the work done.
+
+        Limits are those of a window: CP-SAT's deterministic time, and seconds where the clock counts.
+        """
+        work_limit = work if self.work_left is None else min(work, self.work_left)
         solver = configured_solver(replace(self.limits, gap=0.0, deterministic_limit=work_limit))
         if self.work_left is None:
-            solver.parameters.max_time_in_seconds = min(SECONDS, self.limits.time_left_s)
+            solver.parameters.max_time_in_seconds = min(seconds, self.limits.time_left_s)
         # The current schedule is a solution and the model is small: measured, all that comes before search costs more
         # than it saves (three times the seconds a window with it).
         solver.parameters.cp_model_presolve = False
@@ -91,16 +140,11 @@ class _Search:
         assert status != cp_model.MODEL_INVALID, model.model.validate()
         if self.work_left is not None:
             self.work_left -= work + 1e-4 * len(model.decided)  # the model takes time to build as well
-        # Windows grow while they are proved quickly and shrink when they are not.
-        proved = status == cp_model.OPTIMAL
-        if proved and work < WORK / 4:
-            self.size = min(self.size * 1.3, LARGEST)
-        elif not proved:
-            self.size = max(self.size * 0.8, SMALLEST)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             orders = model.orders(solver)
             if orders is not None:
                 self._accept(orders)
+        return status, work
 
     def _accept(self, orders: Orders) -> None:
         """Go on from the orders unless they are worse; equal ones too, since they lead across plateaus."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from solver.build import build_schedule, within_budgets
 from solver.limits import Limits
 from solver.published.one_stage import one_f_one_b
 from solver.published.zb_auto import zb_auto
-from solver.search.lns.search import lns_search
+from solver.search.lns.search import LAST_SHARE, NEAR, _Search, lns_search
 from solver.serial import serial_orders
 from solver.solution import Solution
 from tests.problems import KNOWN_OPTIMA, problems
@@ -117,3 +118,44 @@ def test_copies_that_would_outlast_every_schedule_do_no_harm() -> None:
     answer, seen = improved(problem, orders, work=0.1)
     assert seen
     assert answer.value_us < simulate(problem, orders).value_us
+
+
+def with_late_op(microbatches: int, at: int) -> tuple[Problem, Orders]:
+    """The optimum of four devices, but device 0 runs the compute op `at` later than the one after it."""
+    problem = uniform(4, microbatches, budget=8, objective="device_span")
+    first, *others = zb_auto(problem).devices
+    compute = [*first.compute]
+    compute[at], compute[at + 1] = compute[at + 1], compute[at]
+    return problem, Orders([replace(first, compute=compute), *others])
+
+
+def test_what_little_is_missing_is_asked_for_at_the_end() -> None:
+    problem, orders = with_late_op(100, -12)
+    seen: list[Solution] = []
+    start = start_at(problem, orders)
+    assert start.bound_us < start.value_us <= (1 + NEAR) * start.bound_us
+    _Search(problem, Limits(600, workers=1, deterministic_limit=1.0), start, seen.append)._ask_for_bound()
+    assert [answer.value_us for answer in seen] == [start.bound_us]
+    assert seen[0].orders is not None
+    assert build_schedule(problem, seen[0].orders, start.bound_us, "windows", 0.0).status == "optimal"
+
+
+def test_questions_at_the_end_leave_work_for_windows() -> None:
+    """Ops that were late at the beginning are not made up for at the end."""
+    problem, orders = with_late_op(100, 21)
+    start = start_at(problem, orders)
+    assert start.bound_us < start.value_us <= (1 + NEAR) * start.bound_us
+    search = _Search(problem, Limits(600, workers=1, deterministic_limit=1.0), start, print)
+    search._ask_for_bound()
+    assert search.best is start
+    assert search.work_left is not None
+    assert search.work_left > 0.8 * (1 - LAST_SHARE)
+
+
+def test_nothing_is_asked_where_more_is_missing() -> None:
+    problem, orders = with_late_op(40, -12)
+    start = start_at(problem, orders)
+    assert start.value_us > (1 + NEAR) * start.bound_us
+    search = _Search(problem, Limits(600, workers=1, deterministic_limit=1.0), start, print)
+    search._ask_for_bound()
+    assert search.work_left == 1.0
