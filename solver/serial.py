@@ -200,7 +200,7 @@ def _repeated(orders: Orders, microbatches: int) -> Orders:
         return orders
     waits = WaitArray.of(orders.waits)
     second = np.flatnonzero(waits.op.microbatch)
-    at, later = np.tile(second, microbatches - 2), np.repeat(np.arange(1, microbatches - 1), len(second))
+    at, later = np.repeat(second, microbatches - 2), np.tile(np.arange(1, microbatches - 1), len(second))
     repeated = [
         OpArray.joined([ops, OpArray(ops.kind[at], ops.stage[at], ops.microbatch[at] + later)])
         for ops in (waits.op, waits.before)
