@@ -169,7 +169,7 @@ async def _checked_out(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
 
 
 _GIVEN_BACK: set[asyncio.Future[None]] = set()
-"""What the event loop itself would not keep alive."""
+"""Connections on their way back to the pool: the event loop holds its tasks by weak references alone."""
 
 
 def _give_back(checking_out: asyncio.Future[AsyncConnection]) -> None:

@@ -175,7 +175,7 @@ class Windows(OnDevice):
 
     @cached_property
     def _last_two_backwards_us(self) -> float:
-        """What the second count lacks because of the backward before the last one; 0 where it says nothing.
+        """Time that the second count lacks because of the backward before the last one; 0 where none is implied.
 
         As many W as ever fit cannot be pending at the starts of both without a pause, in which the last activation
         comes back, or a longer way back for the first of them (docs/math/bounds.md, "The last two backwards").

@@ -23,7 +23,7 @@ from optpipe.stage import exact
 from solver.bounds.device import usable_bytes
 from solver.bounds.unit_costs import UnitCosts
 from solver.exact.relaxation import parts, projected
-from solver.exact.states import LEAST_SHARE, NEVER, Dolls, Ends, Tables, handles_states
+from solver.exact.states import LEAST_SHARE, NEVER, Dolls, Ends, Tables, handles_states, longer
 from solver.limits import Limits
 from solver.solution import OnSolution, Solution
 
@@ -61,7 +61,7 @@ class Copies(NamedTuple):
 
 
 NOTHING = -1
-"""What a group reloads whose channel for it is free."""
+"""Content of the column of what a group reloads, where its channel for R is free."""
 
 
 @njit(cache=True, nogil=True)
@@ -259,7 +259,7 @@ def _successors(
                 for now in range(at, later + 1, max(later - at, 1)):
                     if size == room:
                         room *= 2
-                        found = _longer(found, room)
+                        found = longer(found, room)
                     new = found[size]
                     new[:] = row
                     if reloads:
@@ -326,13 +326,6 @@ def _let_leave(
             if at == without:
                 break
     return waiting
-
-
-@njit(cache=True, nogil=True)
-def _longer(rows: Ints, room: int) -> Ints:
-    longer = np.empty((room, rows.shape[1]), np.int64)
-    longer[: len(rows)] = rows
-    return longer
 
 
 MOST_COMPARED = 500

@@ -137,8 +137,8 @@ def _successors(states: States, tables: Tables, ends: Ends, limit: int, most: in
                 if least <= limit:
                     if size == room:
                         room *= 2
-                        done, ready = _longer(done, room), _longer(ready, room)
-                        free, debt, steps = _longer(free, room), _longer(debt, room), _longer(steps, room)
+                        done, ready = longer(done, room), longer(ready, room)
+                        free, debt, steps = longer(free, room), longer(debt, room), longer(steps, room)
                     done[size], ready[size] = states.done[a], states.ready[a]
                     free[size], debt[size] = states.free[a], states.debt[a]
                     least = _run(done[size], ready[size], free[size], debt[size], j, at, tables, ends)
@@ -155,10 +155,11 @@ def _successors(states: States, tables: Tables, ends: Ends, limit: int, most: in
 
 
 @njit(cache=True, nogil=True)
-def _longer(rows: Ints, room: int) -> Ints:
-    longer = np.empty((room, rows.shape[1]), np.int64)
-    longer[: len(rows)] = rows
-    return longer
+def longer(rows: Ints, room: int) -> Ints:
+    """A copy of the rows with room for more."""
+    copy = np.empty((room, rows.shape[1]), np.int64)
+    copy[: len(rows)] = rows
+    return copy
 
 
 @njit(cache=True, nogil=True)

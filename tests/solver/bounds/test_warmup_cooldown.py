@@ -189,7 +189,7 @@ def random_pipeline(rng: Random) -> Problem:
 
 
 def test_last_two_backwards_are_never_above_an_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of problems on which they say more than the windows without them. CP-SAT runs without cuts."""
+    """Problems where they say more than the windows do without them; CP-SAT runs without cuts."""
     pipelines = [random_pipeline(Random(seed)) for seed in range(300)]
     bounds_us = [max(warmup_cooldown_bounds_us(problem)) for problem in pipelines]
     with monkeypatch.context() as patch:
