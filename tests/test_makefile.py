@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def test_programs_are_installed_before_the_tests_run(tmp_path: Path) -> None:
     assert found[install].split()[-2:] == ["chromium", "curl"]
     [run] = [k for k, step in enumerate(found) if "-m pytest" in step]
     assert install < run
+
+
+def test_ci_runs_all_of_the_test_command(tmp_path: Path) -> None:
+    own = (f"VENV={tmp_path / 'venv'}", f"PROGRAMS={tmp_path / CHROMIUM.name} {tmp_path / 'curl'}")
+    calls = [shlex.split(line)[1:] for line in (ROOT / ".ci" / "run").read_text().splitlines() if line[:5] == "make "]
+    assert {step for call in calls for step in steps(*call, *own)} == set(steps("test", *own))
 
 
 def test_what_is_there_is_not_installed_again(tmp_path: Path) -> None:

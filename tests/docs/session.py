@@ -1,8 +1,8 @@
 """Runs the blocks of a page as a reader would: in order, in one shell, in an empty folder with the examples beside.
 
-Only searches are shorter than on the page, most of all where several methods are compared: what a longer one finds is
-not compared with anything, and all pages together would keep two cores busy for minutes. So would loading torch for
-each `optpipe`: these are forked from one process (`forked`).
+Only searches are shorter than on the page, most of all where several methods are compared, and a solve without a limit
+has one: what a longer one finds is not compared with anything, and all pages together would keep two cores busy for
+minutes. So would loading torch for each `optpipe`: these are forked from one process (`forked`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ PROLOGUE = """set -euo pipefail
 most_search_s=4
 curl() { command curl --fail-with-body "$@"; }
 optpipe() {
-    local words=() word before= most_s=$most_search_s
+    local words=() word before= most_s=$most_search_s limited=
     [ "$1" != compare ] || most_s=1  # for each of a dozen methods
     for word in "$@"; do
         [ "$before" != --time-limit ] || [ "${word%.*}" -le $most_s ] || word=$most_s
+        case $word in --time-limit | --deterministic-limit) limited=yes ;; esac
         words+=("$word") before=$word
     done
+    [ "$1" != solve ] || [ "$limited" ] || words+=(--time-limit $most_s)
     command "${forked[@]:-optpipe}" "${words[@]}"
 }
 serving=

@@ -61,10 +61,16 @@ def test_a_forked_command_is_one_of_the_shell(tmp_path: Path, free_tcp_port: int
 
 
 def test_searches_are_shortened_and_nothing_else() -> None:
-    asked = "plan 'two words' --time-limit 10 --seed 10 --time-limit 3"
-    script = "\ncommand() { shift; printf '%s|' \"$@\"; }\noptpipe " + asked
-    told = subprocess.run(["bash", "-c", PROLOGUE + script], capture_output=True, text=True, check=True).stdout
-    assert told.split("|")[:-1] == ["plan", "two words", "--time-limit", "4", "--seed", "10", "--time-limit", "3"]
+    for asked, run in (
+        ("plan 'two words' --time-limit 10 --seed 10", "plan|two words|--time-limit|4|--seed|10|"),
+        ("solve a.json --time-limit 3", "solve|a.json|--time-limit|3|"),
+        ("solve a.json", "solve|a.json|--time-limit|4|"),
+        ("solve a.json --deterministic-limit 20", "solve|a.json|--deterministic-limit|20|"),
+        ("compare a.json --time-limit 5", "compare|a.json|--time-limit|1|"),
+        ("train --steps 5", "train|--steps|5|"),
+    ):
+        script = f"{PROLOGUE}command() {{ shift; printf '%s|' \"$@\"; }}\noptpipe {asked}"
+        assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == run
 
 
 def test_output_that_is_no_longer_printed_is_found() -> None:
