@@ -104,11 +104,6 @@ def derive_waits(
     return dict(waits)
 
 
-def planned_order(ops: Iterable[Op], planned: Times) -> list[Op]:
-    """Ops of one stream by planned times, ties by microbatch."""
-    return sorted(ops, key=lambda op: (*planned[op], op.microbatch))
-
-
 def _add(
     waits: dict[Op, list[Op]],
     acquirers: tuple[OpArray, Ints],

@@ -10,23 +10,14 @@ has a fourth thread for the actions of the runtime; arrows start at its sends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from optpipe.files import write_atomically
 from optpipe.memory import Curve, planned_memory
 from optpipe.ops import STREAMS, Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule, ScheduledOp
 from optpipe.trace.document import LANES, MeasuredAction, Trace
-
-
-def write_chrome_trace(schedule: Schedule, path: Path) -> None:
-    """Write the trace of `schedule` to `path`: strict JSON, the same bytes for the same schedule."""
-    text = json.dumps(chrome_trace(schedule), separators=(",", ":"), allow_nan=False)
-    write_atomically(path, text + "\n")
 
 
 def chrome_trace(schedule: Schedule) -> dict[str, Any]:

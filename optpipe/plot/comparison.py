@@ -112,6 +112,6 @@ def _draw_header(panel: Panel, schedules: Sequence[Labelled]) -> None:
     bound = time_text(max(schedule.bound_us for _, schedule in schedules))
     panel.text_above(0.55, f"{OBJECTIVE_NAMES[first.objective]}   ·   best proved bound {bound}", fontsize=10.5)
     kinds = set().union(*(kinds_in(schedule) for _, schedule in schedules)) - {"O", "R"}
-    draw_legend(panel, op_entries(kinds, max(map(len, first.problem.stages_of))), 0.17)
+    draw_legend(panel, op_entries(kinds, max(map(len, first.problem.stages_of))))
     for inches, text in zip(COLUMNS_INCHES, ("value", "bubble", "peak"), strict=True):
         panel.text_right(-0.14, text, inches, ha="right", fontsize=9.5, color=INK)

@@ -153,4 +153,4 @@ def _draw_header(panel: Panel, schedule: Schedule, scale: MemoryScale) -> None:
     panel.text_above(0.5, figures_text(schedule), fontsize=10.5)
     budgets = any(scale.shows(device.memory_bytes) for device in schedule.problem.devices)
     most_stages = max(map(len, schedule.problem.stages_of))
-    draw_legend(panel, op_entries(kinds_in(schedule), most_stages) + memory_entries(budgets), 0.17)
+    draw_legend(panel, op_entries(kinds_in(schedule), most_stages) + memory_entries(budgets))

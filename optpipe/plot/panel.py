@@ -343,9 +343,13 @@ def kinds_in(schedule: Schedule) -> set[str]:
     return {KINDS[code] for code in codes}
 
 
-def draw_legend(panel: Panel, entries: list[Entry], inches_above: float) -> None:
-    """Draw the legend in one row, `inches_above` the panel, from the figure's left margin."""
-    anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + inches_above / panel.height
+LEGEND_INCHES = 0.17
+"""Distance of the legend from the panel below it."""
+
+
+def draw_legend(panel: Panel, entries: list[Entry]) -> None:
+    """Draw the legend in one row above the panel, from the figure's left margin."""
+    anchor = (GUTTER_INCHES - panel.margins.left) / panel.width, 1 + LEGEND_INCHES / panel.height
     draw_legend_row(panel.axes, entries, anchor, "lower left", handlelength=1.6, handletextpad=0.5, columnspacing=1.2)
 
 

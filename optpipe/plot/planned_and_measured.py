@@ -186,4 +186,4 @@ def _draw_header(panel: Panel, trace: Trace, comparison: Comparison, factor: flo
     )
     entries = op_entries(kinds_in(trace.schedule), max(map(len, trace.schedule.problem.stages_of)))
     path = (Patch(facecolor="none", edgecolor=INK, linewidth=PATH_POINTS), f"decides the end ({comparison.basis})")
-    draw_legend(panel, [*entries, path], 0.17)
+    draw_legend(panel, [*entries, path])

@@ -1,13 +1,12 @@
 """Simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983) over merged sequences, in as many threads as a solve has.
 
 Representation, moves and timing are those of docs/math/search.md. All compiled code of the search ends up in `anneal`
-and `begin_annealing`. The cache of numba looks only at the file in which a function stands: after a change of a file
-that this one imports, clear ``__pycache__``.
+and `begin_annealing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from optpipe.ops import Floats, Ints, Orders
+from optpipe.ops import Floats, Ints
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
@@ -112,7 +111,7 @@ class State(NamedTuple):
     energy_weights: Floats
 
 
-def build_state(table: Table, merged: Merged, seed: int, weights: Floats = WEIGHTS) -> State | None:
+def build_state(table: Table, merged: Merged, seed: int) -> State | None:
     """Build a state that begins at given sequences; None where these break a budget or deadlock."""
     state = State(
         table=table,
@@ -128,7 +127,7 @@ def build_state(table: Table, merged: Merged, seed: int, weights: Floats = WEIGH
         numbers=np.full(4, NEVER_US),
         work=np.zeros(1, np.int64),
         random=np.array([2 * seed + 1], np.uint64),
-        weights=weights * _possible_moves(table),
+        weights=WEIGHTS * _possible_moves(table),
         energy_weights=np.array([1.0, 0.005]),
     )
     return state if begin_annealing(state, merged) else None
@@ -314,33 +313,25 @@ COOLING_FACTOR = 20.0
 """First over last temperature of a cycle."""
 
 
-def local_search(
-    problem: Problem,
-    limits: Limits,
-    start: Solution,
-    on_solution: OnSolution,
-    others: Sequence[Orders] = (),
-) -> Solution:
-    """Anneal from the best schedule known, now and then from `others` within the budgets; report every better answer.
+def local_search(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Anneal from the best schedule known, or from the serial one; report every better answer.
 
-    Without any schedule it begins at the serial one. The answer's bound is that of the start: a local search proves
-    nothing.
+    The answer's bound is that of the start: a local search proves nothing. Returns `start` where its orders, or the
+    serial ones, exceed a budget.
     """
-    best = _SharedBest(problem, start, on_solution)
     table = build_table(problem)
-    candidates = [orders for orders in (start.orders, *others) if orders is not None]
-    if not candidates:
-        serial = serial_orders(problem)
-        candidates = [] if serial is None else [serial]
-    simulations = (simulate(problem, orders) for orders in candidates)
-    merged = (merge(table, timed) for timed in sorted(simulations, key=lambda timed: timed.value_us))
-    starts = [sequences for sequences in merged if build_state(table, sequences, 0) is not None]
-    if starts and not limits.cancel.requested:
-        threads = 1 if limits.deterministic_limit is not None else max(1, limits.workers)
-        with ThreadPoolExecutor(threads) as pool:
-            runs = [pool.submit(_Thread(table, starts, limits, best, worker)) for worker in range(threads)]
-        for run in runs:
-            run.result()
+    orders = serial_orders(problem) if start.orders is None else start.orders
+    if orders is None or limits.cancel.requested:
+        return start
+    first = merge(table, simulate(problem, orders))
+    if build_state(table, first, 0) is None:
+        return start
+    best = _SharedBest(problem, start, on_solution)
+    threads = 1 if limits.deterministic_limit is not None else max(1, limits.workers)
+    with ThreadPoolExecutor(threads) as pool:
+        runs = [pool.submit(_Thread(table, first, limits, best, worker)) for worker in range(threads)]
+    for run in runs:
+        run.result()
     return best.answer
 
 
@@ -379,19 +370,18 @@ class _SharedBest:
 
 
 class _Thread:
-    """The annealing of one thread: cycles that cool down from the best of all threads, or from another start."""
+    """The annealing of one thread: cycles that cool down, the first from `start`, the others from the best so far."""
 
-    def __init__(self, table: Table, starts: Sequence[Merged], limits: Limits, best: _SharedBest, worker: int) -> None:
+    def __init__(self, table: Table, start: Merged, limits: Limits, best: _SharedBest, worker: int) -> None:
         self.limits = limits
         self.best = best
-        self.starts = starts
         self.worker = worker
-        self.within_budgets = starts[0]
+        self.within_budgets = start
         """The last sequences that also keep the host's budget."""
-        state = build_state(table, starts[0], limits.seed * 1009 + worker)
+        state = build_state(table, start, limits.seed * 1009 + worker)
         assert state is not None
         self.state: State = state
-        self.mean_duration_us = _mean_duration_us(table, starts[0])
+        self.mean_duration_us = _mean_duration_us(table, start)
         self.offered_us = float("inf")
         self.offered_at = 0
 
@@ -412,12 +402,8 @@ class _Thread:
             self._offer(0)
             if self._over():
                 return
-            # Restart from the best of all threads; in every third cycle from another start, to leave its basin.
-            if (number + 1) % 3 == 2 and len(self.starts) > 1:
-                restart = self.starts[1 + ((number + 1) // 3 + self.worker) % (len(self.starts) - 1)]
-            elif self.best.sequences is not None and self.best.sequences_us < self.state.numbers[BEST]:
-                restart = self.best.sequences
-            else:
+            restart = self.best.sequences  # of all threads
+            if restart is None or self.best.sequences_us >= self.state.numbers[BEST]:
                 restart = self.state.best
             begin_annealing(self.state, restart)
 

@@ -273,10 +273,13 @@ def test_plot(cli: Cli, schedule_file: Path, tmp_path: Path, suffix: str) -> Non
 
 
 def test_export_chrome_trace(cli: Cli, schedule_file: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
+    trace, old = tmp_path / "trace.json", tmp_path / "old.json"
+    trace.write_text("old")
+    old.hardlink_to(trace)
     assert cli("export", schedule_file, "--to", "chrome-trace", "-o", trace).code == 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2 * 3 * 3
+    assert old.read_text() == "old", "the file is replaced in one step, not written into"
 
 
 @pytest.mark.parametrize("form", ["lp", "mps"])

@@ -43,7 +43,7 @@ def test_a_box_too_narrow_to_be_seen_is_a_line_of_its_colour() -> None:
 def test_every_entry_at_once_fits_on_one_row() -> None:
     with settings():
         panel = Panel.of(NARROWEST_INCHES, 2.0, MARGINS, 0.0, 100.0, time_unit(100.0))
-        draw_legend(panel, op_entries(OP_LOOKS, 6) + memory_entries(budgets=True), 0.17)
+        draw_legend(panel, op_entries(OP_LOOKS, 6) + memory_entries(budgets=True))
         panel.figure.draw_without_rendering()
         legend = panel.axes.get_legend()
         assert legend is not None

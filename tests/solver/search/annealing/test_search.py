@@ -71,15 +71,6 @@ def test_without_any_schedule_the_floor_is_where_it_begins() -> None:
     assert answer.value_us < start_at(problem, serial_orders(problem)).value_us
 
 
-def test_other_starts_are_used() -> None:
-    problem = uniform(2, 4, budget=4)
-    good, _ = search(problem, 0.5)
-    limits = Limits(deterministic_limit=0.0)
-    assert good.orders is not None
-    poor = start_at(problem, serial_orders(problem))
-    assert local_search(problem, limits, poor, lambda better: None, others=[good.orders]).value_us <= good.value_us
-
-
 def test_a_cancelled_search_returns_its_start() -> None:
     problem = uniform(4, 8, budget=8)
     limits = Limits(time_limit_s=600)

@@ -16,7 +16,7 @@ from optpipe.simulate import simulate
 from optpipe.worst_case_memory import worst_case_peak_bytes
 from solver.build import build_schedule
 from solver.limits import Limits
-from solver.search.annealing.search import BEST, WEIGHTS, anneal, build_state, local_search
+from solver.search.annealing.search import BEST, anneal, build_state, local_search
 from solver.search.annealing.sequence import build_table, merge, orders_from_sequences
 from solver.serial import serial_orders
 from solver.solution import Solution
@@ -161,7 +161,7 @@ def test_equal_microbatches_keep_the_order_of_their_numbers() -> None:
     floor = serial_orders(problem)
     assert floor is not None
     table = build_table(problem)
-    state = build_state(table, merge(table, simulate(problem, floor)), 0, weights=WEIGHTS)
+    state = build_state(table, merge(table, simulate(problem, floor)), 0)
     assert state is not None
     anneal(state, 5.0, 100_000)
     order = orders_from_sequences(problem, table, state.kept).microbatch_order
