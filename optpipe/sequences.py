@@ -134,7 +134,7 @@ def microbatch_factors(profile: LayerProfile, lengths: Lengths) -> list[dict[str
 
 
 def evened(lengths: Lengths) -> Lengths:
-    """As many microbatches with as many tokens in all, of documents of equal lengths, all with the same number of them.
+    """The same number of microbatches and of tokens in all, with equal documents: each has as many of the same length.
 
     One document each if they have one each; the length is rounded.
     """

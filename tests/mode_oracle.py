@@ -18,7 +18,7 @@ BACKWARDS = ("B", "BW", "CB", "CBW")
 
 
 class Cost(NamedTuple):
-    """What an op costs: us, and bytes on its device at its start and at its end."""
+    """Costs of an op: us, and bytes on its device at its start and at its end."""
 
     us: float
     start: int

@@ -47,7 +47,7 @@ def _placements(draw: st.DrawFn) -> list[int]:
 
 
 def _shares(devices: int) -> st.SearchStrategy[list[float]]:
-    """How much of the memory for everything each device has: the same, or each its own."""
+    """Each device's share of the memory for everything: the same, or each its own."""
     share = st.sampled_from([0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.0])
     return share.map(lambda same: [same] * devices) | st.lists(share, min_size=devices, max_size=devices)
 

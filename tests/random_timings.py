@@ -69,7 +69,7 @@ def _random_us(rng: np.random.Generator, timings: int) -> Floats:
 
 
 def _edges(problem: Problem, orders: Orders, there: dict[Op, int]) -> Iterator[tuple[Op, Op, bool]]:
-    """What comes before what, and whether a message between two devices lies in between."""
+    """Precedences, each with true where a message between two devices lies in between."""
     for ops in (*(stream for device in orders.devices for stream in device.streams()), *orders.channels):
         yield from ((earlier, later, False) for earlier, later in pairwise(ops))
     for op, others in orders.waits.items():

@@ -24,7 +24,7 @@ from tests.torchrun import LOOPBACK, TIMEOUT_SECONDS
 
 
 class Ended(NamedTuple):
-    """What is left of a rank: its exit code, minus a signal's number, and what it printed."""
+    """Outcome of a rank: its exit code, minus a signal's number, and what it printed."""
 
     code: int
     out: str
@@ -106,7 +106,7 @@ class RunRanks:
 
 @contextmanager
 def ranks() -> Iterator[RunRanks]:
-    """Within: ranks can be run."""
+    """Context in which ranks can be run."""
     run = RunRanks()
     try:
         yield run

@@ -209,7 +209,7 @@ class _Model:
 
 
 def _scale(problem: Problem) -> int:
-    """How many ticks a microsecond needs, but for those of ops without length."""
+    """Ticks that a microsecond needs, but for those of ops without length."""
     times = [*problem.forward_delay_us, *problem.backward_delay_us]
     for stage in problem.stages:
         times += [stage.duration_us(kind) for kind in ("FBWOR" if stage.offload else "FBW")]

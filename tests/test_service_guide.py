@@ -44,7 +44,7 @@ def _as_shell(language: str, text: str) -> str:
 
 
 def _run(script: str, folder: Path) -> str:
-    """What a script prints; every command must succeed, and the server must refuse none of them."""
+    """Output of a script; every command must succeed, and the server must refuse none of them."""
     own = {"OPTPIPE_KEY": "none-is-asked-for", "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     strict = 'set -euo pipefail\ncurl() { command curl --fail-with-body "$@"; }\n'

@@ -13,7 +13,7 @@ from solver.microbatch_orders import with_own_numbers
 def with_factors(
     schedule: Schedule, factors: Sequence[Mapping[str, float]], order: Sequence[int] | None = None
 ) -> Schedule:
-    """The same orders with costs of their own for each microbatch, which run in `order` if one is given."""
+    """The schedule with costs of their own for each microbatch, which run in `order` if one is given."""
     data = schedule.problem.to_data() | {"microbatch_factors": list(factors)}
     data["microbatch_order"] = "given" if order is None else "free"
     problem = Problem.from_data(data)

@@ -24,7 +24,7 @@ def keep_indented_blocks(_app: Sphinx, _what: str, _name: str, _of: object, _opt
 
 
 def _opens_block(lines: list[str], place: int) -> bool:
-    """Whether a flush line and a blank one stand before an indented line."""
+    """True if a flush line and a blank one stand before an indented line."""
     line, *after = lines[place:]
     ahead = next((text for text in after if text.strip()), "")
     blank_between = not after[0].strip()

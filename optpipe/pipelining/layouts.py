@@ -51,7 +51,7 @@ class Layout:
         return cls(tensor.device_mesh.mesh_dim_names, tuple(placements), tuple(tensor.shape), tensor.stride())
 
     def to_data(self) -> list[Any]:
-        """As JSON values."""
+        """The layout as JSON values."""
         return [list(self.mesh), list(self.placements), list(self.shape), list(self.stride)]
 
     @classmethod

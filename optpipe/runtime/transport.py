@@ -61,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def finish_closed(self) -> None:
-        """As `finish`, for the sends before the last `close_step`."""
+        """Wait as `finish` does, for the sends before the last `close_step`."""
         ...
 
     def clear(self) -> None:

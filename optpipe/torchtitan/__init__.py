@@ -136,14 +136,14 @@ class OnlineSchedule:
         self._planner = OnlinePlanner(planned, time_limit_s=time_limit_s)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `PlannedSchedule.step`; then change, if there is something better."""
+        """Run `PlannedSchedule.step`, then change to a better schedule if there is one."""
         result = self.planned.step(*args, **kwargs)
         if self._planner.step_done():
             LOG.info("the next step runs by %s", self.planned.schedule.method)
         return result
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """As `PlannedSchedule.eval`."""
+        """Run `PlannedSchedule.eval`."""
         return self.planned.eval(*args, **kwargs)
 
 

@@ -24,7 +24,7 @@ LARGE = json.dumps({"problem": instance("po-18.1b-16k-d16-v3-m128-mem0.25").to_d
 
 
 async def compare(pool: ProcessPool, content: bytes) -> int:
-    """How many methods were compared."""
+    """Number of methods that were compared."""
     return len(json.loads(await pool.run("compare", content, None, caps=CAPS, schedules=False))["methods"])
 
 

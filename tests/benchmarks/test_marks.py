@@ -1,4 +1,4 @@
-"""What is measured is put between its marks, and nothing else of a document changes."""
+"""Measurements are put between their marks, and nothing else of a document changes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Block:
 
     @property
     def is_directive(self) -> bool:
-        """Whether it is Sphinx's, not the reader's."""
+        """True if it is Sphinx's, not the reader's."""
         return self.language.startswith("{")
 
 

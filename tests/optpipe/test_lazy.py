@@ -25,7 +25,7 @@ HEAVY = {
 
 
 def fresh(program: str) -> str:
-    """What a program prints in an interpreter of its own."""
+    """Output of a program in an interpreter of its own."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -190,7 +190,7 @@ def test_a_training_run_shows_its_losses_and_its_check() -> None:
 
 
 class Printer:
-    """As much of IPython's printer as is used."""
+    """Stand-in for IPython's printer."""
 
     def __init__(self) -> None:
         self.said = ""

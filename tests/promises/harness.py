@@ -159,7 +159,7 @@ def workers_on(settings: Settings) -> Iterator[Workers]:
 
 
 class Lateness:
-    """How late this machine is: `allowed_s` is what each of the steps of a promise may take longer, together.
+    """Lateness of this machine: the steps of a promise may together take `allowed_s` longer.
 
     One step: the longest time that looking at the database and a short sleep took beyond it.
     """

@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class Case:
-    """Who is killed where in each start of the processes, and the step that each start begins with."""
+    """Ranks that are killed in each start of the processes, and where; the step that each start begins with."""
 
     processes: int
     kills: tuple[dict[str, Any], ...]

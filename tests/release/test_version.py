@@ -44,7 +44,7 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(sources: Path) -> Path:
-    """The same with two commits and no tag."""
+    """Repository with two commits and no tag."""
     git(sources, "init", "--quiet")
     git(sources, "add", ".")
     git(sources, "commit", "--quiet", "--message=first")

@@ -132,7 +132,7 @@ def test_orders_that_break_the_rules_are_not_believed(cache: Cache, optimal: Sch
 
 
 def content(cache: Cache) -> dict[str, Any]:
-    """What the only file says."""
+    """Content of the only file."""
     (file,) = files(cache)
     entry: dict[str, Any] = json.loads(file.read_bytes().partition(b"\n")[2])
     return entry

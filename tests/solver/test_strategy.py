@@ -1,4 +1,4 @@
-"""Which searches `auto` runs: to proof on small problems, no models on the largest, every core in use."""
+"""Searches that `auto` runs: to proof on small problems, no models on the largest, every core in use."""
 
 from __future__ import annotations
 

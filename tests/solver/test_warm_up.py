@@ -17,7 +17,7 @@ from solver.solve import solve
 
 
 def signatures() -> dict[str, int]:
-    """How many signatures each kernel has in this process."""
+    """Number of signatures of each kernel in this process."""
     kernels = [
         kernel
         for name, module in list(sys.modules.items())

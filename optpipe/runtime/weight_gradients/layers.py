@@ -112,7 +112,7 @@ class SplitConvolution(SplitBackward[Any]):
         return own_weight(layer) and zeros
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, Saved]:
-        """As the plain layer does; keeps the input."""
+        """Run the plain layer, and keep the input."""
         return layer._plain.forward(layer, x), (x,)
 
     def input_gradient(self, layer: Convolution, saved: Saved, gradient: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ class Constraints:
         block.choices(variables.counted, offloads, offloads, -moved[offloads])
 
     def chains(self) -> None:
-        """If an op comes before another, so does the same op of the unit before it, and before that of the next.
+        """Order binaries agree along units: if one op precedes another, so does the same op of an earlier unit.
 
         Units keep their order, so every integer point has it; the relaxation does not (OptPipe, section 4). Where the
         order of microbatches is free, this holds along equal ones and along the slices of each.

@@ -55,7 +55,7 @@ class StandIn:
         await leases.end(self.engine, self.mine, JobResult("succeeded", self.schedule(method), "feasible", "time"))
 
     async def solve(self, method: str) -> None:
-        """The same, and remembered for equal problems."""
+        """End as `end` does, and remember the schedule for equal problems."""
         await self.end(method)
         config, schedule = self.mine.config(), self.schedule(method)
         async with transaction(self.engine) as connection:

@@ -169,7 +169,7 @@ async def test_an_equal_problem_is_answered_at_once(store: Store, settings: Sett
 
 
 def _in_nanoseconds(problem: Problem) -> Problem:
-    """The same with all times a thousand times as large."""
+    """The problem with all times a thousand times as large."""
     data = problem.to_data()
     for stage in data["stages"]:
         for name in ("forward_us", "backward_input_us", "backward_weight_us"):

@@ -17,7 +17,7 @@ def posted(url: str, key: str | None, problem: Problem = PROBLEM, wait: int = 20
 
 
 def post(client: Client, problem: Problem = PROBLEM, wait: int = 20, **config: Any) -> str:
-    """The same with a client that is there already."""
+    """Submit with a client that is there already."""
     answer = client.post("/v1/schedules", params={"wait": wait}, json=body(problem, **config))
     assert answer.is_success, answer.text
     return str(answer.json()["id"])

@@ -16,7 +16,7 @@ def call(page: Page, module: str, name: str, *args: Any) -> Any:
 
 
 def address(page: Page, module: str) -> str:
-    """Where the page has a module from, such as ``gantt/labels.js``."""
+    """Address of a module of the page, such as ``gantt/labels.js``."""
     icon = page.get_attribute("link[rel=icon]", "href")
     assert icon is not None
     return f"{icon.rpartition('/')[0]}/js/{module}"

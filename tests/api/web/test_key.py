@@ -1,4 +1,4 @@
-"""Where the server asks for a key, the page asks its user, and keeps it no longer than the tab."""
+"""The page asks its user for a key where the server asks for one, and keeps it no longer than the tab."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from optpipe.schedule import schedule_text
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """Outcome of a run: exit code and both streams."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ Cli = Callable[..., Run]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test solves answers no other, and nothing is left in the user's own cache."""
+    """A cache for each test: none answers another, and the user's own stays as it is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

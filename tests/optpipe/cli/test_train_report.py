@@ -1,4 +1,4 @@
-"""What training prints is one JSON document, also where a number is none or the run was interrupted."""
+"""Training prints one JSON document, also where a number is none or the run was interrupted."""
 
 from __future__ import annotations
 

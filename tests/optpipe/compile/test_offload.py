@@ -1,4 +1,4 @@
-"""Where RELEASE and PREPARE stand: late enough to hold up nothing, early enough for copies back to begin as planned."""
+"""Places of RELEASE and PREPARE: late enough to hold up nothing, early enough for copies back to begin as planned."""
 
 from __future__ import annotations
 

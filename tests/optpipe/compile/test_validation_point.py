@@ -49,7 +49,7 @@ def published(method: str, *, v_shape: bool = False) -> Schedule:
 
 
 def is_right(program: Program, points: Sequence[int]) -> bool:
-    """Whether lists cut there hold no backward, and both halves of every message or none."""
+    """True if lists cut there hold no backward, and both halves of every message or none."""
     kept = [a for actions, point in zip(program.devices, points, strict=True) for a in actions[:point]]
     keys = {action.key for action in kept}
     return not any(a.kind in ("B", "BW", "W", "REDUCE") or (a.peer is not None and half(a) not in keys) for a in kept)
@@ -88,7 +88,7 @@ def test_published_schedules_wait_no_earlier_than_for_their_last_forward_of_the_
 
 
 class Watch:
-    """What is alive on every device when an action begins."""
+    """Meter of the bytes that are alive on every device when an action begins."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         self.meter, self.seen = meter, list[tuple[Action, int]]()

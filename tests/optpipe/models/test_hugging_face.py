@@ -165,7 +165,7 @@ def test_layers_and_parts_of_them_are_recomputed_one_at_a_time(name: str, mode: 
 
 @pytest.fixture(scope="module")
 def found(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of four ranks says of each case."""
+    """Findings of each of four ranks for each case."""
     folder, names = tmp_path_factory.mktemp("ranks"), [case.split(", ")[0] for case in IN_4]
     run_ranks(WORKER, 4, str(folder), json.dumps({name: saved(name) for name in names}), *IN_4)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]

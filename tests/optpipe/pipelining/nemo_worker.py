@@ -24,7 +24,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def gradients(path: Path | None) -> tuple[list[Tensor], list[float]]:
-    """Of one step: by the schedule of a file, in the place of the one that AutoPipeline has made."""
+    """Gradients of one step by the schedule of a file, in the place of the one that AutoPipeline has made."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=ENTRIES, use_cache=False))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))

@@ -1,4 +1,4 @@
-"""What PlannedSchedule refuses, and what holds in one process."""
+"""Refusals of PlannedSchedule, and its promises in one process."""
 
 from __future__ import annotations
 

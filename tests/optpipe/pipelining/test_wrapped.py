@@ -24,7 +24,7 @@ MICROBATCHES = 3
 def results(
     run_ranks: RunRanks, folder: Path, cases: list[tuple[list[int], dict[str, Any]]], processes: int = 4
 ) -> list[list[Any]]:
-    """What each rank found in each case."""
+    """Findings of each rank in each case."""
     for k, (placement, how) in enumerate(cases):
         splits = not how.get("compiled")
         schedule = random_executable(placement, MICROBATCHES, k, EXECUTABLE, split_backward=splits)

@@ -1,4 +1,4 @@
-"""What is concluded from measured copies; measuring them needs GPUs."""
+"""Conclusions from measured copies; measuring them needs GPUs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def batch(stages: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor]
 
 
 def specs(stages: int, dtype: torch.dtype = torch.float32) -> list[MessageSpec]:
-    """What crosses the boundaries."""
+    """Specs of the messages that cross the boundaries."""
     return [MessageSpec((2, width), dtype) for width in WIDTHS[1:stages]]
 
 
@@ -61,7 +61,7 @@ def stages_of(modules: Sequence[nn.Module], *, gradient_scale: float = 1 / M) ->
 
 
 def plain_gradients(modules: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the mean loss over the microbatches, with ordinary autograd."""
+    """Gradients of the mean loss over the microbatches, by ordinary autograd."""
     model = nn.Sequential(*copy.deepcopy(list(modules)))
     losses = [nn.functional.mse_loss(model(x), y) for x, y in zip(inputs, targets, strict=True)]
     torch.autograd.backward(torch.stack(losses).mean())

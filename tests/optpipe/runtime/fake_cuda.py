@@ -56,7 +56,7 @@ class FakeCuda:
         return next(self._numbers)
 
     def finished(self) -> bool:
-        """Whether the host finds some work finished: now so, now so."""
+        """True if the host finds some work finished: at random."""
         return self._rng.random() < 0.5
 
     def work(self, what: str) -> tuple[Stamp, Clock]:
@@ -196,6 +196,6 @@ def _writes(argument: Any) -> bool:
 
 
 def _is_view(schema: Any) -> bool:
-    """Whether an operator only looks at memory in another way."""
+    """True if an operator only looks at memory in another way."""
     arguments = [argument.alias_info for argument in schema.arguments if argument.alias_info]
     return bool(arguments) and not any(info.is_write for info in arguments)

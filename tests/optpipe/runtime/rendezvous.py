@@ -71,7 +71,7 @@ class Rendezvous:
             raise StuckError
 
     def _look(self) -> None:
-        """Whether nobody can go on; once that is so it stays so."""
+        """True if nobody can go on; once that is so it stays so."""
         everybody_waits = self._waiting.keys() >= self._there
         if everybody_waits and not any(may_go() for may_go in self._waiting.values()):
             self._stuck = True

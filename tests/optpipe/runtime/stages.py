@@ -28,7 +28,7 @@ WAYS = {"split": F_B_W, "fused": F_BW, "offloaded": F_O_R_B_W} | RECOMPUTED
 
 @dataclass
 class Run:
-    """What a step of a stage made, by microbatch, and the weight gradients."""
+    """Messages that a step of a stage made, by microbatch, and the weight gradients."""
 
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Gradient] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def run_one(stage: Stage, way: Sequence[str], message: Tree, target: Tree = None
 
 
 def plain_step(module: nn.Module, message: Tree) -> Run:
-    """The same by autograd alone, for microbatch 0."""
+    """Run microbatch 0 by autograd alone."""
     for parameter in module.parameters():
         parameter.grad = None
     parts = [part.clone().requires_grad_(part.is_floating_point()) for part in leaves(message)]

@@ -1,4 +1,4 @@
-"""What crosses a boundary: single tensors and trees, gradients without those of integers, and shapes that must stay."""
+"""Messages over a boundary: tensors and trees, gradients without those of integers, and shapes that must stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TREE = {"hidden": HIDDEN, "rest": (MASK, HIDDEN[0])}
 
 
 def across(message: Any, spec: Any, direction: Literal["F", "B"]) -> Any:
-    """What arrives, from device 0 on device 1."""
+    """Message that arrives on device 1, from device 0."""
     mailbox = Mailbox()
     sender, receiver = (open_channel(mailbox, (0, 1), 4, direction, spec, CPU) for _ in range(2))
     receipt = receiver.post_receive()

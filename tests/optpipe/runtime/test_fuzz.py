@@ -137,7 +137,7 @@ def verdict(program: Program) -> type[Exception] | None:
 
 
 def runs_right(program: Program) -> bool:
-    """Whether every device, in a thread of its own, ends with the gradients of the plain step."""
+    """True if every device, in a thread of its own, ends with the gradients of the plain step."""
     count = len(program.placement)
     modules, (inputs, targets) = chain(count, DTYPE), batch(count, DTYPE)
     plain = plain_gradients(modules, inputs, targets)

@@ -1,4 +1,4 @@
-"""What stages share: found by identity, held once in a process, refused where it cannot be one."""
+"""Shared parameters: found by identity, held once in a process, refused where they cannot be one."""
 
 from __future__ import annotations
 

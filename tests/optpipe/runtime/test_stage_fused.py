@@ -15,7 +15,7 @@ SMALL, LARGE = 8, 128
 
 
 def layer_nodes(width: int, *, fused: bool) -> str:
-    """What F put into the graph for a linear layer."""
+    """Nodes that F put into the graph for a linear layer."""
     stage = Stage(nn.Linear(width, width))
     stage.zero_gradients()
     stage.forward(0, torch.ones(2, width), None, False, fused)

@@ -99,7 +99,7 @@ def test_nothing_lives_after_blocks_ran_again(block: Block, way: tuple[str, ...]
 
 
 def broken(stage: Stage, way: tuple[str, ...], meter: MemoryMeter) -> str:
-    """What the error says; its frames, which hold tensors, are gone when this returns."""
+    """Text of the error; its frames, which hold tensors, are gone when this returns."""
     try:
         play(stage, way, meter)
     except ValueError as error:
@@ -108,7 +108,7 @@ def broken(stage: Stage, way: tuple[str, ...], meter: MemoryMeter) -> str:
 
 
 def recovers(stage: Stage, meter: MemoryMeter) -> bool:
-    """Whether a step runs to its end after the error, and leaves nothing."""
+    """True if a step runs to its end after the error, and leaves nothing."""
     play(stage, WAYS["split"], meter)
     return meter.live_bytes[0] == 0
 

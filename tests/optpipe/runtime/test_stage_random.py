@@ -85,7 +85,7 @@ def test_checkpointed_layers_leave_their_weight_gradients_to_w() -> None:
 
 
 def masks(stage: Stage, *, steps: int = 1) -> list[Tensor]:
-    """What dropout kept, for two microbatches in each of some steps."""
+    """Masks of dropout, for two microbatches in each of some steps."""
     ones = {i: torch.ones(1000) for i in range(2)}
     runs = [run_step(stage, [(kind, i) for i in range(2) for kind in F_BW], ones) for _ in range(steps)]
     return [run.outputs[i] > 0 for run in runs for i in range(2)]

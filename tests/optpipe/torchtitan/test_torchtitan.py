@@ -45,7 +45,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where torchtitan finds a tokenizer and a text, which its wheel does not bring, and our schedules."""
+    """Folder with a tokenizer and a text, which the wheel of torchtitan does not bring, and with our schedules."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     assets = tmp_path / "tests" / "assets"
@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Run:
-    """What a training logged: losses and gradient norms of steps, losses of validations, peaks of the last step."""
+    """Log of a training: losses and gradient norms of steps, losses of validations, peaks of the last step."""
 
     def __init__(self, python: Path, folder: Path, processes: int, schedule: str, *options: str) -> None:
         command = [str(python), "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -98,7 +98,7 @@ class Run:
 
 
 def alike(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
-    """Whether two logs say the same, up to the last of the digits that are shown."""
+    """True if two logs say the same, up to the last of the digits that are shown."""
     rows = list(zip(one, other, strict=True))
     return len(rows) > 1 and all(abs(float(a) - float(b)) < 3e-4 for row in rows for a, b in zip(*row, strict=True))
 

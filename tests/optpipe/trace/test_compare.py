@@ -1,4 +1,4 @@
-"""What is planned compares equal; what is changed shows as that change, in the right place."""
+"""A planned step compares equal; a changed one shows that change, in the right place."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def trace_data(schedule: Schedule, spans: Mapping[Op, Span] | None = None, *, pr
 
 
 def trace_of(schedule: Schedule, spans: Mapping[Op, Span] | None = None, *, processes: bool = True) -> Trace:
-    """The same, read."""
+    """Trace of the document, read."""
     return Trace.from_data(trace_data(schedule, spans, processes=processes))
 
 

@@ -1,4 +1,4 @@
-"""What every way of running must show: linear and V placement, with offload and recomputation, both precisions."""
+"""Cases for every way of running: linear and V placement, with offload and recomputation, both precisions."""
 
 from __future__ import annotations
 

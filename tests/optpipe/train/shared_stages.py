@@ -69,7 +69,7 @@ class GPT2Stage(nn.Module):
 
 
 class LlamaStage(nn.Module):
-    """As `GPT2Stage`; all have the one module of rotary embeddings."""
+    """Stage like `GPT2Stage`; all have the one module of rotary embeddings."""
 
     def __init__(self, model: LlamaForCausalLM, stage: int, stages: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Unembedding(nn.Module):
 
 
 def frozen_in_4() -> Built:
-    """What is shared is not trained."""
+    """Stages whose shared parameter is not trained."""
     stages, *rest = everywhere_in_4()
     next(stages[0].parameters()).requires_grad_(False)
     return stages, *rest  # type: ignore[return-value]

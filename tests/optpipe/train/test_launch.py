@@ -36,7 +36,7 @@ ENDED = r" did not come: .*Maybe another process has ended: see what it printed\
 
 
 def _rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """What torchrun tells a process of where it is."""
+    """Environment that torchrun gives to a rank of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

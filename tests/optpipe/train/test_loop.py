@@ -1,4 +1,4 @@
-"""What acts between steps: when it does, that all is settled then, and that every step is told of, to the last."""
+"""Callbacks between steps: when they act, that all is settled then, and that they see every step, to the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of each step, and that files are whole however a run ends."""
+"""Metrics of each step, and files that are whole however a run ends."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(run_ranks: RunRanks, halves: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each rank says of each case."""
+    """Findings of each rank for each case."""
     ranks: dict[str, list[Any]] = {}
     for processes, cases in ((2, TWO), (4, FOUR)):
         folder = tmp_path_factory.mktemp(f"of{processes}")

@@ -1,4 +1,4 @@
-"""The same in processes of their own, over gloo: every bit is that of one process whose updates wait."""
+"""Post-validation in several processes over gloo: every bit is that of one process whose updates wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ranks_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four processes write, and two."""
+    """Results that four processes write, and two."""
     folder = tmp_path_factory.mktemp("post-validation")
     run_ranks(WORKER, 4, str(folder), *(name for name, s in schedules().items() if len(s.devices) == 4))
     run_ranks(WORKER, 2, str(folder), *(name for name, s in schedules().items() if len(s.devices) == 2))

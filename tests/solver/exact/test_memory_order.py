@@ -1,4 +1,4 @@
-"""What memory forces on the order of ops is kept by every schedule within the budgets, and proves more."""
+"""Orders that memory forces on ops are kept by every schedule within the budgets, and prove more."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SPIN, SLEEP = "[0 for _ in iter(int, 1)]", "time.sleep(60)"
 
 
 def kept_waiting_while(program: str, beside: int) -> float:
-    """How long one of `beside` + 1 processes that run `program` on one processor waits for it in half a second."""
+    """Seconds that one of `beside` + 1 processes that run `program` on one processor waits for it in half a second."""
     core = min(os.sched_getaffinity(0))
     code = f"import os, time; os.sched_setaffinity(0, [{core}]); print(flush=True); {program}"
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(beside + 1)]

@@ -16,7 +16,7 @@ from tests.solver.published.unequal import unequal
 
 
 def in_chunks(problem: Problem, chunks: int) -> Problem:
-    """The same model with every stage cut into equal chunks, on an interleaved placement, without budgets."""
+    """The model with every stage cut into equal chunks, on an interleaved placement, without budgets."""
     data = problem.to_data()
     stages = [dict(stage) for stage in data["stages"]]
     for stage in stages:

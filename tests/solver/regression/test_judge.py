@@ -1,4 +1,4 @@
-"""What counts as a regression, and what only as noise."""
+"""Regressions, told from noise."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ RECORD_LIMITS = Limits(10, workers=1)
 
 
 def recorded(folder: Path, entry: dict[str, Any], run: MeasuredRun, force: bool = False) -> tuple[Any, int]:
-    """What is recorded of an entry after a run, and how many records were written."""
+    """Record of an entry after a run, and the number of records written."""
     path = write_suite(folder, entry, {"method": "cp-sat"})
     suite = Suite.load(path)
     case = expand_cases(path, suite)[0]

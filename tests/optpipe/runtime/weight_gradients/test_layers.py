@@ -1,4 +1,4 @@
-"""Which layers split their backward, that they stay what they were otherwise, and how a user's layers join them."""
+"""Layers that split their backward and stay what they were otherwise, and layers of a user's that join them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _as_before() -> Iterator[None]:
 
 
 def waits(module: nn.Module, x: Tensor) -> bool:
-    """Whether any weight gradient waits for W; in any case all must be right in the end."""
+    """True if any weight gradient waits for W; in any case all must be right in the end."""
     expected = by_autograd(module, x)[1]
     pending = WeightGradients()
     defer_weight_gradients(module, pending)

@@ -221,7 +221,7 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
-    """The same, with a model to load it into."""
+    """A checkpoint with a model to load it into."""
     folder = tmp_path_factory.mktemp("kept")
     return folder, run(config_of(folder), until=4).model
 
@@ -323,7 +323,7 @@ def test_leftovers_of_a_killed_process_are_cleared(folder: Path) -> None:
 
 
 def _on_one_device(schedule: Schedule) -> Schedule:
-    """The same stages, all on one device."""
+    """The schedule with all stages on one device."""
     data = schedule.problem.to_data()
     stages = [stage | {"device": 0} for stage in data["stages"]]
     return random_schedule(Problem.from_data(data | {"stages": stages, "devices": data["devices"][:1]}), 1)

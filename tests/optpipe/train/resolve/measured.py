@@ -12,7 +12,7 @@ BEFORE = {"F": 10.0, "B": 20.0, "W": 8.0, "BW": 26.0, "O": 4.0, "R": 5.0}
 
 
 def spread(us: float) -> Spread:
-    """As if measured once."""
+    """Spread of a time that was measured once."""
     return Spread(us, us, us, 1)
 
 

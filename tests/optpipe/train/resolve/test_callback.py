@@ -445,7 +445,7 @@ class _TwoProcesses:
 
 @dataclass
 class _Training:
-    """What of a model the boundary uses."""
+    """Stand-in for the parts of a model that the boundary uses."""
 
     schedule: Schedule
     step_number: int = 0
@@ -463,7 +463,7 @@ class _Training:
 
 
 def _first(training: _Training, found: Measured) -> InitialSchedule:
-    """As if measured before; the task has done its part by then."""
+    """First measurement, as if made before; the task has done its part by then."""
     return InitialSchedule(training.schedule, SETTING, found, cast(Task, None), REFERENCE)
 
 

@@ -54,7 +54,7 @@ def schedules(problem: Problem) -> dict[tuple[int, ...], float]:
 
 
 def optimum(problem: Problem) -> Schedule | None:
-    """What CP-SAT proves; None where it proves that nothing fits."""
+    """Optimum by CP-SAT; None where it proves that nothing fits."""
     try:
         schedule = solve(problem, "cp-sat", Limits(120, workers=1))
     except InfeasibleError:
