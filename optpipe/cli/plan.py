@@ -357,7 +357,7 @@ def _document(one: Judged) -> dict[str, Any]:
         "slice_lengths": list(candidate.slices) or None,
         "value_us": schedule.value_us if schedule else None,
         "bound_us": one.bound_us if one.bound_us < float("inf") else None,
-        "sequences_per_s": one.sequences_per_s if schedule else None,
+        "sequences_per_s": one.sequences_per_s,
         "bubble": schedule.bubble if schedule else None,
         "peak_bytes": schedule.largest_peak_bytes if schedule else None,
         "host_peak_bytes": one.host_peak_bytes,
@@ -380,10 +380,12 @@ def _print(judged: Sequence[Judged], output: Path | None) -> None:
         size = f"{candidate.batching.microbatches} x {candidate.batching.microbatch_size}"
         figures, reason = ["-"] * (5 + len(again)), one.why_not
         if schedule is not None:
-            figures = [us_text(schedule.value_us), f"{one.sequences_per_s:,.2f}", share_text(schedule.bubble)]
+            rate = "-" if one.sequences_per_s is None else f"{one.sequences_per_s:,.2f}"
+            figures = [us_text(schedule.value_us), rate, share_text(schedule.bubble)]
             figures += [f"{schedule.largest_peak_bytes:,}", f"{one.host_peak_bytes:,}"]
             figures += [f"{one.recomputed:,}" for _ in again]
-            reason = one.why_not or f"{100 * (one.value_us / best.value_us - 1):.1f} % slower"
+            if one is not best:  # else both may be 0
+                reason = one.why_not or f"{100 * (one.value_us / best.value_us - 1):.1f} % slower"
         offload = "yes" if candidate.offload else "no"
         where = candidate.placement, candidate.cut, size, *(str(max(1, len(candidate.slices))) for _ in sliced)
         rows.add_row(*where, offload, *figures, "wins" if one is best else reason)

@@ -45,9 +45,9 @@ class Judged:
         return self.schedule.value_us if self.schedule else inf
 
     @property
-    def sequences_per_s(self) -> float:
-        """Throughput of the schedule in sequences per second; 0 without one."""
-        return 1e6 * self.candidate.sequences / self.value_us if self.value_us else inf
+    def sequences_per_s(self) -> float | None:
+        """Throughput of the schedule in sequences per second; None without one, or where nothing takes time."""
+        return 1e6 * self.candidate.sequences / self.value_us if self.schedule and self.value_us else None
 
     @property
     def recomputed(self) -> int:

@@ -43,6 +43,16 @@ def test_the_table_says_which_wins(cli: Cli, layers: Path) -> None:
     assert "layers of each stage: 5 3" in run.out
 
 
+def test_layers_that_take_no_time_have_no_throughput(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    times = dict.fromkeys(("forward_us", "backward_input_us", "backward_weight_us"), 0)
+    path.write_text(json.dumps({"format": "optpipe.layers/1", "layers": [BLOCK | times | {"repeat": 2}]}))
+    options = ("--devices", "2", "--global-batch", "2", "--placements", "linear", "--offload", "no")
+    [layout] = cli("plan", path, *options, "--time-limit", "5", "--json").document["layouts"]
+    assert (layout["value_us"], layout["sequences_per_s"]) == (0, None)
+    assert "wins" in cli("plan", path, *options, "--time-limit", "5").out
+
+
 def test_layouts_recompute_where_modes_are_given(cli: Cli, tmp_path: Path) -> None:
     """Too little memory for a stage's four layers of 100 bytes at once, unless they are recomputed."""
     path, out = tmp_path / "layers.json", tmp_path / "best.json"
