@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -23,7 +24,7 @@ from solver.bounds.unit_order import preemptive_us
 from solver.build import snapped_bound
 from solver.exact.cp_sat.model import ask_for_better, solve_cp_sat
 from solver.exact.memory_order import memory_precedences
-from solver.limits import Limits
+from solver.limits import Cancel, Limits
 from solver.scale import value_step_us
 from solver.solution import INFEASIBLE, OnSolution, Solution
 
@@ -37,7 +38,7 @@ def relaxation_bound(problem: Problem, limits: Limits, start: Solution, on_solut
     """
     answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
     proved: dict[frozenset[int], float] = {}
-    for number, kept in enumerate(parts(problem, _first_device(problem)), 1):
+    for number, kept in enumerate(parts(problem, _devices_by_bound(problem)[0]), 1):
         if limits.cancel.requested or limits.reached(answer.value_us, answer.bound_us):
             break
         part = projected(problem, kept)
@@ -69,30 +70,58 @@ def proof_by_parts(problem: Problem, limits: Limits, start: Solution, on_solutio
 
     Where a part has none the start is proved optimal. Where it has one, its times show which device outside the part
     would be late, and that device is added. The last part is the whole problem: its answer is a better schedule or a
-    proof. Returns the start where the limits end the search first.
+    proof. Returns the start where the limits end the search first. With several workers each begins with a device of
+    its own, and the first to have an answer ends the others.
     """
     answer = replace(start, bound_us=max(start.bound_us, lower_bound_us(problem)))
-    largest, devices = _largest(problem), {_first_device(problem)}
+    if limits.cancel.requested or answer.value_us == float("inf") or limits.reached(answer.value_us, answer.bound_us):
+        return answer
+    firsts = _devices_by_bound(problem)[: limits.workers if limits.deterministic_limit is None else 1]
+    ended, asked = Cancel(), dict[Sequence[int], int]()
+    own = replace(limits, workers=1, cancel=ended)
+
+    def follow(first: int) -> Solution:
+        found = _proof_by_parts_from(first, problem, own, answer, on_solution, asked)
+        if found.orders is not answer.orders or found.bound_us >= found.value_us:
+            ended.request()
+        return found
+
+    with limits.cancel.calling(ended.request), ThreadPoolExecutor(len(firsts)) as pool:
+        answers = list(pool.map(follow, firsts))
+    best = min(answers, key=lambda found: found.value_us)
+    return replace(best, bound_us=max(found.bound_us for found in answers))
+
+
+def _proof_by_parts_from(
+    first: int,
+    problem: Problem,
+    limits: Limits,
+    start: Solution,
+    on_solution: OnSolution,
+    asked: dict[Sequence[int], int],
+) -> Solution:
+    """`proof_by_parts` from one device on; ends where it comes to a part that is `asked` about from another one."""
+    largest, devices = _largest(problem), {first}
     number = 0
-    while answer.value_us < float("inf") and not limits.reached(answer.value_us, answer.bound_us):
-        kept = _connected(problem, devices)
+    while not limits.cancel.requested:
+        kept = tuple(_connected(problem, devices))
         whole = len(kept) == len(problem.stages)
-        if limits.cancel.requested or not _has_possible_delays(largest, kept):
+        if asked.setdefault(kept, first) != first or not _has_possible_delays(largest, kept):
             break
         part = problem if whole else projected(problem, kept)
         orders = restricted(start.orders, kept) if start.orders and not whole else None
-        if orders is None or simulate(part, orders).value_us >= answer.value_us:
+        if orders is None or simulate(part, orders).value_us >= start.value_us:
             number += 1
             question = limits.part(0.5**number) if limits.deterministic_limit is not None else limits
-            begun = Solution(None, answer.value_us, lower_bound_us(part))
+            begun = Solution(None, start.value_us, lower_bound_us(part))
             found = ask_for_better(part, question, begun, on_solution if whole else lambda _: None)
             if found.orders is None or whole:
-                answer = replace(answer if found.orders is None else found, bound_us=answer.bound_us)
+                answer = replace(start if found.orders is None else found, bound_us=start.bound_us)
                 bound_us = snapped_bound(answer.value_us, found.bound_us, value_step_us(problem))
                 return replace(answer, bound_us=max(answer.bound_us, bound_us))
             orders = found.orders
-        devices.add(_latest_device(problem, kept, simulate(part, orders), answer.value_us))
-    return answer
+        devices.add(_latest_device(problem, kept, simulate(part, orders), start.value_us))
+    return start
 
 
 def projected(problem: Problem, kept: Sequence[int]) -> Problem:
@@ -219,10 +248,11 @@ def parts(problem: Problem, first: int) -> Iterator[Sequence[int]]:
         before = kept
 
 
-def _first_device(problem: Problem) -> int:
-    """The device that bounds most."""
-    bounds = device_bounds_us(problem)
-    return [d for d, stages in enumerate(problem.stages_of) if stages][bounds.index(max(bounds))]
+def _devices_by_bound(problem: Problem) -> Sequence[int]:
+    """The devices with stages, the one that bounds most first."""
+    devices = (d for d, stages in enumerate(problem.stages_of) if stages)
+    bounded = sorted(zip(device_bounds_us(problem), devices, strict=True), key=lambda pair: -pair[0])
+    return [d for _, d in bounded]
 
 
 def _has_possible_delays(largest: Problem, kept: Sequence[int]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -147,6 +149,46 @@ def test_devices_that_would_be_late_prove_an_instance(
     assert answer.bound_us == value_us
     assert asked == sorted(asked)
     assert asked[-1] < len(instance(name).stages)
+
+
+def test_several_workers_begin_with_different_devices_and_the_first_answer_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = instance("d-p4-m8-o1-mo1-b1o2-linear-make")
+    both_asked, asked = Barrier(2, timeout=60), list[Sequence[int]]()
+
+    def ask(part: Problem, limits: Limits, start: Solution, _: Any) -> Solution:
+        assert limits.workers == 1
+        asked.append([stage.device for stage in part.stages])
+        if both_asked.wait() == 0:
+            return replace(start, bound_us=start.value_us)
+        ended = Event()
+        with limits.cancel.calling(ended.set):
+            assert ended.wait(60)
+        return start
+
+    monkeypatch.setattr(relaxation, "ask_for_better", ask)
+    start = Solution(None, 1e6, 0.0)
+    answer = proof_by_parts(problem, Limits(workers=2, time_limit_s=float("inf")), start, [].append)
+    assert answer.bound_us == answer.value_us == start.value_us
+    assert len(asked) == 2
+    assert asked[0] != asked[1]
+
+
+def test_no_part_is_asked_about_from_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every part has a better schedule all devices come to the whole, and one of them asks."""
+    problem = uniform(3, 4, budget=4)
+    start, asked = start_of(problem), list[Sequence[int]]()
+    assert start is not None
+
+    def ask(part: Problem, *rest: Any) -> Solution:
+        asked.append([stage.device for stage in part.stages])
+        return ask_for_better(part, *rest)
+
+    monkeypatch.setattr(relaxation, "ask_for_better", ask)
+    answer = proof_by_parts(problem, Limits(workers=3, time_limit_s=float("inf")), start, [].append)
+    assert answer.bound_us <= answer.value_us < start.value_us
+    assert len(asked) == len({*map(tuple, asked)})
 
 
 def test_slices_and_unequal_microbatches_end_with_the_whole_itself() -> None:
