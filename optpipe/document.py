@@ -11,6 +11,7 @@ import json
 import math
 import re
 import tomllib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
@@ -74,14 +75,17 @@ class Document(BaseModel):
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Read a file of at most `max_bytes`. Raises InputError if it cannot be read, is too large or empty."""
+    """Read a file of at most `max_bytes`, without the mark with which some editors begin UTF-8.
+
+    Raises InputError if it cannot be read, is too large or empty.
+    """
     source = str(path)
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
-        maybe = ". Maybe the path is misspelt." if isinstance(error, FileNotFoundError) else "."
-        _refuse("unreadable", f"cannot be read: {error.strerror}{maybe}", source)
+        maybe = {FileNotFoundError: " Maybe the path is misspelt.", IsADirectoryError: " Maybe a file in it is meant."}
+        _refuse("unreadable", f"cannot be read: {error.strerror}.{maybe.get(type(error), '')}", source)
     if len(content) > max_bytes:
         size = max(path.stat().st_size, len(content))  # st_size of a pipe is 0
         _refuse(
@@ -91,7 +95,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         )
     if not content.strip():
         _refuse("empty", "is empty. Maybe the program that wrote it was stopped.", source)
-    return content
+    return content.removeprefix(BOM_UTF8)
 
 
 def read_document(path: str | Path, max_bytes: int, not_meant: dict[str, str]) -> Any:
@@ -127,6 +131,14 @@ def parse_json(text: str | bytes, source: str = "") -> Any:
     return data
 
 
+def utf8_text(content: bytes, source: str) -> str:
+    """Text of a file. Raises InputError where it is not UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse("bad_utf8", _not_utf8(error), source)
+
+
 def _refuse(code: str, detail: str, source: str) -> NoReturn:
     subject = "" if source else "the document "
     raise InputError([Issue("", code, subject + detail)], source)
@@ -137,7 +149,7 @@ def _json_fault(error: str, content: bytes) -> tuple[str, str]:
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as reason:
-        return "bad_utf8", f"is not UTF-8: {reason.reason} at position {reason.start}."
+        return "bad_utf8", _not_utf8(reason)
     [(what, line, column)] = re.findall(r"(.*) at line (\d+) column (\d+)$", error, re.DOTALL)
     at = f"at line {line}, column {column}"
     if what.startswith("Detected duplicate key"):
@@ -151,7 +163,25 @@ def _json_fault(error: str, content: bytes) -> tuple[str, str]:
     for name in ("NaN", "Infinity"):
         if lines[int(line) - 1][int(column) - 1 :].startswith(name.encode()):
             return "not_finite", f"contains {name} {at}, but every number must be finite. Maybe a measurement failed."
-    return "bad_json", f"is not JSON: {what} {at}."
+    return "bad_json", f"is not JSON: {what} {at}.{_maybe_encoded(content)}"
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"is not UTF-8: {error.reason} at position {error.start}.{_maybe_encoded(error.object)}"
+
+
+def _maybe_encoded(content: bytes) -> str:
+    """Hint at the form of a file that is no UTF-8 text, by its first bytes; empty where they tell nothing."""
+    if content.startswith(COMPRESSED):
+        return " Maybe it is compressed: unpack it first."
+    is_every_other_zero = content[:2].count(0) == content[2:4].count(0) == 1
+    if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or is_every_other_zero:
+        return " Maybe it is UTF-16, as some shells write it: save it as UTF-8."
+    return ""
+
+
+COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh")
+"""First bytes of gzip, zip, zstd, xz and bzip2."""
 
 
 _JITER_ERRORS = {
@@ -247,7 +277,7 @@ def read_toml(path: Path, max_bytes: int, if_json: str = "") -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        maybe = f" {if_json}" if if_json and path.suffix == ".json" else ""
+        maybe = f" {if_json}" if if_json and path.suffix == ".json" else _maybe_encoded(content)
         detail = f"is not TOML: {error}.{maybe}"
     except (RecursionError, ValueError):  # tomllib recurses into brackets, and Python limits the digits of integers
         detail = "nests too deeply, or has a number of thousands of digits. Maybe this is another file."

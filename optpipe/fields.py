@@ -62,7 +62,9 @@ def _factor(value: Any) -> int | float:
 
 def _whole(value: Any, low: int, high: int, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise reject("not_an_integer", f"is {shown(value)} but must be an integer ({what})")
+        is_whole = isinstance(value, float) and value.is_integer() and low <= value <= high
+        maybe = f". Maybe {int(value)}, without a point or an exponent" if is_whole else ""
+        raise reject("not_an_integer", f"is {shown(value)} but must be an integer ({what}){maybe}")
     if not low <= value <= high:
         raise reject("out_of_range", f"is {shown(value)} but must be from {low} to {high} ({what})")
     return value

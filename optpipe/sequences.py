@@ -8,13 +8,12 @@ microbatches the tokens and the squares of the documents' lengths add up (WLB-LL
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8
 from collections.abc import Sequence
 from math import log2, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from optpipe.document import parse_json, read_bounded, shown
+from optpipe.document import parse_json, read_bounded, shown, utf8_text
 from optpipe.errors import InputError, Issue
 from optpipe.fields import MAX_COUNT
 from optpipe.layers import Layer, LayerProfile
@@ -149,13 +148,13 @@ def load_lengths(path: Path) -> Lengths:
 
     Empty lines are left out. Raises InputError naming the entry or the line, the value and the limit.
     """
-    content = read_bounded(path, MAX_LENGTHS_BYTES).removeprefix(BOM_UTF8)
+    content = read_bounded(path, MAX_LENGTHS_BYTES)
     entries: Any
     lines: list[int] = []
     if content.lstrip()[:1] in (b"[", b"{"):
         entries = parse_json(content, str(path))
     else:
-        texts = content.decode("utf-8", "replace").splitlines()
+        texts = utf8_text(content, str(path)).splitlines()
         rows = [(number, row) for number, text in enumerate(texts, 1) if (row := text.replace(",", " ").split())]
         lines = [number for number, _ in rows]
         entries = [[int(part) if part.isdecimal() and len(part) <= 10 else part for part in row] for _, row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from optpipe.errors import InputError, Issue, MethodError
@@ -259,7 +260,8 @@ METHODS: dict[str, Method] = {
 def method_named(name: str) -> Method:
     """The method of that name. Raises InputError that lists the names."""
     if name not in METHODS:
-        detail = f"is {name!r}; the methods are {', '.join(METHODS)}."
+        close = get_close_matches(name.lower(), METHODS, 1)
+        detail = f"is {name!r}; the methods are {', '.join(METHODS)}." + "".join(f" Maybe {one}." for one in close)
         raise InputError([Issue("method", "unknown_method", detail)])
     return METHODS[name]
 

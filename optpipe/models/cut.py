@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -11,8 +10,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from optpipe.document import shown
+from optpipe.document import parse_json, read_bounded, shown
 from optpipe.errors import InputError, Issue
+
+MAX_CUT_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,9 @@ def _sizes_of_text(cut: str, field: str) -> tuple[int, ...]:
 
 def _sizes_of_file(path: Path, units: Sequence[Unit], field: str) -> tuple[int, ...]:
     try:
-        parts: Any = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        _refuse(field, "not_read", f"is {path}, which cannot be read: {error.strerror}.")
-    except ValueError as error:
-        _refuse(field, "no_json", f"is {path}, which is no JSON: {error}.")
+        parts: Any = parse_json(read_bounded(path, MAX_CUT_BYTES), str(path))
+    except InputError as error:
+        _refuse(field, "not_read", f"is {path}, which {error}")
     lists = isinstance(parts, list) and all(isinstance(part, list) for part in parts)
     if not lists or not all(isinstance(name, str) for part in parts for name in part):
         _refuse(field, "wrong_type", f"is {path}, which must hold a list of lists of module names, one for each stage.")

@@ -41,14 +41,16 @@ class GradientCompletion:
     def finish(self) -> None:
         """Wait for the reductions; then scale."""
         self._begun = dict.fromkeys(self._modules, 0)
+        gradients: dict[int, Tensor] = {}  # by parameter: stages of a process may share one
         for module in self._modules.values():
             fsdp.finish_reduction(module)
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            found = {id(p): p.grad for p in module.parameters() if p.grad is not None and id(p) not in gradients}
             if isinstance(module, DistributedDataParallel):
-                _average(gradients, module.process_group)
-            if self._divisor != 1:
-                for gradient in gradients:
-                    gradient.div_(self._divisor)
+                _average(found.values(), module.process_group)
+            gradients |= found
+        if self._divisor != 1:
+            for gradient in gradients.values():
+                gradient.div_(self._divisor)
 
     def clear(self) -> None:
         """Drop what the failed step has left in wrappers."""

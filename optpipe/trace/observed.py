@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ FRAME = re.compile(r"(?:.*/)?schedules\.py\(\d+\): (forward_step|backward_step)"
 NUMBERED = "is for ranges of Megatron-LM, which have no numbers. Maybe leave it out."
 PEER = re.compile(r"nccl(Dev)?Kernel_SendRecv")
 """Messages between stages, which an op may only wait for."""
+UNREADABLE = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
+"""Errors of damaged compression, of JSON that nests too deeply, and of integers that no float holds."""
 KIND_OF_TORCH = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 
 
@@ -271,7 +274,7 @@ def _marks(path: Path) -> list[Mark]:
                 mark = Mark(name, start_us, start_us + float(event["dur"]))
                 found.setdefault(category, []).append(mark)
         frames = _on_gpu(found.pop("frame", []), events, base_us)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (*UNREADABLE, ValueError, KeyError, TypeError, AttributeError) as error:
         detail = f"is no Chrome trace: {type(error).__name__}: {error}. Maybe export_chrome_trace was interrupted."
         raise InputError([Issue("", "no_trace", detail)], str(path)) from None
     marks = found.pop("gpu_user_annotation", None) or [mark for of_category in found.values() for mark in of_category]

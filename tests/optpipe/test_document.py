@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import pytest
 
-from optpipe.document import MAX_DIGITS, MOST_ISSUES, parse_json, read_bounded, read_toml
+from optpipe.document import MAX_DIGITS, MOST_ISSUES, parse_json, read_bounded, read_document, read_toml
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 
@@ -74,6 +75,12 @@ def test_large_integers_and_long_floats_are_read_as_python_does() -> None:
         ("[" + "9" * 4301 + "]", "contains a number of more than 4300 digits at line 1, column 4303."),
         ('["\\udfff"]', "has a lone surrogate, half of a character, at line 1, column 8."),
         (b'["\xff"]', "is not UTF-8: invalid start byte at position 2."),
+        (
+            b"\x1f\x8b\x08\x00",
+            "is not UTF-8: invalid start byte at position 1. Maybe it is compressed: unpack it first.",
+        ),
+        ("{}".encode("utf-16"), "is not UTF-8: invalid start byte at position 0. Maybe it is UTF-16, as some shells"),
+        ('{"a": 1}'.encode("utf-16-le"), "is not JSON: key must be a string at line 1, column 2. Maybe it is UTF-16"),
         ("[1e400]", "contains 1e400, which is beyond every number. Maybe an exponent is wrong."),
     ],
 )
@@ -94,6 +101,18 @@ def test_reads_files_up_to_a_limit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 11 bytes but at most 10 are read"):
         read_bounded(path, 10)
     assert read_bounded(path, 11) == b"x" * 11
+
+
+def test_the_mark_with_which_editors_begin_utf_8_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "marked.json").write_bytes(BOM_UTF8 + b'{"a": 1}\r\n')
+    assert read_document(tmp_path / "marked.json", 100, {}) == {"a": 1}
+    (tmp_path / "marked.toml").write_bytes(BOM_UTF8 + b"a = 1\r\n")
+    assert read_toml(tmp_path / "marked.toml", 100) == {"a": 1}
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be read: Is a directory\. Maybe a file in it is meant\."):
+        read_bounded(tmp_path, 10)
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:

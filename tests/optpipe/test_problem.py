@@ -72,6 +72,10 @@ EXAMPLE = uniform(2, 2, budget=9, offload={"bytes": 1, "offload_us": 5, "reload_
             lambda d: d["stages"][0].update(activation_bytes=1.5),
             "stages[0].activation_bytes is 1.5 but must be an integer",
         ),
+        (
+            lambda d: d["devices"][0].update(memory_bytes=8e9),
+            "must be an integer (bytes). Maybe 8000000000, without a point or an exponent.",
+        ),
         (lambda d: d["stages"][0].update(activation_bytes=2**53), "stages[0].activation_bytes is 9007199254740992 but"),
         (lambda d: d.update(microbatches=0), "microbatches is 0 but must be from 1 to"),
         (lambda d: d.update(transfer_us=[1, 1]), "transfer_us has 2 entries but 2 stages have 1 boundaries."),

@@ -187,6 +187,12 @@ def test_bad_lengths(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_lengths_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("16\n8\n", encoding="utf-16")
+    with pytest.raises(InputError, match=r"is not UTF-8: .* Maybe it is UTF-16"):
+        load_lengths(tmp_path / "lengths")
+
+
 def test_a_profile_that_does_not_know_attention() -> None:
     for profile, field in (
         (attending(layers=[BLOCK]), r"layers\[\]\.attention"),

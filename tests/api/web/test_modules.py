@@ -209,6 +209,33 @@ def test_names_are_cut_to_their_room(anywhere: Page, text: str, most: int) -> No
     assert (shown == text) == (text == "gpu0")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "marks"),
+    [
+        ([0.97, 19.4, 19.7], ["0.5 s", "1 s", "2 s", "5 s", "10 s"]),
+        ([0.0, 300.0], ["0.01 s", "0.1 s", "1 s", "10 s", "100 s"]),
+        ([30.0], ["10 s", "20 s"]),
+        ([0.002], ["0.01 s", "0.02 s", "0.05 s", "0.1 s"]),
+        ([0.4, 3600.0], ["1 s", "10 s", "100 s", "1000 s"]),
+    ],
+)
+def test_the_curve_begins_before_its_first_point(anywhere: Page, seconds: list[float], marks: list[str]) -> None:
+    draw = """async ([url, seconds]) => {
+        const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+        svg.setAttribute("width", "640");
+        document.body.append(svg);
+        const points = seconds.map((at, k) => ({seconds: at, valueUs: 9 - k, boundUs: 1, method: "search"}));
+        (await import(url)).drawCurve(svg, points, 0, true);
+        svg.remove();
+        const marks = [...svg.querySelectorAll("text[text-anchor=middle]")].map((text) => text.textContent);
+        return [marks, ...[...svg.querySelectorAll("circle")].map((dot) => Number(dot.getAttribute("cx")))];
+    }"""
+    found, *places = anywhere.evaluate(draw, [address(anywhere, "curve.js"), seconds])
+    assert found == marks
+    assert places == sorted(places)
+    assert places[0] < 640 / 2 or len(seconds) == 1
+
+
 def test_places_in_a_text(anywhere: Page) -> None:
     value = {"a/b": [1, {"~": 'x]"}'}, [], [[2], 3.5e1]], "last": None}
     for text in (json.dumps(value), json.dumps(value, indent=3)):

@@ -94,6 +94,7 @@ def test_everything_wrong_is_said_at_once(cli: Cli, problem_file: Path) -> None:
     ("options", "message"),
     [
         (("--method", "zb-9"), "method is 'zb-9'; the methods are auto"),
+        (("--method", "CPSAT"), "ada-offload. Maybe cp-sat."),
         (("--gap", "2"), "Invalid value '2' for '--gap': Input should be less than or equal to 1."),
         (("--gap", "nan"), "Invalid value 'nan' for '--gap'"),
         (("--time-limit", "0"), "Invalid value '0' for '--time-limit'"),

@@ -238,6 +238,9 @@ def test_torchtitans_names_of_the_modules_of_each_stage(tmp_path: Path) -> None:
         file.write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=re.escape(message)):
             HuggingFace(saved("llama"), None, str(file))
+    file.write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"cut\.json, which nests too deeply"):
+        HuggingFace(saved("llama"), None, str(file))
 
 
 @pytest.mark.parametrize(

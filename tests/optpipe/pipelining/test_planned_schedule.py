@@ -149,6 +149,19 @@ def test_a_loss_of_several_terms_is_their_sum() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_a_parameter_that_stages_of_a_process_share_is_scaled_once() -> None:
+    """Embedding and head of a V, tied: `.grad` is one tensor, and divided once by the number of microbatches."""
+    torch.manual_seed(0)
+    mine = stages(2)
+    mine[1].submod.weight = mine[0].submod.weight
+    PlannedSchedule(mine, on_one_device(), loss_fn=nn.functional.mse_loss).step(X, target=X)
+    found = [grad.clone() for grad in gradients(mine)]
+    for stage in mine:
+        stage.submod.zero_grad()
+    nn.functional.mse_loss(mine[1].submod(mine[0].submod(X)), X).backward()
+    torch.testing.assert_close(found, gradients(mine))
+
+
 def test_without_a_loss_a_step_runs_forwards_only() -> None:
     schedule = PlannedSchedule(mine := stages(2), on_one_device())
     expected = mine[1].submod(mine[0].submod(X))

@@ -43,11 +43,11 @@ def test_fully_shard(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Each group is reduced once a step, and gathered once, or for each F and B and each C if it reshards.
 
     C of single blocks gathers what is in them; and what is recomputed within the backward is gathered for that, but for
-    whole stages, whose forward comes before it.
+    whole stages, whose forward comes before it. Gradients of tied embeddings are summed behind the step.
     """
     cases = [
-        (V, {"fsdp": "whole", "reshard": True}),
-        (LOOP, {"fsdp": "nested", "reshard": False}),
+        (V, {"fsdp": "whole", "reshard": True, "tied": True}),  # embedding and head on one rank
+        (LOOP, {"fsdp": "nested", "reshard": False, "tied": True}),  # on two
         (V, {"fsdp": "nested", "reshard": True}),
         (LINE, {"fsdp": "whole", "reshard": False}),
     ]

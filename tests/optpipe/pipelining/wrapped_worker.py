@@ -132,7 +132,20 @@ def batch_of(step: int, replica: int, microbatches: int) -> tuple[Tensor, Tensor
 def parts_of(count: int, how: dict[str, Any]) -> list[Part]:
     torch.manual_seed(3)
     block = ContextBlock if how.get("context") else ExpertBlock if how.get("experts") else Block
-    return [Part(s == 0, s == count - 1, block) for s in range(count)]
+    parts = [Part(s == 0, s == count - 1, block) for s in range(count)]
+    if how.get("tied"):
+        parts[-1].head.weight = parts[0].embedding.weight
+    return parts
+
+
+def sum_tied(copies: list[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients of a parameter's copies on this rank, and on all ranks of the group, as docs/pipelining.md."""
+    gradients = [copy.grad.to_local() if isinstance(copy.grad, DTensor) else copy.grad for copy in copies]
+    total = torch.stack(gradients).sum(0)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    for gradient in gradients:
+        gradient.copy_(total)
 
 
 def in_one_process(count: int, microbatches: int, replicas: int, how: dict[str, Any]) -> dict[str, Tensor]:
@@ -229,6 +242,11 @@ def run(folder: Path, name: str, how: dict[str, Any]) -> dict[str, Any]:
             planned.step(*args, target=y if count - 1 in mine else None)
         held = [len(stage._weight_gradients._kept) for stage in planned._runtime_stages.values()]
         assert not any(held), "W has computed what B left"
+    if how.get("tied"):
+        group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].flatten(1).T.tolist())
+        copies = [part.weight for s in mine for part in (modules[s].embedding, modules[s].head) if part is not None]
+        if copies:
+            sum_tied(copies, None if len(copies) == 2 else group)
     weights = Counter(a.stage for actions in planned.program.devices for a in actions if a.kind == "W")
     assert all(done[s] >= 4 * weights[s] for s in mine), "each W computes what the four layers of two blocks left"
     expected = in_one_process(count, m, 1 if how.get("context") else replicas, how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -80,9 +81,14 @@ def test_profiles_that_are_none(gpipe: list[Path], tmp_path: Path) -> None:
         load_profiles([profile(tmp_path / "none.json"), gpipe[1]])
     with pytest.raises(InputError, match="lack F or backward of stage 0"):
         load_profiles([profile(tmp_path / "x.json", ("PP:1F0", 0, 1), ("PP:1B0", 1, 1))])
-    (tmp_path / "bad.json").write_text('{"traceEvents": [')
-    with pytest.raises(InputError, match="is no Chrome trace"):
-        load_profiles([tmp_path / "bad.json"])
+    packed = gzip.compress(b'{"traceEvents": []}')
+    event = b'[{"ph": "X", "name": "PP:0F0", "dur": 1, "ts": 1' + b"0" * 400 + b"}]"
+    damaged = {"a.json": b'{"traceEvents": [', "b.json.gz": packed[:-9], "c.json.gz": packed[:12] + bytes(9)}
+    damaged |= {"d.json": b"[" * 100_000, "e.json": event, "f.json.gz": b"[]"}
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match="is no Chrome trace"):
+            load_profiles([tmp_path / name])
 
 
 def test_the_gpus_ranges_count_where_there_are_any(tmp_path: Path) -> None:

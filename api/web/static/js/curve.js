@@ -16,6 +16,8 @@ const GAPS = 3;
 const BEST_VALUES = 3;
 /** Earlier than this, points share the left edge of the logarithmic axis. */
 const EARLIEST_S = 0.01;
+/** Room that a time below the axis takes. */
+const SECOND_PX = 56;
 
 /**
  * @param {SVGSVGElement} svg
@@ -32,7 +34,8 @@ export function drawCurve(svg, points, nowS, isZoomed) {
     return;
   }
   const endS = Math.max(nowS, points[points.length - 1].seconds, 0.1);
-  const scale = buildScale(width, isZoomed ? zoomedRange(points, levels) : wholeRange(levels), endS, isZoomed);
+  const range = isZoomed ? zoomedRange(points, levels) : wholeRange(levels);
+  const scale = buildScale(width, range, isZoomed ? beginOf(points, endS) : 0, endS);
   const found = improvements(points);
   svg.replaceChildren(
     ...axes(scale),
@@ -59,7 +62,7 @@ export function drawCurves(svg, series) {
   const levels = points.flatMap(({ valueUs, boundUs }) => [valueUs, boundUs].filter((level) => level !== null));
   if (!levels.length) return;
   const endS = Math.max(...points.map(({ seconds }) => seconds), 0.1);
-  const scale = buildScale(width, wholeRange(levels), endS, true);
+  const scale = buildScale(width, wholeRange(levels), beginOf(points, endS), endS);
   svg.replaceChildren(
     ...axes(scale),
     ...series.flatMap((own, index) => [
@@ -136,30 +139,58 @@ function zoomedRange(points, levels) {
  */
 
 /**
+ * Where a logarithmic axis begins: at the last of 1, 2, 5 and their powers of ten before the first point.
+ *
+ * @param {Point[]} points
+ * @param {number} endS
+ */
+function beginOf(points, endS) {
+  const firstS = Math.max(EARLIEST_S, Math.min(...points.map(({ seconds }) => seconds)));
+  return Math.max(EARLIEST_S, roundStep(Math.min(firstS, endS / 2) / 2.5));
+}
+
+/**
  * @param {number} width
  * @param {Range} range
+ * @param {number} beginS of a logarithmic axis; 0 for a linear one
  * @param {number} endS
- * @param {boolean} isLogarithmic
  * @returns {Scale}
  */
-function buildScale(width, range, endS, isLogarithmic) {
+function buildScale(width, range, beginS, endS) {
   const across = width - MARGIN.left - MARGIN.right;
+  const isLogarithmic = beginS > 0;
   /** @param {number} seconds */
   const share = (seconds) =>
-    isLogarithmic ? Math.log(Math.max(seconds, EARLIEST_S) / EARLIEST_S) / Math.log(endS / EARLIEST_S) : seconds / endS;
-  const decades = Array.from({ length: 8 }, (_, power) => EARLIEST_S * 10 ** power).filter((second) => second <= endS);
+    isLogarithmic ? Math.log(Math.max(seconds, beginS) / beginS) / Math.log(endS / beginS) : seconds / endS;
   const { lowUs, highUs } = range;
   return {
     width,
     range,
     endS,
-    secondTicks: isLogarithmic ? decades : ticksIn(0, endS, Math.max(2, Math.floor(width / 110))),
+    secondTicks: isLogarithmic
+      ? roundSeconds(beginS, endS, across)
+      : ticksIn(0, endS, Math.max(2, Math.floor(width / 110))),
     x: (seconds) => MARGIN.left + share(seconds) * across,
     y: (levelUs) => {
       const within = Math.min(highUs, Math.max(lowUs, levelUs));
       return MARGIN.top + ((highUs - within) / (highUs - lowUs)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     },
   };
+}
+
+/**
+ * Marks of a logarithmic axis: 1, 2 and 5 of each power of ten where there is room for them, otherwise 1 alone.
+ *
+ * @param {number} beginS
+ * @param {number} endS
+ * @param {number} across pixels from one to the other
+ */
+function roundSeconds(beginS, endS, across) {
+  const decadePx = across / Math.log10(endS / beginS);
+  const factors = decadePx * Math.log10(2) >= SECOND_PX ? [1, 2, 5] : [1];
+  const powers = Array.from({ length: 9 }, (_, power) => EARLIEST_S * 10 ** power);
+  const round = powers.flatMap((power) => factors.map((factor) => factor * power));
+  return round.filter((second) => second >= beginS * (1 - 1e-9) && second <= endS);
 }
 
 /** @param {Scale} scale */

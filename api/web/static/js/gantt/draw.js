@@ -55,7 +55,9 @@ function drawScale(context, scene) {
     context.fillStyle = theme.plain.grid;
     context.fillRect(x, SCALE_PX - 4, 1, height);
     context.fillStyle = theme.plain.faintInk;
-    context.fillText(tickText(tick, step, unit), x, SCALE_PX / 2);
+    const text = tickText(tick, step, unit);
+    const half = context.measureText(text).width / 2;
+    context.fillText(text, Math.min(x, scene.width - half), SCALE_PX / 2); // whole, where the scale ends at the edge
   }
   context.textAlign = "right";
   context.fillText(layout.labels === "narrow" ? unit.name : `time (${unit.name})`, layout.left - 14, SCALE_PX / 2);
