@@ -70,7 +70,7 @@ def relaxation(problem: Problem, limits: Limits, start: Solution, on_solution: O
 
 def states(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """Better bounds, and where nothing leaves the optimum, from states of progress; copies take no time."""
-    from solver.exact.states import state_bound
+    from solver.exact.state_bound import state_bound
 
     return state_bound(problem, limits, start, on_solution)
 

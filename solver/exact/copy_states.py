@@ -383,7 +383,7 @@ def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solut
         part = projected(problem, kept) if len(kept) < len(problem.stages) else problem
         dolls = CopyDolls(part, limits.part(0.5 if limits.deterministic_limit is None else 0.5**number))
         highest = ceil(Fraction(answer.value_us) / dolls.unit_us) - 1 if answer.value_us < float("inf") else NEVER
-        dolls.known = floor(Fraction(inside_us) / dolls.unit_us)
+        dolls.known[-1] = floor(Fraction(inside_us) / dolls.unit_us)
         for proved in dolls.bounds(highest):
             inside_us = max(inside_us, float(proved * dolls.unit_us))
             if inside_us > answer.bound_us:

@@ -11,11 +11,10 @@ well (docs/math/bounds.md).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from fractions import Fraction
-from math import ceil, floor, gcd
+from math import floor, gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -23,16 +22,15 @@ from numba import njit
 
 from optpipe.ops import Bools, Ints, Op, Orders
 from optpipe.problem import Problem
-from optpipe.simulate import simulate
 from optpipe.stage import exact
 from solver.bounds.device import usable_bytes
 from solver.bounds.lower_bound import lower_bound_us
 from solver.bounds.unit_costs import UnitCosts
 from solver.bounds.unit_order import op_times
-from solver.build import orders_from_times, within_budgets
+from solver.build import orders_from_times
+from solver.exact.memory_order import memory_precedences
 from solver.limits import Limits
 from solver.scale import MAX_STEPS, horizon_us, time_unit_us
-from solver.solution import OnSolution, Solution
 
 MOST_STATES = 8_000
 """Most states kept with the same number of ops begun; where there are more, a smaller value is tried."""
@@ -231,13 +229,13 @@ def _run(done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, ta
 
 
 @njit(cache=True, nogil=True)
-def _undominated(states: States, base: int) -> Ints:
+def _undominated(states: States) -> Ints:
     """Rows of the states that no other with the same progress dominates; one of those that are equal."""
     count, microbatches = states.done.shape
     keys, sums = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for a in range(count):
         for i in range(microbatches):
-            keys[a] = keys[a] * base + states.done[a, i]
+            keys[a] = keys[a] * MIXING + states.done[a, i]  # modulo 2**64: others may have the same key
         sums[a] = states.ready[a].sum() + states.free[a].sum() + states.debt[a].sum()
     by_sum = np.argsort(sums)  # none dominates another with a smaller sum
     order = by_sum[np.argsort(keys[by_sum], kind="mergesort")]
@@ -256,7 +254,7 @@ def _undominated(states: States, base: int) -> Ints:
                     break
             if dominated:
                 for i in range(microbatches):
-                    if states.ready[b, i] > states.ready[a, i]:
+                    if states.ready[b, i] > states.ready[a, i] or states.done[b, i] != states.done[a, i]:
                         dominated = False
                         break
             if dominated:
@@ -267,43 +265,18 @@ def _undominated(states: States, base: int) -> Ints:
     return kept[:size]
 
 
+MIXING = 6364136223846793005
+"""An odd factor that spreads the progress of microbatches over 64 bits."""
+
 MOST_COMPARED = 500
 """Most kept states of the same progress that another one is compared with."""
 
 
 def handles_states(problem: Problem) -> bool:
-    """True for equal microbatches without modes whose progress fits in 63 bits, and times that are whole ticks."""
+    """True for equal microbatches without modes, and times that are whole ticks."""
     if problem.has_factors or problem.slice_count > 1 or problem.has_modes:
         return False
-    if (2 * len(problem.stages) + 1) ** problem.microbatches >= 2**63:
-        return False
     return horizon_us(problem, float("inf")) / time_unit_us(problem) < MAX_STEPS
-
-
-def state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
-    """A better bound from the least values of ever more of the last microbatches, and orders if some reach it.
-
-    What is proved for the last microbatches is a tail of their first F in the search for more of them (Russian doll
-    search, Verfaillie, Lemaitre and Schiex 1996). Reports each better bound of the whole. Returns `start` where
-    problems of the kind have no states (`handles_states`).
-    """
-    if not handles_states(problem):
-        return start
-    answer = start
-    dolls = Dolls(problem, limits)
-    highest = ceil(Fraction(start.value_us) / dolls.unit_us) - 1 if start.value_us < float("inf") else NEVER
-    for proved in dolls.bounds(highest):
-        bound_us = float(proved * dolls.unit_us)
-        if bound_us > answer.bound_us:
-            answer = replace(answer, bound_us=bound_us)
-            on_solution(answer)
-    if dolls.is_reached:
-        orders = dolls.orders()
-        simulation = simulate(problem, orders)
-        if simulation.value_us < answer.value_us and within_budgets(problem, orders, simulation):
-            answer = Solution(orders, simulation.value_us, answer.bound_us)
-            on_solution(answer)
-    return answer
 
 
 DOLL = 0.3
@@ -317,19 +290,49 @@ LEAST_SHARE = 1000
 class Dolls:
     """Lower bounds in ticks for the last 1, 2, ... microbatches, from the start of the first F of them.
 
-    `known`: one for all of them from elsewhere. `is_reached`: the last one is the least value itself.
+    Those of a `whole` problem, if one is given, by a part of it with the stages `kept`, the others as delays.
+
+    `known`: such bounds from elsewhere, by the number of microbatches. `is_reached`: the last one is the least value
+    itself; for a part, the least that it can say with the tails of the whole.
     """
 
-    def __init__(self, problem: Problem, limits: Limits) -> None:
+    def __init__(
+        self, problem: Problem, limits: Limits, whole: Problem | None = None, kept: Sequence[int] = ()
+    ) -> None:
         self.problem, self.limits = problem, limits
-        self.unit_us = time_unit_us(problem)
+        self.unit_us = time_unit_us(whole or problem)  # of all ops: tails are those of the whole
         self.tables = _tables(problem, self.unit_us)
         self.weight_ticks = [int(exact(stage.backward_weight_us) / self.unit_us) for stage in problem.stages]
+        self.tails = self._tails(problem)
+        if whole is not None and self.tails is not None and (tails := self._tails(whole)) is not None:
+            rows = [*kept, *(len(tails) - 1 - s for s in reversed(kept))]
+            self.tails = np.maximum(self.tails, tails[rows])
+        self.forced = self._forced()
         self.least = [0]
         self.is_reached = False
-        self.known = 0
+        self.known = [0] * (problem.microbatches + 1)
         counted = limits.deterministic_limit
         self.states_left = float("inf") if counted is None else STATES_A_UNIT * counted
+
+    def _tails(self, problem: Problem) -> Ints | None:
+        """The least time in ticks that follows each op, by its place on the way and microbatch; None: no schedule."""
+        times = op_times(UnitCosts.of(problem))
+        if times is None:
+            return None
+        tails_us = np.concatenate([times.forward_tails, times.backward_tails[::-1]])
+        return np.floor(tails_us / float(self.unit_us) + 1e-6).astype(np.int64)
+
+    def _forced(self) -> Sequence[Sequence[tuple[int, int, int]]]:
+        """What memory forces to follow each op: the op, by how many microbatches later, and the ticks between them.
+
+        Those of a W are between the end of its B and the op that waits for it.
+        """
+        ops, forced = len(self.tables.length), set()
+        for before, after in memory_precedences(self.problem):
+            ticks = self.weight_ticks[before.stage] if before.kind == "W" else 0
+            first, second = (op.stage if op.kind == "F" else ops - 1 - op.stage for op in (before, after))
+            forced.add((first, second, after.microbatch - before.microbatch, ticks))
+        return [[entry[1:] for entry in forced if entry[0] == k] for k in range(ops)]
 
     def bounds(self, highest: int) -> Iterator[int]:
         """Yield ever larger lower bounds for all microbatches, after those for the last 1, 2, ... of them."""
@@ -344,14 +347,12 @@ class Dolls:
         Ends at the least value itself, where there are too many states, or when this share of what is left is spent.
         """
         is_over, self.is_reached = self._over(share), False
-        own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
-        part = Problem.from_data(self.problem.to_data() | own)
-        ends = self._ends(part)
-        proved = self.least[-1]
-        if count == self.problem.microbatches or part.objective == "makespan":  # a span may be that of another device
-            proved = max(proved, floor(lower_bound_us(part) * (1 - 1e-11) / self.unit_us))
-        if count == self.problem.microbatches:
-            proved = max(proved, self.known)
+        ends, proved = self._ends(count), max(self.least[-1], self.known[count])
+        if count == self.problem.microbatches or self.problem.objective == "makespan":
+            # Not for fewer microbatches and spans, as the largest may be that of another device.
+            own = {"microbatches": count, "microbatch_factors": None}  # all of them are 1, if there are any
+            bound_us = lower_bound_us(Problem.from_data(self.problem.to_data() | own))
+            proved = max(proved, floor(bound_us * (1 - 1e-11) / self.unit_us))
         self.least.append(proved)
         stride, refused = max(proved // 512, 1), highest + 1
         limit = min(proved, highest)
@@ -363,7 +364,7 @@ class Dolls:
                 refused, stride = limit, stride // 4
                 limit = proved + min((refused - proved) // 4, stride)
                 continue
-            proved, is_least = answered
+            proved, is_least = max(answered[0], self.least[count]), answered[1]
             self.least[count] = proved
             yield proved
             self.is_reached = is_least
@@ -392,7 +393,7 @@ class Dolls:
             if not len(states.done):
                 return (max(least, limit + 1), False) if least < NEVER else None
             if len(states.done) <= 8 * MOST_STATES:
-                kept = _undominated(states, ops + 1)
+                kept = _undominated(states)
                 states, steps = States(*(rows[kept] for rows in states)), steps[kept]
             self.layers.append(steps)
             if len(states.done) > MOST_STATES or is_over():
@@ -455,23 +456,31 @@ class Dolls:
             run_weights(d, float("inf"))
         return orders_from_times(problem, planned)
 
-    def _ends(self, part: Problem) -> Ends | None:
+    def _ends(self, count: int) -> Ends | None:
         """Lower bounds on what follows each op of the last microbatches; None where no schedule keeps the budgets."""
-        times = op_times(UnitCosts.of(part))
-        if times is None:
+        if self.tails is None:
             return None
-        tails_us = np.concatenate([times.forward_tails, times.backward_tails[::-1]])
-        tail = np.floor(tails_us / float(self.unit_us) + 1e-6).astype(np.int64)
-        first_tails = np.array(self.least[part.microbatches - 1 : 0 : -1]) - self.tables.length[0]
-        tail[0, 1:] = np.maximum(tail[0, 1:], first_tails)
-        stages, ops = part.stages, len(tail)
-        weights, last_tail = np.zeros(len(part.devices), np.int64), np.zeros(len(part.devices), np.int64)
-        for d, numbers in enumerate(part.stages_of):
+        problem, length = self.problem, self.tables.length
+        tail = self.tails[:, problem.microbatches - count :].copy()
+        tail[0, 1:] = np.maximum(tail[0, 1:], np.array(self.least[count - 1 : 0 : -1]) - length[0])
+        for i in reversed(range(count)):
+            for k in reversed(range(len(length))):
+                later = [tail[k, i]]
+                if k + 1 < len(length):
+                    later.append(self.tables.delay[k] + length[k + 1] + tail[k + 1, i])
+                if i + 1 < count:
+                    later.append(length[k] + tail[k, i + 1])
+                for other, apart, ticks in self.forced[k]:
+                    if i + apart < count:
+                        later.append(ticks + length[other] + tail[other, i + apart])
+                tail[k, i] = max(later)
+        weights, last_tail = np.zeros(len(problem.devices), np.int64), np.zeros(len(problem.devices), np.int64)
+        for d, numbers in enumerate(problem.stages_of):
             if numbers:
-                weights[d] = self.tables.weights[ops, d] * part.microbatches
-                last_tail[d] = tail[ops - 1 - numbers[0], -1]
-        spans = part.objective == "device_span"
-        counted = np.array([not spans or d == stages[0].device for d in range(len(part.devices))])
+                weights[d] = self.tables.weights[len(length), d] * count
+                last_tail[d] = tail[len(length) - 1 - numbers[0], -1]
+        spans = problem.objective == "device_span"
+        counted = np.array([not spans or d == problem.stages[0].device for d in range(len(problem.devices))])
         return Ends(tail, last_tail, weights, counted)
 
 

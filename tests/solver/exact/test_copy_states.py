@@ -15,7 +15,7 @@ from solver.exact import copy_states
 from solver.exact.copy_states import copy_state_bound
 from solver.exact.cp_sat.model import Options, solve_cp_sat
 from solver.exact.relaxation import projected
-from solver.exact.states import state_bound
+from solver.exact.state_bound import state_bound
 from solver.limits import Limits
 from solver.serial import serial_orders
 from solver.solution import Solution
