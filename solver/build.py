@@ -56,10 +56,10 @@ def build_schedule(problem: Problem, orders: Orders, bound_us: float, method: st
 
 
 def snapped_bound(value_us: float, bound_us: float, step_us: float = float("inf")) -> float:
-    """The bound, or the value itself where no other value lies between the two, or they differ by rounding alone.
+    """The bound, or the value itself where the two differ by rounding alone: by a billionth of the value at most.
 
     `step_us`: the least by which two values of the problem differ (`solver.scale.value_step_us`). Where values are
-    multiples of it that floats and 64-bit integers can tell apart, equal means exactly equal; else within a billionth.
+    multiples of it that floats and 64-bit integers can tell apart, a bound that is lower by half of it is another one.
     """
     rounding_us = RELATIVE_TOLERANCE * abs(value_us)
     below_us = min(rounding_us, step_us / 2) if abs(value_us) <= MAX_STEPS * step_us else rounding_us

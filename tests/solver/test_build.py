@@ -1,0 +1,71 @@
+"""Orders made of times, and what is judged where schedules are built."""
+
+from __future__ import annotations
+
+import pytest
+
+from instances import uniform
+from optpipe.errors import VerificationError
+from optpipe.ops import DeviceOrders, Op, OpArray, Orders
+from optpipe.problem import Problem
+from optpipe.simulate import simulate
+from solver.build import build_schedule, orders_from_times, over_budget, peak_budgets, snapped_bound, within_budgets
+
+OFFLOAD = {"bytes": 2, "offload_us": 10, "reload_us": 10}
+
+
+def two_at_once(**more: object) -> tuple[Problem, Orders]:
+    """Both microbatches of a stage away on the host at one time, without a wait."""
+    data = uniform(1, 2).to_data() | more
+    data["stages"][0]["offload"] = OFFLOAD
+    lists = ("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1", "O0.0 O0.1", "R0.0 R0.1")
+    return Problem.from_data(data), Orders([DeviceOrders(*map(OpArray.parse, lists))])
+
+
+def test_a_bound_that_differs_from_the_value_by_rounding_is_the_value() -> None:
+    for step_us in (10, float("inf")):
+        assert snapped_bound(100.0, 100 - 1e-8, step_us) == 100
+        assert snapped_bound(100.0, 100 + 1e-8, step_us) == 100
+        assert snapped_bound(100.0, 99.9, step_us) == 99.9
+        assert snapped_bound(100.0, 100.1, step_us) == 100.1, "a contradiction is not hidden"
+
+
+def test_the_host_counts_where_it_is_limited() -> None:
+    for limit, fits in ((None, True), (4, True), (3, False)):
+        problem, orders = two_at_once(host_memory_bytes=limit)
+        assert within_budgets(problem, orders, simulate(problem, orders)) is fits
+
+
+def test_a_budget_holds_under_any_timing() -> None:
+    """F0.1 begins when O0.0 has not ended, and a slow O0.0 may last until both are back."""
+    problem, orders = two_at_once(devices=[{"memory_bytes": 3}])
+    assert over_budget(problem, orders) == [(0, 4, 3)]
+    assert peak_budgets(problem, orders) == [4]
+    assert not within_budgets(problem, orders, simulate(problem, orders))
+    with pytest.raises(VerificationError, match=r"by hand answered with an invalid schedule: .* 4 bytes of 3"):
+        build_schedule(problem, orders, 0.0, "by hand", 0.0)
+
+
+def test_a_bound_above_the_value_is_refused() -> None:
+    problem = uniform(1, 1)
+    orders = Orders.of_compute([OpArray.parse("F0.0 B0.0 W0.0")])
+    assert build_schedule(problem, orders, 30.0, "by hand", 0.0).status == "optimal"
+    with pytest.raises(VerificationError, match="bound_us"):
+        build_schedule(problem, orders, 31.0, "by hand", 0.0)
+
+
+def test_ops_without_length_at_one_instant_follow_the_microbatch() -> None:
+    problem = uniform(1, 2)
+    names = ("W0.0", "B0.1", "F0.1", "B0.0", "F0.0", "W0.1")
+    orders = orders_from_times(problem, {Op.parse(name): (5.0, 5.0) for name in names})
+    assert OpArray.of(orders.devices[0].compute).names == "F0.0 F0.1 B0.0 B0.1 W0.0 W0.1"
+
+
+def test_a_shared_channel_runs_its_copies_in_the_order_of_their_times() -> None:
+    data = uniform(1, 2).to_data() | {"copy_channels": {"duplex": False}}
+    data["stages"][0]["offload"] = OFFLOAD
+    times = {"F0.0": 0, "F0.1": 10, "O0.0": 20, "R0.0": 30, "O0.1": 40, "R0.1": 50, "B0.0": 60, "W0.0": 70}
+    times |= {"B0.1": 80, "W0.1": 90}
+    planned = {Op.parse(name): (float(begin), begin + 10.0) for name, begin in times.items()}
+    orders = orders_from_times(Problem.from_data(data), planned)
+    assert [OpArray.of(channel).names for channel in orders.channels] == ["O0.0 R0.0 O0.1 R0.1"]
