@@ -16,9 +16,10 @@ from api.errors import input_error, unprocessable
 from api.jobs.records import Event, EventKind, Job, JobConfig, Page, Reason, Status, StopReason
 from api.settings import Settings
 from optpipe.document import Document, parse_json
-from optpipe.errors import InputError
+from optpipe.errors import InputError, MethodError, ModelTooLargeError
 from optpipe.problem import Objective, Problem
-from solver.scale import MOST_MILP_OPS, count_ops
+from solver.methods import METHODS, refuse_unsupported
+from solver.scale import count_ops
 
 
 class _Answer(BaseModel):
@@ -230,7 +231,7 @@ class Caps:
             )
 
     def check_config(self, problem: Problem, config: JobConfig, pointer: str = "/config") -> None:
-        """Raise HttpError if time limit or threads exceed the limits, or the model would be too large.
+        """Raise HttpError if time limit or threads exceed the limits, or the method cannot handle the problem.
 
         `pointer` leads to the configuration.
         """
@@ -238,14 +239,11 @@ class Caps:
             raise _over(pointer, "time_limit_s", config.time_limit_s, self.max_time_limit_s)
         if config.workers > self.max_workers:
             raise _over(pointer, "workers", config.workers, self.max_workers)
-        ops = count_ops(problem)
-        if config.method == "milp" and ops > MOST_MILP_OPS:
-            raise unprocessable(
-                "model_too_large",
-                f"is 'milp', which would build a model of {ops:,} ops, and its limit is {MOST_MILP_OPS:,}: it decides "
-                "on every pair of them. Maybe use auto or cp-sat, or fewer microbatches.",
-                f"{pointer}/method",
-            )
+        try:
+            refuse_unsupported(METHODS[config.method], problem)
+        except MethodError as error:
+            code = "model_too_large" if isinstance(error, ModelTooLargeError) else "unsupported_by_method"
+            raise unprocessable(code, str(error), f"{pointer}/method") from None
 
 
 def _over(pointer: str, name: str, asked: float, most: float) -> Exception:

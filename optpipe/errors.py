@@ -7,6 +7,7 @@
     ├── DeadlockError         orders in which ops wait for one another in a cycle
     ├── BudgetError           a compiled program holds more memory than a budget allows
     ├── MethodError           a method cannot handle this problem
+    │   └── ModelTooLargeError  it would build a model beyond its limit
     ├── InfeasibleError       proved: no schedule keeps the budgets (exit code 3)
     ├── NoSolutionError       the time limit passed without a schedule (exit code 4)
     ├── VerificationError     a solver's schedule broke a rule: a bug in OptPipe, never returned
@@ -101,6 +102,10 @@ class BudgetError(OptPipeError):
 
 class MethodError(OptPipeError):
     """A method cannot handle this problem; the message gives the reason with numbers."""
+
+
+class ModelTooLargeError(MethodError):
+    """A method would build a model of this problem with more ops than its limit."""
 
 
 class InfeasibleError(OptPipeError):

@@ -31,7 +31,8 @@ from solver.strategy import Search
 class Method:
     """A method: a published schedule (`orders`), a search from a start (`search`), or the portfolio of them all.
 
-    `refuse` raises MethodError for problems that the method cannot handle whatever the start, before there is one.
+    `refuse` raises MethodError for problems that the method cannot handle whatever the start, before there is one
+    (`refuse_unsupported` calls it).
     `modes`: it decides on activation modes. `unsplit`: it is right where stages cannot split their backwards.
     `factors`: it is right where microbatches or slices have costs of their own, `slices`: where microbatches are cut
     into slices, `free_order`: where the order of microbatches is free (to keep the given one is right as well).
@@ -269,7 +270,9 @@ def method_named(name: str) -> Method:
 def refuse_unsupported(method: Method, problem: Problem) -> None:
     """Raise MethodError where the problem has something that the method is not made for.
 
-    That may be activation modes, backwards in one piece, slices, costs of units or a free order of microbatches.
+    That may be activation modes, backwards in one piece, slices, costs of units, a free order of microbatches, or what
+    the method's own `refuse` names, such as a combination of these. It takes no longer than reading the problem. A
+    published schedule may still be refused for placement or a budget when it is made (`published_orders`).
     """
     modes = [s for s, stage in enumerate(problem.stages) if stage.modes]
     unsplit = [s for s, stage in enumerate(problem.stages) if not stage.split_backward]
@@ -289,6 +292,7 @@ def refuse_unsupported(method: Method, problem: Problem) -> None:
         if needed and not getattr(method, ability):
             able = ", ".join(name for name, other in METHODS.items() if getattr(other, ability))
             raise MethodError(f"{method.name} {text}. Maybe use one of {able}.")
+    method.refuse(problem)
 
 
 def published_orders(method: Method, problem: Problem) -> Orders:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 from math import gcd
 from typing import NamedTuple
 
@@ -99,12 +100,12 @@ def cycles(problem: Problem) -> list[Cycle]:
     """
     entries = problem.microbatch_factors or [MicrobatchFactors()] * problem.microbatches
     costs = [(entry.time, entry.bytes, entry.transfer) for entry in entries]
-    count = len(costs)
-    given = next(c for c in range(1, count + 1) if costs[c:] == costs[: count - c])
-    orders = [Cycle(given, range(count))] if given == 1 or 2 * given <= count else []
-    if problem.has_free_order:
-        numbers = Counter(costs)
-        rounds = gcd(*numbers.values())
+    count, most = len(costs), MOST_UNITS // problem.slice_count
+    lengths = (c for c in range(1, min(most, max(1, count // 2)) + 1) if costs[c:] == costs[: count - c])
+    orders = [Cycle(c, range(count)) for c in islice(lengths, 1)]
+    numbers = Counter(costs)
+    rounds = gcd(*numbers.values())
+    if problem.has_free_order and rounds > 1 and count // rounds <= most:
         # The j-th of k in a cycle comes in the middle of the j-th of k parts.
         middles = [
             (Fraction(2 * j + 1, 2 * k), cost)
@@ -114,9 +115,9 @@ def cycles(problem: Problem) -> list[Cycle]:
         ]
         for cycle in ([cost for _, cost in sorted(middles)], sorted(cost for _, cost in middles)):
             order = _repeated(costs, cycle)
-            if rounds > 1 and all(order != list(other.microbatch_order) for other in orders):
+            if all(order != list(other.microbatch_order) for other in orders):
                 orders.append(Cycle(len(cycle), order))
-    return [cycle for cycle in orders if cycle.length * problem.slice_count <= MOST_UNITS]
+    return orders
 
 
 def _repeated(costs: Sequence[tuple[float, ...]], cycle: Sequence[tuple[float, ...]]) -> list[int]:

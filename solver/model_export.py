@@ -24,7 +24,6 @@ def export_model(problem: Problem) -> Statement:
     model lacks fused backwards that may need less memory than split ones. Raises InputError
     where the model would be too large, MethodError where it does not cover what stages may do.
     """
-    refuse_unsupported(METHODS["milp"], problem)
     ops = count_milp_ops(problem)
     if ops > MOST_OPS:
         detail = (
@@ -32,7 +31,7 @@ def export_model(problem: Problem) -> Statement:
             "rows for every pair of a device's ops. Maybe take fewer microbatches, or stages with more layers."
         )
         raise InputError([Issue("stages times microbatches", "too_large", detail)])
-    METHODS["milp"].refuse(problem)
+    refuse_unsupported(METHODS["milp"], problem)
     shared = SharedIncumbent(problem, Limits(workers=1), None)
     offer_published(problem, shared)
     start = shared.best

@@ -7,7 +7,7 @@ from math import ceil, gcd, lcm
 
 import numpy as np
 
-from optpipe.errors import MethodError
+from optpipe.errors import MethodError, ModelTooLargeError
 from optpipe.problem import Problem
 from optpipe.stage import Mode, Stage
 from solver.variants import variants
@@ -131,7 +131,7 @@ def has_ways(problem: Problem, device: int) -> bool:
 
 
 def refuse_beyond_milp(problem: Problem) -> None:
-    """Raise MethodError where the mixed-integer program would be too large, or has no fused backwards that it needs."""
+    """Raise ModelTooLargeError where the mixed-integer program would be, MethodError where it lacks fused backwards."""
     for s, stage in enumerate(problem.stages):
         if not stage.split_backward and has_ways(problem, stage.device):
             raise MethodError(
@@ -140,10 +140,9 @@ def refuse_beyond_milp(problem: Problem) -> None:
             )
     ops = count_milp_ops(problem)
     if ops > MOST_MILP_OPS:
-        raise MethodError(
-            f"milp would build a model of {ops} ops, and its limit is {MOST_MILP_OPS}: it decides on every pair of "
-            f"them. "
-            "Maybe use auto or cp-sat, or fewer microbatches."
+        raise ModelTooLargeError(
+            f"milp would build a model of {ops:,} ops, and its limit is {MOST_MILP_OPS:,}: it decides on every pair of "
+            "them. Maybe use auto or cp-sat, or fewer microbatches."
         )
 
 

@@ -69,7 +69,6 @@ def search(
         bound_us = snapped_bound(value_us, lower_bound_us(problem), value_step_us(problem))
         return Solution(orders, value_us, bound_us, chosen.name)
     refuse_unsupported(chosen, problem)
-    chosen.refuse(problem)
     short = impossible_budgets(problem)
     if short:
         device, needed, budget = short[0]

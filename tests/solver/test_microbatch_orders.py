@@ -94,6 +94,7 @@ def test_cycles_of_given_orders_repeat_at_least_once() -> None:
     assert lengths(1, 2, 3, 1, 2, 3, 1) == [3]
     assert lengths(1, 2, 3, 1, 2) == []
     assert lengths(*range(1, 18), *range(1, 18)) == [17]
+    assert lengths(*range(1, 34), *range(1, 34)) == []
     assert lengths(*range(1, 18), *range(1, 18), slices={"count": 2}) == []
     assert [cycle.length for cycle in cycles(unequal(2, 1, slices={"count": 3}))] == [1]
 

@@ -12,11 +12,13 @@ from httpx import Client
 from api.jobs.results import Equality
 from api.routes.schedules import INLINE_BYTES
 from instances import HALF, uniform
+from optpipe.errors import MethodError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.verify import verify
 from solver.solve import solve
 from tests.api.harness import PROBLEM, STEPS, body
+from tests.recomputing import recomputing
 
 
 def solved(client: Client, **config: Any) -> dict[str, Any]:
@@ -73,6 +75,25 @@ def test_validate_only_checks(idle: Client) -> None:
         "microbatches": 4,
         "ops": 24,
     }
+    assert idle.get("/v1/schedules").json()["jobs"] == []
+
+
+def test_a_method_that_cannot_handle_a_problem_is_refused(idle: Client) -> None:
+    """With the sentence of the solver, whether it is submitted alone, in a batch, or only checked."""
+    problem = Problem.from_data(recomputing(2, 4).to_data() | {"slices": {"count": 2}})
+    sent = body(problem, method="pattern")
+    with pytest.raises(MethodError, match="only where microbatches are whole and alike") as refused:
+        solve(problem, "pattern")
+    expected = {"code": "unsupported_by_method", "detail": str(refused.value)}
+    for place, path, content in (
+        ("", "schedules", sent),
+        ("", "schedules?operation=validate", sent),
+        ("", "solve", sent),
+        ("/submissions/1", "batch/submit", {"submissions": [body(), sent]}),
+    ):
+        answer = idle.post(f"/v1/{path}", json=content)
+        assert answer.status_code == 422
+        assert answer.json()["errors"] == [{"pointer": f"{place}/config/method", **expected}]
     assert idle.get("/v1/schedules").json()["jobs"] == []
 
 

@@ -14,7 +14,7 @@ from solver.bounds import lower_bound_us
 from solver.build import build_schedule, peak_budgets
 from solver.exact.cp_sat.model import solve_cp_sat
 from solver.limits import Limits
-from solver.methods import METHODS
+from solver.methods import METHODS, refuse_unsupported
 from solver.microbatch_orders import cycles
 from solver.published.seq1f1b import seq1f1b
 from solver.search.annealing.sequence import budgets_bytes
@@ -132,11 +132,12 @@ def test_small_ones_are_not_below_the_optimum_and_near_it(name: str) -> None:
 
 
 def test_costs_that_do_not_repeat_are_refused_by_name() -> None:
-    METHODS["pattern"].refuse(unequal(2, 4, microbatch_factors=times(1, 2, 1, 2)))
+    pattern = METHODS["pattern"]
+    refuse_unsupported(pattern, unequal(2, 4, microbatch_factors=times(1, 2, 1, 2)))
     with pytest.raises(MethodError, match="repeat after at most 2 of the 4 microbatches"):
-        METHODS["pattern"].refuse(unequal(2, 4, microbatch_factors=times(1, 2, 3, 4)))
+        refuse_unsupported(pattern, unequal(2, 4, microbatch_factors=times(1, 2, 3, 4)))
     with pytest.raises(MethodError, match=r"slices\.count is 33"):
-        METHODS["pattern"].refuse(unequal(2, 4, slices={"count": 33}))
+        refuse_unsupported(pattern, unequal(2, 4, slices={"count": 33}))
     modes = [{"name": "full", "kept_bytes": 1, "recompute_us": 1}]
     with pytest.raises(MethodError, match=r"stages\[0\]\.modes only where microbatches are whole and alike"):
-        METHODS["pattern"].refuse(unequal(2, 4, slices={"count": 2}, modes=modes))
+        refuse_unsupported(pattern, unequal(2, 4, slices={"count": 2}, modes=modes))
