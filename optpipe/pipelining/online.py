@@ -94,21 +94,27 @@ class OnlinePlanner:
         folder = Path(self._folder.name)
         (folder / "records").mkdir()
         write_records(map(RankRecord.from_data, records), folder / "records")
-        problem = str(folder / "problem.json")
-        solve = ["solve", problem, "-o", self._result]
+        solve = ["solve", self._problem, "-o", self._result]
         self._commands = [
-            ["profile", "--from-run", str(folder / "records"), "-o", problem, *self._memory],
+            ["profile", "--from-run", str(folder / "records"), "-o", self._problem, *self._memory],
             [*solve, "--method", QUICK_METHOD],
         ]
         if self._time_limit_s is not None:
             self._commands.append([*solve, "--time-limit", str(self._time_limit_s)])
 
     @property
+    def _problem(self) -> str:
+        return str(Path(self._folder.name) / "problem.json")
+
+    @property
     def _result(self) -> str:
         return str(Path(self._folder.name) / "schedule.json")
 
     def _found(self) -> Schedule | None:
-        """On rank 0 the schedule of a search that is over, once. A search that fails ends no training."""
+        """On rank 0 the schedule of a search that is over, once. A search that fails ends no training.
+
+        A published method may be none for the stages, such as those that are compiled; then the search is next.
+        """
         found = None
         if self._running is not None:
             if self._running.poll() is None:
@@ -116,7 +122,8 @@ class OnlinePlanner:
             _, errors = self._running.communicate()
             if self._running.returncode:
                 self.log.append(f"the search failed: {errors.strip()[-1000:]}")
-                self._commands.clear()
+                if not Path(self._problem).exists():
+                    self._commands.clear()
             elif Path(self._result).exists():
                 found = Schedule.load(self._result)
                 self.log.append(f"{found.method}: {found.value_us:,.0f} us a step predicted")

@@ -429,6 +429,7 @@ def _stage(costs: RecordedCosts, modes: Sequence[str]) -> dict[str, Any]:
     if OFFLOAD in modes and costs.offload_bytes and "O" in times and "R" in times:
         offload = {"bytes": costs.offload_bytes, "offload_us": times["O"], "reload_us": times["R"]}
     entries = [{"name": name, **entry} for name, entry in costs.modes.items() if name in modes]
+    whole = {} if costs.splits else {"split_backward": False}
     return {
         "forward_us": times.get("F", 0.0),
         "backward_input_us": backward,
@@ -437,6 +438,7 @@ def _stage(costs: RecordedCosts, modes: Sequence[str]) -> dict[str, Any]:
         "backward_weight_bytes": costs.backward_weight_bytes,
         "workspace_bytes": dict(costs.workspace_bytes),
         "offload": offload,
+        **whole,
     } | ({"modes": entries} if entries else {})
 
 
