@@ -128,7 +128,7 @@ def command(
     exceeds plan or budget, or if memory is still allocated after a step. With --trace one step is repeated a few times
     and compared with the plan. All settings are explained in docs/train.md.
     """
-    from optpipe.train.config import read_config
+    from optpipe.train.config import read_config, settings_named_as_given
 
     setting_names = {_variable(name): name for name in SETTINGS}
     settings = {setting_names[variable]: value for variable, value in given.items() if value is not None}
@@ -139,7 +139,9 @@ def command(
         settings[MODE] = "online" if online else "first"
     if schedule is not None:
         settings["schedule"] = schedule
-    return _train(read_config(config, settings), as_json)
+    read = read_config(config, settings)
+    with settings_named_as_given(config, settings):
+        return _train(read, as_json)
 
 
 def _train(config: TrainingConfig, as_json: bool) -> int:

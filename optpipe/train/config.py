@@ -649,6 +649,28 @@ def _named_as_given(path: Path | None, flags: Mapping[str, Any]) -> Iterator[Non
         raise InputError(issues, str(path) if in_file else "") from None
 
 
+@contextmanager
+def settings_named_as_given(path: Path | None, flags: Mapping[str, Any]) -> Iterator[None]:
+    """Name settings as `read_config` does in errors that training raises later, when it uses them.
+
+    Errors of anything else are left as they are. A part of training that commands share names a flag, such as
+    ``--memory``: where that is not among `flags`, the file gave the setting.
+    """
+    in_file = {setting.flag: setting for name, setting in SETTINGS.items() if path and name not in flags}
+    try:
+        yield
+    except InputError as error:
+        if not error.issues:
+            raise
+        pointers = [issue.pointer for issue in error.issues]
+        named = [in_file[pointer].name if pointer in in_file else pointer for pointer in pointers]
+        if error.source or not set(named) <= SETTINGS.keys():
+            raise
+        with _named_as_given(path, flags):
+            issues = [Issue(name, i.code, i.detail) for name, i in zip(named, error.issues, strict=True)]
+            raise InputError(issues) from None
+
+
 def _issues(group: type[Group], error: ValidationError) -> list[Issue]:
     """The errors that pydantic found in a group, in our words."""
     return [_issue(group, entry) for entry in error.errors(include_url=False)]

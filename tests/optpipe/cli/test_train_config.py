@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from optpipe.train.config import SETTINGS
+from optpipe.errors import InputError, Issue
+from optpipe.train.config import SETTINGS, settings_named_as_given
 from tests.optpipe.cli.conftest import Cli
 
 NAME = "hf:FOLDER, or package.module:callable"
@@ -138,6 +139,32 @@ def test_a_flag_is_named_where_a_file_is_given_too(cli: Cli, quick_schedule_file
     path = tmp_path / "train.toml"
     path.write_text(f"schedule = '{quick_schedule_file.name}'\nsteps = 0")
     assert refusal(cli, "--config", path, "--steps", "-1").startswith("--steps is -1")
+
+
+def test_a_setting_that_is_wrong_only_in_use_is_named_as_given(
+    cli: Cli, quick_schedule_file: Path, tmp_path: Path
+) -> None:
+    """The lengths in a file are read when training begins."""
+    lengths, path = tmp_path / "lengths.json", tmp_path / "train.toml"
+    lengths.write_text("[7, 1001]")
+    schedule = ("--schedule", quick_schedule_file)
+    flags = (*schedule, "--model", "tiny", "--lengths", "varying", "--length-file", lengths)
+    said = "holds a length of 1,001, but sequences have at most 32 tokens."
+    assert refusal(cli, *flags).startswith(f"--length-file {said}")
+    path.write_text("[model]\nname = 'tiny'\nlengths = 'varying'\nlength_file = 'lengths.json'")
+    assert refusal(cli, *schedule, "--config", path).startswith(f"{path}: model.length_file {said}")
+
+
+def test_a_setting_of_a_file_is_named_as_there_where_commands_share_a_flag(tmp_path: Path) -> None:
+    def refused(path: Path | None, flags: dict[str, object]) -> InputError:
+        with pytest.raises(InputError) as raised, settings_named_as_given(path, flags):
+            raise InputError([Issue("--memory", "too_small", "is 5 bytes.")])
+        return raised.value
+
+    assert str(refused(None, {"online.memory_bytes": 5})) == "--memory is 5 bytes."
+    assert str(refused(Path("train.toml"), {"online.memory_bytes": 5})) == "--memory is 5 bytes."
+    in_file = refused(Path("train.toml"), {})
+    assert (str(in_file), in_file.source) == ("online.memory_bytes is 5 bytes.", "train.toml")
 
 
 def test_flags_win_over_the_file(
