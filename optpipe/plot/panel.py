@@ -228,35 +228,39 @@ def draw_boxes(panel: Panel, boxes: Sequence[Box]) -> None:
 
 
 def draw_numbers(panel: Panel, boxes: Sequence[Box]) -> None:
-    """Draw microbatch numbers, in all boxes of a kind and stage or in none, with one size per kind."""
-    sizes = _number_sizes(panel, boxes)
-    for box in boxes:
-        points = sizes.get((box.op.kind, box.op.stage))
-        if points:
-            panel.axes.text(
-                (box.start_us + box.end_us) / 2 / panel.unit.size,
-                box.lane.middle,
-                box.label,
-                fontsize=points,
-                color=ink_on(box.colour),
-                ha="center",
-                va="center_baseline",
-                zorder=3,
-            )
+    """Draw microbatch numbers where boxes have room for them, with one size per kind.
 
-
-def _number_sizes(panel: Panel, boxes: Sequence[Box]) -> dict[tuple[str, int], float]:
-    """Font size of each kind and stage whose numbers are legible in all of its boxes."""
-    rooms: dict[tuple[str, int], float] = {}
+    Room is needed for the longest number of a kind and stage: where its boxes are of one width, all have a number or
+    none has. Of slices and unequal microbatches the narrow ones go without.
+    """
+    longest: dict[tuple[str, int], int] = {}
     for box in boxes:
         group = box.op.kind, box.op.stage
-        width_points = (box.end_us - box.start_us) * panel.points_per_us
-        by_width = NUMBER_ROOM * width_points / (DIGIT_WIDTH * len(box.label))
-        by_height = box.lane.height * POINTS_PER_INCH / FONT_HEIGHT
-        rooms[group] = min(rooms.get(group, LARGEST_NUMBER_POINTS), by_width, by_height)
-    legible = {group: room for group, room in rooms.items() if room >= SMALLEST_NUMBER_POINTS}
-    smallest = {kind: min(room for (other, _), room in legible.items() if other == kind) for kind, _ in legible}
-    return {group: smallest[group[0]] for group in legible}
+        longest[group] = max(longest.get(group, 0), len(box.label))
+    points = [_number_points(panel, box, longest[box.op.kind, box.op.stage]) for box in boxes]
+    legible = [(box, size) for box, size in zip(boxes, points, strict=True) if size >= SMALLEST_NUMBER_POINTS]
+    sizes: dict[str, float] = {}
+    for box, size in legible:
+        sizes[box.op.kind] = min(sizes.get(box.op.kind, LARGEST_NUMBER_POINTS), size)
+    for box, _ in legible:
+        panel.axes.text(
+            (box.start_us + box.end_us) / 2 / panel.unit.size,
+            box.lane.middle,
+            box.label,
+            fontsize=sizes[box.op.kind],
+            color=ink_on(box.colour),
+            ha="center",
+            va="center_baseline",
+            zorder=3,
+        )
+
+
+def _number_points(panel: Panel, box: Box, characters: int) -> float:
+    """Largest font size of a number of so many characters in a box."""
+    width_points = (box.end_us - box.start_us) * panel.points_per_us
+    by_width = NUMBER_ROOM * width_points / (DIGIT_WIDTH * characters)
+    by_height = box.lane.height * POINTS_PER_INCH / FONT_HEIGHT
+    return round(min(by_width, by_height), 3)  # ends minus starts are equal up to rounding alone
 
 
 MEMORY_HEADROOM = 1.06

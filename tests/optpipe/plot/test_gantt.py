@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,3 +183,14 @@ def test_slices_are_named_by_microbatch_and_slice() -> None:
     texts = {text.get_text() for text in schedule_panel(solve(problem, "seq1f1b")).axes.texts}
     assert {"0/0", "0/1", "1/0", "1/1"} <= texts
     assert title_text(solve(problem, "seq1f1b")) == "2 devices, 2 microbatches of 2 slices"
+
+
+def test_only_narrow_boxes_of_a_kind_go_without_a_number() -> None:
+    """Slices of 1 us and of 20 us in turns."""
+    problem = unequal(2, 8, slices={"count": 2, "factors": {"forward": [1, 20], "backward_input": [1, 20]}})
+    panel = schedule_panel(solve(problem, "gpipe"))
+    numbers = [(text.get_text(), box) for text, box in _extents(panel) if "/" in text.get_text()]
+    assert Counter(name for name, _ in numbers) == {f"{i}/1": 4 for i in range(8)}  # F and BW of two stages
+    width = 20 * panel.points_per_us * panel.figure.dpi / 72
+    assert all(box.width <= width for _, box in numbers)
+    assert len({text.get_fontsize() for text in panel.axes.texts if "/" in text.get_text()}) == 1
