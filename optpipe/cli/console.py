@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,6 +50,24 @@ def stderr() -> Console:
 def doing(what: str) -> Status:
     """Context manager that shows a spinner with a text on a terminal."""
     return stderr().status(Text(what))
+
+
+LONG_S = 2.0
+"""Seconds after which a command without a terminal says what it is doing."""
+
+
+@contextmanager
+def doing_long(what: str) -> Iterator[None]:
+    """Do as `doing` does; without a terminal print the text once, after `LONG_S`."""
+    told = Timer(LONG_S, stderr().print, [what])
+    told.daemon = True
+    if not sys.stderr.isatty():
+        told.start()
+    try:
+        with doing(what):
+            yield
+    finally:
+        told.cancel()
 
 
 def _console(*, stderr: bool, width: int | None) -> Console:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import AsJson, compile_once, doing, print_json, stderr, stdout, table
+from optpipe.cli.console import AsJson, compile_once, doing_long, print_json, stderr, stdout, table
 from optpipe.errors import InputError, Issue
 from optpipe.files import check_writable, write_atomically
 from optpipe.units import share_text, us_text
@@ -79,7 +79,7 @@ def command(
 
         problem = _load_problem(document)
         compile_once()
-        with doing("stating the model"):
+        with doing_long("stating the model"):
             statement = export_model(problem)
         write_atomically(output, statement.to_text("lp" if to is Format.LP else "mps"))
         result |= {name: getattr(statement, name) for name in ("rows", "columns", "integer_columns", "time_unit_us")}
@@ -93,7 +93,9 @@ def command(
         write_atomically(output, json.dumps(events, allow_nan=False))
     elif to is Format.MEGATRON or to is Format.TORCHTITAN:
         trainer: Trainer = "megatron" if to is Format.MEGATRON else "torchtitan"
-        return _export_settings(_load_schedule(document, to), trainer, output, as_json)
+        with doing_long(f"reading {document.name}"):
+            loaded = _load_schedule(document, to)
+        return _export_settings(loaded, trainer, output, as_json)
     else:
         from optpipe.export.torch_csv import checkpointed_stages, torch_csv
 
@@ -114,7 +116,7 @@ def _export_settings(schedule: Schedule, trainer: Trainer, output: Path, as_json
     from solver.trainer_settings import nearest_settings
 
     compile_once()
-    with doing("simulating settings"):
+    with doing_long("simulating settings"):
         found = nearest_settings(schedule, trainer)
     best = found[0]
     write_atomically(output, "".join(f"{flag}\n" for flag in best.settings))

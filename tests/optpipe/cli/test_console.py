@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import threading
+from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 
-from optpipe.cli.console import parse_share, parse_size, stdout, table
+from optpipe.cli.console import doing_long, parse_share, parse_size, stdout, table
+from solver.trainer_settings import nearest_settings
+from tests.optpipe.cli.conftest import Cli
 
 
 def test_a_narrow_screen_cuts_no_figure() -> None:
@@ -55,3 +59,35 @@ def test_shares(text: str, share: float) -> None:
 def test_what_is_no_share(text: str) -> None:
     with pytest.raises(typer.BadParameter, match=r"is not a share from 0% to 90%\. Maybe write it as 10%"):
         parse_share(text)
+
+
+def wait_until_told() -> None:
+    """Wait until what is told after a while has been told."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+
+
+def test_what_takes_long_is_told_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with doing_long("reading"):
+        pass
+    assert capsys.readouterr().err == "", "nothing within two seconds"
+    monkeypatch.setattr("optpipe.cli.console.LONG_S", 0.01)
+    with doing_long("reading"):
+        wait_until_told()
+    assert capsys.readouterr().err == "reading\n"
+
+
+def test_settings_that_take_long_to_simulate_are_told(
+    cli: Cli, quick_schedule_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: object) -> object:
+        wait_until_told()
+        return nearest_settings(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("optpipe.cli.console.LONG_S", 0.01)
+    monkeypatch.setattr("solver.trainer_settings.nearest_settings", slow)
+    run = cli("export", quick_schedule_file, "--to", "megatron", "-o", tmp_path / "flags.txt")
+    assert (run.code, run.err.splitlines()[-1]) == (0, "simulating settings")
