@@ -39,7 +39,7 @@ def _recomputed(problem: Problem, name: str, *, inside: bool) -> Orders:
                 f"Maybe use {'1f1b-recompute-ahead' if inside else 'cp-sat, which recomputes where it pays'}."
             )
         chosen.append(min(ways, key=lambda way: way.mode.kept_bytes))
-    by_stage = ByStage(problem, chosen)
-    orders = by_stage.with_modes(one_f_one_b(by_stage.plain))
+    # The order of 1F1B, in which times and sizes count for nothing: those of the plain problem may exceed its limits.
+    orders = ByStage(problem, chosen).with_modes(one_f_one_b(problem))
     assert orders is not None, "without copies every order has its modes"
     return orders

@@ -14,6 +14,7 @@ from optpipe.fields import MAX_TIME_US
 from optpipe.ops import DeviceOrders, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from optpipe.verify import verify
 from solver.build import build_schedule, peak_budgets
 from solver.by_stage import ByStage, choices, keep_what_fits
 from solver.limits import Limits
@@ -96,6 +97,15 @@ def test_1f1b_that_recomputes_equals_its_closed_forms(devices: int, microbatches
     assert ahead.value_us == microbatches * 4 + (devices - 1) * 3
     for schedule in (inside, ahead):
         assert [device.peak_bytes for device in schedule.devices] == [devices - i + 9 for i in range(devices)]
+
+
+@pytest.mark.parametrize("method", ["1f1b-recompute", "1f1b-recompute-ahead"])
+def test_1f1b_recomputes_where_a_backward_and_its_recomputation_are_longer_than_an_op_may_be(method: str) -> None:
+    long_us = 0.6 * MAX_TIME_US
+    mode = {"name": "full", "kept_bytes": 1, "recompute_us": long_us, "segment_bytes": 9}
+    schedule = solve(recomputing(1, 3, [mode], backward_input_us=long_us), method)
+    assert verify(schedule).ok
+    assert schedule.value_us == 3 * (2 * long_us + 2)
 
 
 def test_1f1b_recomputes_only_with_modes_that_do() -> None:
