@@ -222,7 +222,8 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
         first[ops.stage[forward], ops.microbatch[forward]] = forward
         recomputations = np.flatnonzero(np.isin(ops.kind, _RECOMPUTATIONS))
         again = ops[recomputations]
-        more, workspace, segment = sizes[:, again.stage, modes[again.stage, again.microbatch]]
+        unit_class, mode = problem.unit_class[again.microbatch], modes[again.stage, again.microbatch]
+        more, workspace, segment = sizes[:, again.stage, unit_class, mode]
         inside = np.where(again.kind == _C, 0, np.maximum(more - segment, 0))
         at = first[again.stage, again.microbatch]
         kept = _kept(recomputations, at, more, inside, workspace, after - changes[:, 1], after, entry.memory_bytes)
@@ -231,15 +232,18 @@ def keep_what_fits(problem: Problem, orders: Orders) -> Orders:
         kind[recomputations[kept]] = _PLAIN[again.kind[kept]]
         stays[recomputations[kept]] = again.kind[kept] != _C
         devices.append(DeviceOrders(OpArray(kind, ops.stage, ops.microbatch)[np.flatnonzero(stays)]))
-    return Orders(devices, orders.waits, orders.channels, modes)
+    return Orders(devices, orders.waits, orders.channels, modes, orders.microbatch_order)
 
 
 def _sizes_bytes(problem: Problem) -> Ints:
-    """Recomputed bytes, workspace of F and segment bytes of the modes, of shape (3, stages, modes)."""
-    sizes = np.zeros((3, len(problem.stages), max(len(stage.choices) for stage in problem.stages)), np.int64)
-    for s, stage in enumerate(problem.stages):
-        for choice, mode in enumerate(stage.choices):
-            sizes[:, s, choice] = mode.recomputed_bytes, mode.forward_workspace_bytes, mode.segment_bytes or 0
+    """Recomputed bytes, workspace of F and segment bytes of the modes, of shape (3, stages, unit classes, modes)."""
+    most = max(len(stage.choices) for stage in problem.stages)
+    sizes = np.zeros((3, len(problem.stages), len(problem.class_units), most), np.int64)
+    for s, of_classes in enumerate(problem.unit_stages):
+        for number, stage in enumerate(of_classes):
+            for choice, mode in enumerate(stage.choices):
+                wanted = mode.recomputed_bytes, mode.forward_workspace_bytes, mode.segment_bytes or 0
+                sizes[:, s, number, choice] = wanted
     return sizes
 
 

@@ -22,6 +22,7 @@ from solver.published.ada_offload import ada_offload
 from solver.serial import serial_orders
 from solver.solve import solve
 from tests.recomputing import FULL, LEAVES, ops, random_problem, random_recomputing, recomputing
+from tests.unequal import random_orders, random_unequal
 
 
 def plain_orders(by_stage: ByStage) -> list[Orders]:
@@ -124,3 +125,20 @@ def test_methods_decide_on_modes(method: str) -> None:
     assert any(op.op == "C" for device in schedule.devices for op in device.compute)
     if method == "auto":
         assert (schedule.value_us, schedule.status) == (33, "optimal")
+
+
+def test_what_is_kept_besides_fits_with_the_sizes_of_each_unit() -> None:
+    """Slices and microbatches of other sizes than the stage states, larger and smaller."""
+    changed = 0
+    for seed in range(60):
+        rng = Random(seed)
+        problem = Problem.from_data(random_unequal(rng))
+        if not problem.has_factors or not problem.has_modes:
+            continue
+        orders = random_orders(problem, rng)[0]
+        budgets = [size + rng.randrange(6) for size in peak_budgets(problem, orders)]
+        tight = problem.from_data(problem.to_data() | {"devices": [{"memory_bytes": size} for size in budgets]})
+        kept = keep_what_fits(tight, orders)
+        assert build_schedule(tight, kept, 0.0, "kept", 0.0).value_us <= simulate(tight, orders).value_us
+        changed += not np.array_equal(kept.modes, orders.modes)
+    assert changed
