@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Lock
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import TypeVar, cast
 
 
 def available_cores() -> int:
@@ -49,6 +51,36 @@ class Cancel:
         finally:
             with self._lock:
                 self._stops.remove(stop)
+
+
+Result = TypeVar("Result")
+
+
+def until_interrupted(work: Callable[[], Result], cancel: Cancel) -> Result:
+    """The result of `work`, for which KeyboardInterrupt in the calling thread requests `cancel`. Raises what it raises.
+
+    It runs in a thread beside the one that receives the signal, so that an interrupt leaves nothing half done.
+    """
+    outcome: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    thread = Thread(target=run, name="solve", daemon=True)
+    while True:
+        try:
+            if thread.ident is None:
+                thread.start()
+            result, error = outcome.get()
+            break
+        except KeyboardInterrupt:
+            cancel.request()
+    if error is not None:
+        raise error
+    return cast(Result, result)
 
 
 @dataclass(frozen=True)

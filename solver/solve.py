@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
-from threading import Thread
 
 from optpipe.errors import InfeasibleError, NoSolutionError
 from optpipe.ops import Orders
@@ -15,7 +13,7 @@ from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
 from solver.kernels import forget_stale
-from solver.limits import Limits
+from solver.limits import Limits, until_interrupted
 from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
 from solver.serial import impossible_budgets, known_budgets_bytes
@@ -109,23 +107,6 @@ def _no_solution(problem: Problem, limits: Limits, proved: bool) -> InfeasibleEr
 def solve_until_interrupted(problem: Problem, method: str, limits: Limits, on_progress: OnProgress | None) -> Schedule:
     """`solve` for a command line: Ctrl-C cancels the search and the best schedule so far is returned.
 
-    The search runs in a thread beside the one that receives the signal; whether it came is `limits.cancel.requested`.
+    Whether it came is `limits.cancel.requested`.
     """
-    outcome: SimpleQueue[Schedule | BaseException] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put(solve(problem, method, limits, on_progress))
-        except BaseException as error:
-            outcome.put(error)
-
-    Thread(target=run, name="solve", daemon=True).start()
-    while True:
-        try:
-            result = outcome.get()
-            break
-        except KeyboardInterrupt:
-            limits.cancel.request()
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return until_interrupted(lambda: solve(problem, method, limits, on_progress), limits.cancel)

@@ -17,7 +17,7 @@ from optpipe.errors import InfeasibleError
 from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.layout.candidates import PUBLISHED_SHARE, Candidate, TimeSlices, late
-from solver.limits import Limits
+from solver.limits import Limits, until_interrupted
 from solver.process import SolverDiedError, solve_in_child
 from solver.serial import impossible_budgets
 from solver.strategy import SharedIncumbent
@@ -66,7 +66,15 @@ OnJudged = Callable[[Judged], None]
 
 
 def rank(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged = lambda _: None) -> list[Judged]:
-    """All candidates, best first, those without a schedule last. Stops at the time limit or when cancelled."""
+    """All candidates, best first, those without a schedule last. Stops at the time limit or when cancelled.
+
+    KeyboardInterrupt cancels: the ranking so far is returned, and `limits.cancel.requested` says so. `candidates` and
+    `on_judged` are called in other threads.
+    """
+    return until_interrupted(lambda: _ranked(candidates, limits, on_judged), limits.cancel)
+
+
+def _ranked(candidates: Iterable[Candidate], limits: Limits, on_judged: OnJudged) -> list[Judged]:
     judged: list[Judged] = []
     for candidate in candidates:
         judged.append(_rate(candidate, limits))

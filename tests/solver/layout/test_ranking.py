@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+from importlib import import_module
+
 import pytest
 
 from optpipe.partition import parse_placement, placement
+from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.layout.candidates import Search, candidates
-from solver.layout.ranking import rank
+from solver.layout.ranking import Judged, rank
 from solver.limits import Limits
+from solver.methods import METHODS, published_orders
+from solver.process import ChildResult
+from solver.solve import solve
+from solver.strategy import SharedIncumbent
+from solver.warm_starts import offer_orders
 from tests.layer_profiles import profile
 
 COPIES = {"offload_bytes_per_us": 40, "reload_bytes_per_us": 40}
@@ -65,3 +76,46 @@ def test_the_best_comes_first_and_the_rest_say_why_not() -> None:
             assert one.bound_us >= best.value_us
     evens = [one for one in judged if one.candidate.cut == "even" and one.candidate.placement == "linear"]
     assert all(best.value_us < one.value_us for one in evens)  # the heavy head must not sit with half of the blocks
+
+
+def test_an_interrupt_keeps_what_was_rated() -> None:
+    """Ctrl-C as the second candidate has been rated: no other is looked at, and nothing is solved any more."""
+    limits, told = Limits(60.0, workers=2), []
+
+    def interrupted(one: Judged) -> None:
+        told.append(one)
+        if len(told) == 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            while not limits.cancel.requested:
+                time.sleep(0.01)
+
+    judged = rank(candidates(profile(8, head=3, copies=COPIES), Search(2, 8, (1, 2))), limits, interrupted)
+    assert limits.cancel.requested
+    assert {id(one.candidate) for one in judged} == {id(one.candidate) for one in told}
+    assert [one.schedule is not None for one in told] == [True, True] + [False] * (len(told) - 2)
+    assert {one.why_not for one in told[2:]} == {"there was no time to look at it"}
+    assert judged[0].schedule is not None
+
+
+def test_an_interrupt_while_candidates_are_solved_keeps_what_they_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each solve ends once it is cancelled, with a better schedule; without an interrupt it would last a minute."""
+    first, limits = threading.Semaphore(), Limits(200.0, workers=2)
+
+    def solved(problem: Problem, _method: str, limits: Limits, **_: object) -> ChildResult:
+        ended = threading.Event()
+        with limits.cancel.calling(ended.set):
+            if first.acquire(blocking=False):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert ended.wait(60)
+        return ChildResult(solve(problem, "zb-auto"), "feasible", "interrupted")
+
+    monkeypatch.setattr(import_module("solver.layout.ranking"), "solve_in_child", solved)
+    monkeypatch.setattr(import_module("solver.layout.ranking"), "offer_published", _offer_1f1b)
+    judged = rank(candidates(profile(8, head=3), Search(2, 8, (1,), ("linear",))), limits)
+    assert limits.cancel.requested
+    assert judged[0].schedule is not None
+    assert judged[0].schedule.method == "zb-auto"
+
+
+def _offer_1f1b(problem: Problem, shared: SharedIncumbent) -> None:
+    offer_orders(problem, shared, published_orders(METHODS["1f1b"], problem), "1f1b")
