@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from optpipe.errors import InputError, Issue, MethodError
+from optpipe.fields import MAX_BYTES
 from optpipe.ops import Orders
 from optpipe.problem import Problem
 from solver import searches
@@ -303,8 +304,9 @@ def published_orders(method: Method, problem: Problem) -> Orders:
     over = over_budget(problem, orders)
     if over:
         device, peak, budget = max(over, key=lambda entry: entry[1] - entry[2])
+        limit = "its budget is" if budget < MAX_BYTES else "a schedule states at most"
         raise MethodError(
-            f"{method.name} needs {peak} bytes on device {device}, but its budget is {budget}: {peak - budget} too few"
+            f"{method.name} needs {peak} bytes on device {device}, but {limit} {budget}: {peak - budget} too few"
             + (f" (the worst of {len(over)} devices)." if len(over) > 1 else ".")
             + f" Maybe use {general_methods(problem)}, which can offload to keep it."
         )

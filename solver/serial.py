@@ -18,6 +18,8 @@ from itertools import accumulate
 import numpy as np
 
 from optpipe.costs import device_effect
+from optpipe.errors import InputError, Issue
+from optpipe.fields import MAX_BYTES
 from optpipe.ops import DeviceOrders, Op, OpArray, Orders, WaitArray
 from optpipe.problem import Problem
 from optpipe.stage import Stage
@@ -169,6 +171,37 @@ def impossible_budgets(problem: Problem) -> list[tuple[int, int, int]]:
         if budget is not None and needed > budget:
             short.append((d, needed, budget))
     return short
+
+
+def with_statable_peaks(problem: Problem) -> Problem:
+    """The problem with `MAX_BYTES` as the budget of devices that have none and could hold more than that.
+
+    A schedule states peaks up to there. Raises InputError where one microbatch alone needs more.
+    """
+    counts = np.bincount(problem.unit_class).tolist()
+    beyond = []
+    for d, stages in enumerate(problem.stages_of):
+        if problem.devices[d].memory_bytes is None:
+            most = sum(
+                count * max(way.peak_bytes for way in ways(stage))
+                for s in stages
+                for count, stage in zip(counts, problem.unit_stages[s], strict=True)
+            )
+            beyond += [d] if most > MAX_BYTES else []
+    if not beyond:
+        return problem
+    data = problem.to_data()
+    for d in beyond:
+        data["devices"][d]["memory_bytes"] = MAX_BYTES
+    limited = Problem.from_data(data)
+    for d, needed, _ in impossible_budgets(limited):
+        if d in beyond:
+            detail = (
+                f"is null, but one microbatch alone needs {needed} bytes, and a schedule states a peak of at most "
+                f"{MAX_BYTES}. Maybe the sizes of the device's stages are in another unit than bytes."
+            )
+            raise InputError([Issue(("devices", d, "memory_bytes"), "too_large", detail)])
+    return limited
 
 
 def _alone_bytes(problem: Problem, s: int) -> int:

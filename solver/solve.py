@@ -16,7 +16,7 @@ from solver.kernels import forget_stale
 from solver.limits import Limits, until_interrupted
 from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
-from solver.serial import impossible_budgets, known_budgets_bytes
+from solver.serial import impossible_budgets, known_budgets_bytes, with_statable_peaks
 from solver.solution import Feed, OnProgress, Solution
 from solver.strategy import SharedIncumbent, Subsolver, TimeSlice, auto_subsolvers, has_lists, run_subsolvers
 from solver.warm_starts import offer_orders, offer_published
@@ -61,6 +61,7 @@ def search(
     """
     chosen = method_named(method)
     forget_stale()
+    problem = with_statable_peaks(problem)
     if chosen.orders is not None:
         orders = published_orders(chosen, problem)
         value_us = simulate(problem, orders).value_us

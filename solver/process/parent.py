@@ -18,7 +18,7 @@ from typing import Literal
 
 import numba
 
-from optpipe.errors import InfeasibleError, NoSolutionError, OptPipeError
+from optpipe.errors import InfeasibleError, InputError, NoSolutionError, OptPipeError
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -337,16 +337,22 @@ class Fallback:
 
     def make(self) -> None:
         """Make the bound, and then the schedules, one after another."""
+        from solver.serial import with_statable_peaks
         from solver.strategy import SharedIncumbent
         from solver.warm_starts import offer_published
+
+        try:
+            problem = with_statable_peaks(self._problem)
+        except InputError:  # which is the child's answer
+            return
 
         def keep(progress: Progress) -> None:
             self.best = progress.solution
 
-        shared = SharedIncumbent(self._problem, self._limits, keep)
+        shared = SharedIncumbent(problem, self._limits, keep)
         self.best = shared.best
         with self._limits.cancel.calling(shared.stop.request):
-            offer_published(self._problem, shared)
+            offer_published(problem, shared)
 
 
 INTERPRETED_OPS = 2000

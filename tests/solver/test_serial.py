@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from instances import HALF, uniform
+from optpipe.errors import InputError, MethodError
+from optpipe.fields import MAX_BYTES
 from optpipe.ops import Op, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -181,3 +183,22 @@ def serial_peak(stages: list[dict[str, Any]], chosen: tuple[tuple[str, tuple[str
     back = [(stage, name, kind) for stage, (name, way) in reversed(passes) for kind in way if kind != "O"]
     costs = [oracle.cost(stage, name, kind) for stage, name, kind in there + back]
     return max(accumulate((change for cost in costs for change in (cost.start, cost.end)), initial=0))
+
+
+@pytest.mark.parametrize("method", ["zb-auto", "auto", "cp-sat", "search", "pattern"])
+def test_peaks_stay_within_what_a_schedule_can_state_though_a_device_has_no_budget(method: str) -> None:
+    """Two activations are one byte more than the largest peak of a document, so one and a rest of W are there."""
+    problem = uniform(2, 3, activation_bytes=2**52, backward_weight_bytes=2**50)
+    schedule = solve(problem, method, Limits(workers=1, deterministic_limit=0.2))
+    assert schedule.problem == problem
+    assert (schedule.status, schedule.value_us) == ("optimal", 136)
+    with pytest.raises(MethodError, match=f"1f1b needs {2**53} bytes on device 0, but a schedule states at most"):
+        solve(problem, "1f1b")
+
+
+def test_a_microbatch_beyond_what_a_schedule_can_state_is_refused() -> None:
+    problem = recomputing(1, 2, [], activation_bytes=MAX_BYTES, workspace_bytes={"B": 5, "BW": 5})
+    with pytest.raises(
+        InputError, match=rf"devices\[0\]\.memory_bytes is null, but .* {MAX_BYTES + 5} bytes, and a .*"
+    ):
+        solve(problem, "auto")
