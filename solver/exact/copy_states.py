@@ -23,7 +23,7 @@ from optpipe.stage import exact
 from solver.bounds.device import usable_bytes
 from solver.bounds.unit_costs import UnitCosts
 from solver.exact.relaxation import parts, projected
-from solver.exact.states import LEAST_SHARE, NEVER, Dolls, Ends, Tables, handles_states, longer
+from solver.exact.states import LEAST_SHARE, NEVER, Dolls, Ends, Tables, handles_states, longer, undominated
 from solver.limits import Limits
 from solver.solution import OnSolution, Solution
 
@@ -328,46 +328,6 @@ def _let_leave(
     return waiting
 
 
-MOST_COMPARED = 500
-"""Kept states of one progress that another is compared with."""
-
-
-@njit(cache=True, nogil=True)
-def _undominated(rows: Ints, first_time: int) -> Ints:
-    """Rows of the states that no other with the same progress and copies is before, or equal to, in every time."""
-    count = len(rows)
-    keys, sums = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    for a in range(count):
-        key = np.uint64(1469598103934665603)
-        for n in range(first_time):
-            key = (key ^ np.uint64(rows[a, n] + 2)) * np.uint64(1099511628211)
-            key ^= key >> np.uint64(29)
-        keys[a] = np.int64(key >> np.uint64(1))
-        for n in range(first_time, rows.shape[1]):
-            sums[a] += rows[a, n]
-    by_sum = np.argsort(sums, kind="mergesort")  # none dominates another with a smaller sum
-    order = by_sum[np.argsort(keys[by_sum], kind="mergesort")]
-    kept, size, group = np.empty(count, np.int64), 0, 0
-    for n in range(count):
-        a = order[n]
-        if n == 0 or keys[a] != keys[order[n - 1]]:
-            group = size
-        dominated = False
-        for other in range(max(group, size - MOST_COMPARED), size):
-            b = kept[other]
-            dominated = True
-            for m in range(rows.shape[1]):
-                if rows[b, m] > rows[a, m] or (m < first_time and rows[b, m] != rows[a, m]):
-                    dominated = False
-                    break
-            if dominated:
-                break
-        if not dominated:
-            kept[size] = a
-            size += 1
-    return kept[:size]
-
-
 def copy_state_bound(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """A better bound where copies take time, from states of the first device, then of ever more, the others as delays.
 
@@ -448,7 +408,7 @@ class CopyDolls(Dolls):
             while len(newest):  # R may follow one another
                 found, beyond = self._after(newest, ends, limit, reloads=True)
                 least = min(least, beyond)
-                kept = _undominated(np.concatenate([rows, found]), int(at[3]))
+                kept = undominated(np.concatenate([rows, found]), int(at[3]))
                 newest = found[kept[kept >= len(rows)] - len(rows)]
                 rows = np.concatenate([rows[kept[kept < len(rows)]], newest])
                 if len(rows) > self.most_states or is_over():
@@ -459,7 +419,7 @@ class CopyDolls(Dolls):
             least = min(least, beyond)
             if not len(found):
                 return (max(least, limit + 1), False) if least < NEVER else None
-            rows = found[_undominated(found, int(at[3]))]
+            rows = found[undominated(found, int(at[3]))]
         ends_at = np.where(ends.counted, rows[:, at[6] : at[7]] + ends.weights, 0)
         return int(ends_at.max(axis=1).min()), True
 

@@ -229,15 +229,18 @@ def _run(done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, ta
 
 
 @njit(cache=True, nogil=True)
-def _undominated(states: States) -> Ints:
-    """Rows of the states that no other with the same progress dominates; one of those that are equal."""
-    count, microbatches = states.done.shape
+def undominated(rows: Ints, times: int) -> Ints:
+    """Indices of the states that no other with the same progress dominates; of equal ones the first.
+
+    Columns before `times` hold the progress of a state, the others its times.
+    """
+    count, columns = rows.shape
     keys, sums = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for a in range(count):
-        for i in range(microbatches):
-            keys[a] = keys[a] * MIXING + states.done[a, i]  # modulo 2**64: others may have the same key
-        sums[a] = states.ready[a].sum() + states.free[a].sum() + states.debt[a].sum()
-    by_sum = np.argsort(sums)  # none dominates another with a smaller sum
+        for m in range(times):
+            keys[a] = keys[a] * MIXING + rows[a, m]  # modulo 2**64: others may have the same key
+        sums[a] = rows[a, times:].sum()
+    by_sum = np.argsort(sums, kind="mergesort")  # none dominates another with a smaller sum
     order = by_sum[np.argsort(keys[by_sum], kind="mergesort")]
     kept, size, group = np.empty(count, np.int64), 0, 0
     for n in range(count):
@@ -248,15 +251,10 @@ def _undominated(states: States) -> Ints:
         for other in range(max(group, size - MOST_COMPARED), size):
             b = kept[other]
             dominated = True
-            for e in range(states.free.shape[1]):
-                if states.free[b, e] > states.free[a, e] or states.debt[b, e] > states.debt[a, e]:
+            for m in range(columns):
+                if rows[b, m] > rows[a, m] or (m < times and rows[b, m] != rows[a, m]):
                     dominated = False
                     break
-            if dominated:
-                for i in range(microbatches):
-                    if states.ready[b, i] > states.ready[a, i] or states.done[b, i] != states.done[a, i]:
-                        dominated = False
-                        break
             if dominated:
                 break
         if not dominated:
@@ -393,7 +391,7 @@ class Dolls:
             if not len(states.done):
                 return (max(least, limit + 1), False) if least < NEVER else None
             if len(states.done) <= 8 * MOST_STATES:
-                kept = _undominated(states)
+                kept = undominated(np.concatenate(states, axis=1), count)
                 states, steps = States(*(rows[kept] for rows in states)), steps[kept]
             self.layers.append(steps)
             if len(states.done) > MOST_STATES or is_over():
