@@ -81,6 +81,12 @@ def test_one_slow_op_is_the_largest_difference_and_delays_the_step() -> None:
     assert found.path_ops >= {slow}
 
 
+def test_an_op_that_was_quicker_is_a_difference_too() -> None:
+    schedule = pair()
+    found = compare(trace_of(schedule, slower(schedule, {Op("F", 0, 0): 7.0, Op("F", 0, 1): -8.0})))
+    assert [(d.op, d.difference_us) for d in found.differences[:2]] == [("F0.1", -8.0), ("F0.0", 7.0)]
+
+
 def test_a_slow_op_that_nobody_waits_for_does_not_decide_the_end() -> None:
     schedule = pair()
     found = compare(trace_of(schedule, slower(schedule, {Op("O", 0, 3): 0.5})))
@@ -95,7 +101,7 @@ def test_a_late_start_is_a_gap() -> None:
     late[Op("F", 0, 0)] = planned_spans(schedule)[Op("F", 0, 0)]
     found = compare(trace_of(schedule, late))
     assert found.step_us - found.planned_step_us == found.path.gap_difference_us == 4.0
-    assert found.path.op_difference_us == 0.0
+    assert (found.path.op_difference_us, found.path.slack_us) == (0.0, 0.0)
 
 
 def test_parts_of_the_difference_add_up() -> None:
@@ -160,6 +166,16 @@ def test_copies_are_hidden_by_all_compute_of_their_process() -> None:
     alone, shared = (compare(trace_of(schedule, spans, processes=processes)) for processes in (True, False))
     assert alone.devices[0].hidden == 0.0
     assert shared.devices[0].hidden == pytest.approx(10 / 80)
+
+
+def test_an_op_within_the_time_of_another_one_ends_no_compute() -> None:
+    """As on one GPU: F0.0 runs beside the beginning of F1.0, which hides the copies to its end."""
+    schedule = pair()
+    spans = planned_spans(schedule)
+    spans |= {op: Span(20_000.0, 20_000.0) for op in spans if op.stream == "compute"}
+    spans |= {Op("F", 1, 0): Span(10_000.0, 11_000.0), Op("F", 0, 0): Span(10_010.0, 10_020.0)}
+    spans |= {op: Span(10_500.0 + k, 10_600.0) for k, op in enumerate(op for op in spans if op.stream != "compute")}
+    assert compare(trace_of(schedule, spans, processes=False)).devices[0].hidden == pytest.approx(1.0)
 
 
 def test_medians_by_kind_and_stage() -> None:
@@ -236,6 +252,12 @@ def test_transfers_are_those_of_each_microbatch_and_slice() -> None:
     assert found.path.gap_difference_us == 0.0
     forward = next(transfer for transfer in found.transfers if transfer.direction == "F")
     assert (forward.messages, forward.planned_us) == (6, 12.0)  # the median of 8, 4, 32, 16, 16 and 8
+    data = trace_data(schedule)
+    for user in data["devices"][1]["actions"]:
+        if user["action"] == "F":  # one waits for its message, and the others' are there before
+            user["turn_us"] = 0.0 if user["microbatch"] == 2 else user["start_us"]
+    forward = next(transfer for transfer in compare(Trace.from_data(data)).transfers if transfer.direction == "F")
+    assert (forward.timed, forward.planned_us) == (1, 32.0)
 
 
 def test_units_that_differ_are_re_timed_by_the_ratio_to_their_plan() -> None:
