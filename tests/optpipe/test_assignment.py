@@ -83,12 +83,25 @@ def test_a_schedule_in_an_order_of_its_own_keeps_it_for_the_sizes_that_it_was_ma
     assert places.value_us(factors, places.assign(factors)) <= schedule.value_us
 
 
+def test_sizes_in_the_proportions_of_the_planned_ones_keep_the_planned_order() -> None:
+    """It is better than all likely orders, and found without a change of one."""
+    planned = [2, 5, 1, 4, 1, 3]
+    entries = [{"time": time} for time in planned]
+    given = with_factors(solve(unequal(3, 6), "1f1b"), entries)
+    costs = np.array([planned, [1] * 6, [1] * 6], np.float64)
+    best = min(permutations(range(6)), key=lambda order: Places(given.problem, given.orders).value_us(costs, order))
+    schedule = with_factors(given, entries, list(best))
+    places, longer = Places(schedule.problem, schedule.orders), costs * [[2.0], [1.0], [1.0]]
+    assert places.value_us(longer, places.assign(longer, changes=0)) == 2 * schedule.value_us
+    assert min(places.value_us(longer, order) for order in likely_orders(planned).values()) > 2 * schedule.value_us
+
+
 def test_orders_beyond_the_budget_are_left_where_one_fits() -> None:
-    """Device 0 of 1F1B holds two activations of 4 bytes at once; the two long ones may not be among neighbours."""
+    """Device 0 of 1F1B holds two activations of 4 bytes at once; the two large ones may not be neighbours."""
     problem = unequal(2, 4, budget=12, backward_weight_bytes=0)
     schedule = solve(problem, "1f1b")
     places = Places(problem, schedule.orders, memory_steps(compile_schedule(schedule), problem))
-    factors = np.array([[2.0, 2, 1, 1], [2.0, 2, 1, 1], [1.0] * 4])
+    factors = np.array([[1.0] * 4, [2.0, 2, 1, 1], [1.0] * 4])  # large, but no longer than the others
     assert places.excess_bytes(factors, range(4)) == 4
     found = places.assign(factors)
     assert places.excess_bytes(factors, found) == 0
