@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock, Thread
 from typing import IO
 
 import numba
 from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
+from numba.core.registry import cpu_target
 
 import optpipe
 import solver
@@ -79,6 +81,26 @@ def are_being_compiled() -> bool:
             except BlockingIOError:
                 return True
     return False
+
+
+@cache
+def load_compiler() -> None:
+    """Load what numba loads for its first kernel, in a thread of its own, so that Ctrl-C ends only the wait for it.
+
+    Interrupted amid these modules, numba stays half loaded, and no later kernel of the process would work.
+    """
+    loading = Thread(target=_load_compiler, name="numba")
+    loading.start()
+    loading.join()
+
+
+def _load_compiler() -> None:
+    with _loading:
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
+
+
+_loading = Lock()
 
 
 @cache

@@ -11,6 +11,9 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TypeVar, cast
 
+from optpipe.document import shown
+from optpipe.errors import InputError, Issue
+
 
 def available_cores() -> int:
     """Cores that this process may use."""
@@ -18,12 +21,18 @@ def available_cores() -> int:
 
 
 class Cancel:
-    """A request to stop that reaches a solver inside its own search. Safe to use from any thread."""
+    """A request to stop that reaches a solver inside its own search. Safe to use from any thread.
+
+    A copy, such as the one that a process of a pool gets, has requests of its own.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._stops: list[Callable[[], None]] = []
         self._requested = False
+
+    def __reduce__(self) -> tuple[type[Cancel], tuple[()], dict[str, bool]]:
+        return Cancel, (), {"_requested": self._requested}
 
     @property
     def requested(self) -> bool:
@@ -102,6 +111,24 @@ class Limits:
     began: float = field(default_factory=time.perf_counter)
     deterministic_limit: float | None = None
     lane: int = 0
+
+    def check(self) -> None:
+        """Raise InputError for each value that is no limit of a solve."""
+        issues = []
+        numbers = [("time_limit_s", self.time_limit_s, float("inf")), ("gap", self.gap, 1.0)]
+        if self.deterministic_limit is not None:
+            numbers.append(("deterministic_limit", self.deterministic_limit, float("inf")))
+        for name, value, highest in numbers:
+            if not (isinstance(value, int | float) and 0 <= value <= highest):
+                at_most = f" and at most {highest:g}" if highest < float("inf") else ""
+                detail = f"is {shown(value)} but must be a number of at least 0{at_most}."
+                issues.append(Issue(name, "out_of_range", detail))
+        for name, count, lowest in (("workers", self.workers, 1), ("seed", self.seed, 0)):
+            if not isinstance(count, int) or count < lowest:
+                detail = f"is {shown(count)} but must be an integer of at least {lowest}."
+                issues.append(Issue(name, "out_of_range", detail))
+        if issues:
+            raise InputError(issues)
 
     def part(self, share: float) -> Limits:
         """Limits for a part of the search: this share of the time that is left, or of all the work allowed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import current_thread, main_thread
 
 from optpipe.errors import InfeasibleError, NoSolutionError
 from optpipe.ops import Orders
@@ -12,7 +13,7 @@ from optpipe.schedule import Schedule
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.build import snapped_bound
-from solver.kernels import forget_stale
+from solver.kernels import forget_stale, load_compiler
 from solver.limits import Limits, until_interrupted
 from solver.methods import method_named, published_orders, refuse_unsupported
 from solver.scale import value_step_us
@@ -35,10 +36,14 @@ def solve(
     """The best schedule that `method` finds within `limits`, verified.
 
     `starts` are orders for this problem from elsewhere, such as `solver.cache`; those within the budgets help a
-    search. A cancelled search returns the best schedule so far. Raises MethodError where the method cannot handle the
-    problem, InfeasibleError where no schedule keeps the budgets, NoSolutionError where none was found in time.
+    search. A cancelled search returns the best schedule so far. Raises InputError for limits that are none, MethodError
+    where the method cannot handle the problem, InfeasibleError where no schedule keeps the budgets, NoSolutionError
+    where none was found in time.
     """
     limits = limits or Limits()
+    limits.check()
+    if current_thread() is main_thread():  # the one that Ctrl-C interrupts
+        load_compiler()
     solution = search(problem, method, limits, on_progress, starts)
     # Where the result must be the same in every run, the work that was allowed.
     seconds = limits.seconds if limits.deterministic_limit is None else limits.deterministic_limit

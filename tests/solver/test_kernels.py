@@ -100,6 +100,39 @@ def test_where_nothing_can_be_written_nobody_is_waited_for(tmp_path: Path, monke
     assert kernels.are_ready("search")
 
 
+INTERRUPTED = """
+import os, signal, sys
+from numba.core import extending
+from instances import uniform
+from solver import solve
+
+overload = extending.overload
+
+def interrupting(*args, **named):
+    "As overload; the first time that numba's module of texts calls it, Ctrl-C comes."
+    global interrupted
+    if not interrupted and sys._getframe(1).f_globals["__name__"] == "numba.cpython.unicode":
+        interrupted = True
+        os.kill(os.getpid(), signal.SIGINT)
+    return overload(*args, **named)
+
+interrupted, extending.overload = False, interrupting
+try:
+    solve(uniform(2, 3), "1f1b")
+except KeyboardInterrupt:
+    assert interrupted
+    print(solve(uniform(2, 3), "1f1b").method)
+"""
+
+
+def test_an_interrupt_while_numba_loads_spoils_no_later_solve() -> None:
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", INTERRUPTED], env=own, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout == "1f1b\n", run.stderr
+
+
 def _run(folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     run = subprocess.run(
