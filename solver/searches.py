@@ -89,6 +89,13 @@ def parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolu
     return proof_by_parts(problem, limits, start, on_solution)
 
 
+def part_bounds(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Better bounds, from questions to one device or two halfway to the best value known."""
+    from solver.exact.relaxation import bound_by_parts
+
+    return bound_by_parts(problem, limits, start, on_solution)
+
+
 KERNELS = {
     in_flight: "lists",
     states: "states",

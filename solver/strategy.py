@@ -238,14 +238,15 @@ def auto_subsolvers(problem: Problem, workers: int, lane: int = 0) -> Sequence[S
 def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
     ops = count_ops(problem)
     if ops <= SMALL_OPS and _leaves(problem):
-        # CP-SAT and windows find the schedules; parts prove some, and states bound some in a fraction of a second.
+        # CP-SAT and windows find the schedules; parts prove or bound them, and states do in a fraction of a second.
         return [
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
                 TimeSlice("cp-sat", searches.cp_sat, 0.35, workers),
-                TimeSlice("bound", searches.parts, 0.35, workers),
-                TimeSlice("windows", searches.lns, 0.12, workers),
-                TimeSlice("search", searches.annealing, 0.08, workers),
+                TimeSlice("bound", searches.parts, 0.25, workers),
+                TimeSlice("bound", searches.part_bounds, 0.15, workers),
+                TimeSlice("windows", searches.lns, 0.1, workers),
+                TimeSlice("search", searches.annealing, 0.05, workers),
                 TimeSlice("states", searches.states, 0.02, workers, once=True),
                 TimeSlice("states", searches.copy_states, 0.03, workers, once=True),
             ]

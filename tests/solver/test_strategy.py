@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from threading import Event
 
@@ -46,7 +47,9 @@ def test_the_sizes_are_what_they_are_called() -> None:
 def test_cp_sat_and_parts_have_most_of_the_time_of_small_problems_with_copies() -> None:
     problem = four_by_eight(0)
     assert count_ops(problem) <= SMALL_OPS
-    shares = {time_slice.method: time_slice.share for time_slice in auto_subsolvers(problem, 2)[0]}
+    shares: dict[str, float] = defaultdict(float)
+    for time_slice in auto_subsolvers(problem, 2)[0]:
+        shares[time_slice.method] += time_slice.share
     assert shares["cp-sat"] + shares["bound"] > sum(shares.values()) / 2
 
 
