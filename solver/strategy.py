@@ -242,9 +242,9 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         return [
             [
                 TimeSlice("search", searches.annealing, 0.05, workers),
-                TimeSlice("cp-sat", searches.cp_sat, 0.35, workers),
-                TimeSlice("bound", searches.parts, 0.25, workers),
-                TimeSlice("bound", searches.part_bounds, 0.15, workers),
+                TimeSlice("cp-sat", searches.cp_sat, 0.33, workers),
+                TimeSlice("bound", searches.parts, 0.3, workers),
+                TimeSlice("bound", searches.part_bounds, 0.12, workers),
                 TimeSlice("windows", searches.lns, 0.1, workers),
                 TimeSlice("search", searches.annealing, 0.05, workers),
                 TimeSlice("states", searches.states, 0.02, workers, once=True),

@@ -7,6 +7,7 @@ Nuijten, *Constraint-Based Scheduling*, 2001): unlike the mixed-integer program 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from itertools import pairwise, product
 from math import ceil, inf
@@ -32,18 +33,26 @@ class Held(NamedTuple):
     least: int = 0
 
 
-def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
-    """All pieces of microbatch i on stage s.
+_Span = tuple[str, str, Literal["split", "fused"] | None]
+"""The first three fields of a `_Piece`."""
+
+
+def held(variables: Variables, s: int, i: int, *, ends_at_backward: bool = False) -> Iterator[Held]:
+    """All pieces of microbatch i on stage s; with `ends_at_backward` those that outlive B in two.
 
     What every way of the activation holds between two moments is there always, the rest with the literal of its way:
     the cumulative constraint reasons best about intervals that are never absent.
     """
     fused, ways = variables.fused.get((s, i)), variables.ways_of(s, i)
     backwards = {None: None, "split": None if fused is None else ~fused, "fused": fused}
-    sizes = [
-        {piece[:3]: piece.size for piece in _pieces(variables.problem.stage_of(s, i), way.variant) if piece.size > 0}
-        for way in ways
-    ]
+    sizes: list[dict[_Span, int]] = [defaultdict(int) for _ in ways]
+    for own, way in zip(sizes, ways, strict=True):
+        for first, last, backward, size in _pieces(variables.problem.stage_of(s, i), way.variant):
+            keys: list[_Span] = [(first, last, backward)]
+            if ends_at_backward and last == "W>" and backward is None and first in ("F<", "R<", "C<"):
+                keys = [(first, "B>", None), ("B>", "W>", None)]
+            for key in keys:
+                own[key] += max(size, 0)
     common = {
         key: min(own[key] for own in sizes)
         for key in sizes[0]
@@ -58,7 +67,7 @@ def held(variables: Variables, s: int, i: int) -> Iterator[Held]:
                 continue
             presence = variables.both(None if own is common or len(ways) == 1 else way.literal, backwards[backward])
             begin, end = (_moment(variables, s, i, way, name) for name in (first, last))
-            yield Held(size, begin, end, presence, _least_ticks(variables, s, i, way, first[:-1], last[:-1]))
+            yield Held(size, begin, end, presence, _least_ticks(variables, s, i, way, first, last))
     yield from _gradients_held(variables, s, i)
 
 
@@ -142,17 +151,18 @@ def _moment(variables: Variables, s: int, i: int, way: Way, name: str) -> Moment
 
 
 def _least_ticks(variables: Variables, s: int, i: int, way: Way, first: str, last: str) -> int:
-    """The least time between the start of one op of a microbatch and the end of another.
+    """The least time from one moment of a microbatch (`_Piece`) to another.
 
     No activation lives for less than the round trip through the stages behind and its backward: with this least length
     the cumulative constraint can reason about energy (bytes times ticks) before any start is fixed.
     """
     ticks = {kind: variables.length(kind, s, i) for kind in "FBW"}
     ticks |= {kind: task.ticks for kind, task in way.tasks.items()}
-    if first == "F" and last in "BW":
-        return variables.round_trips[s][i] + sum(ticks[kind] for kind in "BW"[: "BW".index(last) + 1])
+    begin, end = first[:-1], last[:-1]
+    if begin == "F" and end in "BW":
+        return variables.round_trips[s][i] + sum(ticks[kind] for kind in "BW"[: "BW".index(end) + 1])
     chain = [str(kind) for kind in ("F", "O", "R", "C", "CB", "B", "W") if kind in ticks]
-    return sum(ticks[kind] for kind in chain[chain.index(first) : chain.index(last) + 1])
+    return sum(ticks[kind] for kind in chain[chain.index(begin) + first.endswith(">") : chain.index(end) + 1])
 
 
 def hold_start(task: IntervalTask) -> Moment:
@@ -335,8 +345,11 @@ class Constraints:
         for d, stages in enumerate(self.problem.stages_of):
             budget = self.problem.devices[d].memory_bytes
             if budget is not None:
-                microbatches = range(self.problem.units)
-                pieces = [piece for s in stages for i in microbatches for piece in held(self.variables, s, i)]
+                pieces = [
+                    piece
+                    for s, i in product(stages, range(self.problem.units))
+                    for piece in held(self.variables, s, i, ends_at_backward=self._alone(s, i, budget))
+                ]
                 intervals = [
                     piece.first.task.interval  # a workspace: the op's own interval serves
                     if piece.first.task is piece.last.task and piece.presence is None
@@ -344,6 +357,13 @@ class Constraints:
                     for n, piece in enumerate(pieces)
                 ]
                 self.model.add_cumulative(intervals, [piece.size for piece in pieces], budget)
+
+    def _alone(self, s: int, i: int, budget: int) -> bool:
+        """True if an activation that may leave has no room beside one like it.
+
+        In one piece until its B, it shows CP-SAT that no two such pieces overlap; those that B and W free do not.
+        """
+        return (s, i) in self.variables.leaves and 2 * self.problem.stage_of(s, i).activation_bytes > budget
 
     def host_memory(self) -> None:
         """The host holds what is away, from O's start to R's end, all devices together."""
