@@ -84,21 +84,33 @@ def move(op: dict[str, Any], by_us: float) -> None:
         (lambda d: d["problem"]["devices"][0].update(memory_bytes=3), "budget-any-timing"),
         (lambda d: d["problem"].update(host_memory_bytes=0), "host-budget"),
         (lambda d: d["problem"]["stages"][0].update(offload=None), "offload"),
-        (lambda d: d.update(value_us=123.0), "claim"),
-        (lambda d: d.update(bound_us=125.0), "claim"),
-        (lambda d: d.update(gap=0.5), "claim"),
-        (lambda d: d.update(status="optimal"), "claim"),
-        (lambda d: d.update(objective="device_span"), "claim"),
-        (lambda d: d["devices"][1].update(peak_bytes=3), "claim"),
-        (lambda d: d["devices"][1].update(peak_bytes_any_timing=3), "claim"),
-        (lambda d: d["devices"][1].update(busy_us=1.0), "claim"),
-        (lambda d: d["devices"][1].update(bubble=0.1), "claim"),
     ],
 )
 def test_finds_what_is_broken(edit: Callable[[dict[str, Any]], Any], rule: str) -> None:
     data = example()
     edit(data)
     assert rule in rules_broken(data)
+
+
+@pytest.mark.parametrize(
+    ("where", "edit"),
+    [
+        ("value_us", lambda d: d.update(value_us=123.0, gap=113 / 123)),
+        ("bound_us", lambda d: d.update(bound_us=105.0, gap=-1 / 104)),
+        ("gap", lambda d: d.update(gap=0.5)),
+        ("status", lambda d: d.update(status="optimal")),
+        ("objective", lambda d: d.update(objective="device_span")),
+        ("devices[1].peak_bytes", lambda d: d["devices"][1].update(peak_bytes=3)),
+        ("devices[1].peak_bytes_any_timing", lambda d: d["devices"][1].update(peak_bytes_any_timing=3)),
+        ("devices[1].busy_us", lambda d: d["devices"][1].update(busy_us=1.0)),
+        ("devices[1].bubble", lambda d: d["devices"][1].update(bubble=0.1)),
+    ],
+)
+def test_a_false_claim_is_the_one_that_is_found(where: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    data = example()
+    edit(data)
+    found = verify(Schedule.from_data(data)).violations
+    assert [(violation.rule, violation.where) for violation in found] == [("claim", where)]
 
 
 def test_finds_overlap_on_a_shared_channel() -> None:
