@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from examples import demo
-from tests.torchrun import torchrun
+from optpipe.problem import Problem
+from optpipe.schedule import schedule_text
+from solver.limits import Limits
+from solver.solve import solve
+from tests.ranks import RunRanks
 
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,12 +26,13 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.torchrun
-def test_a_schedule_that_offloads_beside_torchs_under_fsdp(tmp_path: Path) -> None:
-    schedule, problem = tmp_path / "schedule.json", "examples/problems/v-p2-m8.json"
-    command = [sys.executable, "-m", "optpipe", "solve", problem, "-o", str(schedule), "--time-limit", "10"]
-    subprocess.run(command, check=True, capture_output=True)
-    assert '"op": "O"' in schedule.read_text()
-    shown = torchrun(Path("examples/fsdp_offload.py"), 4, str(schedule))
+def test_a_schedule_that_offloads_beside_torchs_under_fsdp(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Ranks as torchrun starts them; its own command is on a page of the documentation, which runs too."""
+    path, problem = tmp_path / "schedule.json", Problem.load("examples/problems/v-p2-m8.json")
+    schedule = solve(problem, "auto", Limits(workers=1, deterministic_limit=0.5))
+    assert any(device.offload for device in schedule.devices)
+    path.write_text(schedule_text(schedule))
+    shown = run_ranks(Path("examples/fsdp_offload.py"), 4, str(path))
     found = re.findall(r"(\w+): loss (\S+), peaks \[(.+)\] MiB", shown)
     assert [name for name, _, _ in found] == ["PlannedSchedule", "ScheduleZBVZeroBubble"], shown
     losses = [float(loss) for _, loss, _ in found]
