@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import gcd
 
 import numpy as np
 
@@ -42,33 +43,40 @@ class _MemoryTime(OnDevice):
 
     @property
     def bound_us(self) -> float:
-        """0 where a budget does not count."""
+        """The larger of the bounds by activations and W, and by activations alone; 0 where a budget does not count."""
         if self.budget in (0, float("inf")):
             return 0.0
+        weights_byte_us = self.problem.units * sum(
+            min(stage.activation_bytes, stage.backward_weight_bytes) * stage.backward_weight_us for stage in self.stages
+        )
         # W after the last backward held what they need by then: the budget together, each for its own length.
         later_byte_us = self.budget * max(stage.backward_weight_us for stage in self.stages)
-        span_us = self._least_time_us(self._needed_byte_us, "BW")
-        return self.value_us(span_us, self._least_time_us(self._needed_byte_us - later_byte_us, "B"))
+        span_us = self._least_time_us(weights_byte_us, "BW", self.budget)
+        bound_us = self.value_us(span_us, self._least_time_us(weights_byte_us - later_byte_us, "B", self.budget))
+        moved = [stage.offload.bytes for stage in self.stages if stage.offload]
+        divisor = gcd(*moved, *(stage.activation_bytes for stage in self.stages))
+        if divisor and self.budget >= divisor:
+            to_last_backward_us = self._least_time_us(0, "B", self.budget // divisor * divisor)
+            last_us = self.stages[0].duration_us("W")
+            bound_us = max(bound_us, self.value_us(to_last_backward_us + last_us, to_last_backward_us))
+        return bound_us
 
     @cached_property
-    def _needed_byte_us(self) -> float:
-        """Byte-time of all microbatches, none of which leaves."""
-        activations = sum(
+    def _activations_byte_us(self) -> float:
+        """Byte-time of the activations of all microbatches, none of which leaves."""
+        return self.problem.units * sum(
             stage.activation_bytes * (stage.duration_us("F") + self.paths.turnaround_us(s, s) + stage.duration_us("B"))
             for s, stage in zip(self.numbers, self.stages, strict=True)
         )
-        weights = sum(
-            min(stage.activation_bytes, stage.backward_weight_bytes) * stage.backward_weight_us for stage in self.stages
-        )
-        return self.problem.units * (activations + weights)
 
-    def _least_time_us(self, needed_byte_us: float, backward: str) -> float:
-        """The least time in which the byte-time can be had, with ramps at both ends."""
-        needed_byte_us += unused_byte_us(self, [stage.activation_bytes for stage in self.stages], backward)
+    def _least_time_us(self, beside_byte_us: float, backward: str, budget: float) -> float:
+        """The least time in which a budget has the byte-time of activations and so much more, ramps at both ends."""
+        needed_byte_us = self._activations_byte_us + beside_byte_us
+        needed_byte_us += unused_byte_us(self, budget, [stage.activation_bytes for stage in self.stages], backward)
         directions = ["O", "R"] if self.problem.copy_channels.duplex else ["OR"]
-        return max(self._time_with_copies_us(needed_byte_us, kinds) for kinds in directions)
+        return max(self._time_with_copies_us(needed_byte_us, kinds, budget) for kinds in directions)
 
-    def _time_with_copies_us(self, needed_byte_us: float, kinds: str) -> float:
+    def _time_with_copies_us(self, needed_byte_us: float, kinds: str, budget: float) -> float:
         """The least L with ``budget * L`` and what copies of these kinds save in L no less than what is needed.
 
         Copies of a channel follow one another, so those of L take at most L. Savings count in the order of their rate:
@@ -85,12 +93,12 @@ class _MemoryTime(OnDevice):
             copies_us = self.problem.units * saving.copy_us
             if not saving.copy_us:
                 needed_byte_us -= self.problem.units * saving.byte_us
-            elif needed_byte_us > (self.budget + saving.rate_bytes) * copies_us:
-                needed_byte_us -= (self.budget + saving.rate_bytes) * copies_us
+            elif needed_byte_us > (budget + saving.rate_bytes) * copies_us:
+                needed_byte_us -= (budget + saving.rate_bytes) * copies_us
                 time_us += copies_us
             else:
-                return time_us + max(0.0, needed_byte_us / (self.budget + saving.rate_bytes))
-        return time_us + max(0.0, needed_byte_us / self.budget)
+                return time_us + max(0.0, needed_byte_us / (budget + saving.rate_bytes))
+        return time_us + max(0.0, needed_byte_us / budget)
 
 
 @dataclass(frozen=True)
@@ -105,13 +113,13 @@ class _Saving:
         return self.byte_us / self.copy_us if self.copy_us else float("inf")
 
 
-def unused_byte_us(device: OnDevice, sizes_bytes: Sequence[int], backward: str) -> float:
-    """Byte-time that cannot be used near the ends of a device's span, `sizes_bytes` being the most of each stage.
+def unused_byte_us(device: OnDevice, budget: float, sizes_bytes: Sequence[int], backward: str) -> float:
+    """Byte-time of a budget that cannot be used near the ends of a span, `sizes_bytes` being the most of each stage.
 
     One activation may be there at once, and others as fast as F take or backwards free them. Ramps that overlapped
     would count the same byte-time twice; a span of at least the work excludes it.
     """
-    room = max(0, device.budget - max(sizes_bytes))
+    room = max(0, budget - max(sizes_bytes))
     lengths_us = []
     for kind in ("F", backward):
         times_us = [stage.duration_us(kind) for stage in device.stages]

@@ -184,7 +184,7 @@ class ModesOnDevice(OnDevice):
         """Byte-time: the least use of all microbatches is within the budget, integrated over the span."""
         later_us = max(stage.backward_weight_us for stage in self.stages) if backward == "B" else 0.0
         sizes = [max(way.variant.backward_bytes for way in self._ways if way.s == s) for s in self.numbers]
-        unused_us = unused_byte_us(self, sizes, backward) / self.budget
+        unused_us = unused_byte_us(self, self.budget, sizes, backward) / self.budget
         used_us = {numbers[way]: self._byte_us(way) / self.budget for way in self._ways}
         program.at_most(used_us | {0: -1}, later_us - unused_us)
 

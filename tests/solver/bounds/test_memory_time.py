@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instances import HALF, WHOLE, instance, uniform
+from instances.four_by_eight import four_by_eight
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
@@ -20,9 +21,9 @@ from solver.serial import serial_orders
 from solver.solution import Solution
 
 
-def tight(m: int = 8, **more: Any) -> float:
+def tight(m: int = 8, budget: int = 4, kept: int = 2, **more: Any) -> float:
     """The first of four devices with memory for two microbatches, all held until W's end."""
-    problem = uniform(4, m, budget=4, backward_weight_bytes=2, objective="device_span", **more)
+    problem = uniform(4, m, budget=budget, backward_weight_bytes=kept, objective="device_span", **more)
     return memory_time_bounds_us(problem)[0]
 
 
@@ -60,6 +61,17 @@ def test_the_way_to_the_device_and_back_comes_on_top() -> None:
 def test_bytes_that_no_sum_of_sizes_reaches_are_no_use() -> None:
     odd = uniform(4, 8, budget=5, backward_weight_bytes=2, objective="device_span")
     assert memory_time_bounds_us(odd)[0] == tight()
+
+
+def test_room_for_half_an_activation_is_no_use_to_activations() -> None:
+    """One of 2 bytes fits in 3, each for 10 + 66 + 10 us less 46 away; W of the last one follows, others fit beside."""
+    one_channel = {"offload": WHOLE, "copy_channels": {"duplex": False}}
+    assert tight(budget=3, kept=1, **one_channel) == 8 * (86 - 46) + 10
+
+
+def test_proves_one_of_the_family_optimal() -> None:
+    """Four devices with room for one and a half activations; copies take one and a half times as long as F."""
+    assert lower_bound_us(four_by_eight(72)) == 7272
 
 
 def test_no_budget_no_bound() -> None:

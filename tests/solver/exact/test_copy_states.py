@@ -14,8 +14,6 @@ from solver.bounds import lower_bound_us
 from solver.exact import copy_states
 from solver.exact.copy_states import copy_state_bound
 from solver.exact.cp_sat.model import Options, solve_cp_sat
-from solver.exact.relaxation import projected
-from solver.exact.state_bound import state_bound
 from solver.limits import Limits
 from solver.serial import serial_orders
 from solver.solution import Solution
@@ -107,20 +105,6 @@ def test_what_leaves_was_there_in_time() -> None:
     CP-SAT has a schedule of 21 us; if only the latest could leave there would be none below 22.25.
     """
     assert bound_us(pipeline([0, 1, 0, 0], [2, 4], (1, 0))) == 21
-
-
-def test_copies_take_time() -> None:
-    """Two devices with room for one and a half activations: F wait for O, and B for R, on one channel for both."""
-    whole = Problem.from_data(four_by_eight(72).to_data() | {"microbatches": 4, "objective": "makespan"})
-    problem = projected(whole, [0, 3])
-    orders = serial_orders(problem)
-    assert orders is not None
-    start = Solution(orders, simulate(problem, orders).value_us, lower_bound_us(problem))
-    optimum = solve_cp_sat(problem, Limits(workers=1, deterministic_limit=2.0), start, lambda _: None)
-    free = state_bound(problem, Limits(workers=1, deterministic_limit=0.5), start, lambda _: None)
-    assert optimum.value_us == optimum.bound_us == 3528
-    assert free.bound_us == 3000
-    assert bound_us(problem) == 3180
 
 
 def test_says_more_of_a_problem_of_the_family() -> None:
