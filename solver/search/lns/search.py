@@ -36,8 +36,14 @@ WORK, SECONDS = 1.5, 3.0
 NEAR = 0.005
 """Largest gap, as a share of the value, at which windows at the end are asked for the bound itself."""
 
-LAST, MOST_LAST, GROWTH = 500, 4000, 1.1
-"""Number of ops of the first of these windows, of the largest, and how many times those of the one before each has."""
+LAST, MOST_LAST = 500, 4000
+"""Number of ops of the first of these windows, and of the largest."""
+
+GROWTH, FINE_GROWTH = 1.3, 1.1
+"""How many times the ops of the one before each of them has: while the answer is no, and from the last such one on."""
+
+ASKED_WORK, MORE_WORK = 0.3, 1.5
+"""CP-SAT's deterministic time for the first of them without an answer, and how many times that each next one has."""
 
 LAST_SHARE = 0.5
 """Largest share of the time or work left that they may take together."""
@@ -94,16 +100,20 @@ class _Search:
         end = int(self.current.end[order].max()) + 1
         until_s = self.limits.part(LAST_SHARE).time_limit_s
         least_work = 0.0 if self.work_left is None else (1 - LAST_SHARE) * self.work_left
-        size = LAST * self.random.uniform(1, GROWTH)
+        size, growth, asked_work = LAST * self.random.uniform(1, GROWTH), GROWTH, ASKED_WORK
         while size <= min(MOST_LAST, len(order)) and not self._done:
             if self.limits.seconds >= until_s if self.work_left is None else self.work_left <= least_work:
                 return
             model = WindowModel(self.current, Window(int(self.current.start[order[-round(size)]]), end, everything))
             model.model.add(model.variables.objective <= self.current.numbering.grid.bound_ticks(bound_us))
             model.model.clear_objective()  # type: ignore[no-untyped-call]
-            work = WORK if self.work_left is None else self.work_left - least_work
-            self._solve(model, min(WORK, work), max(SECONDS, (until_s - self.limits.seconds) / 2))
-            size *= GROWTH
+            work = asked_work if self.work_left is None else self.work_left - least_work
+            status, _ = self._solve(model, min(asked_work, work), max(SECONDS, (until_s - self.limits.seconds) / 2))
+            if status != cp_model.INFEASIBLE:
+                asked_work = min(asked_work * MORE_WORK, WORK)
+                if growth == GROWTH:
+                    size, growth = size / GROWTH, FINE_GROWTH
+            size *= growth
 
     @property
     def _done(self) -> bool:

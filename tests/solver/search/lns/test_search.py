@@ -134,7 +134,7 @@ def test_what_little_is_missing_is_asked_for_at_the_end() -> None:
     seen: list[Solution] = []
     start = start_at(problem, orders)
     assert start.bound_us < start.value_us <= (1 + NEAR) * start.bound_us
-    _Search(problem, Limits(600, workers=1, deterministic_limit=1.0), start, seen.append)._ask_for_bound()
+    _Search(problem, Limits(600, workers=1, deterministic_limit=4.0), start, seen.append)._ask_for_bound()
     assert [answer.value_us for answer in seen] == [start.bound_us]
     assert seen[0].orders is not None
     assert build_schedule(problem, seen[0].orders, start.bound_us, "windows", 0.0).status == "optimal"
