@@ -82,6 +82,13 @@ def copy_states(problem: Problem, limits: Limits, start: Solution, on_solution: 
     return copy_state_bound(problem, limits, start, on_solution)
 
 
+def beam(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
+    """Schedules from a beam over states of progress."""
+    from solver.search.beam import beam_search
+
+    return beam_search(problem, limits, start, on_solution)
+
+
 def parts(problem: Problem, limits: Limits, start: Solution, on_solution: OnSolution) -> Solution:
     """A proof that the start is optimal, from one device or a few, or a better schedule."""
     from solver.exact.relaxation import proof_by_parts
@@ -99,6 +106,7 @@ def part_bounds(problem: Problem, limits: Limits, start: Solution, on_solution: 
 KERNELS = {
     in_flight: "lists",
     states: "states",
+    beam: "beam",
     modulo: "pattern",
     lns: "windows",
     annealing: "search",
@@ -122,4 +130,5 @@ def load_searches() -> None:
     import solver.exact.relaxation
     import solver.exact.states
     import solver.search.annealing.search
+    import solver.search.beam
     import solver.search.lns.search  # noqa: F401

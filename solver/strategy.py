@@ -23,7 +23,7 @@ from solver.build import snapped_bound
 from solver.exact.memory_order import is_ordered_by_memory
 from solver.limits import Cancel, Limits
 from solver.microbatch_orders import cycles
-from solver.scale import costs_have_codes, count_ops, value_step_us
+from solver.scale import costs_have_codes, count_ops, has_exact_states, value_step_us
 from solver.searches import is_ready
 from solver.solution import OnProgress, OnSolution, Progress, Solution
 
@@ -207,6 +207,12 @@ class SharedIncumbent:
 SMALL_OPS = 600
 """Ops, transfers included, up to which CP-SAT is likely to prove an optimum within a minute."""
 
+MOST_PROOF_OPS = 300
+"""Ops up to which CP-SAT soon proves an optimum where much fits in memory.
+
+Of more, with more than two stages a device, beams find better schedules.
+"""
+
 MOST_STATE_OPS = 1_000
 """Ops up to which states of progress may be few enough to prove something where memory is small."""
 
@@ -249,6 +255,19 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
                 TimeSlice("search", searches.annealing, 0.05, workers),
                 TimeSlice("states", searches.states, 0.02, workers, once=True),
                 TimeSlice("states", searches.copy_states, 0.03, workers, once=True),
+            ]
+        ]
+    many_chunks = len(problem.stages) > 2 * len(problem.devices)
+    if MOST_PROOF_OPS < ops <= SMALL_OPS and many_chunks and has_exact_states(problem):
+        return [
+            [
+                TimeSlice("search", searches.annealing, 0.05, workers),
+                TimeSlice("states", searches.states, 0.25, workers, once=True),
+                TimeSlice("states", searches.beam, 0.3, workers, once=True),
+                TimeSlice("bound", searches.parts, 0.1, workers),
+                TimeSlice("windows", searches.lns, 0.1, workers),
+                TimeSlice("cp-sat", searches.cp_sat, 0.1, workers),
+                TimeSlice("search", searches.annealing, 0.1, workers),
             ]
         ]
     if ops <= SMALL_OPS:

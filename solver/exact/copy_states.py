@@ -22,9 +22,11 @@ from optpipe.problem import Problem
 from optpipe.stage import exact
 from solver.bounds.device import usable_bytes
 from solver.bounds.unit_costs import UnitCosts
+from solver.exact.progress import NEVER, Ends, Tables, longer, undominated
 from solver.exact.relaxation import parts, projected
-from solver.exact.states import LEAST_SHARE, NEVER, Dolls, Ends, Tables, handles_states, longer, undominated
+from solver.exact.states import LEAST_SHARE, Dolls
 from solver.limits import Limits
+from solver.scale import handles_states
 from solver.solution import OnSolution, Solution
 
 MOST_STATES = 20_000

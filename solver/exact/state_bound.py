@@ -10,9 +10,11 @@ from math import ceil
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.build import within_budgets
+from solver.exact.progress import NEVER
 from solver.exact.relaxation import parts, projected
-from solver.exact.states import NEVER, Dolls, handles_states
+from solver.exact.states import Dolls
 from solver.limits import Limits
+from solver.scale import handles_states
 from solver.solution import OnSolution, Solution
 
 PART_SHARE = 0.2

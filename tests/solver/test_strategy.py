@@ -12,6 +12,7 @@ from instances import HALF, uniform
 from instances.four_by_eight import four_by_eight
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
+from solver import searches
 from solver.limits import Limits
 from solver.methods import METHODS, published_orders
 from solver.scale import count_ops
@@ -96,6 +97,18 @@ def test_searches_and_cores(problem: Problem, methods: set[str], workers: int) -
     assert {turn.method for subsolver in subsolvers for turn in subsolver} == methods
     assert all(round(sum(turn.share for turn in subsolver), 9) <= 1 for subsolver in subsolvers)
     assert sum(max(turn.workers for turn in subsolver) for subsolver in subsolvers) == workers
+
+
+def test_beams_take_the_place_of_proofs_where_many_exact_states_are_likely() -> None:
+    wide, exact_only = four_by_eight(21), four_by_eight(55)
+    assert count_ops(wide) == count_ops(exact_only) == 384
+
+    def turns(problem: Problem) -> list[object]:
+        return [turn.search for turn in auto_subsolvers(problem, 2)[0]]
+
+    assert searches.beam in turns(wide)
+    assert searches.beam not in turns(exact_only)
+    assert searches.beam not in turns(SMALL)
 
 
 @pytest.mark.parametrize("problem", [SMALL, MEDIUM, TIGHT], ids=["small", "medium", "tight"])

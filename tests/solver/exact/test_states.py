@@ -13,9 +13,10 @@ from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
 from solver.exact import states
+from solver.exact.progress import NEVER, States
 from solver.exact.state_bound import state_bound
-from solver.exact.states import handles_states
 from solver.limits import Limits
+from solver.scale import handles_states
 from solver.solution import Solution
 from tests.recomputing import recomputing
 from tests.solutions import best_found
@@ -109,6 +110,20 @@ def test_no_schedule_is_below(first: int) -> None:
     assert more >= 2
 
 
+@pytest.mark.parametrize(("seed", "least_us"), [(21, 3078), (99, 3198), (23, 3090)])
+def test_the_first_state_knows_how_long_the_warm_up_idles(seed: int, least_us: int) -> None:
+    """As the window of the first device does: before its first backward it runs no more F than fit."""
+    problem = four_by_eight(seed)
+    dolls = states.Dolls(problem, Limits(workers=1))
+    dolls.least = [0] * problem.microbatches
+    ends = dolls._ends(8)
+    assert ends is not None
+    first = States(*(np.zeros((1, size), np.int64) for size in (8, 8, 4, 4)))
+    _, steps, _ = dolls._step(first, ends, NEVER // 4, NEVER)
+    assert steps[:, 3].tolist() == [least_us / dolls.unit_us]
+    assert least_us == lower_bound_us(problem)
+
+
 def test_gives_up_where_too_many_states_are_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "MOST_STATES", 3)
     problem = pipeline(4, 8, 3, along_v=True)
@@ -143,21 +158,21 @@ def test_threads_leave_out_no_state_unnoticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(states, "LEAST_SHARE", 1)
     problem = pipeline(1, 6, 100, along_v=True)
 
-    def successors(layer: states.States, workers: int) -> states.States:
+    def successors(layer: States, workers: int) -> States:
         dolls = states.Dolls(problem, Limits(workers=workers))
         dolls.least = [0] * 6
         ends = dolls._ends(6)
         assert ends is not None
-        return dolls._step(layer, ends, 1000)[0]
+        return dolls._step(layer, ends, 1000, NEVER)[0]
 
-    first = states.States(*(np.zeros((1, size), np.int64) for size in (6, 6, 1, 1)))
+    first = States(*(np.zeros((1, size), np.int64) for size in (6, 6, 1, 1)))
     later = first
     for _ in range(8):
-        later = states.States(*(values[-1:] for values in successors(later, 1)))
+        later = States(*(values[-1:] for values in successors(later, 1)))
     few, many = (len(successors(one, 1).done) for one in (first, later))
     assert many > few
     monkeypatch.setattr(states, "MOST_STATES", (few + many) * 10 // 8 + 1)
-    layer = states.States(*(np.repeat(np.concatenate(pair), 10, axis=0) for pair in zip(first, later, strict=True)))
+    layer = States(*(np.repeat(np.concatenate(pair), 10, axis=0) for pair in zip(first, later, strict=True)))
     assert len(successors(layer, 2).done) == 10 * (few + many)
 
 

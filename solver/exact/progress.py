@@ -1,0 +1,464 @@
+"""States of progress: the F and B that have begun, and when more can start.
+
+A schedule is a sequence of F and B in the order of their starts. A prefix of it matters only by the progress of every
+microbatch, the time at which each device is free and the next op of each microbatch can start, and the time that the
+devices have had for W. Of two prefixes with the same progress, one that is later in no time dominates the other; so
+states are kept instead of sequences. W are only counted: as many as have had time so far have run and freed memory.
+That is exact where the W of a device are alike, and a relaxation elsewhere. That copies take no time is a relaxation as
+well (docs/math/bounds.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from optpipe.ops import Bools, Ints
+from optpipe.problem import Problem
+from optpipe.stage import exact
+from solver.bounds.device import usable_bytes
+from solver.bounds.unit_costs import UnitCosts
+
+
+class States(NamedTuple):
+    """States, one a row: ops done of each microbatch, and times in ticks.
+
+    `done` (states, microbatches): along the way of a microbatch, F of all stages and B of all stages back. `ready`
+    (same shape): the earliest start of its next op. `free` (states, devices): the end of the last op begun there.
+    `debt`: that less the time spent on W by then; so a device that did nothing else would have run W of `x` ticks at
+    `debt + x`.
+    """
+
+    done: Ints
+    ready: Ints
+    free: Ints
+    debt: Ints
+
+
+class Tables(NamedTuple):
+    """Costs of the ops on a microbatch's way, F of all stages and B of all stages back; times in ticks.
+
+    `length`, `delay` (to the next op), `device`: by op. `needed`: bytes of an F beside the budget of its device, which
+    is subtracted. By ops done and device: `held` are the bytes that a microbatch holds there while none of its W has
+    run, `weights` the time of W whose B is done, `left` the time of F and B that are still to run. By device and rank,
+    the least time for each byte first: `weight_ticks`, `weight_bytes`, `weight_from` (the ops done from which that W is
+    pending); `ranks` of them a device. `weight_step`: of each device the ticks of which all its W are multiples.
+
+    `place`: by op, the time of all before it on the way. `next_op`, `next_backward`: by op and device the first op, and
+    the first backward, from there on that runs on the device; the number of ops where there is none. `shortest`: the
+    time of the shortest backward of a device. `weight`: that of W by stage. What F can run: by ops done and device
+    `kept` are the bytes that a microbatch holds even if its W have run, by stage `staying` those that its F adds; by
+    device `budget`, `grain` (all `staying` are multiples of it), and by device and rank `fit`, its stages by the most
+    time of F for each byte, -1 behind the last one.
+    """
+
+    length: Ints
+    delay: Ints
+    device: Ints
+    needed: Ints
+    held: Ints
+    weights: Ints
+    left: Ints
+    weight_ticks: Ints
+    weight_bytes: Ints
+    weight_from: Ints
+    ranks: Ints
+    weight_step: Ints
+    place: Ints
+    next_op: Ints
+    next_backward: Ints
+    shortest: Ints
+    weight: Ints
+    kept: Ints
+    staying: Ints
+    budget: Ints
+    grain: Ints
+    fit: Ints
+
+
+class Ends(NamedTuple):
+    """Lower bounds on the time that follows an op, in ticks.
+
+    `tail` (ops, microbatches): from its end to the end of all. `last_tail`: the tail of the last backward of each
+    device. `weights`: time of all W of a device. `counted`: True for the devices whose end counts for the value.
+    """
+
+    tail: Ints
+    last_tail: Ints
+    weights: Ints
+    counted: Bools
+
+
+NEVER = 2**62
+"""Beyond every time."""
+
+
+@njit(cache=True, nogil=True)
+def successors(states: States, tables: Tables, ends: Ends, limit: int, most: int) -> tuple[States, Ints, int]:
+    """States after one more op that can still end by `limit`.
+
+    Also returns, for each, the row of the state that it follows, the microbatch of its last op, the start of that op,
+    the least value that it can have, and the sum of the debts and of the work left of all devices; and the least value
+    that those left out could have, NEVER if none is. Stops once there are more than `most`.
+    """
+    count, microbatches = states.done.shape
+    devices, ops = states.free.shape[1], len(tables.length)
+    room, size, beyond = max(1024, 2 * count), 0, NEVER
+    done, ready = np.empty((room, microbatches), np.int64), np.empty((room, microbatches), np.int64)
+    free, debt = np.empty((room, devices), np.int64), np.empty((room, devices), np.int64)
+    steps = np.empty((room, 5), np.int64)
+    for a in range(count):
+        if size > most:
+            break
+        for j in range(microbatches):
+            k = states.done[a, j]
+            if k == ops or (j > 0 and states.done[a, j - 1] <= k):
+                if k == 0:
+                    break
+                continue
+            d = tables.device[k]
+            start = max(states.free[a, d], states.ready[a, j])
+            if 2 * k < ops:
+                start = max(start, _room_at(states.done[a], k, d, states.debt[a, d], tables))
+            if start >= NEVER // 2:
+                if k == 0:
+                    break
+                continue
+            # At once, or when the W that is running then has ended.
+            spent = start - states.debt[a, d]
+            later = start + (-spent) % tables.weight_step[d]
+            if later > start and spent >= _pending(states.done[a], d, tables):
+                later = start
+            for at in (start, later):
+                least = at + tables.length[k] + ends.tail[k, j]
+                if least <= limit:
+                    if size == room:
+                        room *= 2
+                        done, ready = longer(done, room), longer(ready, room)
+                        free, debt, steps = longer(free, room), longer(debt, room), longer(steps, room)
+                    done[size], ready[size] = states.done[a], states.ready[a]
+                    free[size], debt[size] = states.free[a], states.debt[a]
+                    least, spent = _run(done[size], ready[size], free[size], debt[size], j, at, tables, ends)
+                    if least <= limit:
+                        steps[size, 0], steps[size, 1], steps[size, 2] = a, j, at
+                        steps[size, 3], steps[size, 4] = least, spent
+                        size += 1
+                if least > limit:
+                    beyond = min(beyond, least)
+                if later == start:
+                    break
+            if k == 0:
+                break
+    if beyond >= NEVER // 2:  # F that never have room
+        beyond = NEVER
+    return States(done[:size], ready[:size], free[:size], debt[:size]), steps[:size], beyond
+
+
+@njit(cache=True, nogil=True)
+def longer(rows: Ints, room: int) -> Ints:
+    """A copy of the rows with room for more."""
+    copy = np.empty((room, rows.shape[1]), np.int64)
+    copy[: len(rows)] = rows
+    return copy
+
+
+@njit(cache=True, nogil=True)
+def _room_at(done: Ints, k: int, d: int, debt: int, tables: Tables) -> int:
+    """The earliest time at which op k, an F, fits on device d: after W that free enough; NEVER // 2 if none do."""
+    excess = tables.needed[k]
+    for ops_done in done:
+        excess += tables.held[ops_done, d]
+    if excess <= 0:
+        return 0
+    work = 0
+    for rank in range(tables.ranks[d]):
+        pending = 0
+        for ops_done in done:
+            pending += ops_done >= tables.weight_from[d, rank]
+        freed = pending * tables.weight_bytes[d, rank]
+        if freed >= excess:
+            work -= -tables.weight_ticks[d, rank] * excess // tables.weight_bytes[d, rank]
+            room_at: int = debt + work + -work % tables.weight_step[d]
+            return room_at
+        work += pending * tables.weight_ticks[d, rank]
+        excess -= freed
+    return NEVER // 2
+
+
+@njit(cache=True, nogil=True)
+def _pending(done: Ints, d: int, tables: Tables) -> int:
+    """The time of all W of device d whose B is done."""
+    ticks = 0
+    for ops_done in done:
+        ticks += tables.weights[ops_done, d]
+    return ticks
+
+
+@njit(cache=True, nogil=True)
+def _run(
+    done: Ints, ready: Ints, free: Ints, debt: Ints, j: int, start: int, tables: Tables, ends: Ends
+) -> tuple[int, int]:
+    """Run the next op of microbatch j; no other op starts before it from then on. Returns as `_settle`."""
+    k = done[j]
+    d = tables.device[k]
+    for e in range(len(free)):
+        if e == d or free[e] < start:
+            free[e] = max(free[e], start)
+            debt[e] = max(debt[e], start - _pending(done, e, tables))
+    debt[d] += (start - debt[d]) % tables.weight_step[d] + tables.length[k]
+    free[d] = start + tables.length[k]
+    done[j] += 1
+    ready[j] = free[d] + tables.delay[k]
+    return _settle(done, ready, free, debt, tables, ends)
+
+
+@njit(cache=True, nogil=True)
+def _settle(done: Ints, ready: Ints, free: Ints, debt: Ints, tables: Tables, ends: Ends) -> tuple[int, int]:
+    """Raise the times of a state to those at which anything can start; its least value, and its debts with work left.
+
+    A device starts nothing before the first op that comes to it, and an F for which W alone make no room waits for a
+    backward.
+    """
+    ops, begun = len(tables.length), 0
+    while begun < len(done) and done[begun] > 0:
+        begun += 1
+    microbatches = min(begun + 1, len(done))  # of those that have not begun, the first stands for all
+    least, spent, later = 0, 0, len(done) - microbatches
+    base, coming = np.empty(microbatches, np.int64), np.empty(microbatches, np.int64)
+    for i in range(microbatches):
+        k = done[i]
+        if k == ops:
+            ready[i], base[i] = 0, NEVER // 2
+            continue
+        ready[i] = max(ready[i], free[tables.device[k]])
+        base[i] = ready[i] - tables.place[k]
+    for e in range(len(free)):
+        left, pending, kept, first, backward = later * tables.left[0, e], 0, 0, NEVER // 2, NEVER // 2
+        for i in range(microbatches):
+            k = done[i]
+            left += tables.left[k, e]
+            pending += tables.weights[k, e]
+            kept += tables.kept[k, e]
+            coming[i] = tables.next_backward[k, e]
+            if coming[i] < ops:
+                backward = min(backward, base[i] + tables.place[coming[i]])
+        room_at, of_op = 0, -1
+        for i in range(microbatches):
+            k = done[i]
+            if 2 * k < ops and tables.device[k] == e:
+                if k != of_op:
+                    room_at, of_op = _room_at(done, k, e, debt[e], tables), k
+                ready[i] = max(ready[i], min(room_at, backward + tables.shortest[e]))
+                base[i] = ready[i] - tables.place[k]
+            if tables.next_op[k, e] < ops:
+                first = min(first, base[i] + tables.place[tables.next_op[k, e]])
+        if left > 0:
+            if first > free[e]:
+                free[e] = first
+                debt[e] = max(debt[e], first - pending)
+            least = max(least, free[e] + left + ends.last_tail[e])
+            room = max(tables.budget[e] - kept, 0)
+            least = max(least, _after_backwards(done, base, coming, later, e, left, pending, room, tables, ends))
+        if ends.counted[e]:
+            least = max(least, debt[e] + left + ends.weights[e])
+        spent += debt[e] + left
+    for i in range(microbatches):
+        k = done[i]
+        if k < ops:
+            ready[i] = max(ready[i], free[tables.device[k]])
+            least = max(least, ready[i] + tables.length[k] + ends.tail[k, i])
+    return least, spent
+
+
+MOST_BACKWARDS = 4
+"""Backwards of a device that are foreseen."""
+
+
+@njit(cache=True, nogil=True)
+def _after_backwards(
+    done: Ints,
+    base: Ints,
+    coming: Ints,
+    later: int,
+    e: int,
+    left: int,
+    pending: int,
+    room: int,
+    tables: Tables,
+    ends: Ends,
+) -> int:
+    """The least value of a state by what device e can have run before each of its next backwards comes to it.
+
+    That is the backwards which come before, W of these and of `pending`, and F that come before and fit: in `room`
+    bytes and what these backwards, with their W, free. `base`: by microbatch, what `place` is to be added to for the
+    time at which an op can come. `coming`: its next backward on the device; is changed. `later`: microbatches behind
+    the last of these, which have not begun.
+    """
+    ops, least, ran, weights = len(tables.length), 0, 0, pending
+    for _ in range(MOST_BACKWARDS):
+        j, at = -1, NEVER // 2
+        for i in range(len(base)):
+            if coming[i] < ops and base[i] + tables.place[coming[i]] < at:
+                j, at = i, base[i] + tables.place[coming[i]]
+        if j < 0:
+            break
+        fit, free_bytes = 0, room - room % tables.grain[e]
+        for rank in range(tables.fit.shape[1]):
+            s = tables.fit[e, rank]
+            if s < 0:
+                break
+            count, size = 0, tables.staying[s]
+            for i in range(len(base)):
+                count += done[i] <= s and base[i] + tables.place[s] < at
+            if base[-1] + tables.place[s] < at:
+                apart = tables.length[0]
+                count += min(later, (at - base[-1] - tables.place[s] - 1) // apart) if apart else later
+            if count * size > free_bytes:
+                fit -= -tables.length[s] * free_bytes // size
+                break
+            fit += count * tables.length[s]
+            free_bytes -= count * size
+        least = max(least, at + max(left - fit - ran, 0) + ends.last_tail[e])
+        if ends.counted[e]:
+            least = max(least, at + left - fit - ran + ends.weights[e] - weights)
+        if later and j == len(base) - 1:
+            break  # those of the microbatches behind it can come next
+        s = ops - 1 - coming[j]
+        room += tables.staying[s]
+        ran += tables.length[coming[j]]
+        weights += tables.weight[s]
+        coming[j] = tables.next_backward[coming[j] + 1, e]
+    return least
+
+
+@njit(cache=True, nogil=True)
+def undominated(rows: Ints, times: int) -> Ints:
+    """Indices of the states that no other with the same progress dominates; of equal ones the first.
+
+    Columns before `times` hold the progress of a state, the others its times.
+    """
+    count, columns = rows.shape
+    keys, sums = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for a in range(count):
+        for m in range(times):
+            keys[a] = keys[a] * MIXING + rows[a, m]  # modulo 2**64: others may have the same key
+        sums[a] = rows[a, times:].sum()
+    by_sum = np.argsort(sums, kind="mergesort")  # none dominates another with a smaller sum
+    order = by_sum[np.argsort(keys[by_sum], kind="mergesort")]
+    kept, size, group = np.empty(count, np.int64), 0, 0
+    for n in range(count):
+        a = order[n]
+        if n == 0 or keys[a] != keys[order[n - 1]]:
+            group = size
+        dominated = False
+        for other in range(max(group, size - MOST_COMPARED), size):
+            b = kept[other]
+            dominated = True
+            for m in range(columns):
+                if rows[b, m] > rows[a, m] or (m < times and rows[b, m] != rows[a, m]):
+                    dominated = False
+                    break
+            if dominated:
+                break
+        if not dominated:
+            kept[size] = a
+            size += 1
+    return kept[:size]
+
+
+MIXING = 6364136223846793005
+"""An odd factor that spreads the progress of microbatches over 64 bits."""
+
+MOST_COMPARED = 500
+"""Most kept states of the same progress that another one is compared with."""
+
+
+def build_tables(problem: Problem, unit_us: Fraction) -> Tables:
+    """Costs by op and by number of ops done, in ticks of `unit_us`."""
+    stages, ops, devices = problem.stages, 2 * len(problem.stages), len(problem.devices)
+
+    def ticks(times_us: Iterable[float]) -> Ints:
+        return np.array([int(exact(time_us) / unit_us) for time_us in times_us], np.int64)
+
+    costs = UnitCosts.of(problem)
+    sizes = (costs.whole, costs.staying, costs.beside, costs.left)
+    whole, staying, beside, left = (of_unit[:, 0].astype(np.int64) for of_unit in sizes)
+    forward, backward, weight = (ticks(us[:, 0].tolist()) for us in (costs.forward, costs.backward, costs.weight))
+    pending = np.minimum(whole, left)
+    way = [*range(len(stages)), *reversed(range(len(stages)))]
+    device = np.array([stages[s].device for s in way], np.int64)
+    length = np.concatenate([forward, backward[::-1]])
+    needed = np.full(ops, -NEVER // 2, np.int64)
+    for s, stage in enumerate(stages):
+        budget = usable_bytes(problem, stage.device)
+        if budget < float("inf"):
+            needed[s] = whole[s] + beside[s] - int(budget)
+    by_done = [np.zeros((ops + 1, devices), np.int64) for _ in range(3)]
+    held, weights, to_run = by_done
+    for k in range(ops + 1):
+        for s, stage in enumerate(stages):
+            if k >= ops - s:
+                held[k, stage.device] += pending[s]
+                weights[k, stage.device] += weight[s]
+            elif k > s:
+                held[k, stage.device] += staying[s]
+        np.add.at(to_run[k], device[k:], length[k:])
+    ranked = [
+        sorted((s for s in numbers if pending[s]), key=lambda s: weight[s] / pending[s])
+        for numbers in problem.stages_of
+    ]
+    size = devices, max(map(len, ranked))
+    weight_ticks, weight_bytes, weight_from = (np.zeros(size, np.int64) for _ in range(3))
+    for d, numbers in enumerate(ranked):
+        weight_ticks[d, : len(numbers)] = weight[numbers]
+        weight_bytes[d, : len(numbers)] = pending[numbers]
+        weight_from[d, : len(numbers)] = [ops - s for s in numbers]
+    delay = ticks([*problem.forward_delay_us, 0, *reversed(problem.backward_delay_us), 0])
+    ranks = np.array([len(numbers) for numbers in ranked], np.int64)
+    step = np.array([gcd(*weight[list(numbers)].tolist()) or 1 for numbers in problem.stages_of], np.int64)
+    place = np.concatenate([[0], np.cumsum(length + delay)])
+    next_op, next_backward = np.full((ops + 1, devices), ops), np.full((ops + 1, devices), ops)
+    for k in reversed(range(ops)):
+        next_op[k], next_backward[k] = next_op[k + 1], next_backward[k + 1]
+        next_op[k, device[k]] = k
+        if k >= len(stages):
+            next_backward[k, device[k]] = k
+    kept = np.zeros((ops + 1, devices), np.int64)
+    for s, stage in enumerate(stages):
+        kept[s + 1 : ops - s, stage.device] += staying[s]
+    budgets = [int(min(usable_bytes(problem, d), NEVER // 4)) for d in range(devices)]
+    grain = np.array([gcd(*staying[list(numbers)].tolist()) or 1 for numbers in problem.stages_of], np.int64)
+    fit, shortest = np.full((devices, max(map(len, problem.stages_of))), -1), np.zeros(devices, np.int64)
+    for d, own in enumerate(problem.stages_of):
+        rates = {s: length[s] / staying[s] if staying[s] else float("inf") for s in own}
+        fit[d, : len(own)] = sorted(own, key=rates.__getitem__, reverse=True)
+        shortest[d] = min((int(length[ops - 1 - s]) for s in own), default=0)
+    return Tables(
+        length,
+        delay,
+        device,
+        needed,
+        held,
+        weights,
+        to_run,
+        weight_ticks,
+        weight_bytes,
+        weight_from,
+        ranks,
+        step,
+        place,
+        next_op,
+        next_backward,
+        shortest,
+        weight,
+        kept,
+        staying,
+        np.array(budgets, np.int64),
+        grain,
+        fit,
+    )
