@@ -287,7 +287,7 @@ def _auto_subsolvers(problem: Problem, workers: int) -> Sequence[Subsolver]:
         return _with_modes(problem, ops, workers)
     first = [TimeSlice("pattern", searches.modulo, 0.25 if ops <= LARGE_OPS else 0.5, once=True)]
     if _leaves(problem):
-        shares = (0.1, 0.15) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
+        shares = (0.2, 0.15) if ops <= MOST_MODEL_OPS else (0.4, 0.25)
         lists, pattern = ("ada-offload", searches.in_flight), ("pattern", searches.modulo)
         first = [TimeSlice(*lists, shares[0], once=True), TimeSlice(*pattern, shares[1], once=True)]
     if ops <= MOST_STATE_OPS:

@@ -20,6 +20,8 @@ from itertools import product
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from optpipe.ops import OpArray, Orders
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
@@ -44,6 +46,18 @@ FIRST_SHARE = 0.3
 HOPEFUL = 1.1
 """A kind of lists is left out where two guesses of its numbers are worse by this factor than the best of another."""
 
+RANDOM_SHARE = 0.5
+"""Largest share of the time left, or of all work, for the random choices of a kind of lists."""
+
+FRUITLESS = 500
+"""Random choices in a row of which none is better, after which the search ends."""
+
+REDRAWN = 0.6
+"""Probability with which a random choice differs from the best in each of its numbers."""
+
+MOST_LATE_WEIGHTS = 12
+"""Largest number of W left over of a random choice."""
+
 PLAYED_PER_SECOND = 250_000
 """Compute ops ordered, played with their copies and simulated in a second, and so in a unit of work (one core)."""
 
@@ -67,6 +81,7 @@ class Choice:
     reserve: int = -1
     planned: float = 0
     warm_up: float = 0
+    stock: float = 0
 
 
 Changes = Sequence[Mapping[str, Any]]
@@ -74,11 +89,12 @@ Changes = Sequence[Mapping[str, Any]]
 
 LEADS: Changes = [{"lead": 3.0}]
 HOLD: Changes = [{"hold": hold} for hold in (1.0, 0.25, 0.5)]
-TAIL: Changes = [{"tail": tail} for tail in (0.5, 0)]
+TAIL: Changes = [{"tail": tail} for tail in (0.5, 0, 0.125)]
 EARLY: Changes = [{"early": early} for early in (1, 2, 4)]
 RESERVE: Changes = [{"reserve": reserve, "behind": 0} for reserve in (1, 2, 4)]
 PLANNED: Mapping[str, Any] = {"planned": 1, "warm_up": 1.5, "reserve": 4, "ahead": WHEN_IDLE}
 """More microbatches may be in flight than it is planned for: the first ones fill the warm-up, and are recomputed."""
+STOCK: Changes = [{"stock": stock} for stock in (1.2, 1.0, 1.5)]
 AGAIN: Changes = [
     {"ahead": ahead, "behind": behind} for ahead, behind in product((ON_ITS_WAY, WITH_GRADIENT, WHEN_IDLE), (0, 4, 16))
 ]
@@ -148,7 +164,7 @@ class ListsInMemory(Lists):
 
     def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int], planned: bool = False) -> None:
         again = [*AGAIN, *RESERVE] if any(modes) else []
-        super().__init__(problem, [*HOLD, *again, *TAIL, *(EARLY if any(out) else [])])
+        super().__init__(problem, [*STOCK, *HOLD, *again, *TAIL, *(EARLY if any(out) else [])])
         self.first = replace(self.first, in_flight=min(len(problem.stages), problem.units))  # memory stops the others
         if planned:
             self.changes = [*HOLD, *RESERVE, *TAIL]
@@ -171,7 +187,7 @@ class ListsInMemory(Lists):
         planned, warm_up = (round(share * len(self.problem.stages)) for share in (choice.planned, choice.warm_up))
         numbers = choice.in_flight, choice.late_weights, tail
         memory = choice.ahead, choice.behind, choice.early, choice.reserve
-        return Rules(*numbers, *memory, float(choice.hold), planned, warm_up)
+        return Rules(*numbers, *memory, float(choice.hold), planned, warm_up, float(choice.stock))
 
 
 Kind = Callable[[Problem], Lists]
@@ -213,6 +229,10 @@ def in_flight_search(problem: Problem, limits: Limits, start: Solution, on_solut
         trials.limits = limits
         for choice in found:
             offer(kind, trials, choice)
+        if isinstance(trials.lists, ListsInMemory):
+            trials.limits = limits.part(RANDOM_SHARE)
+            for choice in varied(trials):
+                offer(kind, trials, choice)
     return best
 
 
@@ -237,14 +257,13 @@ def _with_fewer(choice: Choice) -> Choice:
 def _kinds(problem: Problem) -> Iterator[Kind]:
     """The kinds of lists for a problem, those in which activations leave first."""
     out = [int(stage.offload is not None and stage.offload.bytes > 0) for stage in problem.stages]
-    alone = all(len(group) == 1 for group in problem.channel_groups) and problem.host_memory_bytes is None
     able = [
         [k for k, mode in enumerate(stage.choices) if mode.recomputes and not mode.offload] for stage in problem.stages
     ]
     again = [
         [ways[min(number, len(ways) - 1)] if ways else 0 for ways in able] for number in range(max(map(len, able)))
     ]
-    if any(out) and alone:
+    if any(out) and problem.host_memory_bytes is None:
         for modes in [[0] * len(out), *again]:
             yield partial(ListsInMemory, modes=modes, out=out)
     if not problem.has_modes:
@@ -292,6 +311,39 @@ def improving(trials: Trials) -> Iterator[Choice]:
         step = 2  # another number of W moves the best number in flight by about as many
 
 
+def varied(trials: Trials) -> Iterator[Choice]:
+    """Choices, each the best so far, drawn at random with some of the numbers of the best one.
+
+    How long a list schedule takes is a rough function of its numbers: of many choices near a good one some are better
+    by several percent.
+    """
+    rng = np.random.default_rng(trials.limits.seed)
+    choice, idle = trials.best, 0
+    best_us = trials.value_us(choice)
+    while not trials.spent and idle < FRUITLESS:
+        idle += 1
+        other = _varied(choice, trials.lists, rng)
+        if (value_us := trials.value_us(other)) <= best_us:
+            choice = other
+            if value_us < best_us:
+                best_us, idle = value_us, 0
+                yield choice
+
+
+def _varied(choice: Choice, lists: Lists, rng: np.random.Generator) -> Choice:
+    """A choice with new numbers, each with probability `REDRAWN`; of those with changes half are as at first."""
+    drawn: dict[str, Any] = {
+        "in_flight": min(max(1, round(choice.in_flight * rng.uniform(0.6, 1.5))), lists.problem.units),
+        "late_weights": int(rng.integers(MOST_LATE_WEIGHTS + 1)),
+    }
+    for name in sorted({name for change in lists.changes for name in change}):
+        tried = [change[name] for change in lists.changes if name in change]
+        drawn[name] = tried[int(rng.integers(len(tried)))] if rng.random() < 0.5 else getattr(lists.first, name)
+    if "stock" in drawn:
+        drawn["stock"] = float(rng.uniform(0.5, 2.2))
+    return replace(choice, **{name: value for name, value in drawn.items() if rng.random() < REDRAWN})
+
+
 def _changed(trials: Trials, choice: Choice) -> Choice:
     """A choice with each change that makes it better."""
     for change in trials.lists.changes:
@@ -308,6 +360,11 @@ class Trials:
     played: int = 0
     _known: dict[Choice, float] = field(default_factory=dict)
     _best: tuple[Choice, Orders] | None = None
+
+    @property
+    def best(self) -> Choice:
+        """The best choice tried, the first of several."""
+        return min(self._known, key=self._known.__getitem__)
 
     @property
     def spent(self) -> bool:

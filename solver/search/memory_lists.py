@@ -54,13 +54,16 @@ COMPUTE, OFFLOAD, RELOAD = range(3)
 class StageCosts(NamedTuple):
     """Costs of ops by row and stage, and where stages are; device d holds ``stages[first[d]:first[d + 1]]``.
 
+    Group g of devices behind one channel is ``members[first_member[g]:first_member[g + 1]]``.
+
     `delay_us`: from the end of the neighbour's F or B to the start of the F or B that it feeds. `need_bytes` must be
     free when an op starts, `change_bytes` is its change of memory in all; `frees`: True if memory is freed at its end.
     `backward_bytes`: what stays free after an F so that the activation of one microbatch can be restored;
     `forward_bytes`: beside it, so that the microbatch gets through the later stages of its device; `more_bytes`: also
     beside it after an F whose activation is kept, so that others can follow that are recomputed. `leaves`: activations
     may be offloaded, if at least `soon` backwards come before theirs, or if they are back before their backward can
-    start: `way_us` is the least time from the end of F to the start of B.
+    start: `way_us` is the least time from the end of F to the start of B. `at_speed`: activations of a device between F
+    and W if no microbatch waits and the device is never idle.
     """
 
     us: Floats
@@ -80,6 +83,10 @@ class StageCosts(NamedTuple):
     first: Ints
     stages: Ints
     budget_bytes: Ints
+    group_of: Ints
+    first_member: Ints
+    members: Ints
+    at_speed: Floats
     duplex: bool
 
 
@@ -91,8 +98,8 @@ class State(NamedTuple):
     ``length[d]`` of them. `pending[d]`: stages of B in their order, whose W from ``left[0, d]`` to ``left[1, d]`` are
     left. By stream and device: `free_us`, the end of its last op; `running`, that op until its end is settled, or NONE;
     `released`, the last op that ended and freed memory; `waited[stream]`, for each stream the last one waited for.
-    `copies`: in the order of their starts. `waits`: pairs of an op and one that it waits for. `counts`: how many of
-    both.
+    `served`: by stream and group the device whose copy came last. `copies`: in the order of their starts. `waits`:
+    pairs of an op and one that it waits for. `counts`: how many of both.
     """
 
     end_us: Floats
@@ -108,6 +115,7 @@ class State(NamedTuple):
     running: Ints
     released: Ints
     waited: Ints
+    served: Ints
     copies: Ints
     waits: Ints
     counts: Ints
@@ -120,6 +128,9 @@ class Rules(NamedTuple):
     on a device while it does other things; any number once no more than `tail` F of its first stage are left, so that
     they fill the gaps between the last backwards. `ahead`: when C may run. `early`: backwards before its own at which
     an activation may be reloaded; 0: when its gradient is on its way.
+
+    F go before B while fewer activations of a device are in flight than `stock` times those there are if no microbatch
+    waits and no device is idle: the B that are put off fill the cool-down.
 
     No F begins less than `hold` times its duration before a gradient comes: an F that runs as the gradient comes delays
     the backwards of all stages before.
@@ -139,13 +150,13 @@ class Rules(NamedTuple):
     hold: float = 0.0
     planned: int = 0
     warm_up: int = 0
+    stock: float = 0.0
 
 
 class MemoryLists:
     """List schedules of a problem whose stage s recomputes in mode ``modes[s]``, and offloads in mode ``out[s]``.
 
-    Both are indices into `Stage.choices`; with 0 the stage never does. Channels must not be shared by devices, nor the
-    host limited.
+    Both are indices into `Stage.choices`; with 0 the stage never does. The host must not be limited.
     """
 
     def __init__(self, problem: Problem, modes: Sequence[int], out: Sequence[int]) -> None:
@@ -179,10 +190,12 @@ class MemoryLists:
         devices, channels = [], []
         for d, (ops, count) in enumerate(zip(state.order, state.length.tolist(), strict=True)):
             own = moved[np.flatnonzero(device == d)] if copies else moved
-            streams = (own[np.flatnonzero(own.kind == KINDS.index(kind))] for kind in "OR")
-            devices.append(DeviceOrders(self._ops(ops[:count]), *streams))
-            if len(own) and not self.problem.copy_channels.duplex:
-                channels.append(own)
+            devices.append(DeviceOrders(self._ops(ops[:count]), *_by_kind(own)))
+        duplex = self.problem.copy_channels.duplex
+        for group in self.problem.channel_groups if copies else ():
+            own = moved[np.flatnonzero(np.isin(device, group))]
+            if not duplex or len(group) > 1:
+                channels += [served for served in (_by_kind(own) if duplex else (own,)) if len(served)]
         waits = WaitArray(*map(self._ops, state.waits[:pairs].T))
         modes = np.select(
             [state.held == KEPT, state.held == RELOADED], [0, self.out[:, None]], self.modes[:, None]
@@ -233,14 +246,22 @@ class MemoryLists:
             running=np.full((3, devices), NONE, np.int64),
             released=np.full((3, devices), NONE, np.int64),
             waited=np.full((3, 3, devices), NONE, np.int64),
+            served=np.full((3, len(problem.channel_groups)), NONE, np.int64),
             copies=np.zeros(copies, np.int64),
             waits=np.zeros(((ways * stages * m + copies if copies else 0), 2), np.int64),
             counts=np.zeros(2, np.int64),
         )
 
 
+def _by_kind(copies: OpArray) -> tuple[OpArray, OpArray]:
+    """Offloads and reloads, each in their order."""
+    offloads = copies.kind == KINDS.index("O")
+    return copies[np.flatnonzero(offloads)], copies[np.flatnonzero(~offloads)]
+
+
 def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], behind: int) -> StageCosts:
-    stages = problem.stages
+    stages, groups = problem.stages, problem.channel_groups
+    members = np.concatenate([np.array(group, np.int64) for group in groups])
     again = [stage.choices[number] for stage, number in zip(stages, modes, strict=True)]
     away = [stage.choices[number] for stage, number in zip(stages, out, strict=True)]
     by_stage = [_bytes(*entry) for entry in zip(stages, again, away, strict=True)]
@@ -264,6 +285,7 @@ def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], beh
     passes_us = duration["F"] + duration["B"]
     delays_us = np.array([*problem.forward_delay_us, 0]) + np.array([*problem.backward_delay_us, 0])
     period_us = duration["F"] + duration["B"] + duration["W"]
+    way_us = np.cumsum((passes_us + delays_us)[::-1])[::-1] - passes_us
     return StageCosts(
         us=np.array([*duration.values(), duration["F"], again_us, duration["B"] + again_us, *copy_us], np.float64),
         delay_us=np.array([[0, *problem.forward_delay_us], [*problem.backward_delay_us, 0]], np.float64),
@@ -281,11 +303,17 @@ def _stage_costs(problem: Problem, modes: Sequence[int], out: Sequence[int], beh
         soon=np.array(
             [1 + ceil(us / max(whole, 1e-9)) for us, whole in zip(copy_us.sum(axis=0), period_us, strict=True)]
         ),
-        way_us=np.cumsum((passes_us + delays_us)[::-1])[::-1] - passes_us,
+        way_us=way_us,
         device_of=np.array([stage.device for stage in stages]),
         first=np.cumsum([0, *map(len, problem.stages_of)]),
         stages=np.concatenate([np.array(of_device, np.int64) for of_device in problem.stages_of]),
         budget_bytes=np.array([NO_LIMIT if d.memory_bytes is None else d.memory_bytes for d in problem.devices]),
+        group_of=np.repeat(np.arange(len(groups)), [*map(len, groups)])[np.argsort(members)],
+        first_member=np.cumsum([0, *map(len, groups)]),
+        members=members,
+        at_speed=np.array(
+            [(way_us + period_us)[own].sum() / max(period_us[own].sum(), 1e-9) for own in problem.stages_of]
+        ),
         duplex=problem.copy_channels.duplex,
     )
 
@@ -311,11 +339,14 @@ def _without_reference_counts(function: Kernel) -> Kernel:
 @njit(cache=True, nogil=True)
 def _run(costs: StageCosts, state: State, rules: Rules, shares: Floats) -> bool:
     """Place ops in the order of time; False if a device is left with ops for which it never had room."""
-    stages, microbatches = state.held.shape
+    (stages, microbatches), devices = state.held.shape, len(state.length)
     copies = costs.leaves.any()
     wake = [(0.0, costs.device_of[0])]
     while wake:
         now, d = heappop(wake)
+        if d >= devices:
+            _copy(costs, state, rules, wake, d - devices, now)
+            continue
         for stream in range(3):
             if state.running[stream, d] != NONE and state.free_us[stream, d] <= now:
                 _end(costs, state, d, stream)
@@ -338,18 +369,45 @@ def _run(costs: StageCosts, state: State, rules: Rules, shares: Floats) -> bool:
                             if held == OFFLOADED or (held == DROPPED and idle and rules.ahead != WITH_GRADIENT):
                                 heappush(wake, (now, near))
         if copies:
-            channel = RELOAD if costs.duplex else OFFLOAD
-            if state.running[channel, d] == NONE:
-                s = _next_back(costs, state, rules, d)
-                if s != NONE:
-                    _start(costs, state, d, channel, BACK, s, now)
-                    heappush(wake, (state.free_us[channel, d], d))
-            if state.running[OFFLOAD, d] == NONE:
-                s = _next_out(costs, state, d, now)
-                if s != NONE:
-                    _start(costs, state, d, OFFLOAD, OUT, s, now)
-                    heappush(wake, (state.free_us[OFFLOAD, d], d))
+            g = costs.group_of[d]
+            if costs.first_member[g + 1] - costs.first_member[g] == 1:
+                _copy(costs, state, rules, wake, g, now)
+            else:
+                heappush(wake, (now, devices + g))  # when all devices have ended and begun what they can now
     return bool((state.placed[W] == microbatches).all())
+
+
+@njit(cache=True, nogil=True)
+def _copy(costs: StageCosts, state: State, rules: Rules, wake: list[tuple[float, int]], g: int, now: float) -> None:
+    """Let the channels of a group serve its devices now: the reload that is due first, or the fullest device."""
+    reloads = RELOAD if costs.duplex else OFFLOAD
+    for channel, row in ((reloads, BACK), (OFFLOAD, OUT)):
+        last = state.served[channel, g]
+        if last != NONE and state.running[channel, last] != NONE:
+            continue
+        first, chosen, served = (np.inf, 0, 0), NONE, NONE
+        for d in costs.members[costs.first_member[g] : costs.first_member[g + 1]]:
+            if row == BACK:
+                s = _next_back(costs, state, rules, d)
+                urgency = 0.0 if s == NONE else _due_us(costs, state, s)
+            else:
+                s = _next_out(costs, state, d, now)
+                urgency = -state.level_bytes[d] / costs.budget_bytes[d]
+            rank = (urgency, int(last == d), d)
+            if s != NONE and (chosen == NONE or rank < first):
+                first, chosen, served = rank, s, d
+        if chosen != NONE:
+            _start(costs, state, served, channel, row, chosen, now)
+            state.served[channel, g] = served
+            heappush(wake, (state.free_us[channel, served], served))
+
+
+@_without_reference_counts
+def _due_us(costs: StageCosts, state: State, s: int) -> float:
+    """Arrival of the gradient of the next activation of a stage to come back; infinite where it is not on its way."""
+    stages, i = len(state.held), _next_away(state, s)
+    kind, near = (F, s) if s + 1 == stages else (B, s + 1)
+    return float(state.end_us[kind, near, i] + costs.delay_us[B, s]) if i < state.placed[kind, near] else np.inf
 
 
 @_without_reference_counts
@@ -445,6 +503,10 @@ def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: in
             if _gradient_us(costs, state, s) > now and _has_room(costs, state, d, MAKE, s, 0):
                 rank, chosen = (i, -s), (MAKE, s)
     lacks_room = False
+    below_stock = rules.stock > 0 and _in_flight(state, own_stages) < rules.stock * costs.at_speed[d]
+    backward = rank, chosen
+    if below_stock:
+        rank, chosen = (microbatches, 0), (NONE, 0)
     if chosen[0] == NONE and next_us >= now + rules.hold * costs.us[F, own_stages[0]]:
         for s in own_stages:
             i, comes_us = state.placed[F, s], _forward_us(costs, state, s, rules.in_flight)
@@ -464,6 +526,8 @@ def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: in
                         lacks_room = True
                         continue
                 rank, chosen = (i, -s), (row, s)
+    if below_stock and chosen[0] != F and backward[1][0] != NONE:
+        rank, chosen = backward
     pending = state.left[1, d] - state.left[0, d]
     if pending:
         s = state.pending[d, state.left[0, d]]
@@ -481,6 +545,15 @@ def _choose(costs: StageCosts, state: State, rules: Rules, shares: Floats, d: in
             if now + costs.us[MAKE, s] <= next_us and _has_room(costs, state, d, MAKE, s, 0):
                 rank, chosen = (i, -s), (MAKE, s)
     return chosen
+
+
+@_without_reference_counts
+def _in_flight(state: State, stages: Ints) -> int:
+    """Activations of a device between their F and their B."""
+    number = 0
+    for s in stages:
+        number += state.placed[F, s] - state.placed[B, s]
+    return number
 
 
 @_without_reference_counts

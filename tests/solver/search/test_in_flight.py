@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from instances import HALF, WHOLE, uniform
+from instances import HALF, WHOLE, instance, uniform
 from optpipe.problem import Problem
 from optpipe.simulate import simulate
 from solver.bounds import lower_bound_us
@@ -23,6 +23,7 @@ from solver.search.in_flight import (
     first_in_memory,
     improving,
     in_flight_search,
+    varied,
 )
 from solver.solution import Solution
 
@@ -32,6 +33,7 @@ PROBLEMS = [
     uniform(8, 24, budget=6, offload=WHOLE),
     uniform(6, 12, v_shape=True, budget=14, offload=HALF),
     uniform(4, 12, budget=5),
+    uniform(4, 12, budget=5, offload=HALF, copy_channels={"duplex": False, "shared_by": [[0, 1], [2, 3]]}),
 ]
 
 
@@ -74,7 +76,7 @@ def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pyte
     make = ListsInMemory.orders
     monkeypatch.setattr(ListsInMemory, "orders", lambda lists, choice: made.append(choice) or make(lists, choice))
     first = ListsInMemory(problem, [0] * 8, [1] * 7 + [0]).first
-    for gap, times in ((0.5, 2), (0.05, 1)):
+    for gap, times in ((0.5, 1), (0.05, 0)):
         start = Solution(first_in_memory(problem), bound_us / (1 - gap), bound_us)
         made.clear()
         in_flight_search(problem, WORK, start, lambda _: None)
@@ -83,7 +85,23 @@ def test_a_good_start_waits_for_a_better_choice_than_the_first(monkeypatch: pyte
 
 def test_memory_without_such_lists_has_no_first_ones() -> None:
     assert first_in_memory(uniform(4, 12, budget=5)) is None
-    assert first_in_memory(uniform(4, 12, budget=5, offload=HALF, copy_channels={"shared_by": [[0, 1]]})) is None
+    problem = uniform(4, 12, budget=5, offload=HALF)
+    assert first_in_memory(problem) is not None
+    assert first_in_memory(Problem.from_data(problem.to_data() | {"host_memory_bytes": 4})) is None
+
+
+def test_random_choices_go_on_where_steps_find_nothing_better() -> None:
+    """Eight devices, two behind each channel, with four chunks each: steps end at 56,500 us."""
+    problem = instance("d-p8-m16-o1-mo1-b1o4-interleaved4-make-pairs")
+    lists = ListsInMemory(problem, [0] * 32, [1] * 32)
+    trials = Trials(lists, Limits(deterministic_limit=0.3))
+    (*_, choice) = improving(trials)
+    values_us = [trials.value_us(choice), *map(trials.value_us, varied(trials))]
+    assert values_us == sorted(set(values_us), reverse=True)
+    assert values_us[-1] < 0.985 * values_us[0]
+    again = Trials(lists, Limits(deterministic_limit=0.3))
+    list(improving(again))
+    assert [again.value_us(choice) for choice in varied(again)] == values_us[1:]
 
 
 def test_nothing_is_searched_after_a_cancel() -> None:
